@@ -1,4 +1,4 @@
-"""The studies in `bench`: running their drivers, and their modules, for tests of what figures rest on."""
+"""The studies in `bench`: runs their drivers and imports their modules, for tests of figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Study:
 
     @property
     def results(self) -> Path:
-        """What is shipped."""
+        """The folder of the shipped results."""
         return self.driver.parent / "results"
 
     def run(self, *argv: str | Path) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ class Study:
         return {name: result_files.read_figure(folder, name) for name in result_files.read_index(folder)}
 
     def importable(self) -> Iterator[None]:
-        """What lies beside the driver can be imported for a while: studies have modules of the same names."""
+        """Makes modules beside the driver importable for a while: studies share module names."""
         before, path = set(sys.modules), list(sys.path)
         bench = self.driver.parents[1]
         sys.path[:0] = [str(self.driver.parent), str(bench)]

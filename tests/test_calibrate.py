@@ -1,4 +1,4 @@
-"""``calibrate``: an engine whose constants are known, probed over real sockets, and the fit by itself."""
+"""``calibrate``: an engine with known constants, probed over real sockets; the fit by itself."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIMITS = Limits(200_000, 32, 16_000, 400_000, None)
 
 
 def work(plan: Plan, profile: Profile) -> list[Observation]:
-    """What an engine of this profile would show, to the digit."""
+    """The exact observations of an engine with this profile."""
     made = []
     for probe in plan.probes:
         new, cached, batch = probe.prompt_tokens, probe.cached_tokens, float(probe.batch)
@@ -200,8 +200,8 @@ def slow(tmp_path: Path) -> Path:
 
 
 async def test_an_engines_constants_are_found_over_sockets(slow: Path) -> None:
-    # Step times within 15%, on a machine that does other things as well; where it was away in a wrong moment,
-    # once more.
+    # Step times are within 15%. The machine does other things as well; if it stalls in a wrong
+    # moment, calibrate once more.
     options = EngineOptions(profile=str(slow), clock_speed=2)
     truth = options.resolved_profile()
     for _ in range(3):

@@ -47,7 +47,7 @@ def test_help_lists_every_command_quickly() -> None:
     assert done.returncode == 0
     for module in MODULES:
         assert f"\n  {module.__name__.rpartition('.')[2]} " in done.stdout
-    # What makes a start slow must not be imported for it.
+    # A start must not import slow modules.
     loaded = "import sys; sys.argv[1:] = []; import lmetric.cli.app as a; a.build([]); print(*sys.modules)"
     modules = subprocess.run(
         [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
@@ -129,7 +129,7 @@ UNUSABLE = [
 
 @pytest.mark.parametrize(("flags", "message"), UNUSABLE, ids=str)
 def test_config_refuses_what_serve_refuses(flags: list[str], message: str) -> None:
-    """UX C1: `config` printed YAML and exited 0 for policies and parameters that `serve` refuses with 2."""
+    """UX C1: `config` printed YAML and exited 0 for a policy or parameter that `serve` refuses."""
     done = run("config", *flags)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert message in done.stderr
@@ -145,7 +145,7 @@ def test_config_says_what_serve_says() -> None:
 
 
 def test_config_refuses_a_wrong_policy_of_one_model(tmp_path: Path) -> None:
-    """UX C1: a model's own policy is checked, too, and a good configuration still prints YAML alone."""
+    """UX C1: a model's own policy is checked, too; a good configuration still prints YAML alone."""
     file = tmp_path / "router.yaml"
     engines = "[{url: 'http://127.0.0.1:1'}]"
     file.write_text(f"models: [{{name: a, policy: lmetrik, engines: {engines}}}]")

@@ -1,4 +1,4 @@
-"""The deployment files: what the unit, the manifest and the image promise, and what they do not install."""
+"""The deployment files: promises of unit, manifest and image; packages they must not install."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def container() -> dict[str, Any]:
 
 
 def unit() -> dict[str, list[str]]:
-    """The settings of the unit's [Service] section; one that stands there twice has two values."""
+    """The settings of the unit's [Service] section; a repeated setting has several values."""
     section = (DEPLOY / "lmetric-router.service").read_text().split("[Service]")[1].split("[Install]")[0]
     settings: dict[str, list[str]] = {}
     for line in section.splitlines():
@@ -60,7 +60,7 @@ def size(text: str) -> int:
 
 
 def bounded_bytes() -> int:
-    """What one pool holds at most by the default bounds, its process included."""
+    """The most bytes that one pool holds by the default bounds, its process included."""
     config = ServerConfig()
     engine_block_map = config.index_bytes  # bounded like the index, beside it
     bodies = config.limits.max_body_bytes_total
@@ -100,7 +100,7 @@ def test_a_drained_or_lost_node_takes_one_router() -> None:
 
 
 def test_the_network_policy_covers_the_router_in_both_directions() -> None:
-    """Reliability M8: clients reach the HTTP port, and the router engines, DNS and the API; no more."""
+    """Reliability M8: clients reach only the HTTP port; the router only engines, DNS, the API."""
     policy = of_kind("NetworkPolicy")["spec"]
     assert policy["podSelector"]["matchLabels"] == of_kind("Deployment")["spec"]["selector"]["matchLabels"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
@@ -119,7 +119,7 @@ def test_the_network_policy_covers_the_router_in_both_directions() -> None:
 
 
 def test_whoever_listens_on_all_addresses_asks_for_keys(tmp_path: Path) -> None:
-    """Reliability M8, H4: API keys and the replica token come from the Secret, on 0.0.0.0 by default."""
+    """Reliability M8, H4: on 0.0.0.0, API keys and the replica token come from the Secret."""
     assert container()["args"][:3] == ["serve", "--host", "0.0.0.0"]
     (tmp_path / "router.yaml").write_text(of_kind("ConfigMap")["data"]["router.yaml"])
     (token,) = container()["env"]
@@ -150,7 +150,7 @@ def test_memory_limits_hold_what_the_default_bounds_add_up_to() -> None:
 
 
 def test_the_unit_is_confined() -> None:
-    """Reliability M8: system calls, capabilities, address families, files and memory of the unit."""
+    """Reliability M8: the unit limits syscalls, capabilities, address families, files, memory."""
     settings = unit()
     assert settings["CapabilityBoundingSet"] == [""]
     assert settings["AmbientCapabilities"] == [""]
@@ -193,7 +193,7 @@ def locked(file: str) -> set[tuple[str, str]]:
 
 
 def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
-    """Reliability M8: the runtime lock has what is declared, with hashes, and no developers' tools."""
+    """Reliability M8: the runtime lock has the declared packages, hashes, no developer tools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     optional = project["project"]["optional-dependencies"]
     wanted = {
@@ -217,7 +217,7 @@ def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
 
 
 def test_the_image_is_built_from_the_locks_on_named_bases() -> None:
-    """Reliability M8: base images can be given by digest, and only locked packages are installed."""
+    """Reliability M8: base images can be pinned by digest; only locked packages are installed."""
     text = (DEPLOY / "Dockerfile").read_text()
     assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${RUST_IMAGE}", "${BASE_IMAGE}"]
     assert set(re.findall(r"-r (\S+\.lock)", text)) == {

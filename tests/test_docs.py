@@ -1,4 +1,4 @@
-"""What the documents show works: command lines parse, links resolve, Python compiles and runs."""
+"""The documents' examples work: command lines parse, links resolve, Python compiles and runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> Iterator[str]:
-    """Command lines of a page: all lines of `sh` blocks, and those after a prompt in `console` blocks."""
+    """Command lines of a page: all lines of `sh` blocks, and prompt lines of `console` blocks."""
     for block in blocks(path, "console"):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("$ "):

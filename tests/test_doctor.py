@@ -1,4 +1,4 @@
-"""`lmetric-router doctor` on emulated engines: every verdict, green and red; for real ones see tests/real."""
+"""`lmetric-router doctor` on emulated engines: all verdicts, green and red (real: tests/real)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outcomes(found: Examination) -> dict[str, str]:
 
 @dataclass
 class Case:
-    """An engine with these options under these settings: what `exact` is then wanting, and a word of why."""
+    """An engine with options and settings: checks that `exact` lacks, and part of the reason."""
 
     wanting: list[str]
     says: str = ""
@@ -261,8 +261,8 @@ def test_the_command(dead: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [None, "80", "60", "200"])
 def test_the_table_fits_the_width_that_there_is(dead: str, columns: str | None) -> None:
-    """UX C2: at 80 columns headings stood one letter a line, and addresses were cut in pieces; piped, the
-    table was 152 columns wide whatever COLUMNS said."""
+    """UX C2: at 80 columns, headings had one letter a line and addresses were broken. Piped, the
+    table was 152 columns wide and ignored COLUMNS."""
     addresses = [f"127.0.0.{number}:{dead.rpartition(':')[2]}" for number in range(1, 8)]
     urls = [f"http://{address}" for address in addresses]
     done = CliRunner().invoke(build(["doctor"]), ["doctor", *urls], env={"COLUMNS": columns})
@@ -279,7 +279,7 @@ def test_the_table_fits_the_width_that_there_is(dead: str, columns: str | None) 
 
 
 async def test_the_exit_code_is_explained(dead: str) -> None:
-    """UX C10: `doctor` exited with 1 and every check green, and did not say that `exact` was required."""
+    """UX C10: `doctor` exited with 1, with all checks green, without naming `exact` as required."""
 
     def shown(*arguments: str) -> tuple[int, str]:
         done = CliRunner().invoke(build(["doctor"]), ["doctor", *arguments])

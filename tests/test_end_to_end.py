@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
 
 
 def served_port(pid: int) -> str | None:
-    """The port of a router that a process was told to be."""
+    """The `--port` of a router process; None for other processes."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
@@ -145,7 +145,7 @@ def test_replay_through_the_router(router: str) -> None:
     assert report["completed"] == report["requests"] == answer["chosen_requests"] == 12
     assert report["errors"] == {}
     assert report["goodput"]["share"] == 1
-    # The trace's lengths arrive as they are: a word is a token, and answers end at the length asked for.
+    # The trace's lengths arrive unchanged: a word is a token, and answers end at the given length.
     with subprocess.Popen(["gzip", "-dc", str(SLICE)], stdout=subprocess.PIPE, text=True) as lines:
         assert lines.stdout is not None
         rows = [json.loads(line) for line in lines.stdout]

@@ -1,4 +1,4 @@
-"""What the router finds out about an engine by asking it: recorded answers, and the emulated engines."""
+"""The router's findings about an engine: recorded answers, and the emulated engines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_vllm_as_it_is() -> None:
     }
     assert told.full_report == {"vllm_xargs": {"kv_cache_report_mode": "full"}}
     assert told.priority == Priority("lower_first", None, header=True)
-    assert (told.cached_tokens, told.handover) == (None, None)  # what it does not tell is not made up
+    assert (told.cached_tokens, told.handover) == (None, None)  # unreported values are not made up
 
 
 async def test_sglang_as_its_sources_have_it() -> None:
@@ -248,7 +248,7 @@ async def test_emulated_engines_need_no_adapter_of_their_own(api: str) -> None:
         said = engine.description()
         load = adapter.load((await ask(str(told.load_path)))[1])
     assert (adapter.name, told.engine) == (api, api)
-    assert "+lmetric." in str(told.version)  # it says that it is none
+    assert "+lmetric." in str(told.version)  # the version shows that it is no real engine
     assert (told.models[0].name, told.block_size, told.cache_blocks) == ("emulated", 16, 1000)
     assert told.event_sources == (
         EventSource(0, said["kv_events_endpoint"], "kv@0", said["kv_events_replay_endpoint"]),

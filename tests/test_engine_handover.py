@@ -174,7 +174,7 @@ async def test_a_dead_prefill_engine(policy: str) -> None:
         else:
             assert (status, got["error"]["code"], said) == (500, 500, "500")
         assert await counted(decode, "vllm:nixl_num_failed_transfers_total") == 2
-        # Another process at its address is not the one that was meant.
+        # Another process at the same address does not serve the first process's blocks.
         async with EngineServer(options()) as other:
             port = json.loads(await first_leg(other))["kv_transfer_params"]["remote_port"]
             status, _ = await post(decode, second_body(answer, remote_port=port))
@@ -200,7 +200,7 @@ async def test_wrong_params_kill() -> None:
             status, said = await post(soft, BODY | {"kv_transfer_params": {"do_remote_prefill": True}})
             assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
             assert (await post(soft, BODY))[0] == 200
-        # What only the bidirectional mode could serve waits for ever.
+        # Without the bidirectional mode, a request that needs it waits for ever.
         async with EngineServer(options()) as decode:
             params = {"do_remote_prefill": False, "do_remote_decode": True}
             hanging = second_body(await first_leg(prefill), **params)

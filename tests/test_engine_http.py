@@ -74,9 +74,9 @@ def labelled(name: str, more: str = "") -> str:
 async def shown(
     http: aiohttp.ClientSession, server: EngineServer, name: str, value: float
 ) -> dict[str, float]:
-    """The metrics, as soon as the one of that name has that value."""
+    """The metrics, as soon as the metric `name` has the value `value`."""
     async with asyncio.timeout(10):
-        while (seen := await metrics(http, server))[labelled(name)] != value:  # noqa: ASYNC110 - over HTTP
+        while (seen := await metrics(http, server))[labelled(name)] != value:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return seen
 
@@ -177,7 +177,8 @@ async def test_the_next_turn_hits_the_answer_too(engine: EngineServer, http: aio
     answer = await complete(http, engine, prompt=prompt, max_tokens=30, return_token_ids=True)
     turn = prompt + answer["choices"][0]["token_ids"] + [60, 61]
     usage = (await complete(http, engine, prompt=turn, max_tokens=1))["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 64}  # 69 of the 70 tokens were computed
+    # 69 of the 70 tokens were computed.
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 64}
 
 
 async def test_another_engine_continues_from_text_and_from_ids(http: aiohttp.ClientSession) -> None:
@@ -309,7 +310,7 @@ async def test_priority_reorders_the_queue(http: aiohttp.ClientSession) -> None:
         ("fcfs", ["long", "short"]),
         ("sjf", ["short", "long"]),
         ("srpt", ["short", "long"]),
-        ("uniboost(gamma=0.5)", ["long", "short"]),  # their prompts are alike, and that is all it knows
+        ("uniboost(gamma=0.5)", ["long", "short"]),  # it sees only the prompts, which are alike
     ],
 )
 async def test_local_orders_know_how_long_answers_get(
@@ -337,7 +338,7 @@ async def test_local_orders_know_how_long_answers_get(
 async def test_a_token_slo_lets_answers_go_on_beside_a_long_prompt(
     http: aiohttp.ClientSession, order: str, interleaved: bool
 ) -> None:
-    # At 9 ms a step and 0.1 ms a prompt token, 20 ms hold 109 tokens: 4,000 take 37 steps, and one else.
+    # At 9 ms a step and 0.1 ms a prompt token, 20 ms hold 109 tokens: 4,000 take 37 steps, not 1.
     told = options(order=order, order_slo=0.02, clock_speed=1.0)
     prompt = [i % 500 for i in range(4000)]
     async with EngineServer(told) as engine:
@@ -601,7 +602,8 @@ async def test_bad_input_gets_vllms_error_object(
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["type"]) == (status, kind)
     assert message in error["message"]
-    assert (await complete(http, engine, prompt="a", max_tokens=1))["choices"][0]["text"]  # it lives on
+    # The engine still works.
+    assert (await complete(http, engine, prompt="a", max_tokens=1))["choices"][0]["text"]
 
 
 COMPLETION = {"prompt": WORDS, "max_tokens": 12}
@@ -638,7 +640,7 @@ async def test_stop_strings_end_an_answer_as_vllm_ends_it(
 
     whole, *_ = await asked()
     words = whole.split()
-    # The end of the fourth word and the beginning of the fifth: it lies across two tokens and two chunks.
+    # The end of word 4 and the beginning of word 5: the text lies across two tokens and two chunks.
     across = f"{words[3][-2:]} {words[4][:2]}"
     at = whole.index(across)
     assert await asked(stop=across) == (whole[:at], "stop", across, 5)

@@ -1,4 +1,4 @@
-"""Emulated engines take legs of requests cut anywhere, as vLLM's NIXL does in bidirectional mode."""
+"""Emulated engines run segments cut anywhere, like vLLM's NIXL in bidirectional mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def both(**changes: Any) -> EngineOptions:
 async def leg(
     engine: EngineServer, prompt: list[int], tokens: int, params: dict[str, Any] | None = None, **more: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """The token ids of a leg, and what it hands over."""
+    """The token ids of a segment, and its KV transfer parameters for the next segment."""
     body = {"prompt": prompt, "max_tokens": tokens, "return_token_ids": True, **more}
     status, answer = await post(engine, body | {"kv_transfer_params": params})
     assert status == 200, answer
@@ -146,7 +146,7 @@ async def test_stop_token_ids_end_an_answer() -> None:
         # The token that ends it is no text.
         _, shorter = await post(first, BODY | {"max_tokens": n})
         assert choice["text"] == shorter["choices"][0]["text"] == await streamed(first, body)
-        # A first leg that ends so hands over what it computed.
+        # A first segment that ends with a stop token transfers its computed blocks.
         said, params = await leg(first, PROMPT, TOKENS, ASK, stop_token_ids=[whole[n]])
         assert (len(said), params["remote_num_tokens"]) == (n + 1, 200 + n)
         rest, _ = await leg(second, PROMPT + said[:-1], 5, params | LAST)
@@ -157,7 +157,7 @@ async def test_stop_token_ids_end_an_answer() -> None:
 
 
 async def test_a_leg_that_a_stop_string_ends_hands_nothing_over() -> None:
-    """UX, section 3, stop: vLLM finds stop strings outside its engine core, which then aborts the request."""
+    """UX, section 3, stop: vLLM finds stop strings outside its engine core and aborts requests."""
     async with EngineServer(options()) as first:
         _, whole = await post(first, BODY | {"max_tokens": TOKENS})
         word = whole["choices"][0]["text"].split()[9]

@@ -1,4 +1,4 @@
-"""An emulated engine of several data-parallel ranks: what each has of its own, and which gets a request."""
+"""An emulated engine of several data-parallel ranks: each rank's state; the choice of rank."""
 
 from __future__ import annotations
 

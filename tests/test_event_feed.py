@@ -150,7 +150,7 @@ class Bed:
         self.feed.subscribe(name, engine.endpoint, **(given | options))
 
     def settle(self, engine: Publisher, state: str, name: str = "e0") -> None:
-        """Waits for a state, and for all that was published."""
+        """Waits for a state, and until every published event has arrived."""
 
         def settled() -> bool:
             status = self.status(name)
@@ -176,7 +176,7 @@ def test_blocks_of_the_wire_reach_the_index(bed: Bed) -> None:
         assert bed.status()["state"] == "connecting"
         bed.settle(engine, "live")  # nothing was published so far, and silence is no death
         engine.publish(stored([1, 2], tokens[:32]))
-        # Signed numbers, and digests of which the last 8 bytes count.
+        # Signed numbers, and digests. Only the last 8 bytes of a digest count.
         engine.publish(stored([-5], tokens[32:48], parent=2))
         engine.publish(stored([bytes(24) + b"\xff" * 8], tokens[48:], parent=(-5) % 2**64))
         bed.settle(engine, "live")
@@ -223,7 +223,7 @@ def test_what_is_published_before_the_subscription_arrives_is_asked_for(bed: Bed
         engine.publish(stored([1], tokens[:16]))
         bed.subscribe(engine)
         bed.settle(engine, "live")
-        # The past was asked for already, nobody hears this one, and then the engine has nothing more to say.
+        # The replay is over, this event gets lost, and the engine sends no later event.
         engine.publish(stored([2], tokens[16:32], parent=1), lose=True)
         bed.settle(engine, "live")
         assert bed.held(tokens) == 2
@@ -282,7 +282,7 @@ def test_a_restarted_engine_has_an_empty_cache(bed: Bed, replay: bool) -> None:
         endpoints = engine.endpoint, engine.replay_endpoint
     until(lambda: not bed.status()["connected"])
     with publisher(endpoints[0], replay=False) as engine:
-        # The same numbers, before the router hears again: only who asks can tell that it is another process.
+        # The same numbers before the router reconnects: only replay shows the new process.
         for block in range(1, 4):
             engine.publish(stored([block], [block] * BLOCK))
         if replay:
@@ -420,20 +420,20 @@ def test_instances_come_and_go(bed: Bed) -> None:
         bed.settle(engine, "live")
         engine.publish(stored([1], [1] * BLOCK))
         bed.settle(engine, "live")
-        # Events of an instance that is gone reach nobody; the next of its name learns all from the start.
+        # Events of a removed instance are dropped; a new one of its name learns all from the start.
         bed.router.remove_instance("e0")
         engine.publish(stored([2], [2] * BLOCK), removed(1))
         until(lambda: bed.status()["skipped"].get("instance_gone") == 2, engine)
         bed.router.add_instance("e0")
         until(lambda: bed.held([2] * BLOCK) == 1, engine)
         assert bed.held([1] * BLOCK) == 0
-        # So it does where it changes how it learns.
+        # An instance whose `kv_source` changes back to exact learns all from the start, too.
         bed.router.update_instance("e0", kv_source="approximate")
         engine.publish(stored([3], [3] * BLOCK))
         until(lambda: bed.status()["skipped"].get("not_exact"), engine)
         bed.router.update_instance("e0", kv_source="exact")
         until(lambda: bed.held([3] * BLOCK) == 1, engine)
-        # And where it is taken for gone while it is not.
+        # So does an instance whose blocks the router forgets while its cache is intact.
         bed.router.blocks_cleared("e0")
         assert bed.held([3] * BLOCK) == 0
         until(lambda: bed.held([3] * BLOCK) == 1, engine)
@@ -557,7 +557,7 @@ async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None
             salt = dice.choice([None, "tenant"])
             deadline = time.monotonic() + 5
             while (status := bed.feed.status("e0")) and time.monotonic() < deadline:
-                # The step that ended the last answer has been told of.
+                # The events of the last answer's last step have arrived.
                 if status[0]["state"] == "live" and status[0]["last_sequence"] == server_sequence(server):
                     break
                 await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Score expressions: Python renders them, the core reads them back, and both mean what numpy means."""
+"""Score expressions: Python renders them, the core reads them back, and both agree with numpy."""
 
 import doctest
 import math
@@ -43,7 +43,8 @@ def test_everything_public_is_there_and_explained() -> None:
     for row in lm.indicator_table():
         keys = ("name", "scope", "owner", "freshness", "absent", "about")
         assert all(row[key] for key in keys), row
-        assert row["unit"] or row["owner"] == "declared" or row["name"] == "priority"  # a plain number
+        # Declared indicators may have no unit, and `priority` is a plain number.
+        assert row["unit"] or row["owner"] == "declared" or row["name"] == "priority"
 
 
 def test_the_papers_expressions_render_as_written() -> None:
@@ -127,7 +128,7 @@ def _spread(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _exact() -> st.SearchStrategy[Pair]:
-    """Expressions over COLUMNS beside what numpy makes of the same operations: those of one rounding."""
+    """Expressions over COLUMNS beside numpy's results, for operations that round once."""
     constants = st.one_of(st.integers(-3, 9), st.floats(-4, 4).map(lambda x: round(x, 3) + 0.0))
     leaf = st.one_of(
         st.sampled_from([(getattr(lm, name.upper()), column) for name, column in COLUMNS.items()]),

@@ -1,4 +1,4 @@
-"""Which policies the hot-spot guard filters, and its settings, wherever a router is made."""
+"""The policies that the hot-spot guard filters, and its settings, wherever a router is made."""
 
 import dataclasses
 import re
@@ -123,14 +123,14 @@ def test_an_expression_is_guarded_in_simulations_too() -> None:
 
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
-    """Fidelity gap 12: the configuration has the defaults of the router, and all of its settings."""
+    """Fidelity gap 12: the configuration has all of the router's settings, with its defaults."""
     assert dataclasses.asdict(lm.Guard()) == {"enabled": None, **SETTINGS}
     assert PoolSettings().guard == lm.Guard()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> None:
-    """Fidelity gap 12: out of range, each is refused by the router, the simulator, the server and studies."""
+    """Fidelity gap 12: router, simulator, server and studies refuse values out of range."""
     wrong: dict[str, Any] = {name: OUT_OF_RANGE[name]}
     with pytest.raises(lm.BadValueError, match=f"hot-spot guard: {name}"):
         lm.Router("lmetric", guard=lm.Guard(**wrong))

@@ -1,4 +1,4 @@
-"""What the connectors make of a client's request, and what they refuse; what engines tell of theirs."""
+"""KV connectors: their changes to client requests, their refusals, and the reports of engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmetric.engines.identify import identify
 NIXL, BOOTSTRAP = CONNECTORS["nixl"], CONNECTORS["bootstrap"]
 TOLD = Handover("nixl", 30.0)
 
-# As vLLM 0.32.0 answered a first leg.
+# The answer of vLLM 0.32.0 to a first segment.
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

@@ -1,4 +1,4 @@
-"""Policies from files, modules and entry points, replaced while requests are in flight; their fallbacks."""
+"""Policies from files, modules and entry points, replaced with requests in flight; fallbacks."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def mine(tmp_path: Path) -> Path:
     return file
 
 
-# What names a policy.
+# Policies by name.
 
 
 def test_a_function_in_a_file_decides_as_the_same_expression(mine: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_module_is_found_and_reloaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert made.route(lm.Request(text="x"))[0].scores().tolist() == [0, 0, 0]
     later = package / "scores.py"
     later.write_text("def score(bs):\n    return bs + 7\n")
-    os.utime(later, ns=(1, time.time_ns() + 10**10))  # byte code is as old as its file, to the second
+    os.utime(later, ns=(1, time.time_ns() + 10**10))  # byte code is matched by whole seconds
     made.set_policy("plugged.scores:score")
     assert made.route(lm.Request(text="x"))[0].scores().min() >= 7
     assert plugins.file_of("plugged.scores:score") == later

@@ -13,7 +13,7 @@ from lmetric.sim.traces import load_trace
 
 BENCH = Path(__file__).parent.parent / "bench"
 ENGINES = 4
-# As fast that requests wait, answers share steps with prefills, and the policies choose differently.
+# Fast enough that requests wait, answers share steps with prefills, and the policies differ.
 SPEED = 6.0
 
 

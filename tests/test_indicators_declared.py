@@ -1,4 +1,4 @@
-"""Indicators that a program declares: names, values, their age, and where they can be read."""
+"""Indicators that a program declares: names, values, their age, and the places that read them."""
 
 import math
 

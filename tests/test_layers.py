@@ -98,7 +98,7 @@ RUST = {rust_module(file): file for file in ROUTER.rglob("*.rs") if file != ROUT
 
 
 def rust_imports(name: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
-    """What a file of the router imports from the router; () is the router's `mod.rs`."""
+    """The imports of a router file from the router; () is the router's `mod.rs`."""
     code = file.read_text().partition("#[cfg(test)]")[0]
     here = name if file.name == "mod.rs" else name[:-1]
     for path, last in _RUST_USE.findall(code):

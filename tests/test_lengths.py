@@ -1,4 +1,4 @@
-"""Remaining lengths: the network by hand, files, samples from traces, baselines, and a real training."""
+"""Remaining lengths: the network by hand, files, samples from traces, baselines, training."""
 
 from __future__ import annotations
 
@@ -363,11 +363,13 @@ def test_survival_by_hand() -> None:
 def test_baselines_know_the_training_requests_alone() -> None:
     samples = samples_from_trace(trace(CONVERSATION), every=20, at_most=10)
     train = samples.at(np.flatnonzero(samples.request_ids < 3))  # answers of 45 and 10 tokens
-    found = baselines(train, samples.at(np.flatnonzero(samples.request_ids == 3)))  # 0, 20, ... 80 generated
+    # The samples are at 0, 20, ... 80 generated tokens.
+    found = baselines(train, samples.at(np.flatnonzero(samples.request_ids == 3)))
     assert found["mean"].tolist() == [27.5, 7.5, 0, 0, 0]
     assert found["survival mean"].tolist() == [27.5, 25, 5, 0, 0]
     assert found["survival median"].tolist() == [27.5, 25, 5, 0, 0]
-    # Prompts of 25 and 83 tokens are a bucket each, and 100 tokens are near the one that was answered by 10.
+    # Prompts of 25 and 83 tokens have a bucket each. The prompt of 100 tokens is near the prompt of
+    # 83 tokens, whose answer has 10 tokens.
     assert found["survival by prompt"].tolist() == [10, 25, 5, 0, 0]
     assert found["session mean"].tolist() == pytest.approx([27.5, 7.5, 5, 0, 0], rel=1e-5)
 
@@ -438,7 +440,7 @@ def test_a_real_training_learns_what_can_be_known(tmp_path: Path) -> None:
     test = samples.at(split_by_request(ids, 0).test)
     remaining, sigma = load_npz(out).predict(test.features)
     error = float(np.abs(remaining - test.remaining).mean())
-    assert told["test_mae_tokens"] == pytest.approx(error, rel=1e-3)  # NumPy says what PyTorch learned
+    assert told["test_mae_tokens"] == pytest.approx(error, rel=1e-3)  # NumPy agrees with PyTorch
     assert error < 12  # remaining lengths deviate by some 140 tokens
     assert float(sigma.mean()) == pytest.approx(error, rel=0.5)
     assert told["best_epoch"] <= told["epochs"] <= 100

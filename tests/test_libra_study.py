@@ -29,7 +29,7 @@ def test_figure_5_has_the_papers_rates(tmp_path: Path) -> None:
     served = {row["system"]: row["requests"][0] for row in told["rows"] if row["group"] == beyond}
     assert served["cut at 1,024"] == pytest.approx(1.7, abs=0.07)
     assert served["cut at 1,358"] == pytest.approx(2.5, abs=0.1)
-    # What the figure leaves out: two instances that cut nothing serve as much.
+    # Not in the figure: two instances that cut nothing serve as much.
     assert served["colocated, chunk 2048"] > 0.98 * served["cut at 1,358"]
 
 
@@ -55,7 +55,7 @@ def test_profiles_are_what_the_papers_tables_come_to() -> None:
 def test_table_1_holds_where_the_profile_was_not_fitted() -> None:
     from world import DEFAULT, Fleet, play
 
-    # Colocated: 8192/32 at 1.49 requests/s at most, a median gap of 310 ms; 219/1467 at 2.86 with 48 ms.
+    # Colocated: 8192/32 at 1.49 requests/s at most, median gap 310 ms; 219/1467 at 2.86 with 48 ms.
     found = play("8192/32", 2.5, DEFAULT, Fleet(), 0)
     assert found.requests == pytest.approx(1.49, rel=0.1)
     assert found.p50 == pytest.approx(0.310, rel=0.1)
@@ -83,7 +83,7 @@ def test_a_backlog_is_not_kept_up_with() -> None:
 
     fleet = Fleet()
     whole = most("8192/32", fleet)
-    # By hand: 1.119 s of prefill, 32 decodes of 0.1 ms and 1.1 ms, 21.5 ms shared by 16 that memory holds.
+    # By hand: 1.119 s of prefill, 32 decodes of 0.1 ms and 1.1 ms, 21.5 ms shared by 16 in memory.
     assert whole == pytest.approx(2 / (1.119 + 32 * (0.0001063 + 8208 * 1.336e-7 + 0.0215 / 16.6)), rel=0.01)
     light = play("8192/32", 0.5 * whole, COMPOSED, fleet, 0)
     assert keeps_up(light)

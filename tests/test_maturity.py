@@ -1,4 +1,4 @@
-"""Policies and planners by maturity: what `serve` offers, what needs a flag, what is for studies only."""
+"""Policies and planners by maturity: offered by `serve`, behind a flag, or for studies only."""
 
 import json
 import re

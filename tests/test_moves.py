@@ -61,7 +61,7 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     assert ticket.migrated(2.0) == move["target"] == ticket.instance
     assert (ticket.from_token, ticket.to_token) == (1010, None)
     ticket.sent(2.0)
-    # What came before is computed anew there: 1,010 tokens.
+    # The target computes the prompt and the answer so far: 1,010 tokens.
     assert router.indicators(2.0)["queued_prefill_tokens"][slots.index(move["target"])] == 1010
     ticket.first_token(2.2)
     ticket.segment_done(now=3.0)

@@ -1,4 +1,4 @@
-"""The study of prefix pulls: its driver, its page, and what its figures rest on."""
+"""The study of prefix fetches: its driver, its page, and the basis of its figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def study() -> Iterator[None]:
 
 
 def test_a_hot_spot_dissolves(tmp_path: Path) -> None:
-    """What the page says: pulls leave little of it, and less than the guard does."""
+    """On the page, fetches leave little of the hot spot, and less than the guard does."""
     told = STUDY.made(tmp_path, "--quick", "--figure", "hot")["hot"]
     by_label = {row["policy"]: row for row in told["rows"]}
     alone, guarded, vllm = (by_label[name] for name in ("lmetric", "lmetric, guard", "vllm"))

@@ -1,4 +1,4 @@
-"""Plans of two segments from Python: roles, the decode policy, hand-over."""
+"""Plans of two segments from Python: roles, the decode policy, the handoff."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def fleet(**settings: object) -> lm.Router:
 
 
 def test_a_request_goes_from_prefill_to_decode() -> None:
-    """Bound at the decision; handed over at the prefill's end; the receipt tells."""
+    """Bound at the decision; transferred at the prefill's end; shown in the decision record."""
     router = fleet(decode_policy="sibyl")
     decision, ticket = router.route(lm.Request(prompt_tokens=500), now=0.0)
     bound = decision.decode_instance

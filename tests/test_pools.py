@@ -1,4 +1,4 @@
-"""Fleets with pools: roles, transfers, pairs of policies, from Python, the command line and study files."""
+"""Fleets with pools: roles, transfers, pairs of policies; in Python, the CLI and studies."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_late_binding_sees_the_load_at_the_hand_over() -> None:
         ).optimal_assignment_ratio
         for binding in ("early", "late")
     }  # fmt: skip
-    # What runs, in tokens, is what late ILS goes by; those that hand over in one step do not see each other.
+    # Late ILS uses the running tokens; requests that transfer in one step do not see each other.
     assert ratio["late"] > 0.9 > ratio["early"]  # type: ignore[operator]
 
 
@@ -192,7 +192,7 @@ def test_the_profile_for_the_independent_simulation_has_its_step_time() -> None:
     assert (run.handoff_seconds > 0.027 + alone).all()
 
 
-# -- the command line and studies ----------------------------------------------------------------------------
+# -- the command line and studies ------------------------------------------------------------------
 
 TRACE = "{synthetic: requests, rate: 4, duration_seconds: 60, input_tokens: 100, output_tokens: 50}"
 

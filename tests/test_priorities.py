@@ -1,4 +1,4 @@
-"""What goes first: the numbers that the router gives, and what engines do with them."""
+"""The order of requests: the priorities that the router gives, and their use by engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def given(router: _core.Router, tokens: int, now: float, **more: Any) -> tuple[i
     return decision.priority, ticket
 
 
-# -- the router ----------------------------------------------------------------------------------------------
+# -- the router ------------------------------------------------------------------------------------
 
 
 def test_boosted_arrivals_by_hand() -> None:
@@ -94,10 +94,10 @@ def test_tenants_are_served_in_turn() -> None:
     other, ticket = given(router, 100, 1.0, tenant="chat", tenant_weight=2.0)
     assert other == 0
     assert given(router, 100, 1.0, tenant="chat", tenant_weight=2.0)[0] == 50_000
-    # 30 tokens of an answer cost 60 virtual tokens, half of that with this weight, however they are known.
+    # 30 answer tokens cost 60 virtual tokens, half of that with this weight, from any source.
     ticket.segment_done(output_tokens=30, now=2.0)
     assert given(router, 100, 2.0, tenant="chat", tenant_weight=2.0)[0] == 130_000
-    # What is in flight says what is served now; a tenant that comes begins there, and not at nothing.
+    # Requests in flight show the service so far; a new tenant begins there, and not at 0.
     for _, each in bulk:
         each.segment_done(now=2.5)
     assert given(router, 1, 3.0, tenant="new")[0] == 3_000_000
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_named() -> None:
     assert router.in_flight() == 0
 
 
-# -- the server ----------------------------------------------------------------------------------------------
+# -- the server ------------------------------------------------------------------------------------
 
 
 def one_at_a_time(**changes: Any) -> EngineOptions:
@@ -147,7 +147,7 @@ def one_at_a_time(**changes: Any) -> EngineOptions:
 
 
 async def order_of(w: Pd, requests: list[tuple[str, dict[str, str]]]) -> list[int]:
-    """In which order they end, sent one after the other behind one that holds the engine's place."""
+    """The order in which requests end, sent one by one while another has the only slot."""
     ended: list[int] = []
 
     async def ask(number: int, prompt: str, headers: dict[str, str]) -> None:
@@ -269,7 +269,7 @@ async def test_a_key_decides_whose_a_request_is(tmp_path: Path) -> None:
 
 
 async def test_engines_that_take_none_get_none() -> None:
-    fcfs = one_at_a_time(order="fcfs", kv_connector="nixl")  # in development mode, where vLLM tells
+    fcfs = one_at_a_time(order="fcfs", kv_connector="nixl")  # vLLM reports it in development mode
     async with pd(fcfs, priority="uniboost") as w:
         await w.until(lambda: all(e.identified for e in w.server.fleet.engines()))
         assert await order_of(w, [(LONG, {}), (SHORT, {})]) == [0, 1]

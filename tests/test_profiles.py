@@ -1,4 +1,4 @@
-"""Shipped profiles: every figure can be recomputed, and how far the method is off is what the page says."""
+"""Shipped profiles: all figures can be recomputed; the method's error is as documented."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_two_gpus_share_the_work_and_pay_for_it() -> None:
 
 
 def test_the_public_tables_are_met(made: dict[str, Any]) -> None:
-    """As far as the page says: short prefills and small batches of a mixture of experts are the weak side."""
+    """Within the documented error: short prefills and small batches of MoE models are weak."""
     for (model, gpu), public in made["PUBLIC"].items():
         profile = roofline(MODELS[model], GPUS[gpu])
         for (step, work), table in zip(made["STEPS"].items(), public, strict=True):

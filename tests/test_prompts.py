@@ -1,4 +1,4 @@
-"""Prompts rebuilt from block ids: the right number of tokens; equal ids, and only they, are equal text."""
+"""Prompts rebuilt from block ids: the right number of tokens; only equal ids give equal text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix pull from Python: what a decision names, what a ticket tells; and in simulations."""
+"""Prefix fetch from Python: the fields of decisions and tickets; prefix fetch in simulations."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def played(workload: Workload, **settings: object) -> Run:
 
 
 def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
-    """What is pulled is not computed, and comes sooner over a faster link."""
+    """Fetched tokens are not computed, and arrive sooner over a faster link."""
     run = played(workload, prefix_fetch="on", transfer="25")
     pulls = run.pull_instance >= 0
     assert pulls.any()
@@ -159,7 +159,8 @@ def test_without_pulls_the_score_is_lmetric(workload: Workload) -> None:
 
 
 def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
-    run = played(workload, prefix_fetch="on", transfer="0.5")  # 197 us a token, beside 100 to compute it
+    # The transfer takes 197 us a token; computing takes 100 us.
+    run = played(workload, prefix_fetch="on", transfer="0.5")
     assert (run.pull_instance < 0).all()
     assert (played(workload, prefix_fetch="least=100000").pull_instance < 0).all()
 

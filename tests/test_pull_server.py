@@ -1,4 +1,4 @@
-"""Prefixes that engines fetch from each other through the server: a client hears what one engine says."""
+"""Prefixes that engines fetch from each other by the server: clients get one engine's answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min
 
 @contextlib.asynccontextmanager
 async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
-    """A router that pulls whatever it can, and asks its engines in turn."""
+    """A router that fetches every prefix it can, and asks its engines in turn."""
     kinds = options or (both(clock_speed=2.0), both(clock_speed=2.0))
     given = {"prefix_fetch": SETTINGS, "prefix_fetch_timeout_seconds": 5.0, "at": None}
     async with split(*kinds, **(given | config)) as world:

@@ -1,4 +1,4 @@
-"""Prefix pull when something breaks: the request is answered all the same, and no count is left over.
+"""Prefix fetch during faults: the request is answered all the same, and no count is left over.
 
 `pd` checks at its end that nothing is in flight anywhere, `pulling` that nobody is pulled from.
 """

@@ -132,7 +132,7 @@ def test_without_pandas_the_error_says_what_to_install(run: lm.Run, monkeypatch:
         run.to_pandas()
 
 
-# -- requests ------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 TOKENS = list(range(64))
 
@@ -212,7 +212,7 @@ def test_the_decision_record_says_why_a_request_is_not_split() -> None:
         assert record["uncut"] == reason
 
 
-# -- instances and options -----------------------------------------------------------------------------------
+# -- instances and options -------------------------------------------------------------------------
 
 
 def test_an_instance_changes_in_one_call() -> None:
@@ -349,7 +349,7 @@ def test_old_keywords_of_the_simulator_warn_with_the_present_ones() -> None:
         lm.simulate(trace, split=lm.LibraSplit(), split_settings={"least_tokens": 64})
 
 
-# -- names that changed --------------------------------------------------------------------------------------
+# -- names that changed ----------------------------------------------------------------------------
 
 
 def warned(call: Callable[[], object]) -> tuple[object, list[str]]:
@@ -424,7 +424,7 @@ def test_old_keywords_are_checked() -> None:
             router.score(tokns=[1])  # type: ignore[call-arg]
 
 
-# -- the page ------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 

@@ -1,4 +1,4 @@
-"""What an engine is told of its queue, as text."""
+"""Queue settings of an engine, as text."""
 
 from typing import Any
 

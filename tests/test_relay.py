@@ -264,7 +264,7 @@ async def test_a_data_parallel_rank_is_a_target(api: str) -> None:
                 usage = json.loads(await answer.read())["usage"]
             cached.setdefault(answer.instance, []).append(usage["prompt_tokens_details"]["cached_tokens"])
         assert set(cached) == set(targets)
-        for hits in cached.values():  # each rank computes the prompt once, and finds it from then on
+        for hits in cached.values():  # each rank computes the prompt once, then finds it
             assert hits == [0, *[96] * (len(hits) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""Replay: arrivals keep the trace's time, each way to fail has its name, figures are those by hand."""
+"""Replay: arrivals keep the trace's time, failures have names, figures match those by hand."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ async def test_a_turn_waits_for_the_answer_before_it_and_its_think_time(tmp_path
             assert 0.2 <= third - second < 0.35
             lags = [(record.sent or 0.0) - record.due for record in player.records]
             assert max(lags) < 0.05  # waiting for an answer is no lag of the generator
-        # What waits goes with what is in flight.
+        # Stopping ends waiting requests together with requests in flight.
         player = Player(trace, client, PromptWriter([" a", " b"]))
         running = asyncio.create_task(player.run())
         await asyncio.sleep(0.1)
@@ -297,7 +297,8 @@ def test_report_by_hand() -> None:
     records = [
         record(0.0, 0.5, 1.5, 11, cached=50),  # ttft 0.5, tpot 0.1, e2e 1.5
         record(1.0, 2.0, 2.6, 4, cached=0, prompt=300),  # ttft 1.0, tpot 0.2, e2e 1.6
-        record(2.0, 2.1, 2.1, 1, due=1.9),  # ttft 0.1, no tpot, e2e 0.1, 100 ms late; cached tokens not told
+        # TTFT 0.1 s, no TPOT, end to end 0.1 s, 100 ms late; cached tokens are not reported.
+        record(2.0, 2.1, 2.1, 1, due=1.9),
         Record(3, 2.0, sent=2.0, error="http_503", detail="first"),
         Record(4, 2.0, sent=2.0, error="http_503", detail="second"),
         Record(5, 2.5, sent=2.5),

@@ -39,7 +39,7 @@ TOKENS_COST = Profile(
 
 
 def uneven(requests: int = 16) -> Trace:
-    """A long answer, a short one, and so on: placed in turn, one of two engines gets all that are long."""
+    """Long and short answers by turns: placed in turn, one of two engines gets all long answers."""
     return Trace(
         name="uneven", arrival_seconds=np.arange(requests) * 0.5, input_tokens=np.full(requests, 16),
         output_tokens=np.where(np.arange(requests) % 2 == 0, LONG, SHORT),
@@ -68,8 +68,8 @@ def unmoved() -> Run:
 def test_the_variance_of_steps_by_hand() -> None:
     alone = uneven(1)
     run = lm.simulate(alone, roles="1P2D", decode_policy="round_robin", profile=TOKENS_COST, transfer=None)
-    # One engine reads the answer so far, the other nothing: half of that apart from their mean. 3,000 tokens
-    # come in 34.5 s (10 ms a step and 1 us a token), compared each second.
+    # One engine reads the answer so far, the other nothing: each is half of that from their mean.
+    # 3,000 tokens come in 34.5 s (10 ms a step and 1 us a token), compared each second.
     step = 0.01 + (16 + np.arange(LONG)) * 1e-6
     at = np.searchsorted(np.cumsum(step), np.arange(1, 35))
     assert run.step_variance == pytest.approx(((at * 1e-6 / 2) ** 2).mean(), rel=0.1)
@@ -112,7 +112,8 @@ def test_settings_reach_the_rule(unmoved: Run) -> None:
     assert never.moves.sum() == 0
     assert never.step_variance == unmoved.step_variance
     assert play("star_current", {"period_seconds": 1000.0}).moves.sum() == 0
-    assert play("star_oracle", {"migration_seconds": 1e6}).moves.sum() == 0  # no answer outlasts its move
+    # No answer outlasts its move.
+    assert play("star_oracle", {"migration_seconds": 1e6}).moves.sum() == 0
     assert play("llumnix", {"source_below_steps": 0}).moves.sum() == 0
     assert play("star", {"threshold": 0.6}).moves.sum() < plain.moves.sum()
     assert play("star", {"max_moves": 4, "period_seconds": 5}).moves.sum() != (
@@ -212,7 +213,7 @@ def test_the_router_finds_the_turns_that_predictors_are_trained_on() -> None:
     expected = set(map(tuple, rows.tolist()))
     assert found.turns.max() > 1
     assert len(seen) > 0.95 * len(expected)
-    # The router counts continuations of a prompt from its first request on, and ignores partial blocks.
+    # The router counts continuations of a prompt from its first request, without partial blocks.
     assert len(seen - expected) <= 0.04 * len(seen)
 
 
@@ -232,7 +233,7 @@ def test_the_servers_default_move_is_computed_ahead(unmoved: Run) -> None:
 
 def test_a_move_that_would_pause_too_long_is_given_up() -> None:
     never = play("star", migration_by="recompute", migration_max_gap_seconds=0.0)
-    # All that is left are moves after which nothing has to be computed: the answer filled its last block.
+    # The moves that remain leave nothing to compute: the answer has just filled its last block.
     assert never.moves.sum() < play("star", migration_by="recompute").moves.sum()
     assert np.isfinite(never.finished_seconds).all()
     often = {"threshold": 0.0, "max_moves": 8, "period_seconds": 0.1}

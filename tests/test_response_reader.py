@@ -1,4 +1,4 @@
-"""The reader of responses as a protocol: what it writes by itself, and what it tells its sink of."""
+"""The reader of responses as a protocol: bytes it writes itself, events for its sink."""
 
 import gc
 import json

@@ -53,7 +53,7 @@ def test_terms_belong_to_the_choice_that_they_explain() -> None:
 
 
 def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
-    """Rust B2: in a fleet of `both`, a decode score that divides by `instances` scores the others."""
+    """Rust B2: in a fleet of `both`, a decode score dividing by `instances` scores the others."""
     router = fleet(decode_policy="bs / instances")
     router.configure(split=lm.SplitAt(fraction=0.5))
     decision, _ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
@@ -101,7 +101,7 @@ CALLS: dict[str, Callable[[_core.Router, _core.Ticket, float], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_time_of_another_clock_is_refused(call: str) -> None:
-    """Rust B5: `now=time.time()` raises, and the router's time goes on as if it had not been called."""
+    """Rust B5: `now=time.time()` raises, and leaves the router's time as it was before the call."""
     router = fleet()
     _, ticket = router.route(lm.Request(token_ids=TOKENS))
     with pytest.raises(lm.BadValueError, match=r"^now: .*within a day of time\.monotonic\(\)"):
@@ -153,7 +153,7 @@ def test_a_decision_goes_between_the_prompts_of_a_batch() -> None:
 
 
 def test_a_batch_has_a_column_for_each_instance_of_its_start() -> None:
-    """Rust B7: instances that come and go between the prompts of a batch leave its shape alone."""
+    """Rust B7: instances added or removed between the prompts of a batch leave its shape alone."""
     begun, changed = threading.Event(), threading.Event()
 
     @policy
@@ -183,7 +183,7 @@ def test_a_batch_has_a_column_for_each_instance_of_its_start() -> None:
 
 
 def run(program: str) -> str:
-    """What a program of its own prints: one that hangs is ended."""
+    """Runs a program in a process of its own and returns its output; ends it after 60 s."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
     )
@@ -276,7 +276,7 @@ def test_policy_functions_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_a_policy_function_may_not_feed_or_score_batches() -> None:
-    """Rust B10: calls that may wait for the function's own router without end are refused by name."""
+    """Rust B10: calls that may wait for the function's own router forever are refused by name."""
     said: list[str] = []
 
     @policy
@@ -308,7 +308,7 @@ def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
     receipt = told(router, decision)
     assert receipt["cuts"] == []
     assert receipt["uncut"] == "no second instance is available"
-    # One that its caller keeps whole keeps the caller's words.
+    # A request that its caller keeps whole keeps the caller's reason.
     decision, ticket = router.route(
         lm.Request(prompt_tokens=1000, allow_split=False, split_reason="it has a seed")
     )
@@ -358,7 +358,7 @@ def broken():
 
 
 def test_a_router_whose_state_is_half_changed_says_so() -> None:
-    """Rust section 6: after a panic inside a decision, calls raise instead of working with wrong counts."""
+    """Rust section 6: after a panic inside a decision, calls raise and do not use wrong counts."""
     printed = run(
         BREAK
         + """

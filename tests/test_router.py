@@ -292,7 +292,7 @@ def nothing(columns: Mapping[str, Any]) -> np.ndarray:
 
 @pytest.mark.parametrize("policy", ["p_token / bs", lm.policy_function(nothing, reads=[lm.BS])], ids=str)
 def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -> None:
-    """UX scores absent: a request is placed by the fewest requests, counted, and shown in its record."""
+    """UX scores absent: the request goes by least requests, is counted, and shown in its record."""
     router = fleet(policy)
     decision, ticket = router.route(lm.Request(token_ids=TOKENS))
     receipt = router.explain(decision.id)
@@ -300,7 +300,7 @@ def test_a_policy_that_scores_nobody_falls_back_to_least_requests(policy: Any) -
     assert receipt["unscored"]
     assert set(receipt["scores"].values()) == {0.0}
     assert (router.unscored, router.stats()["unscored"], router.stats()["no_instance"]) == (1, 1, 0)
-    if policy != "p_token / bs":  # which takes the one that is not idle from now on
+    if policy != "p_token / bs":  # the expression chooses the busy instance from now on
         idle = {*router.instances()} - {decision.instance}
         assert {router.route(lm.Request(token_ids=TOKENS))[0].instance for _ in range(50)} == idle
     ticket.failed("refused")

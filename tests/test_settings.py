@@ -1,4 +1,4 @@
-"""One settings type: the server, the library, the simulator and the command line take the same options."""
+"""One settings type: server, library, simulator and command line take the same options."""
 
 from __future__ import annotations
 

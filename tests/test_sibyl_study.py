@@ -1,4 +1,4 @@
-"""The rerun of the SIBYL paper's simulations: its driver, its page, and what its figures rest on."""
+"""The rerun of the SIBYL paper's simulations: its driver, page, and the basis of its figures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_a_quick_figure(tmp_path: Path) -> None:
     by_label = {(row["stage"], row["policy"]): row for row in told["rows"]}
     (stage,) = {stage for stage, _ in by_label if "step time" in stage}
     sibyl, level = by_label[stage, "SIBYL"], by_label[stage, "least requests, bound ones too (REQLEVEL)"]
-    # What the page says: instances slowed by a big batch look light in tokens, so counting requests wins.
+    # As on the page: instances slowed by a big batch look light in tokens, so request counts win.
     assert sibyl["p99"][0] > 1.05 * level["p99"][0]
     assert sibyl["least_loaded"][0] > 0.8 > 0.3 > level["least_loaded"][0]
     assert all(row["without_end"] == [0.0] for row in told["rows"])
     light = made["light"]["rows"]
-    assert min(row["least_loaded"][0] for row in light) > 0.4  # most instances are idle, and ties count
+    assert min(row["least_loaded"][0] for row in light) > 0.4  # most are idle, and ties count
     assert max(row["batch"][0] for row in light) < 1
 
 

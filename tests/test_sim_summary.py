@@ -63,7 +63,7 @@ def test_a_runs_figures() -> None:
     assert figures.e2e_seconds.max == pytest.approx(4.5)
     assert figures.hit_ratio == pytest.approx(500 / 1000)
     assert figures.block_hit_ratio == pytest.approx(30 / 64)
-    # Good: the first (0.5 s, 0.1 s) and the second (1.0 s, one token); from 0 s to the last end at 7 s.
+    # Good: the first (0.5 s, 0.1 s) and the second (1.0 s, one token). The last end is at 7 s.
     assert figures.goodput == Goodput(1.0, 0.15, 2 / 7, 12 / 7, 0.5)
     assert figures.requests_per_second == pytest.approx(4 / 7)
     assert figures.tokens_per_second == pytest.approx(44 / 7)

@@ -56,7 +56,7 @@ def some(requests: int, seed: int = 1) -> Trace:
 
 
 def test_two_requests_by_hand() -> None:
-    # The second comes while the first decodes, finds its one full block, and computes the other 10 tokens.
+    # The second comes while the first decodes, finds its one full block, and computes 10 tokens.
     run = simulate(
         trace([(0.0, 20, 3, [1, 2]), (1.5, 26, 1, [1, 3])]), instances=1, profile=ROUND, policy="round_robin"
     )
@@ -83,7 +83,7 @@ def test_a_turn_waits_for_the_answer_before() -> None:
     run = simulate(turns, instances=2, profile=ROUND)
     assert run.finished_seconds[0] == pytest.approx(1.2 + 2 * 1.1)
     assert run.arrival_seconds[1] == pytest.approx(3.4 + 2.0)
-    # Twice as fast, users think twice as fast, too, whether sped up before it is made ready or after.
+    # At twice the speed, users also think twice as fast, sped up before or after `prepare`.
     before = simulate(turns.faster(2), instances=2, profile=ROUND)
     after = simulate(prepare(turns, ROUND).faster(2), instances=2, profile=ROUND)
     assert before.arrival_seconds[1] == after.arrival_seconds[1] == pytest.approx(3.4 + 1.0)
@@ -142,7 +142,7 @@ def test_every_local_order_serves_all(admission: Any, pools: dict[str, Any]) -> 
             assert (run.finished_seconds >= run.first_token_seconds).all()
             assert (run.first_token_seconds > run.scheduled_seconds).all()
         ends[order] = run.finished_seconds
-    # Where prompts are prefilled apart, every request is as long there: only prompts tell them apart.
+    # In a prefill pool, all requests have equal lengths: only their prompts make orders differ.
     assert len({column.tobytes() for column in ends.values()}) >= 4
 
 
@@ -160,14 +160,15 @@ def test_local_orders_on_one_engine_by_hand() -> None:
 
     assert ends("fcfs") == pytest.approx([20.5, 24.1, 26.74])
     assert ends("sjf") == pytest.approx([20.5, 26.74, 23.14])
-    # The first has 50 + 3 tokens when it goes back, computed again in 1 + 53 x 0.01 s; then it needs 16 more.
+    # The first has 50 + 3 tokens when it goes back. It computes them again in 1 + 53 x 0.01 s, and
+    # then needs 16 more.
     assert ends("srpt", put_back=1) == pytest.approx(
         [3.5 + 2.64 + 3.6 + 1.53 + 16, 3.5 + 2.64 + 3.6, 3.5 + 2.64]
     )
 
 
 def test_the_routers_numbers_order_an_engines_queue() -> None:
-    # A place for one, which is taken; then a long prompt comes, and a short one. Tenants are sessions.
+    # One sequence slot, which is taken; then a long and a short prompt come. Tenants are sessions.
     one = ROUND.model_copy(update={"max_sequences": 1})
     asks = trace([(0.0, 50, 20, []), (1.0, 2000, 3, []), (2.0, 64, 2, [])])
 
@@ -187,7 +188,7 @@ def test_the_routers_numbers_order_an_engines_queue() -> None:
 
 
 def test_the_token_slo_of_the_local_order_by_hand() -> None:
-    # The first decodes alone in steps of 1.1 s when a prompt of 60 comes, at 1.7 s; it enters at 2.7 s.
+    # The first decodes alone in steps of 1.1 s. A prompt of 60 comes at 1.7 s and enters at 2.7 s.
     asks = trace([(0.0, 60, 20, []), (1.7, 60, 2, [])])
 
     def second(slo: float | None) -> tuple[float, float, int]:
@@ -208,7 +209,7 @@ def test_the_token_slo_of_the_local_order_by_hand() -> None:
 
 
 def test_requests_that_go_back_are_swapped_by_hand() -> None:
-    # As under srpt above, the first in the host's memory: 52 tokens of 2 MB at 4 GB/s are 26 ms either way.
+    # Order srpt, the first in host memory: 52 tokens of 2 MB at 4 GB/s are 26 ms each way.
     one = ROUND.model_copy(
         update={
             "max_sequences": 1, "decode_seconds_per_sequence": 0.0, "kv_bytes_per_token": 2_000_000,
@@ -238,7 +239,7 @@ def test_requests_that_go_back_are_swapped_by_hand() -> None:
 
 
 def test_local_orders_have_settings_of_their_own() -> None:
-    # A place for one: the second is less work, and comes 3.1 s later; a large gamma goes by arrival alone.
+    # One sequence slot: the second is less work, 3.1 s later. A large gamma uses arrival alone.
     one = ROUND.model_copy(update={"max_sequences": 1})
     asks = trace([(0.0, 10, 9, []), (1.0, 60, 9, []), (4.1, 10, 2, [])])
 

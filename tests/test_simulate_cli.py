@@ -77,7 +77,8 @@ def test_the_same_seed_gives_the_same_figures_whatever_runs_beside_it() -> None:
     for run in [*first, *second]:
         del run["wall_seconds"]
     assert first == second
-    assert first[0]["ttft_seconds"] != first[1]["ttft_seconds"]  # another seed draws other instances
+    # Another seed draws other instances.
+    assert first[0]["ttft_seconds"] != first[1]["ttft_seconds"]
 
 
 def test_local_orders_are_runs_of_their_own() -> None:

@@ -24,7 +24,7 @@ def test_a_quick_figure(tmp_path: Path) -> None:
     assert (told["quick"], told["seeds"], told["base"]) == (True, 1, "no moves")
     by_label = {row["policy"]: row for row in told["rows"]}
     still = by_label.pop("no moves")
-    # What the page says: moving makes steps ten times as even and memory last; knowing lengths adds little.
+    # As on the page: moves make steps ten times as even and memory last; known lengths add little.
     assert still["oom"][0] > 10
     for moving in by_label.values():
         assert moving["variance"][0] < 0.2 * still["variance"][0]

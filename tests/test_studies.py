@@ -1,4 +1,4 @@
-"""What the drivers of all studies do alike: every figure, the page, mistakes, and the commit that ran."""
+"""The common behavior of all study drivers: every figure, the page, mistakes, and the commit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def study(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-# -- the file ------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def test_a_grid_is_expanded_in_order(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_prefix_fetches_are_a_setting(tmp_path: Path) -> None:
 
 
 def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
-    """Theta, H, beta and the forecast of STAR, and the settings of splits, priorities and the guard."""
+    """Theta, H, beta and STAR's forecast, and the settings of splits, priorities and the guard."""
     given = """
         split: {kind: libra, probes: [4, 8], lengths_given: true}, local_order: priority,
         rebalance: [none, {kind: star, threshold: 0.2, horizon_steps: 512, half_life_steps: 64,
@@ -190,7 +190,7 @@ def test_results_are_stored_under_the_keys_of_old(
     (before,), (now,) = renamed.setups, present.setups
     assert before == now
     assert _stored(now.settings) == stored
-    # What keys were made of when settings had their old names.
+    # The settings that keys contained when settings had their old names.
     flat = replace(now, settings=stored)
     if "pull" not in stored:
         assert now.key("digest") == flat.key("digest")
@@ -288,7 +288,7 @@ def test_a_synthetic_trace_stands_in_place_of_a_file(tmp_path: Path) -> None:
         load_study(write(path, "traces: [{label: x}]\npolicies: lmetric\n"))
 
 
-# -- runs ----------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def setup_of(**more: object) -> Setup:
@@ -475,7 +475,7 @@ def test_parquet_without_pyarrow_fails_before_the_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "s-results").exists()
 
 
-# -- the command ---------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the package ships and depends on: licenses, locked libraries, checks of the public workflows."""
+"""The contents and dependencies of the package: licenses, locked libraries, workflow checks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_wheel_ships_the_notice(tmp_path: Path) -> None:
 
 
 def test_the_sources_hold_the_patched_crate(tmp_path: Path) -> None:
-    """Reliability M8: `pip install` from the source distribution finds the crate that builds libzmq."""
+    """Reliability M8: `pip install` of the sources finds the crate that builds libzmq."""
     maturin = Path(sys.executable).parent / "maturin"
     subprocess.run([maturin, "sdist", "--out", tmp_path], cwd=ROOT, capture_output=True, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -125,7 +125,7 @@ def test_nightly_checks_licenses_sources_and_the_notice() -> None:
 
 @pytest.mark.parametrize("workflow", sorted(path.name for path in WORKFLOWS.glob("*.yml")))
 def test_workflows_get_no_more_rights_than_they_name(workflow: str) -> None:
-    """Reliability M8: read-only by default, actions by a fixed version, no credentials in the checkout."""
+    """Reliability M8: read-only by default, pinned actions, no credentials in checkouts."""
     content = yaml.safe_load((WORKFLOWS / workflow).read_text())
     assert content["permissions"] == {"contents": "read"}
     for step in steps(workflow):

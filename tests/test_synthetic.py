@@ -1,4 +1,4 @@
-"""Synthetic traces: what a description promises, the trace has; the same seed gives the same bits."""
+"""Synthetic traces: traces match their description; the same seed gives the same bits."""
 
 from __future__ import annotations
 
@@ -294,8 +294,8 @@ async def test_an_engine_finds_what_the_trace_shares(tmp_path: Path) -> None:
             assert sent is not None
             assert trace.think_seconds is not None
             assert sent >= ended + trace.think_seconds[index]
-    # One engine, room for all, turns in order: it holds what the trace says is shared, but for requests so
-    # close that the first of them is not yet through its prefill.
+    # One engine, room for all, turns in order: it holds all that requests share, as in the trace.
+    # The exception is requests so close that the first of them has not finished its prefill.
     found = sum(record.cached_tokens or 0 for record in player.records)
     ideal = int(ideal_hit_tokens(trace).sum())
     assert 0.9 * ideal <= found <= ideal

@@ -1,4 +1,4 @@
-"""Requests that think before they answer: in three parts, thoughts by an SLO of their own (Libra, 4.4)."""
+"""Requests that reason first: three parts, and an SLO for reasoning tokens (Libra, 4.4)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -76,12 +76,12 @@ def test_thoughts_are_parts_of_their_own_in_the_simulator() -> None:
     assert (again[again >= 0] > three.cut_tokens[again >= 0]).all()
     assert (two.answer_cut_tokens == -1).all()
     assert np.isfinite(three.finished_seconds).all()
-    # A looser SLO of thoughts counts fewer of them as slow, and moves nothing.
+    # A looser SLO of reasoning tokens counts fewer of them as slow, and moves nothing.
     tight, loose = (play(asks, token_slo_seconds=0.001, think_slo_seconds=slo) for slo in (0.001, 10.0))
     assert (tight.finished_seconds == loose.finished_seconds).all()
     assert (tight.slow_tokens == asks.output_tokens - 1).all()
     assert (loose.slow_tokens == asks.output_tokens - asks.think_tokens).all()
-    # One instance, prompts beside thoughts: steps take longer, so first tokens come sooner.
+    # One instance, prompts beside reasoning tokens: steps take longer, so first tokens come sooner.
     slo, busy = {"local_order": "slo", "order_slo": 0.02, "instances": 1}, trace(40, 2.0)
     plain, staged = play(busy, **slo), play(busy, **slo, order_think_slo=0.2)
     assert staged.ttft_seconds.mean() < plain.ttft_seconds.mean()

@@ -1,4 +1,4 @@
-"""Prompts to tokens: what is remembered changes nothing, and chats come out as engines render them."""
+"""Prompts to tokens: the cache changes no result, and chats are rendered as engines render them."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return folder_of
 
 
-# Texts as they come: words, spaces in odd places, other scripts, and special tokens that users write.
+# Texts of all kinds: words, spaces in odd places, other scripts, special tokens that users write.
 LONG = "a stretch of words that is long enough to be remembered by itself, wherever it may come to stand; "
 PIECES = st.sampled_from(
     [
@@ -83,7 +83,7 @@ TEXTS = st.lists(PIECES, max_size=8).map("".join)
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
-    """A conversation as it grows, turn by turn; now and then an earlier message changes or is dropped."""
+    """A conversation that grows turn by turn; at times an earlier message changes or is dropped."""
     messages: list[dict[str, Any]] = []
     turns = []
     for _ in range(draw(st.integers(1, 6))):
@@ -103,7 +103,7 @@ def conversations(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
 def test_remembered_tokens_are_those_of_the_whole_text(
     folder_of: Callable[[str], Path], kind: str, turns: list[list[dict[str, Any]]], text: str, small: bool
 ) -> None:
-    """Through the cache, or one that is always too small: the ids of the library, given the whole text."""
+    """With a large cache or a cache that is too small: the library's ids for the whole text."""
     folder = folder_of(kind)
     ours = _loaded(folder, 2_000 if small else 1 << 20)
     library = _library(folder)
@@ -234,7 +234,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
             },
             "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n",
         ),
-        (  # arguments become an object; no content is an empty one; reasoning after the question stays
+        (  # arguments become an object; no content is empty content; recent reasoning stays
             {
                 "messages": [
                     USER,
@@ -398,7 +398,7 @@ def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch:
 
 
 async def test_a_running_engine_agrees(tmp_path: Path) -> None:
-    """The emulated engine's folder, against its own `/tokenize`; then one that renders otherwise."""
+    """The emulated engine's folder against its own `/tokenize`, then another chat template."""
     engine = TOKENIZER_PATH.parent
     async with EngineServer(EngineOptions()) as server, aiohttp.ClientSession() as client:
 

@@ -1,5 +1,7 @@
-"""Traces: what a line may say in each format, what a bad one gets, how coarse timestamps are spread, how
-slices keep conversations together, and that what is written is read again."""
+"""Traces: the fields of a line in each format, errors for bad lines, and coarse timestamps.
+
+Slices keep conversations together, and a written trace can be read again.
+"""
 
 from __future__ import annotations
 

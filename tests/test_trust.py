@@ -1,4 +1,4 @@
-"""The live engines against the simulator. The whole comparison is bench/trust/run.py; see docs/trust.md."""
+"""Live engines against the simulator (docs/trust.md). bench/trust/run.py compares everything."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ class Ends(EngineMetrics):
 
 
 async def drive(trace: Trace, profile: Profile) -> dict[str, list[float]]:
-    """Play `trace` on one engine as a server would, in this loop's time; what its own clock says."""
+    """Plays `trace` on one engine as a server would, in this loop's time; returns its times."""
     text = shared_text()
     engine = _core.Engine(profile.constants(), text.words, text.vocabulary, admission="vllm")
     metrics = Ends("m", {}, engine.load)
@@ -94,7 +94,7 @@ async def drive(trace: Trace, profile: Profile) -> dict[str, list[float]]:
 
 
 def held_against_the_simulator(trace: Trace, profile: Profile, most_late_seconds: float) -> Run:
-    """Drive an engine, then simulate the same requests at the times they came in: all its times are equal."""
+    """Drives an engine, then simulates requests with equal arrival times: all times are equal."""
     with asyncio.Runner(loop_factory=lambda: LateLoop(most_late_seconds)) as runner:
         driven = runner.run(drive(trace, profile))
     arrivals = np.array(driven.pop("arrival_seconds"))
@@ -109,8 +109,8 @@ def held_against_the_simulator(trace: Trace, profile: Profile, most_late_seconds
 
 @pytest.mark.parametrize("most_late_seconds", [0.0, 0.1])
 def test_an_engine_whose_loop_is_late_keeps_the_simulators_time(most_late_seconds: float) -> None:
-    """Not a microsecond adds up, whatever the machine does."""
-    # Memory for two or three requests: blocks leave the cache, and running requests go back to the queue.
+    """Not a microsecond adds up, however late the loop runs."""
+    # Memory for two or three requests: blocks leave the cache, and running requests are preempted.
     profile = load_profile("qwen3-30b-a3b-h20").model_copy(update={"cache_blocks": 1000})
     trace = load_trace(SLICE).at_most(7000).first(120).faster(1.2)
     trace = replace(trace, output_tokens=np.clip(trace.output_tokens, 1, 300))
@@ -120,7 +120,7 @@ def test_an_engine_whose_loop_is_late_keeps_the_simulators_time(most_late_second
 
 
 def test_a_request_that_finds_the_engine_idle_begins_at_once() -> None:
-    """Also where it is read before the end of the step before is: timers are whole milliseconds."""
+    """Also if it is read before the end of the previous step: timers are whole milliseconds."""
     profile = load_profile("qwen3-30b-a3b-h20").model_copy(
         update={
             "fixed_seconds": 0.0103,
@@ -148,7 +148,7 @@ async def measure(out: Path, *flags: str) -> tuple[int | None, dict[str, Any]]:
 
 
 async def test_live_engines_take_the_simulated_times(tmp_path: Path) -> None:
-    """Real sockets, real time, the simulator's placements. Wide bounds: a test machine may be busy."""
+    """Real sockets, real time, the simulator's placements. Wide bounds for busy machines."""
     code, result = await measure(tmp_path / "clocks.json", "clocks", "--quick")
     clocks = result["clocks"]
     assert (code, clocks["failures"], clocks["tokens_equal"]) == (0, [], True)
@@ -161,6 +161,6 @@ async def test_live_engines_take_the_simulated_times(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 async def test_live_engines_and_the_simulator_agree(tmp_path: Path) -> None:
-    """Within 3%, no pair of policies the other way round, and the control loses: on a quiet machine."""
+    """On a quiet machine: within 3%, pairs of policies in the same order, and the control loses."""
     code, _ = await measure(tmp_path / "trust.json", "all", "--check")
     assert code == 0

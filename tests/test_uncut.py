@@ -1,4 +1,4 @@
-"""Which requests may be cut."""
+"""The requests that may be cut."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_the_performance_page_is_what_the_raw_files_make() -> None:
 
 
 def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
-    """Fidelity 1: a trained predictor decides moves, and nobody is told that it pays."""
+    """Fidelity 1: a trained predictor decides moves, and the page does not promise that it pays."""
     text = (ROOT / "docs" / "lengths.md").read_text()
     assert "forecast: predictor.npz" in text.partition("```python")[0]
     assert "(studies/star.md#what-a-trained-predictor-is-worth)" in text

@@ -1,4 +1,4 @@
-"""Model folders with small tokenizers of several kinds and chat templates, trained and written here."""
+"""Model folders with small tokenizers of several kinds and chat templates, made by this module."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ CORPUS = [
     "  spaces   at the front, and  at the end  ",
 ] * 20
 
-# ChatML as Qwen's templates write it: tools in the system message, calls as JSON, results as user turns,
-# thinking kept only after the last question.
+# ChatML as in Qwen's templates: tools in the system message, calls as JSON, results as user turns,
+# reasoning kept only after the last question.
 CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -73,7 +73,7 @@ CHATML = """\
 {%- endif %}
 """
 
-# As Llama's and Mistral's older ones: a text around each turn, BOS written by the template, content in parts.
+# Llama's and Mistral's older templates: text around each turn, BOS first, content in parts.
 INST = """\
 {{ bos_token }}
 {%- if tools is not none %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
@@ -137,7 +137,7 @@ def byte_level(add_prefix_space: bool = False) -> Tokenizer:
 
 
 def metaspace(scheme: str = "first", legacy: bool = False) -> Tokenizer:
-    """As Llama 2 and Mistral: spaces become a letter, one is put before the first piece; BOS in front."""
+    """Llama 2 and Mistral: spaces become a letter, with one before the first piece; BOS first."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     if legacy:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -182,7 +182,7 @@ def unigram() -> Tokenizer:
 
 
 def greedy_spaces() -> Tokenizer:
-    """With tokens that take the spaces beside them, and one that is normalised."""
+    """Has tokens that take the spaces beside them, and a normalized token."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(_specials(("<left>",), lstrip=True))
     tokenizer.add_special_tokens(_specials(("<right>",), rstrip=True))

@@ -1,9 +1,10 @@
-"""Makes a tiny model for real engines: Qwen2 with random weights, and the tokenizer of the emulated engines.
+"""Makes a tiny model for real engines: Qwen2 with random weights.
 
     VLLM_ENVIRONMENT/bin/python tests/real/make_model.py DIR
 
-Nothing is downloaded. The weights come from a seed, so two engines give the same greedy answers. The chat
-template takes tools and content in parts, as those of real models do.
+The tokenizer is the tokenizer of the emulated engines. Nothing is downloaded. The weights come from
+a seed, so two engines give the same greedy answers. The chat template takes tools and content in
+parts, like the templates of real models.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def make(target: Path) -> None:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(target)
-    # Engines load it as the class of the model's kind, which cuts words in its own way, whatever the file
-    # says. Files of real models agree with their class; so must this one.
+    # Engines load the tokenizer with the class of the model type. That class pre-tokenizes in its
+    # own way and ignores the file. Files of real models agree with their class; so must this file.
     AutoTokenizer.from_pretrained(target).save_pretrained(target)
 
 

@@ -21,7 +21,7 @@ SESSIONS, TURNS = 24, 4
 
 
 def aiperf() -> Path:
-    """The program: from $LMETRIC_AIPERF_VENV, else from an environment in the cache, made the first time."""
+    """The aiperf program: in $LMETRIC_AIPERF_VENV, or in a cached environment made on first use."""
     named = NAMED["AIPERF"]
     target = Path(named or CACHE.parent / "aiperf")
     if not named:
@@ -32,7 +32,7 @@ def aiperf() -> Path:
 
 
 async def drive(url: str, model_name: str, folder: Path, out: Path, *flags: str) -> dict[str, Any]:
-    """Chats of several turns with a common system prompt, 8 at once; the report that aiperf writes."""
+    """Runs chats of several turns with a common system prompt, 8 at once; returns the report."""
     words = {
         "--url": url,
         "--model": model_name,

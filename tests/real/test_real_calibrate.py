@@ -1,4 +1,4 @@
-"""`calibrate` on real vLLM: what it says of itself, sane constants, prompts that were no probes."""
+"""`calibrate` on real vLLM: its reports, sane constants, prompts that were no probes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_real_engine_gets_a_profile_that_foretells(
     costs = [getattr(profile, name) for name in CONSTANTS]
     assert all(isfinite(cost) and cost >= 0 for cost in costs)
     assert profile.prefill_seconds_per_token + profile.prefill_seconds_per_attention_pair > 0
-    # A tiny model on a few shared cores: steps of some milliseconds, of which the sockets are a good part.
+    # A tiny model on a few shared cores: the sockets take a large part of each step of a few ms.
     for length, seconds in held_out.items():
         steps = ceil(length / profile.max_batch_tokens)
         work = (steps, 0, 0, length, length * length / 2)

@@ -48,12 +48,12 @@ def green(engine: dict[str, Any]) -> bool:
 
 
 def seen(engine: dict[str, Any], check: str) -> str:
-    """What one verdict rests on."""
+    """The observation behind one verdict."""
     return next(str(verdict["seen"]) for verdict in engine["verdicts"] if verdict["check"] == check)
 
 
 def red(engine: dict[str, Any]) -> dict[str, str]:
-    """What the engine is wanting, with the cause and the remedy as one text."""
+    """The checks that the engine does not pass, each with the cause and the remedy as one text."""
     told = {v["check"]: f"{v['seen']} SET {v['remedy']}" for v in engine["verdicts"]}
     return {name: told.get(name, "not tried") for name in engine["wanting"]}
 

@@ -47,7 +47,7 @@ def safetensors(tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]]) -> by
 
 
 def write_adapter(folder: Path, base: Path, seed: int) -> Path:
-    """An adapter of `base` in PEFT's layout, with weights that change what it says. Returns the folder."""
+    """Writes an adapter of `base` in PEFT's layout. It changes the answers. Returns `folder`."""
     shape = json.loads((base / "config.json").read_text())
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     outputs = {"q_proj": hidden, "v_proj": hidden // heads * shape["num_key_value_heads"]}
@@ -93,7 +93,7 @@ async def test_adapters_have_caches_of_their_own_and_each_is_predicted(
         assert names == {MODEL: None, "poet": MODEL, "clerk": MODEL}
 
         async def ask(path: str, body: dict[str, Any]) -> tuple[int, str]:
-            """Cached tokens, as told and as predicted, and what it said."""
+            """The reported cached tokens, equal to the prediction, and the answer's text."""
             async with w.session.post(
                 w.url + path, json=body | {"max_tokens": 6, "temperature": 0}
             ) as response:
@@ -119,7 +119,7 @@ async def test_adapters_have_caches_of_their_own_and_each_is_predicted(
                     for name in (MODEL, *ADAPTERS):
                         cached, text = await ask(path, {"model": name, **prompt(turn), **salt})
                         said.append(text)
-                        # All send the same prompts: what one finds of a new one is what it sent itself.
+                        # The prompts are equal; each model finds only blocks of its own requests.
                         assert (cached > before[name]) if turn else (cached == 0), (path, name, turn, cached)
                         before[name] = cached
                     assert len(set(said)) == len(said), "the adapters are applied"

@@ -1,4 +1,4 @@
-"""Streams that move between two vLLM engines while they run: the client hears what one engine says."""
+"""Streams that move between two vLLM engines: the client receives the answer of a single engine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from vllm_process import NIXL, VllmEngine
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
-# A token takes a millisecond or two, and the target shares two cores with the source: to compute ahead takes
-# some hundreds of them, and on a crowded machine thousands. What an engine does for the first time it
-# compiles, for seconds: then a stream may end before it has moved, and is tried again.
+# A token takes a millisecond or two. The target shares two cores with the source: computing ahead
+# takes the time of a few hundred tokens, and of thousands on a crowded machine. Engines compile an
+# operation on first use, for seconds: a stream may then end before it moves, and the test retries.
 TOKENS, FIRST, SECOND, ATTEMPTS = 3000, 20, 200, 16
 # Slow engines; the last where a stream was to move on before it had a token where it went.
 HARMLESS = {"moved", "ended", "long_gap", "not_movable"}
@@ -73,14 +73,16 @@ class Here:
                 await asyncio.sleep(0.001)
 
     async def move(self, stream: asyncio.Task[Any], count: int) -> None:
-        """Begins to move the one stream to the other engine when it has so many tokens and is at rest, unless
-        it ends before."""
+        """Begins to move the one stream to the other engine, unless the stream ends before.
+
+        The stream must have `count` tokens and must not be moving already.
+        """
 
         def begun(ticket: int, request: Movable) -> bool:
             if request.known_tokens < count or request.move is not None:
                 return False
             (target,) = (engine.name for engine in self.engines if engine.name != request.instance)
-            # Where it has just gone it must have a token first.
+            # After an earlier move, the stream must have a token on its new engine first.
             return self.mover.begin(ticket, target, time.monotonic())
 
         await self.until(
@@ -90,9 +92,9 @@ class Here:
     async def moved(
         self, path: str, body: dict[str, Any], want: dict[str, Any], *counts: int
     ) -> tuple[dict[str, Any], Any]:
-        """What a client hears of a request that moves at these tokens, which must be `want`; its receipt."""
+        """The answer to a request that moves at `counts` tokens, which is `want`; its record."""
         for _ in range(ATTEMPTS):
-            # What an attempt left in the caches is not there for the next.
+            # Each attempt has its own salt, so it finds no cached blocks of an earlier attempt.
             salted = body | {"cache_salt": fresh("attempt")}
             stream = asyncio.create_task(listened(self.session, self.url, path, salted))
             for count in counts:
@@ -111,7 +113,7 @@ class Here:
 
 @contextlib.asynccontextmanager
 async def moving(engines: list[VllmEngine], **config: Any) -> AsyncIterator[Here]:
-    """Such a router; rounds of its own are an hour apart. At the end nothing may be in flight anywhere."""
+    """Starts a router whose own rounds are an hour apart. At the end nothing may be in flight."""
     given = {
         "port": 0,
         "engines": [{"url": e.url} for e in engines],
@@ -150,7 +152,7 @@ async def at_work(engine: VllmEngine) -> float:
 async def listened(
     session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a client hears, with the longest gap between two pieces, in seconds."""
+    """The answer that the client receives, with the longest gap between two pieces, in seconds."""
     async with session.post(url + path, json=body) as response:
         assert response.status == 200, await response.read()
         raw, gaps, last = b"", [], 0.0
@@ -164,12 +166,12 @@ async def listened(
 
 
 async def alone(here: Any, engine: VllmEngine, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What one engine says that computes everything itself."""
+    """The answer of one engine that computes everything itself."""
     return await listened(here.session, engine.url, path, body | {"cache_salt": fresh("alone")})
 
 
 def streams(words: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Chats and completions, with token ids and without, with usage at the end, in each chunk, and never."""
+    """Chats and completions, with and without token ids; usage at the end, in each chunk, never."""
     each = {"include_usage": True, "continuous_usage_stats": True}
     return [
         (path, request(path, words, tokens, stream=True, stream_options=usage, return_token_ids=ids))
@@ -227,12 +229,12 @@ async def test_a_client_that_leaves_while_its_stream_moves(
         await here.until(lambda: not here.mover.moves)
         assert here.mover.outcomes == {"ended": 1}
         async with asyncio.timeout(10):
-            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - other processes are asked
+            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.05)
 
 
 async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, Any], tmp_path: Path) -> None:
-    """As a process with `rebalance: star`: one engine gets all streams, then the other may take some."""
+    """A process with `rebalance: star`: one engine gets every stream, then another takes some."""
     engines = vllm_engines(2, **flags)
     config = PATIENT | {
         "rebalance": {"kind": "star", "period_seconds": 0.2},
@@ -286,6 +288,6 @@ async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, fl
         (dying,) = (engine for engine in engines if engine.name == running.instance)
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
-        # Which of the two is heard of first is a matter of milliseconds.
+        # The router may see the end of the move or the engine's death first, within milliseconds.
         assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
         assert sum(here.mover.outcomes.values()) == 1

@@ -1,4 +1,4 @@
-"""Requests that move between two vLLM engines by fetching: as streams, and between their silent legs."""
+"""Moves between two vLLM engines by fetching: of streams, and between silent segments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BY: dict[str, dict[str, Any]] = {
     "pull": {"migration_by": "pull"},
     "legs": {"migration_by": "legs", "migration_leg_tokens": 32},
 }
-# A request in legs waits for its move; a stream may end before.
+# A request in segments waits for its move; a stream may end before.
 LONGEST = {"pull": TOKENS, "legs": 600}
 
 
@@ -72,7 +72,7 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
 
 @pytest.mark.parametrize("by", BY)
 async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start, by: str) -> None:
-    """What it ran is stopped at both engines; what is asked next is answered rightly."""
+    """The request stops at both engines, and later requests get correct answers."""
     engines = vllm_engines(2, kv_transfer_config=NIXL)
     async with moving(engines, **BY[by]) as here:
         task = asyncio.create_task(
@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_while_its_request_moves(vllm_engines: Start,
         await here.until(lambda: not here.mover.moves)
         assert here.mover.outcomes == {"ended": 1}
         async with asyncio.timeout(10):
-            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - other processes are asked
+            while sum([await at_work(e) for e in engines]):  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.05)
         for path, body in streams(60, 100):
             equal(
@@ -111,6 +111,6 @@ async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start, b
         (dying,) = (engine for engine in engines if engine.name == running.instance)
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
-        # Which of the two is heard of first is a matter of milliseconds.
+        # The router may see the end of the move or the engine's death first, within milliseconds.
         assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
         assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["moves"]

@@ -61,14 +61,14 @@ async def computed(engines: list[VllmEngine]) -> float:
 
 
 async def outcomes(world: Served) -> dict[str, float]:
-    """What came of hand-overs."""
+    """The number of KV transfers by outcome."""
     lines = (await world.page("/metrics")).splitlines()
     found = [line for line in lines if line.startswith("lmetric_handovers_total{")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
 
 
 async def alone(engine: VllmEngine, body: dict[str, Any], path: str = "/v1/completions") -> str:
-    """What one engine says to it, asked past the router."""
+    """The engine's answer to a request that is sent to it directly, not through the router."""
     async with aiohttp.ClientSession() as session, session.post(engine.url + path, json=body) as response:
         choice = (await response.json())["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
@@ -80,7 +80,7 @@ def completion(seed: int, words: int = 200, tokens: int = 24) -> dict[str, Any]:
 
 
 async def ask(world: Served, body: dict[str, Any]) -> tuple[str, Any]:
-    """What is said, and the answer's headers."""
+    """The text of the answer, and the headers of the response."""
     async with world.session.post(f"{world.url}/v1/completions", json=body) as response:
         answer = await response.json()
         assert response.status == 200, answer
@@ -189,7 +189,7 @@ async def test_the_doctor_proves_it(vllm_engines: Start) -> None:
 
 
 async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
-    """One that decodes, in mid-stream, then one that prefills: later requests are answered, and rightly."""
+    """A decode engine dies in mid-stream, then a prefill engine: later answers are correct."""
     engines = vllm_engines(4, kv_transfer_config=NIXL)
     async with two_and_two(engines, tmp_path) as (world, prefill, decode):
         bodies = [completion(seed) for seed in range(710, 717)]
@@ -215,7 +215,7 @@ async def test_engines_die(vllm_engines: Start, tmp_path: Path) -> None:
         await world.until(one_begun, seconds=60)
         decode[0].kill()
         await asyncio.gather(*streams.values())
-        # What the client had nothing of yet goes on at the other one.
+        # Requests whose client has received nothing yet continue at the other decode engine.
         lost = {seed for seed, where in begun.items() if where == decode[0].name}
         assert {seed for seed, task in streams.items() if task.result()} == lost
         for number, body in enumerate(bodies[:3]):

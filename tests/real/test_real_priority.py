@@ -1,4 +1,4 @@
-"""What goes first in the queues of vLLM engines whose router gives each request its priority."""
+"""The order of the queues of vLLM engines whose router gives each request its priority."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[..., list[VllmEngine]]
 MIXED = [1500, 50, 700, 50, 1500, 50, 700, 50]  # words of the prompts of one engine's queue
 # A prompt half as long is worth 35 s of arrival: more than it takes to send all.
 UNIBOOST = {"priority": {"kind": "uniboost", "gamma": 0.02, "max_boost_seconds": 600}}
-# Some 700 a second on two cores: an answer goes on for a minute and more, and its client leaves long before.
+# About 700 tokens/s on two cores: an answer runs for over a minute; its client leaves long before.
 TOKENS = 50_000
 # In chunks of many tokens: two engines at full speed leave nobody else any time.
 ONE_PLACE: dict[str, Any] = {
@@ -38,7 +38,7 @@ ONE_PLACE: dict[str, Any] = {
 
 @dataclass
 class Waited:
-    """A request that was queued; its priority and how its engine was told it, as the receipt says."""
+    """A queued request: its priority and how the router sent it, from the decision record."""
 
     number: int  # in the order in which they were sent
     words: int
@@ -47,12 +47,13 @@ class Waited:
 
 
 async def queues_of(world: Served, engines: list[VllmEngine], words: list[int]) -> dict[str, list[Waited]]:
-    """What each engine took from its queue, in its order, of requests with such prompts that were sent one
-    after the other while the engines were paused.
+    """The requests that each engine took from its queue, in its order, by engine name.
 
-    No clock decides what came first. Each request is sent when the one before it is with its engine's
-    scheduler, which logs it; all are there when the engines go on; and whom one of them takes has its only
-    place until its client leaves, which it does when its first token was written down.
+    The requests have prompts of `words` words. They are sent one after the other while the engines
+    are paused, so no clock decides the order. Each request is sent when the engine's scheduler logs
+    that it has the previous request. All requests are queued when the engines resume. A request
+    holds its engine's only sequence slot until its client leaves. The client leaves when the first
+    token is recorded.
     """
     taken: dict[str, list[Waited]] = {engine.name: [] for engine in engines}
     decisions: list[tuple[Waited, Any]] = []

@@ -1,4 +1,4 @@
-"""Prefixes that two vLLM engines fetch from each other: a client hears what one engine says."""
+"""Prefixes that two vLLM engines fetch from each other: clients receive one engine's answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 Start = Callable[..., list[VllmEngine]]
 BOTH_WAYS = BIDIRECTIONAL["kv_connector_extra_config"]
-# A front that could not be fetched: with "recompute" vLLM 0.32 waits for it for ever (docs/engines.md).
+# Failed fetches of a prompt's start: with "recompute" vLLM 0.32 waits for ever (docs/engines.md).
 WHERE_IT_FAILS = {"kv_load_failure_policy": "fail"}
 PAIR = NIXL | WHERE_IT_FAILS | {"kv_connector_extra_config": BOTH_WAYS}
 # Computing is said to take so long that a pull pays, however long two crowded cores take for one.
@@ -49,7 +49,7 @@ BUSY = (3900, 2500)  # tokens of the streams that keep an engine busy, one after
 async def pulling(
     engines: list[VllmEngine], folder: Path, *, exact: bool = True, **config: Any
 ) -> AsyncIterator[Served]:
-    """A router that pulls whatever it can; at the end nobody is pulled from."""
+    """A router that fetches every prefix it can; at the end no fetch is in progress."""
     profile = folder / "slow.yaml"
     known = load_profile("independent-sim").model_dump(exclude_none=True)
     profile.write_text(yaml.safe_dump(known | {"prefill_seconds_per_token": SLOW_SECONDS_PER_TOKEN}))
@@ -65,7 +65,7 @@ async def pulling(
 
 
 async def heard_of(world: Served) -> None:
-    """Until the router hears both engines' events: on crowded cores it may hear nothing for a while."""
+    """Waits until the router receives both engines' events; crowded cores may delay them."""
 
     async def exact() -> bool:
         return all(engine["mode"] == "exact" for engine in (await world.engines()).values())
@@ -80,7 +80,7 @@ async def occupied(world: Served, engine: VllmEngine) -> AsyncIterator[None]:
     async def streams(tokens: int) -> None:
         while True:
             body = request(COMPLETIONS, 1, tokens, stream=True)
-            # A connection of its own: an engine may close one that waits for the next request.
+            # A connection of its own: an engine may close an idle connection.
             own = {"connection": "close"}
             async with world.session.post(engine.url + COMPLETIONS, json=body, headers=own) as response:
                 assert response.status == 200, await response.read()
@@ -106,7 +106,7 @@ async def occupied(world: Served, engine: VllmEngine) -> AsyncIterator[None]:
 
 
 async def pulls(world: Served) -> dict[str, float]:
-    """What came of pulls."""
+    """The number of prefix fetches by outcome."""
     lines = (await world.page("/metrics")).splitlines()
     found = [line for line in lines if line.startswith("lmetric_pulls_total{")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
@@ -133,7 +133,7 @@ def behind(body: dict[str, Any], more: str) -> dict[str, Any]:
 async def heated(world: Served, engine: VllmEngine, path: str, body: dict[str, Any]) -> None:
     """Has an engine compute a prompt, past the router, which hears of it by the engine's events."""
     alone = {name: value for name, value in body.items() if not name.startswith("stream")}
-    headers = {"connection": "close"}  # vLLM closes one that was idle for 5 s
+    headers = {"connection": "close"}  # vLLM closes connections that were idle for 5 s
     async with world.session.post(
         engine.url + path, json=alone | {"max_tokens": 2}, headers=headers
     ) as response:
@@ -211,8 +211,7 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
 async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
     vllm_engines: Start, tmp_path: Path
 ) -> None:
-    """As the planner has it: three legs, and the first token is that of the second, which computed the
-    prompt."""
+    """Three segments: the second computes the prompt and returns the first token."""
     engines = vllm_engines(2, kv_transfer_config=PAIR)
     holder, target = engines
     settings = {"kind": "apart", "min_gain_seconds": 0, "max_stall_seconds": 60}
@@ -336,7 +335,7 @@ async def test_a_holder_that_dies_before_the_target_has_fetched(vllm_engines: St
 
 @pytest.mark.parametrize("which", ["holder", "target"])
 async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: str) -> None:
-    """While the holder is asked, or while the other fetches: nothing is left of it, and both serve on."""
+    """While the holder is asked or the other engine fetches: nothing is left, both serve on."""
     engines = vllm_engines(2, kv_transfer_config=PAIR)
     holder, target = engines
     async with pulling(engines, tmp_path) as world:
@@ -420,7 +419,7 @@ async def test_a_holder_that_has_evicted_the_prefix(vllm_engines: Start, tmp_pat
 
 
 async def test_what_is_pulled_does_not_fill_its_engine(vllm_engines: Start, tmp_path: Path) -> None:
-    """vLLM holds what a request had that pulled for another lease behind its end: six of these fill it."""
+    """vLLM keeps a fetching request's blocks for one more lease after its end; six fill it."""
     holder, target = vllm_engines(2, kv_transfer_config=BRIEF, **SMALL)
     tokens = []
     async with pulling([holder, target], tmp_path) as world:

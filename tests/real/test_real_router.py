@@ -1,4 +1,4 @@
-"""The router before two real vLLM engines: what clients get, what it predicts, what happens when one dies."""
+"""The router before two real vLLM engines: answers, predictions, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text(rng: random.Random, words: int) -> str:
 
 
 async def until_exact(world: Served) -> None:
-    """Waits until the router hears events of every engine."""
+    """Waits until the router receives events of every engine."""
 
     async def exact() -> bool:
         engines = (await world.engines()).values()
@@ -115,7 +115,7 @@ async def test_openai_client(vllm_engines: Start) -> None:
 
 
 class Conversation:
-    """A client whose every turn repeats all that was said before it."""
+    """A client whose every turn repeats the whole conversation before it."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind = kind
@@ -124,7 +124,7 @@ class Conversation:
         self.prompt = text(self.rng, 80)
 
     async def turn(self, world: Served) -> dict[str, Any]:
-        """One more turn; the receipt of its decision."""
+        """Sends one more turn; returns its decision record."""
         more = text(self.rng, self.rng.randrange(3, 80))
         if self.kind == "completion":
             self.prompt += f" {more}"
@@ -144,7 +144,7 @@ class Conversation:
 
 
 async def test_the_prediction_is_what_the_engine_finds(vllm_engines: Start) -> None:
-    """Exactly, at every turn: chats with and without tools, with content in parts, and completions."""
+    """Exactly, at every turn: chats with and without tools or content in parts, and completions."""
     engines = vllm_engines(2)
     async with served(engines) as world:
         await until_exact(world)
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_frees_the_engine(vllm_engines: Start) -> Non
 
 
 async def test_an_engine_that_dies_and_comes_back(vllm_engines: Start) -> None:
-    """Its requests go elsewhere, nothing of it is left in the index or the counts, and it is exact again."""
+    """Its requests fail over, the router forgets its blocks and counts, and it is exact again."""
     engines = vllm_engines(2)
     async with served(engines) as world:
         await until_exact(world)
@@ -225,7 +225,7 @@ async def test_an_engine_that_dies_and_comes_back(vllm_engines: Start) -> None:
         await until_exact(world)
         stats = (await world.engines())[holder.name]
         assert stats["healthy"]
-        # Emptied: were its old blocks still believed in, this would be predicted to be cached there.
+        # The cache is empty: with its old blocks in the index, the prediction would not be 0.
         other.stop()
         fourth = await ask()
         assert fourth["instance"] == holder.name

@@ -1,4 +1,4 @@
-"""Two vLLM engines between which requests are cut: one answer, of the tokens that one engine makes."""
+"""Two vLLM engines between which requests are cut: one answer, with one engine's tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from vllm_process import MODEL, NIXL, VllmEngine
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Start = Callable[..., list[VllmEngine]]
-# What was fetched is let go of soon. What is to be fetched is held for long: on busy machines a transfer of
-# some tokens took up to 83 s, and what is fetched behind its lease may be the cache of another prompt.
+# Fetched blocks are released soon. Blocks to be fetched are held for long: on busy machines, a
+# transfer of a few tokens took up to 83 s. Blocks fetched after their lease may belong to another
+# prompt.
 BIDIRECTIONAL = NIXL | {
     "kv_connector_extra_config": {
         "kv_lease_duration": 300,
@@ -37,7 +38,8 @@ BIDIRECTIONAL = NIXL | {
         "num_threads": 0,
     },
 }
-# Words and tokens of the answer: the same fractions lie in the prompt, near its end, and in the answer.
+# Words of the prompt and tokens of the answer. The same fractions cut inside the prompt, near its
+# end, and inside the answer.
 SHAPES = [(120, 40), (50, 90), (20, 150)]
 _seeds = itertools.count(1)
 
@@ -65,7 +67,7 @@ async def cutting(engines: list[VllmEngine], folder: Path, **config: Any) -> Asy
 
 
 async def asked(world: Served, path: str, body: dict[str, Any], url: str | None = None) -> dict[str, Any]:
-    """What a client hears of the router, or, past it, of one engine that computes everything itself."""
+    """The answer of the router, or of the engine at `url`, which computes everything itself."""
     headers = {}
     if url is not None:
         body = body | {"cache_salt": fresh("alone")}
@@ -149,7 +151,7 @@ async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> N
 
 
 async def test_many_at_once_and_answers_that_stop(vllm_engines: Start, tmp_path: Path) -> None:
-    """In the first leg, in the second, and at their seam."""
+    """Answers stop in the first segment, in the second, and at the boundary."""
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
     async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.8}) as world:
         plain = [request(COMPLETIONS, 30, 120, return_token_ids=True) for _ in range(8)]
@@ -262,7 +264,7 @@ async def test_what_stays_whole_says_why_and_is_right(vllm_engines: Start, tmp_p
 
 
 async def test_an_engine_dies(vllm_engines: Start, tmp_path: Path) -> None:
-    """While it computes first legs, and others have begun their second: whole answers, or one clean error."""
+    """During first and second segments: clients get whole answers, or one clean error."""
     engines = vllm_engines(2, kv_transfer_config=BIDIRECTIONAL)
     async with cutting(engines, tmp_path, split={"kind": "force", "fraction": 0.6}) as world:
         bodies = [

@@ -1,4 +1,4 @@
-"""Our tokens against vLLM's: its own code over many requests, a running engine's cache over many turns."""
+"""Our tokens against vLLM's: its own code on many requests, an engine's cache over many turns."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Requests:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) -> None:
-    """What vLLM refuses is not compared: such a request reaches the engine, which says so."""
+    """Requests that vLLM refuses are not compared: the engine gets and refuses them."""
     folder = make_folder(tmp_path / "model", kind)
     made = Requests(7)
     requests: list[tuple[str, dict[str, Any]]] = [(CHAT, made.chat()) for _ in range(600)]
@@ -182,7 +182,7 @@ def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) 
 async def test_a_running_engine_agrees_and_its_cache_is_predicted(
     vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path
 ) -> None:
-    """Chat and completion, with tools and without, over many turns: what is predicted is what is cached."""
+    """Predicted equals cached over many turns of chats and completions, with and without tools."""
     folder = make_folder(tmp_path / "model", "byte-level")
     (engine,) = vllm_engines(1, tokenizer=str(folder))
     tokenizer = PromptTokenizer.load(folder)

@@ -25,7 +25,7 @@ NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM",
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
-# What docs/engines.md tells an operator to set, and what makes the engine small.
+# The flags that docs/engines.md asks operators to set, and flags that make the engine small.
 FLAGS: dict[str, Any] = {
     "served_model_name": MODEL,
     "dtype": "float32",
@@ -79,7 +79,7 @@ def locked(name: str) -> Iterator[None]:
 
 
 def environment() -> Path:
-    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, else one in the cache, made the first time."""
+    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, or a cached one, made on first use."""
     if named := NAMED["VLLM"]:
         if not (Path(named) / "bin" / "python").exists():
             raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
@@ -105,8 +105,8 @@ def model(venv: Path) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now, and that no outgoing connection is given (Linux: those from 32,768) until
-    an engine listens there half a minute later."""
+    """A TCP port that is free now. It is below the ports of outgoing connections (Linux: from
+    32,768), so it is still free when an engine listens there half a minute later."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -115,8 +115,8 @@ def free_port() -> int:
 
 
 def command_line(flags: dict[str, Any]) -> list[str]:
-    """``max_num_seqs=8`` as ``--max-num-seqs 8``; a list: several words after the flag; True: the bare flag,
-    False: ``--no-…``, None: left out."""
+    """The words of vLLM flags: ``max_num_seqs=8`` gives ``--max-num-seqs 8``. A list gives several
+    words after the flag; True gives the bare flag, False ``--no-…``, and None nothing."""
     words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -158,7 +158,7 @@ class VllmEngine:
 
     @property
     def log(self) -> Path:
-        """All it said."""
+        """The file with the engine's output."""
         return self.folder / f"{self.port}.log"
 
     def all_flags(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class VllmEngine:
         return self.log.read_text(errors="replace")[-characters:] if self.log.exists() else ""
 
     def processes(self) -> list[int]:
-        """Ids of its processes: all of its session, for workers outlive the one that we started."""
+        """Ids of all processes of the session: workers outlive the process that we started."""
         if self.process is None:
             return []
         found = []
@@ -238,7 +238,7 @@ class VllmEngine:
         self.process = None
 
     def freeze(self) -> None:
-        """Stops all its processes where they are, as a machine that stalls; `thaw` lets them go on."""
+        """Stops all its processes, like a machine that stalls; `thaw` resumes them."""
         for pid in self.processes():
             os.kill(pid, signal.SIGSTOP)
 

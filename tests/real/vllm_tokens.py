@@ -1,8 +1,8 @@
-"""What vLLM's own code makes of requests: run by the interpreter of an environment with it.
+"""The tokens that vLLM's own code makes of requests. Run it with an interpreter that has vLLM.
 
     VLLM_ENVIRONMENT/bin/python tests/real/vllm_tokens.py FOLDER < REQUESTS > ANSWERS
 
-Requests: a JSON list of [path, body]. Answers: a JSON list of token ids, or a text where vLLM refuses.
+Requests: a JSON list of [path, body]. Answers: a JSON list of token ids, or a text if vLLM refuses.
 """
 
 from __future__ import annotations
