@@ -1,10 +1,10 @@
 //! Expected remaining tokens of an answer, from the distribution of answer lengths (the curve of
 //! `survival.rs`) and its length so far.
 //!
-//! With S the probability that an answer is longer, an answer of g tokens has `integral of S from g
-//! on / S(g)` remaining tokens on average. The mean square of the remaining tokens is `2 x integral
-//! of (u - g) S(u) from g on / S(g)`. The curve is linear between its points, so both integrals are
-//! exact sums, stored from each point on: a prediction costs O(1).
+//! With S the probability that an answer is longer, an answer of g tokens has
+//! `integral of S from g on / S(g)` remaining tokens on average. The mean square of the remaining
+//! tokens is `2 x integral of (u - g) S(u) from g on / S(g)`. The curve is linear between its
+//! points, so both integrals are exact sums, stored from each point on: a prediction costs O(1).
 use super::survival::{FLOOR, PRIOR_TOKENS, Survival};
 
 /// A prediction of the remaining output tokens.

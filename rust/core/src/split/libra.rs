@@ -176,17 +176,18 @@ mod tests {
         expected_output_tokens: 1024,
     };
 
-    /// Returns the setup of Figure 5 (Qwen2.5-32B on A100): 5.6 requests/s prefill 1,024 tokens,
-    /// 1.7 decode 1,024 tokens after them, and both sides reach 2.5 if the split is at 1358. Solved
-    /// by hand for 20 ms a step, no cost per sequence, 2,048 tokens a step:
+    /// Returns the setup of Figure 5 (Qwen2.5-32B on A100). 5.6 requests/s prefill 1,024 tokens, and
+    /// 1.7 decode 1,024 tokens after them. Both sides reach 2.5 if the split is at 1358. Solved by
+    /// hand for 20 ms a step, no cost per sequence, 2,048 tokens a step.
+    ///
     /// - The second side has `1024 u + 1024 x 1535.5 b = 1 / 1.7` and
     ///   `690 u + 690 x 1702.5 b = 1 / 2.5`. This gives b = 3.15e-8 s a context token and
     ///   u = 5.26e-4 s: 20 ms shared by 38 sequences.
     /// - The first side, which only prefills, has `1024 c + 20 ms x 1024 / 2017 = 1 / 5.6`. This
     ///   gives c = 1.645e-4.
-    /// - For 334 decodes, `1 / 2.5 - 1024 c - 334 x 1191.5 b` leaves 20 ms shared by 30.5. The first
-    ///   side's batch is smaller, because requests stay there for fewer tokens. With one batch size
-    ///   for both sides, no constants fit all four figures.
+    /// - For 334 decodes, `1 / 2.5 - 1024 c - 334 x 1191.5 b` leaves 20 ms shared by 30.5. The
+    ///   first side's batch is smaller, because requests stay there for fewer tokens. With one
+    ///   batch size for both sides, no constants fit all four figures.
     fn figure_5() -> (StepTime, Load, Load) {
         let step = StepTime {
             fixed_seconds: 0.02,

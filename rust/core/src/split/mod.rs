@@ -135,11 +135,11 @@ impl Why {
     pub fn text(self) -> &'static str {
         match self {
             Why::Balanced => "balanced",
-            Why::Nearest => "as near to balance as it gets",
-            Why::NoGain => "a cut gains nothing",
-            Why::TooShort => "too short to be cut",
-            Why::Unable => "its instances cannot hand over",
-            Why::Unknown => "speeds or loads are not known",
+            Why::Nearest => "the nearest to balance",
+            Why::NoGain => "a split gains nothing",
+            Why::TooShort => "too short to split",
+            Why::Unable => "its instances cannot transfer KV",
+            Why::Unknown => "speeds or loads are unknown",
         }
     }
 }

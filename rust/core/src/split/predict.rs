@@ -7,11 +7,11 @@
 //!
 //! `T = fixed x passes + a x decodes + b x their contexts + c x prefill tokens + d x prefill pairs`
 //!
-//! `passes` is the larger of two numbers. The first is the passes for the decodes, at the instance's
-//! batch size ("drawn from each instance's recent batching history"). The second is the passes for
-//! the prefill, beside these decodes under the token budget. The batch size is assumed constant: in
-//! a stream of requests, new requests replace finished ones. All decodes of a batch are assumed
-//! equally far from their ends.
+//! `passes` is the larger of two numbers. The first is the passes for the decodes, at the
+//! instance's batch size ("drawn from each instance's recent batching history"). The second is the
+//! passes for the prefill, beside these decodes under the token budget. The batch size is assumed
+//! constant: in a stream of requests, new requests replace finished ones. All decodes of a batch
+//! are assumed equally far from their ends.
 //!
 //! The paper's N_max bounds the batch: [`StepTime::max_sequences`], which [`sequence_slots`] lowers
 //! if memory holds fewer requests. The remaining requests wait for a slot. Without the bound, a
@@ -38,8 +38,9 @@ impl Part {
     /// `hit` tokens are cached.
     ///
     /// A pass computes one token's KV. A part that begins after the prompt's end first computes the
-    /// KV of the last token that it received ([`crate::plan`]). So a later part needs `to -
-    /// max(from, P)` decodes. If the prefill is on this instance and the request ends here, it
+    /// KV of the last token that it received ([`crate::plan`]). So a later part needs
+    /// `to - max(from, P)` decodes. If the prefill is on this instance and the request ends here,
+    /// it
     /// needs one decode less, because the prefill makes the first token.
     pub fn of(prompt_tokens: u32, tokens: u32, hit: u32, from: u32, to: u32) -> Part {
         let p = f64::from(prompt_tokens);
