@@ -2,9 +2,8 @@
 
     python bench/report.py [--check]
 
-A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; the words around it are written by hand. The
-budgets are the project's; each is met or MISSED by the figure in the raw file, and nothing is rounded in our
-favour.
+A table is between `<!-- NAME -->` and `<!-- /NAME -->`; the text around it is written by hand. The project
+sets the budgets. The figure in the raw file meets or misses each budget, without favorable rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def machine(results: dict[str, tuple[str, Figures]]) -> str:
-    """Raw files, machine, versions."""
+    """The machine, its load, and a table of raw files with commits and versions."""
     lines = []
     for what, (name, result) in results.items():
         loads = [load[0] for load in result["load_average"]]
@@ -61,7 +60,7 @@ def machine(results: dict[str, tuple[str, Figures]]) -> str:
 
 
 def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
-    """Every budget with the figure it is held against."""
+    """Yields a table row per budget: name, limit, measured figure, met or MISSED."""
 
     def line(what: str, figure: float, budget: float, unit: str, at_least: bool = False) -> list[str]:
         met = figure >= budget if at_least else figure <= budget
@@ -133,7 +132,7 @@ def budgets(results: dict[str, tuple[str, Figures]]) -> Iterator[list[str]]:
 
 
 def decision(result: Figures) -> str:
-    """Ours beside Dynamo's."""
+    """A table of decision stages, ours and Dynamo's, p50 / p99 in us."""
 
     def pair(figures: dict[str, float] | None) -> str:
         return f"{figures['p50_us']:.2f} / {figures['p99_us']:.2f}" if figures else "-"
@@ -153,7 +152,7 @@ def decision(result: Figures) -> str:
 
 
 def core(result: Figures, memory: Figures) -> str:
-    """What the examples printed, and the stages."""
+    """The stages of a decision, the index latencies as printed, and the index memory."""
     rows = []
     for at in range(0, len(result["stages"]), 5):
         cell = result["stages"][at : at + 5]
@@ -201,7 +200,7 @@ def core(result: Figures, memory: Figures) -> str:
 
 
 def plans(result: Figures) -> str:
-    """Cuts, priorities, replicas and rounds."""
+    """Tables of splits, priorities, replicas and rescheduling rounds, in us."""
 
     def calls(what: str) -> str:
         rows = [
@@ -226,7 +225,7 @@ def plans(result: Figures) -> str:
 
 
 def http(result: Figures) -> str:
-    """Routers side by side."""
+    """Tables of CPU and latency per router."""
 
     def cell(name: str, where: str, key: str) -> str:
         figure = result["summary"][name].get(where, {}).get(key)
@@ -269,7 +268,7 @@ def http(result: Figures) -> str:
 
 
 def simulator(result: Figures) -> str:
-    """Whole clusters, ours beside Dynamo's replay."""
+    """A table of simulated clusters, ours and Dynamo's replay."""
 
     def spread(figure: list[float]) -> str:
         return f"{figure[0]:.3f} [{figure[1]:.3f}-{figure[2]:.3f}]"
@@ -289,7 +288,7 @@ def simulator(result: Figures) -> str:
 
 
 def tokens(result: Figures) -> str:
-    """Chats to decisions, ours beside transformers."""
+    """A table of chats to decisions, ours and transformers."""
 
     def spread(figure: list[float]) -> str:
         return f"{figure[0]:.2f} [{figure[1]:.2f}-{figure[2]:.2f}]"
@@ -303,7 +302,8 @@ def tokens(result: Figures) -> str:
         row = [f"{int(size):,}", turn, f"{ours['tokens']:,}", str(ours["messages"]), *each]
         beside = [spread(theirs), f"{theirs[0] / ours['ms'][0]:.0f}x"] if theirs else ["-", "-"]
         rows.append([*row, spread(ours["ms"]), *beside])
-    head = ["size", "turn", "tokens", "messages", *parts, "ours, ms", "transformers, ms", "ratio"]
+    stages = ("parse", "render", "tokenize", "decide")
+    head = ["size", "turn", "tokens", "messages", *stages, "ours, ms", "transformers, ms", "ratio"]
     return table(head, rows)
 
 

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Makes the tokenizer of the emulated engines: a small byte-level BPE, trained on the words and phrases
-below.
+"""Makes the tokenizer of the emulated engines: a small byte-level BPE.
 
-    python scripts/make_tokenizer.py [PATH]     # default: python/lmetric/engines/emulated/tokenizer.json
+    python scripts/make_tokenizer.py [PATH]
 
-Deterministic: the same script writes the same bytes. Any UTF-8 text tokenises (all 256 bytes are tokens), and
-every word below is one token behind a space wherever it stands, since the pre-tokenizer cuts in front of that
-space. So text made of such words tokenises back to the ids it was made of.
+PATH defaults to python/lmetric/engines/emulated/tokenizer.json. The training texts are `WORDS` and
+`PHRASES`.
+
+Deterministic: the same script writes the same bytes. Any UTF-8 text can be tokenized (all 256 bytes
+are tokens). Every word of `WORDS` behind a space is one token in any context, since the
+pre-tokenizer cuts in front of that space. So text made of such words tokenizes back to its original
+ids.
 """
 
 from __future__ import annotations
@@ -83,8 +86,11 @@ PHRASES = [
 
 
 def corpus() -> list[str]:
-    """Each word in lower case behind a space, with a capital, and at the start of a line; then the
-    phrases."""
+    """Returns the training texts.
+
+    Each word occurs in lower case behind a space, with a capital, and at the start of a line. The
+    phrases follow.
+    """
     lines = []
     for rank, word in enumerate(dict.fromkeys(WORDS)):
         times = 4 + 400 // (rank + 4)

@@ -279,13 +279,13 @@ def test_simulate_bench_and_study_take_a_file(
     rows = [orjson.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_bytes().splitlines()]
     assert len(rows) == 1 + 27  # the maximum load, and the runs
     again = run(build([]), arguments)
-    assert "27 of them there already" in again.output
+    assert "(27 reused)" in again.output
     # Another text is another policy.
     mine.write_text(LMETRIC.replace("+ 1", "+ 2"))
     again = run(build([]), arguments)
-    assert "18 of them there already" in again.output
+    assert "(18 reused)" in again.output
     for wrong, message in (
-        (["study"], "give a study file, or --policy"),
+        (["study"], "missing study file; pass FILE or --policy"),
         (["study", "--against", "all"], "--policy"),
     ):
         done = run(build([]), wrong)
@@ -338,7 +338,7 @@ async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> No
             ({"policy": "linear", "knobs": {"lan": 1}}, 'did you mean "lam"'),
             ({"policy": "mine", "knobs": {"x": 1}}, "knobs"),
             ({"policy": 3}, "policy"),
-            ({"knobs": {"lam": 1}}, "policy or decode_policy must be given"),
+            ({"knobs": {"lam": 1}}, "set policy, decode_policy or both"),
             ({"policy": "bs", "model": "none"}, "none"),
             ({"polcy": "bs"}, "polcy"),
         ):
@@ -414,4 +414,4 @@ async def test_sighup_replaces_the_policy(tmp_path: Path) -> None:
             assert "round_robin" in await logged(process, "policies replaced")
             write("rond_robin")
             process.process.send_signal(signal.SIGHUP)
-            assert "round_robin" in await logged(process, "cannot be reloaded")
+            assert "round_robin" in await logged(process, "cannot reload the configuration")

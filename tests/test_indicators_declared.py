@@ -34,11 +34,11 @@ def test_a_declared_indicator_is_a_symbol() -> None:
     [
         ("bs", "the name of a built-in indicator"),
         ("lmetric", "the name of a policy"),
-        ("lam", "the name of a policy's knob"),
+        ("lam", "the name of a policy's parameter"),
         ("norm", "the name of a function"),
-        ("GPU", "small letters"),
+        ("GPU", "lowercase letters"),
         ("2nd", "a letter first"),
-        ("", "small letters"),
+        ("", "lowercase letters"),
     ],
 )
 def test_names_that_mean_something_else_are_refused(name: str, message: str) -> None:

@@ -45,11 +45,11 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     assert move["source"] == home != move["target"]
     assert move["variance_after"] < move["variance_before"]
     (ticket,) = (ticket for ticket in tickets if ticket.id == move["ticket"])
-    with pytest.raises(TicketError, match="no move of it has begun"):
+    with pytest.raises(TicketError, match="no move has begun"):
         ticket.migrated()
     with pytest.raises(UnknownNameError):
         ticket.begin_migration("d")
-    with pytest.raises(TicketError, match="it runs there already"):
+    with pytest.raises(TicketError, match="it already runs on the target"):
         ticket.begin_migration(home)
     ticket.begin_migration(move["target"], now=1.0)
     with pytest.raises(TicketError, match="another segment is to follow"):

@@ -174,7 +174,10 @@ async def test_short_prompts_pass_long_ones_and_are_passed_by_nobody_for_ever() 
         ended = await order_of(w, [(LONG, {}), (LONG, {}), (SHORT, {}), (SHORT, {})])
         assert ended == [2, 3, 0, 1]
         page = await (await w.client.get(f"{w.url}/debug/engines")).json()
-        assert page[0]["priority"] == "sent as a header; it does not tell whether its queue heeds it"
+        assert (
+            page[0]["priority"]
+            == "sent as a header; it does not report whether its queue is ordered by priority"
+        )
         metrics = await (await w.client.get(f"{w.url}/metrics")).text()
         assert 'lmetric_priority_gamma{model="emulated"} 0.1' in metrics
         _, headers, _ = await w.post()
@@ -271,7 +274,7 @@ async def test_engines_that_take_none_get_none() -> None:
         await w.until(lambda: all(e.identified for e in w.server.fleet.engines()))
         assert await order_of(w, [(LONG, {}), (SHORT, {})]) == [0, 1]
         page = await (await w.client.get(f"{w.url}/debug/engines")).json()
-        assert page[0]["priority"] == "not sent: its queue is not ordered by it"
+        assert page[0]["priority"] == "not sent: its queue is not ordered by priority"
 
 
 async def test_sglang_is_sent_a_field_with_the_larger_value_first() -> None:
@@ -279,7 +282,7 @@ async def test_sglang_is_sent_a_field_with_the_larger_value_first() -> None:
     async with pd(sglang, priority={"kind": "uniboost", "gamma": 0.1}) as w:
         await w.until(lambda: all(e.identified for e in w.server.fleet.engines()))
         page = await (await w.client.get(f"{w.url}/debug/engines")).json()
-        assert page[0]["priority"] == "sent as a field; its queue is ordered by it"
+        assert page[0]["priority"] == "sent as a field; its queue is ordered by priority"
         assert await order_of(w, [(LONG, {}), (SHORT, {})]) == [1, 0]
         # A client's own field does not win.
         body = {"model": "emulated", "prompt": "a", "max_tokens": 2, "priority": 2**40}

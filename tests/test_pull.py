@@ -77,7 +77,7 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     learned = router.learned()
     assert learned["fetches"] == 1
     assert learned["fetch_fixed_seconds"] + 1600 * learned["fetch_seconds_per_token"] > 0.018
-    with pytest.raises(lm.TicketError, match="pulls nothing"):
+    with pytest.raises(lm.TicketError, match="fetches no prefix"):
         router.route(lm.Request(token_ids=np.arange(9000, 9100, dtype=np.uint32)))[1].fetched(1, 0.1)
 
 

@@ -307,7 +307,7 @@ def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
     assert ticket.failed("refused") is not None
     receipt = told(router, decision)
     assert receipt["cuts"] == []
-    assert receipt["uncut"] == "no second instance takes over"
+    assert receipt["uncut"] == "no second instance is available"
     # One that its caller keeps whole keeps the caller's words.
     decision, ticket = router.route(
         lm.Request(prompt_tokens=1000, allow_split=False, split_reason="it has a seed")

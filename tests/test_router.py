@@ -517,7 +517,7 @@ def test_the_length_curve_of_sibyl_has_settings() -> None:
         assert curve is not None
         assert len(curve) == points  # up to 32,768 tokens
     for wrong in ({"alpha": 1.5}, {"bucket_tokens": 4}, {"bucket_tokens": 64.5}):
-        with pytest.raises(lm.BadValueError, match=f"knob {next(iter(wrong))} of policy sibyl"):
+        with pytest.raises(lm.BadValueError, match=f"parameter {next(iter(wrong))} of policy sibyl"):
             lm.Router(decode_policy="sibyl", decode_knobs=wrong)
     with pytest.raises(lm.BadValueError, match=r"bucket_tokens: 16 beside .* decode_pressure"):
         lm.Router("sibyl_plus", decode_policy="sibyl", decode_knobs={"bucket_tokens": 16})

@@ -72,7 +72,10 @@ async def test_a_message_of_replicas_needs_its_token_before_its_body_is_read(
         assert (await send(it, head)).startswith(b"HTTP/1.1 401 ")
         body = b"a secret body " * 100_000
         status, _, got = await it.post(body, REPLICAS)
-        assert (status, got["error"]["message"]) == (401, "not the token of these replicas")
+        assert (status, got["error"]["message"]) == (
+            401,
+            "wrong replica token; set the same replicas.token on all routers",
+        )
         status, _, got = await it.post(body, REPLICAS, {"authorization": "Bearer among-us"})
         assert (status, got["error"]["code"]) == (413, "body_too_large")
         good = {"router": "ab", "names": SHARE_NAMES, "models": {}}
@@ -109,7 +112,7 @@ async def test_a_body_that_never_comes_is_waited_for_no_longer_than_others(path:
     async with world(1, **config) as it:
         got = await send(it, f"POST {path} HTTP/1.1\nhost: x\ncontent-length: 20\n", b"{")
         assert got.startswith(b"HTTP/1.1 408 ")
-        assert b"the body was not whole within 0.1 s" in got
+        assert b"the body is incomplete after 0.1 s" in got
 
 
 # Credentials.

@@ -496,12 +496,12 @@ async def test_a_slow_request_becomes_aiohttps_and_the_next_one_is_not() -> None
             await c.send(whole[:-5])
             status, fields, got = await c.answer()
             assert (status, fields["connection"]) == (408, "close")
-            assert b"not whole within 0.4 s: %d of %d bytes came" % (len(BODY) - 5, len(BODY)) in got
+            assert b"incomplete after 0.4 s: %d of %d bytes received" % (len(BODY) - 5, len(BODY)) in got
         async with client(w) as c:
             await c.send(ENCODED + chunk(BODY))
             status, _, got = await c.answer()
             assert status == 408
-            assert b"not whole within 0.4 s: %d bytes came" % len(BODY) in got
+            assert b"incomplete after 0.4 s: %d bytes received" % len(BODY) in got
 
 
 async def test_a_large_body_comes_whole_where_aiohttps_reader_fills_up_in_between() -> None:

@@ -64,9 +64,9 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("engines: [{url: 'http://h', name: 'a b'}]", {}, {}, "engines[0].name = 'a b'"),
         ("engines: [{url: 'http://h'}, {url: 'http://h'}]", {}, {}, "two engines are named 'h'"),
         ("models: [{name: a}, {name: b, adapters: [a]}]", {}, {}, "two models are named 'a'"),
-        ("port: 1\nport: 2", {}, {}, "router.yaml:2: key 'port' twice"),
+        ("port: 1\nport: 2", {}, {}, "router.yaml:2: duplicate key 'port'"),
         ("port: [", {}, {}, "router.yaml:1: "),
-        ("- 1", {}, {}, "expected keys and values, found list"),
+        ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
         ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
         ("kv_events: sometimes", {}, {}, "kv_events = 'sometimes': Input should be 'auto' or 'off'"),
@@ -160,7 +160,7 @@ def test_pool_settings_fall_back_to_the_top_level(tmp_path: Path) -> None:
         ("", "no keys in it"),
         ("sk-secret: 3", "entry 1: expected a key and a tenant"),
         ("sha256:abc: t", "entry 1: sha256: takes 64"),
-        ("[1]", "expected keys and values"),
+        ("[1]", "expected a mapping"),
     ],
 )
 def test_key_files(text: str, says: str, tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ async def test_an_engine_that_two_sources_name_is_one(tmp_path: Path) -> None:
         with structlog.testing.capture_logs() as logs:
             async with world(0, discovery=sources, admin=True, policy="lmetric") as it:
                 assert [(e.name, e.source) for e in it.server.fleet.engines()] == [("f0", "one")]
-                assert "two and one both name an engine f0: one's is taken" in [
+                assert "two and one both list an engine f0; one's is used" in [
                     entry.get("reason") for entry in logs
                 ]
                 async with it.client.delete(it.url + "/admin/engines/f0") as response:

@@ -141,7 +141,7 @@ async def test_a_refusal_is_told_once_and_asked_again(tmp_path: Path) -> None:
                 assert state["problem"] == (
                     "the pods of fleet: status 403: "
                     'pods is forbidden: User "router" cannot list resource "pods";'
-                    " the router's service account needs a Role that allows to list and watch pods"
+                    " give the router's service account a Role that allows list and watch on pods"
                 )
                 assert (await it.get("/ready"))[0] == 503
                 assert (

@@ -9,7 +9,7 @@ import structlog
 
 from server_world import World, world
 
-SCORED_NO_ENGINE = "policy scored no engine; the fewest requests decided"
+SCORED_NO_ENGINE = "policy scored no engine; used the engine with the fewest requests"
 
 
 def logged(logs: Iterable[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:

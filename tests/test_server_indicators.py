@@ -225,7 +225,7 @@ def _of(indicator: dict[str, Any]) -> dict[str, Any]:
     ("name", "message"),
     [
         ("bs", r"indicators\.bs: .*the name of a built-in indicator"),
-        ("GPU", r"indicators\.GPU: .*small letters"),
+        ("GPU", r"indicators\.GPU: .*lowercase letters"),
         ("lmetric", r"indicators\.lmetric: .*the name of a policy"),
     ],
 )

@@ -146,7 +146,7 @@ async def test_what_isolation_cannot_do_is_logged_at_startup(
     async with tenants(keys, 1, "alice"):
         pass
     said = capsys.readouterr().out
-    assert "the engine is not known to take cache_salt" in said
+    assert "the engine may ignore cache_salt" in said
     assert "lose their prefix caches when the router restarts" in said
     assert "x-tenant" not in said
     async with world(1, tenants={"alice": {"isolate": True}}):

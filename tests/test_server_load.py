@@ -141,7 +141,7 @@ async def test_an_engine_that_tells_no_load_is_said_to() -> None:
         assert shown["load"] == {
             "reports": {},
             "age_seconds": None,
-            "error": "GET /metrics: no load under a known name",
+            "error": "GET /metrics: no load metric with a known name",
             "missing_metrics": [],
         }
         assert (shown["mode"], shown["capabilities"]["engine"]) == ("approximate", "unknown")

@@ -42,14 +42,14 @@ def test_exact_where_all_fits() -> None:
         ({"prefix_caching": False}, "auto", POOL, "load_only", "prefix cache is off"),
         ({}, "off", POOL, "approximate", "off in the configuration"),
         ({"event_sources": (), "no_events": "start it so"}, "auto", POOL, "approximate", "start it so"),
-        ({}, "auto", replace(POOL, knows_tokens=False), "approximate", "no tokenizer"),
+        ({}, "auto", replace(POOL, knows_tokens=False), "approximate", "tokenizer is not known"),
         ({"block_size": 32}, "auto", POOL, "approximate", "32 tokens, its model's index 16 (by e0)"),
         (
             {"event_sources": (EventSource(0, "tcp://10.0.0.9:5557", connects=True),)},
             "auto",
             POOL,
             "approximate",
-            "instead of listening",
+            "so that the router listens",
         ),
         (
             {"event_sources": (EventSource(0, "tcp://127.0.0.1:5557"),)},
@@ -83,7 +83,7 @@ def test_the_configuration_has_the_last_word_on_where_events_are() -> None:
     blind = replace(POOL, knows_tokens=False)
     mode, heard = choose(TOLD, HOST, KvEvents(without_tokenizer=True), blind)
     assert (mode.name, len(heard)) == ("exact", 2)
-    assert "text counts as not cached" in mode.reason
+    assert "text prompts count as not cached" in mode.reason
 
 
 def test_a_refill_asks_where_something_may_be_hidden_and_is_bounded() -> None:

@@ -34,7 +34,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         told = pool.router.stats()
         assert (told["policy"], pool.splits) == ("planner", True)
         first = await asked(w, COMPLETIONS, bodies(1)[0])
-        assert first["receipt"]["uncut"] == "nothing is known of the instances' speed"
+        assert first["receipt"]["uncut"] == "the speed of the instances is unknown"
         assert first["receipt"]["stay_seconds"] is None
         # Until its steps are known.
         before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
@@ -52,7 +52,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
                 assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
                 assert 0 < apart < stay
             else:
-                assert receipt["uncut"] == "too little is lost where it is"
+                assert receipt["uncut"] == "a decode on another instance gains too little"
                 assert 0 < stay <= apart
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
@@ -70,7 +70,7 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
             said = await asked(w, COMPLETIONS, body)
             equal(said, await alone(w, COMPLETIONS, body))
             receipt = said["receipt"]
-            assert (receipt["cuts"], receipt["uncut"]) == ([], "its instance cannot hand over")
+            assert (receipt["cuts"], receipt["uncut"]) == ([], "its instance cannot transfer KV")
         assert not w.outcomes
 
 

@@ -179,7 +179,7 @@ async def test_a_port_in_use() -> None:
 
 async def test_wrong_configurations() -> None:
     for flags, says_so in (
-        ((), "no engines: give --engine URL"),
+        ((), "no engines: set --engine URL"),
         (("--engine", "http://127.0.0.1:1", "--policy", "lmetrik"), "lmetric"),
         (("--engine", "http://127.0.0.1:1", "--policy", "p_token * (bsx + 1)"), "bsx"),
         (("--engine", "http://127.0.0.1:1/v1"), "leave out the /v1"),

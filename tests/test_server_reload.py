@@ -74,10 +74,10 @@ async def test_sighup_reloads_keys_tenants_and_engine_keys(tmp_path: Path) -> No
             # What cannot be read changes nothing.
             site.keys.write_text("- not\n- a mapping\n")
             r.process.send_signal(signal.SIGHUP)
-            assert "sk-" not in await logged(r, "cannot be reloaded")
+            assert "sk-" not in await logged(r, "cannot reload the configuration")
             site.config.write_text("port: [")
             r.process.send_signal(signal.SIGHUP)
-            await logged(r, "cannot be reloaded")
+            await logged(r, "cannot reload the configuration")
             assert [await status(client, r.url, key) for key in ("sk-old", "sk-new")] == [401, 200]
             assert "sk-" not in "".join(r.log)
 

@@ -114,13 +114,16 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
     told = {"urls": ["http://127.0.0.1:1"]}
     with pytest.raises(ConfigError, match="a router's URL looks like http://host:port"):
         load_config(None, {"replicas.urls": ["routers:8080"]}, environ={})
-    with pytest.raises(ConfigError, match=r"replicas\.token is needed where there are API keys"):
+    with pytest.raises(ConfigError, match=r"replicas\.token is needed because there are API keys"):
         load_config(None, {"replicas.urls": told["urls"], "auth.keys_file": str(keys)}, environ={})
     async with two([FakeEngine()], {"token": "among-us"}, auth=auth) as (a, b):
         assert (a.server.front.replicas.heard, b.server.front.replicas.heard) != ({}, {})
         for headers in ({}, {"authorization": "Bearer sk-client"}, {"authorization": "among-us"}):
             status, _, answer = await a.post(TOLD, PATH, headers)
-            assert (status, answer["error"]["message"]) == (401, "not the token of these replicas")
+            assert (status, answer["error"]["message"]) == (
+                401,
+                "wrong replica token; set the same replicas.token on all routers",
+            )
         assert list(a.server.front.replicas.heard) == [b.server.front.replicas.id]
 
 
@@ -130,9 +133,9 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
         (b"{", 400, "Invalid JSON"),
         (TOLD, 400, "names: Field required"),
         ({**TOLD, "router": "x" * 65}, 400, "router"),
-        ({**TOLD, "names": ["queued"]}, 409, "this version tells coming, queued"),
+        ({**TOLD, "names": ["queued"]}, 409, "this version uses coming, queued"),
         ({**TOLD, "models": {"tiny": [["e0", [-1.0]]]}}, 400, "expected 15: coming, queued"),
-        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 that router ab tells of"),
+        ({**TOLD, "models": {"tiny": [["e0", [-1.0] * 15]]}}, 400, "coming on e0 in the load of router ab"),
         ({**TOLD, "models": {"tiny": [["e0"]]}}, 400, "models.tiny.0"),
     ],
 )
@@ -168,7 +171,7 @@ async def test_no_more_routers_than_are_listened_to() -> None:
             told = {"router": f"{number:x}", "names": SHARE_NAMES, "models": {}}
             status, _, answer = await a.post(told, PATH)
             assert status == (200 if number < 64 else 409)
-        assert answer["error"]["message"] == "64 routers are heard already"
+        assert answer["error"]["message"] == "this router already receives load from 64 routers, the limit"
 
 
 async def test_alone_it_neither_tells_nor_hears() -> None:

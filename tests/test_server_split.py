@@ -104,7 +104,7 @@ async def test_many_at_once() -> None:
     [
         ({"n": 1, "seed": 3}, "(seed)"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "(tools)"),
-        ({"max_tokens": 1}, "no two tokens"),
+        ({"max_tokens": 1}, "fewer than two tokens"),
     ],
 )
 async def test_what_stays_whole_says_why(fields: dict[str, Any], why: str) -> None:
@@ -164,7 +164,7 @@ async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
                 if recompute:
                     assert said["receipt"]["cuts"]
                 else:
-                    assert said["receipt"]["uncut"] == "its instance cannot hand over"
+                    assert said["receipt"]["uncut"] == "its instance cannot transfer KV"
         assert w.outcomes == ({"no_connector": 4} if recompute else {})
 
 

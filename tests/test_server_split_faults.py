@@ -158,7 +158,7 @@ async def test_engines_of_another_model_take_nothing_over() -> None:
             assert status == 200
             async with w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}") as response:
                 receipt = await response.json()
-            assert (receipt["cuts"], receipt["uncut"]) == ([], "no second instance takes over")
+            assert (receipt["cuts"], receipt["uncut"]) == ([], "no second instance is available")
         assert w.outcomes == {}
 
 

@@ -124,7 +124,7 @@ async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> 
         assert pool.tokenizer is None
         assert "no tokenizer.json" in str(pool.tokenizer_note)
         await pool.set_tokenizer("owner/name")
-        assert "'owner/name' is no folder of this machine; set tokenizer" in str(pool.tokenizer_note)
+        assert "'owner/name' is not a folder of this machine; set tokenizer" in str(pool.tokenizer_note)
         await pool.set_tokenizer(str(folder))
         assert pool.tokenizer is not None
         assert pool.tokenizer_note is None
@@ -241,5 +241,5 @@ async def test_an_engine_that_makes_other_tokens_is_approximate(tmp_path: Path) 
                 if template is None:
                     assert page["tokenizer"]["differs"] is None
                 else:
-                    assert "makes other tokens of prompts than the router: a chat with" in page["mode_reason"]
+                    assert "tokenizes prompts differently from the router: a chat with" in page["mode_reason"]
                     assert "tokens here" in page["tokenizer"]["differs"]

@@ -65,9 +65,12 @@ def test_what_may_be_cut(fields: dict[str, Any]) -> None:
         ({"length_penalty": 0.5}, "(length_penalty)"),
         ({"early_stopping": True}, "(early_stopping)"),
         ({"spaces_between_special_tokens": False}, "(spaces_between_special_tokens)"),
-        ({"thinking_token_budget": 5}, "nobody knows whether it can be continued (thinking_token_budget)"),
+        (
+            {"thinking_token_budget": 5},
+            "does not know whether this field allows a split (thinking_token_budget)",
+        ),
         ({"vllm_xargs": {"a": 1}}, "(vllm_xargs)"),
-        ({"max_tokens": 1}, "no two tokens"),
+        ({"max_tokens": 1}, "fewer than two tokens"),
     ],
 )
 def test_what_may_not(fields: dict[str, Any], why: str) -> None:
@@ -79,10 +82,10 @@ def test_what_may_not(fields: dict[str, Any], why: str) -> None:
 
 def test_what_depends_on_the_kind_of_request() -> None:
     assert split_ineligibility("/v1/responses", {"input": "a"}, tokens=True) == (
-        "/v1/responses has no answer that could be joined"
+        "answers of /v1/responses cannot be merged"
     )
     assert split_ineligibility(COMPLETIONS, {"prompt": "a"}, tokens=True) is None
-    assert "how long" in str(split_ineligibility(CHAT, {"messages": CHATTED["messages"]}, tokens=True))
+    assert "no limit" in str(split_ineligibility(CHAT, {"messages": CHATTED["messages"]}, tokens=True))
     assert split_ineligibility(COMPLETIONS, ASKED | {"logprobs": 3}, tokens=True) is None
     assert "(logprobs)" in str(split_ineligibility(CHAT, CHATTED | {"logprobs": True}, tokens=True))
     assert "several prompts" in str(

@@ -281,7 +281,7 @@ THINK_SLO = 0.2  # assumed: the paper says "relaxed"
 
 @figure("table_7", "Table 7: requests that think, in two parts and in three")
 def table_7(world: World) -> Row:
-    """Capacity and goodput there, with one SLO for all tokens and with another for thoughts."""
+    """Capacity and goodput there, with one SLO for all tokens and with another for reasoning tokens."""
     one = [DISAGGREGATED, LIBRA, COMPOSED]
     each = [*one, LIBRA_STAGED, LIBRA_THREE, THREE_BY_LOAD, STAGED]
     rows = []
@@ -290,7 +290,7 @@ def table_7(world: World) -> Row:
         name = (
             "100 ms for every token"
             if slo is None
-            else f"100 ms for answers, {slo * 1e3:.0f} ms for thoughts"
+            else f"100 ms for answers, {slo * 1e3:.0f} ms for reasoning tokens"
         )
         rows += [row(name, system, columns(outcomes)) for _, system, outcomes in found]
     return {"rows": rows}

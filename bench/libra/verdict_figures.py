@@ -34,7 +34,7 @@ def figures(raw: Raw) -> dict[str, Any]:
     code, mini = goodput.of("azure-code"), goodput.of("mini-reasoning")
     large, h100 = raw.scenarios("larger"), raw.scenarios("table_8").of("azure-code", "50 ms")
     thinking, mixed = (
-        raw.scenarios("table_7").of("200 ms for thoughts"),
+        raw.scenarios("table_7").of("200 ms for reasoning tokens"),
         raw.scenarios("parallel").of("3 GPUs"),
     )
     chats = ttft.of("burstgpt") | ttft.of("arxiv")

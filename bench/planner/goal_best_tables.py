@@ -54,7 +54,7 @@ def most(told: Sequence[Row]) -> str:
     """How many times as fast as recorded each keeps up."""
     _, *labels = told[0]
     rows = (list(row.values()) for row in told)
-    return markdown(["keeps up with so many times the recorded arrivals", *labels], rows)
+    return markdown(["sustained arrivals, times the recorded arrivals", *labels], rows)
 
 
 def one(load: Row, label: str) -> Row:

@@ -1,4 +1,4 @@
-//! An engine's JSON: the probe, which builds no tree, against serde_json.
+//! An engine's JSON: compares the probe, which builds no tree, with serde_json.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_fuzz::{json, play};

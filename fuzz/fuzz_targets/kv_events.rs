@@ -1,6 +1,7 @@
-//! KV events of engines: every batch that is read is MessagePack to a second reader, too, with as many events.
+//! KV events of engines: a second reader must accept every batch as MessagePack, too, with the same
+//! number of events.
 #![no_main]
-// The modules as they are: the crate they belong to brings a messaging library that fuzzing has no use for.
+// Only the modules: their crate depends on a messaging library, which fuzzing does not need.
 #[allow(dead_code)]
 #[path = "../../rust/feed/src/decode.rs"]
 mod decode;
@@ -40,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
     });
     let Ok(batch) = batch else { return };
     assert_eq!(batch.events, handed + batch.malformed);
-    // Its depth is bounded, and it refuses one marker that nobody uses.
+    // The second reader bounds the depth and refuses one unused marker.
     if let Ok(value) = rmpv::decode::read_value_with_max_depth(&mut &data[..], 60_000) {
         assert_eq!(events_of(&value), Some(batch.events as usize));
     }

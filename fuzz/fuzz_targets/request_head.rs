@@ -1,4 +1,5 @@
-//! Heads of requests: the router's reader against a line-by-line one. `scripts/fuzz_heads` compares it with llhttp.
+//! Heads of requests: compares the router's reader with a line-by-line reader.
+//! `tests/test_request_heads.py` compares it with aiohttp's parser (llhttp).
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_wire::{Kind, Request};
@@ -46,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
         assert!(of(b"expect").is_empty() && of(b"content-encoding").is_empty());
         assert!(request.target.starts_with(b"/") && request.target.iter().all(u8::is_ascii_graphic));
     }
-    // Nothing that a client sends can begin another field or request at the engine.
+    // No byte of a client can begin another field or request at the engine.
     for line in request.fields.lines.split_inclusive(|byte| *byte == b'\n') {
         assert!(line.ends_with(b"\r\n"));
         let line = &line[..line.len() - 2];

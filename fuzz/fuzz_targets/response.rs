@@ -1,4 +1,4 @@
-//! Responses, head and body: read the same however they are cut, and framed correctly for every client.
+//! Responses, head and body: any cuts give the same result, framed correctly for every client.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_fuzz::play;

@@ -1,4 +1,5 @@
-//! Event streams: tokens, usage and ends as a reader of whole lines finds them; bytes to the client as they came.
+//! Event streams: the same tokens, usage and ends as a reader of whole lines, and unchanged bytes
+//! for the client.
 #![no_main]
 use libfuzzer_sys::fuzz_target;
 use lmetric_fuzz::{Outcome, events, json, lines, play, without_comments};

@@ -1,4 +1,4 @@
-//! What the router wants to know of an engine's JSON, read from a tree.
+//! Reads from a tree the values of an engine's JSON that the router uses.
 use lmetric_wire::{Finish, Found};
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
@@ -69,7 +69,8 @@ impl<'de> Deserialize<'de> for Json {
     }
 }
 
-/// Reads a document; `None` if it is no JSON, or has names or words written with `\u`, which the router does not look for.
+/// Reads a document. Returns `None` if it is no JSON, or if names or words contain `\u` escapes,
+/// which the router does not decode.
 pub fn read(document: &str) -> Option<Found> {
     let tree: Json = serde_json::from_str(document).ok().filter(|_| !document.contains("\\u"))?;
     let mut found = Found::default();

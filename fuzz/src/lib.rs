@@ -1,13 +1,14 @@
-//! Second readers for the fuzz targets: short, slow, and written from the standards and not from the router's readers.
+//! Second readers for the fuzz targets: short and slow, written from the standards and not from the
+//! router's readers.
 use lmetric_wire::{Finish, Scanner, Usage};
 
 pub mod json;
 
-/// What a response brings to the router and to its client.
+/// The results of a response for the router and its client.
 #[derive(Debug, Default, PartialEq)]
 pub struct Outcome {
     pub status: u16,
-    /// The body that the client reads; empty if nothing was committed to.
+    /// The body that the client reads; empty without a commit.
     pub payload: Vec<u8>,
     pub committed: bool,
     pub tokens: u64,
@@ -18,8 +19,8 @@ pub struct Outcome {
     pub incomplete: bool,
 }
 
-/// Sends a response to a scanner in pieces of `size` bytes, commits as soon as possible, and returns what came of it.
-/// `None` if the response is malformed or cut off.
+/// Sends a response to a scanner in pieces of `size` bytes, commits as soon as possible, and
+/// returns the outcome. `None` if the response is malformed or cut off.
 pub fn play(response: &[u8], size: usize, http11: bool, require_finish: bool) -> Option<Outcome> {
     let (mut scanner, mut outcome, mut sent) = (Scanner::default(), Outcome::default(), Vec::new());
     scanner.begin(http11, require_finish, false);
@@ -56,7 +57,7 @@ pub fn play(response: &[u8], size: usize, http11: bool, require_finish: bool) ->
     Some(outcome)
 }
 
-/// The body that a strict client reads.
+/// Returns the body that a strict client reads.
 fn body_of(sent: &[u8], ended: bool) -> Vec<u8> {
     let start = sent.windows(4).position(|w| w == b"\r\n\r\n").expect("a head") + 4;
     let head = sent[..start].to_ascii_lowercase();
@@ -81,7 +82,7 @@ fn body_of(sent: &[u8], ended: bool) -> Vec<u8> {
     body
 }
 
-/// The lines of an event stream, each with its end (WHATWG HTML, 9.2.6).
+/// Returns the lines of an event stream, each with its end (WHATWG HTML, 9.2.6).
 pub fn lines(stream: &str) -> Vec<(&str, &str)> {
     let (mut found, mut rest) = (Vec::new(), stream);
     while let Some(at) = rest.find(['\n', '\r']) {
@@ -95,7 +96,7 @@ pub fn lines(stream: &str) -> Vec<(&str, &str)> {
     found
 }
 
-/// The data of the events of a stream, as the standard dispatches them.
+/// Returns the data of the events of a stream, as the standard dispatches them.
 pub fn events(stream: &str) -> Vec<String> {
     let (mut found, mut data): (Vec<String>, Option<String>) = (Vec::new(), None);
     for (line, end) in lines(stream) {
@@ -109,7 +110,7 @@ pub fn events(stream: &str) -> Vec<String> {
     found
 }
 
-/// A stream without comments, and without the blank lines that follow nothing else.
+/// Returns a stream without comments, and without the blank lines that follow nothing else.
 pub fn without_comments(stream: &str) -> String {
     let (mut kept, mut bare) = (String::new(), true);
     for (line, end) in lines(stream) {

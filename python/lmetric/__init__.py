@@ -18,10 +18,10 @@ Simulate a trace and look at the result:
 >>> run.summary().ttft_seconds.p99  # doctest: +SKIP
 1.3
 
-Policies are scores: a registered name (`policy_table`), an expression such as ``lm.P_TOKEN * (lm.BS + 1)``,
+A policy is a registered name (`policy_table`), an expression such as ``lm.P_TOKEN * (lm.BS + 1)``,
 a `Policy` or a `policy_function`. Guide and reference: docs/python.md.
 
-All names are imported on first use, so ``import lmetric`` is fast.
+Names are imported on first use, so ``import lmetric`` is fast.
 """
 
 from difflib import get_close_matches
@@ -247,7 +247,8 @@ __all__ = [
 ]
 
 
-# `lm.min`, `lm.max` and `lm.abs` are not in `__all__`: `from lmetric import *` keeps the builtins.
+# `lm.min`, `lm.max` and `lm.abs` are not in `__all__`, so `from lmetric import *` keeps the
+# builtins.
 _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
 _HOMES = {

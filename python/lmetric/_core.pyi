@@ -1,4 +1,7 @@
-"""The compiled core. Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it."""
+"""The compiled core.
+
+Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=None`` reads it.
+"""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -82,17 +85,18 @@ __all__ = [
 
 __version__: str
 
-# Integers: list, tuple, range, numpy array of any integer dtype, array.array, memoryview; bytes are packed integers of 32
-# bits (token IDs) or 64 bits (hashes). A contiguous numpy array of the width that is read is not copied.
+# Integers: list, tuple, range, numpy array of any integer dtype, array.array, memoryview; bytes are
+# packed integers of 32 bits (token IDs) or 64 bits (hashes). A contiguous numpy array of the right
+# width is not copied.
 _Integers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | array[int] | bytes | bytearray | memoryview
 
 class LmetricError(Exception): ...
 
 class ExpressionError(LmetricError):
     text: str  # the expression
-    start: int  # where the offending part starts, in characters
-    end: int  # where it ends
-    part: str  # score, filter, then[0]: set by lmetric.Policy
+    start: int  # start of the offending part, in characters
+    end: int  # end of the offending part, in characters
+    part: str  # score, filter, then[0], ...; set by lmetric.Policy
 
 class UnknownNameError(LmetricError): ...
 class BadValueError(LmetricError): ...
@@ -171,7 +175,7 @@ class Request:
 class Router:
     def __new__(
         cls,
-        policy: str | Expr | Policy | PolicyFunction | None = None,  # lmetric
+        policy: str | Expr | Policy | PolicyFunction | None = None,  # default: "lmetric"
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -184,7 +188,7 @@ class Router:
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
         seed: int = 0,
-        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # least_requests
+        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # "least_requests"
         decode_knobs: Mapping[str, float] | None = None,
         binding: Binding = "early",
         colocate: bool = True,
@@ -268,14 +272,14 @@ class Router:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         rank: int = 0,
-    ) -> int: ...  # blocks that could not be placed
+    ) -> int: ...  # number of blocks that were not placed
     def blocks_removed(self, name: str, block_hashes: _Integers, *, rank: int = 0) -> None: ...
     def blocks_cleared(
         self, name: str, *, rank: int | None = None
-    ) -> None: ...  # None: all ranks, and guesses
+    ) -> None: ...  # None: all ranks, and the guessed blocks
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     @property
-    def guard_reason(self) -> str: ...  # why the policy has the guard on or off
+    def guard_reason(self) -> str: ...  # why the guard is on or off under the policy
     def set_policy(
         self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
     ) -> None: ...
@@ -289,14 +293,16 @@ class Router:
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
     def prefill_rate(
         self, instance: str
-    ) -> float | None: ...  # tokens/s, learned from first tokens; None: none seen
+    ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet
     def explain(self, decision_id: int) -> DecisionRecord | None: ...
     def stats(self) -> RouterStats: ...
 
 @final
 class EventFeed:
-    """Listens to engines' KV cache events over ZMQ and applies them to the router's index, on a thread of its own (see
-    `rust/feed`). Only instances whose index feed is `"exact"` learn."""
+    """Subscribes to engines' KV cache events over ZMQ and applies them to a router's index.
+
+    Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
+    """
 
     def __new__(cls, router: Router) -> EventFeed: ...
     @property
@@ -304,30 +310,31 @@ class EventFeed:
     def subscribe(
         self,
         instance: str,
-        endpoint: str,  # of this rank; with bind: where engines connect to the router, told apart by topic
+        endpoint: str,  # of this rank; with bind: the router's address for engines to connect to
         *,
         replay_endpoint: str | None = None,
-        topic: str = "",  # "": any
+        topic: str = "",  # "": any topic
         bind: bool = False,
         rank: int = 0,
-        block_size: int | None = None,  # the engine's, which must be the router's
+        block_size: int | None = None,  # the engine's; must equal the router's
     ) -> None: ...
     def subscribe_load(
         self, instance: str, endpoint: str, *, topic: str = ""
-    ) -> None: ...  # SGLang's LoadStat
-    def unsubscribe(self, instance: str) -> bool: ...  # what its events told is forgotten
+    ) -> None: ...  # load reports of SGLang (LoadStat)
+    def unsubscribe(self, instance: str) -> bool: ...  # drops the blocks learned from its events
     def instances(self) -> list[str]: ...
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
-    # by rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events, blocks_stored, blocks_removed,
-    # cleared, gaps, resyncs, restarts, unanswered, unknown_parent, unknown_removed, skipped {reason: count},
-    # tiers {medium: blocks}, last_sequence, last_batch_age_seconds, least_delay_seconds (by the engine's time in a batch),
+    # By rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events,
+    # blocks_stored, blocks_removed, cleared, gaps, resyncs, restarts, unanswered, unknown_parent,
+    # unknown_removed, skipped {reason: count}, tiers {medium: blocks}, last_sequence,
+    # last_batch_age_seconds, least_delay_seconds (from the engine's timestamp of a batch),
     # block_size, reported_rank, other_topic, last_error, ...
-    def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the same keys
+    def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the keys of status()
     def close(self) -> None: ...
     def __enter__(self) -> EventFeed: ...
     def __exit__(self, *args: object) -> None: ...
     @staticmethod
-    def rank_endpoint(endpoint: str, rank: int) -> str: ...  # the rank is added to the port
+    def rank_endpoint(endpoint: str, rank: int) -> str: ...  # adds the rank to the port
 
 @final
 class Decision:
@@ -336,7 +343,7 @@ class Decision:
     @property
     def instance(self) -> str: ...  # name of the chosen instance
     @property
-    def decode_instance(self) -> str | None: ...  # where it goes on, as far as chosen
+    def decode_instance(self) -> str | None: ...  # None: not chosen yet, or the same instance
     @property
     def fetch(self) -> tuple[str, int, int] | None: ...  # holder, first token, one past the last
     @property
@@ -346,37 +353,35 @@ class Decision:
     @property
     def prompt_tokens(self) -> int: ...
     @property
-    def priority(self) -> int | None: ...  # for its engine's queue, lower first
+    def priority(self) -> int | None: ...  # in the engine's queue, lower first
     def scores(self) -> NDArray[np.float32]: ...
     def ranking(self) -> list[str]: ...  # names, best first
 
 @final
 class Ticket:
     @property
-    def instance(self) -> str: ...  # where the open segment is
+    def instance(self) -> str: ...  # instance of the open segment
     @property
-    def from_token(self) -> int: ...  # where the open segment begins
+    def from_token(self) -> int: ...  # first token of the open segment
     @property
     def id(self) -> int: ...  # unique among open tickets
     def begin_migration(self, target: str, *, recompute: bool = True, now: float | None = None) -> None: ...
-    def choose_failover(
-        self, now: float | None = None
-    ) -> str: ...  # its instance has failed it: where to go on
+    def choose_failover(self, now: float | None = None) -> str: ...  # after its instance failed
     def cancel_migration(self, now: float | None = None) -> None: ...
-    def migrated(self, now: float | None = None) -> str: ...  # where it goes on
+    def migrated(self, now: float | None = None) -> str: ...  # name of its new instance
     @property
-    def to_token(self) -> int | None: ...  # one past its last token; None: it goes to the request's end
+    def to_token(self) -> int | None: ...  # one past the last token of the segment; None: no limit
     @property
-    def has_next(self) -> bool: ...  # whether another segment follows it
+    def has_next(self) -> bool: ...  # whether another segment follows
     @property
-    def next_instance(self) -> str | None: ...  # where that is bound to; None: nowhere yet
+    def next_instance(self) -> str | None: ...  # of the next segment; None: not bound yet
     @property
-    def fetch(self) -> tuple[str, int, int] | None: ...  # as the decision's; None once it is over
+    def fetch(self) -> tuple[str, int, int] | None: ...  # as Decision.fetch; None after its end
     def fetched(
         self, tokens: int, seconds: float, now: float | None = None
-    ) -> None: ...  # 0 tokens: none came
+    ) -> None: ...  # 0 tokens: none arrived
     def sent(self, now: float | None = None) -> None: ...
-    def scheduled(self, now: float | None = None) -> None: ...  # optional: the engine took it off its queue
+    def scheduled(self, now: float | None = None) -> None: ...  # optional: it left the queue
     def prefilled(
         self, tokens: int, now: float | None = None
     ) -> None: ...  # optional: exact prefill progress
@@ -389,7 +394,7 @@ class Ticket:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         now: float | None = None,
-    ) -> str | None: ...  # where the next segment goes; None: the request ended
+    ) -> str | None: ...  # instance of the next segment; None: the request ended
     def done(
         self,
         *,
@@ -397,18 +402,18 @@ class Ticket:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         now: float | None = None,
-    ) -> None: ...  # the request ended inside the open segment, whatever was to follow
+    ) -> None: ...  # the request ended, even if another segment was to follow
     def failed(self, kind: Failure | str, now: float | None = None, *, retry: bool = True) -> str | None: ...
-    # kind: "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status" -> before the first token the
-    # ticket moves to the next of the ranking and its name is returned (call sent() again); None: the ranking is used
-    # up, or a token was seen: closed.
-    # kind: "cancelled" | "engine_error" | "resources" -> always closed, None.
+    # "refused" | "dns" | "tls" | "unreachable" | "reset" | "timeout" | "status": before the first
+    # token, moves the ticket to the next instance of the ranking and returns its name (call sent()
+    # again). Closes the ticket and returns None if the ranking is used up or a token was seen.
+    # `cancelled` | `engine_error` | `resources`: always closes the ticket and returns None.
     @property
     def open(self) -> bool: ...
     def __enter__(self) -> Ticket: ...
-    def __exit__(self, *args: object) -> None: ...  # closes as an abort where still open
+    def __exit__(self, *args: object) -> None: ...  # an open ticket counts as an abort
 
-SHARE_NAMES: list[str]  # of the numbers of Router.export_load
+SHARE_NAMES: list[str]  # names of the numbers in Router.export_load
 FAST_TOKENIZER: bool  # built with the cargo feature fast-tokenizer
 MAX_EXPRESSION_LENGTH: int
 
@@ -449,37 +454,37 @@ def bench_decision(
 
 class WireError(LmetricError): ...
 
-READY: int  # the answer is worth committing to: commit() may be called
+READY: int  # commit() may be called
 END: int  # the message ended
-MAX_TOKENS: int  # that one answer can tell of in its usage; a higher count is an error of its engine
-PASS: int  # the bytes fed are what the client should get, unchanged
+MAX_TOKENS: int  # largest token count in a usage; a higher count is an engine error
+PASS: int  # the client receives the bytes unchanged
 OUT: int  # take() has bytes for the client
 ENGINE_ERROR: int  # the engine reported an error inside the body
-INCOMPLETE: int  # a stream's end came before any finish_reason; it was withheld
-UNSEEN: int  # from here on the stream is no longer observed; it passes on
+INCOMPLETE: int  # a stream ended without finish_reason; its end is withheld
+UNSEEN: int  # the stream is no longer observed; it passes on
 
 @final
 class RequestHead:
-    """A client's request as far as its head tells. Of fields that come twice the first counts."""
+    """The head of a client's request. If a field occurs twice, the first one counts."""
 
     @property
     def plain(
         self,
-    ) -> bool: ...  # a POST over HTTP/1.1 with one content-length that asks for no more than an answer
+    ) -> bool: ...  # a POST over HTTP/1.1 with one content-length and no other expectations
     @property
-    def framed(self) -> bool: ...  # a request over HTTP/1.1 whose length is known; so is every plain one
+    def framed(self) -> bool: ...  # HTTP/1.1 with a known length; true if plain
     @property
     def start(self) -> int: ...  # bytes of the head
     @property
     def length(self) -> int: ...  # bytes of the body
     @property
-    def keep_alive(self) -> bool: ...  # the client did not ask for the connection's end
+    def keep_alive(self) -> bool: ...  # the client did not ask to close the connection
     @property
     def target(self) -> bytes: ...
     @property
     def path(self) -> str: ...  # the target without its query
     @property
-    def request_id(self) -> str: ...  # of at most 256 bytes, as latin-1; a new one where the client sent none
+    def request_id(self) -> str: ...  # at most 256 bytes, latin-1; a new id if the client sent none
     @property
     def session(self) -> str | None: ...  # x-session-id, as latin-1
     @property
@@ -498,15 +503,17 @@ class RequestHead:
         own_key: bool = False,
         own_priority: bool = False,
     ) -> bytes: ...
-    # the whole head for an engine: `first` (request line and fields of the router's own), the client's fields but those
-    # of its connection, x-request-id, content-length; `own_key`: `first` has an authorization, so the client's is left
-    # out; `own_priority`: the client's x-vllm-priority is left out, whether or not there is a `priority`
+    # The whole head for an engine: `first` (request line and fields of the router's own), the
+    # client's fields except those of its connection, x-request-id, content-length. `own_key`:
+    # `first` has an authorization, so the client's is left out. `own_priority`: the client's
+    # x-vllm-priority is left out, with or without a `priority`.
 
 @final
 class DecisionLabels:
     """Labels of decisions: the prefix, the id, and a tag that cannot be guessed.
 
-    The tag: SipHash-2-4 of id and tenant, 16 hex digits. ``key``: 16 bytes, else a ValueError.
+    The tag is SipHash-2-4 of id and tenant, 16 hex digits, so a label is valid for its tenant
+    alone. ``key``: 16 bytes, else a ValueError.
     """
 
     def __new__(cls, prefix: str, key: bytes) -> DecisionLabels: ...
@@ -514,14 +521,15 @@ class DecisionLabels:
     def answer_lines(
         self, head: RequestHead, id: int, tenant: str, engine: str | None = None, prefill: str | None = None
     ) -> bytes: ...
-    # the router's lines in the head of an answer: ``engine`` gives it, ``prefill`` computed its prompt
+    # The router's lines in the head of an answer. ``engine``: the engine that answers. ``prefill``:
+    # the engine that computed the prompt.
 
-INTERNAL_FIELDS: frozenset[str]  # that only a router or another engine may send
+INTERNAL_FIELDS: frozenset[str]  # fields that only routers and engines may send
 
 class BadRequestError(LmetricError):
-    """A request's body is not what the API takes.
+    """A request body that the API does not accept.
 
-    Its arguments: a message for the client, and the field that is wrong (None: the body).
+    Its arguments: a message for the client, and the wrong field (None: the body).
     """
 
 def read_request(
@@ -541,49 +549,52 @@ def read_request(
     int,
     float | None,
 ]:
-    """Reads the fields of `ParsedRequest` from a request to the path ``path`` of the API.
+    """Reads the fields of a request to the path ``path`` of the API.
 
-    In this order: the body itself, whether it is a chat, whether it is a chat or a completion, model,
-    whether it streams, session, cache salt, most tokens of its answer, its prompt as UTF-8 text or as
-    token IDs, bytes and tokens of its further prompts, its ``priority`` (NaN: not a number; None: no such
-    field). Raises BadRequestError.
+    Returns, in the order of `ParsedRequest`: the body, whether it is a chat, whether it is a chat
+    or a completion, model, whether it streams, session, cache salt, largest number of answer
+    tokens, its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts, its
+    ``priority`` (NaN: not a number; None: no such field). Raises BadRequestError.
     """
 
 def check_object(body: bytes) -> None:
-    """Makes sure that a body is a JSON object within the bounds on depth, containers, members and values.
+    """Checks that a body is a JSON object within the bounds.
 
-    Raises BadRequestError.
+    They limit depth, containers, members and values. Raises BadRequestError.
     """
 
 @final
 class RequestReader:
     """Reads heads of requests (see `rust/wire`).
 
-    ``own_keys``: `authorization` is meant for the router and stays here. ``id_prefix``: begins the ids of requests that
-    come without one.
+    ``own_keys``: `authorization` is for the router and does not go to engines. ``id_prefix``:
+    prefix of the ids of requests that have no id.
     """
 
     def __new__(cls, own_keys: bool, id_prefix: str) -> RequestReader: ...
     def read(self, data: bytes) -> RequestHead | None: ...  # None: incomplete; raises WireError
     def sort(
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
-    ) -> RequestHead: ...  # read by somebody else
+    ) -> RequestHead: ...  # of fields read by another parser
 
 @disjoint_base
 class ResponseReader:
-    """Reads an engine's HTTP/1.1 responses as they come and frames them for the client (see `rust/wire`); the base of a
-    protocol of asyncio.
+    """Reads an engine's HTTP/1.1 responses and frames them for the client (see `rust/wire`).
 
-    The ticket is told of the output tokens as the client gets them. An answer is held back until it is worth committing to: a plain JSON answer until whole, an event stream until its
-    first token, error or comment. After ``commit`` the client only ever gets whole events, and a piece that may pass as it is, or only needs another frame, goes to ``write`` at once. Of all other pieces
-    the sink is told: ``received(flags, data)``, or ``failed(error)`` where the answer is malformed (a WireError) or could not be written.
+    Base class of an asyncio protocol. The reader reports output tokens to the ticket when the
+    client gets them. It withholds an answer until it can be committed: a plain JSON answer until it
+    is whole, an event stream until its first token, error or comment. After ``commit`` the client
+    gets whole events only. Pieces that pass unchanged or in a new frame go to ``write`` at once.
+    All other pieces go to the sink: ``received(flags, data)``, or ``failed(error)`` if the answer
+    is malformed (a WireError) or could not be written.
 
-    With ``observe`` every event of a stream of status 200 is noted on its way to the client (one choice, with
-    ``token_ids``), and ``kv_transfer_params`` become null; with ``hide_ids``, too, ``prompt_token_ids`` and
-    ``token_ids`` do. Once that cannot go on, the sink is told UNSEEN, and nothing more is noted: the stream passes on.
+    With ``observe``, the reader records every event of a stream of status 200 on its way to the
+    client (one choice, with ``token_ids``), and ``kv_transfer_params`` become null. With
+    ``hide_ids``, ``prompt_token_ids`` and ``token_ids`` become null, too. If the reader can no
+    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved.
     """
 
-    def __new__(cls, *_args: Any) -> Self: ...  # arguments are a subclass's
+    def __new__(cls, *_args: Any) -> Self: ...  # the arguments are the subclass's
     def begin(
         self,
         sink: Any,
@@ -595,35 +606,38 @@ class ResponseReader:
     ) -> None: ...
     def data_received(
         self, data: bytes
-    ) -> None: ...  # called by the loop; without a sink it calls `unasked()`
-    def eof(self) -> int: ...  # the connection ended: flags; raises WireError where the message was not whole
+    ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
+    def eof(
+        self,
+    ) -> int: ...  # flags; raises WireError if the message is incomplete
     def commit(
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
-    ) -> bytes: ...  # head with extra lines, and what was held back
+    ) -> bytes: ...  # the head with extra lines, and the withheld bytes
     def commit_events(self) -> list[bytes]: ...
-    # instead of commit() where there is no client: nothing is written, no piece is PASS; like events()
+    # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
+    # events().
     def events(self) -> list[bytes]: ...
-    # instead of take(), after commit_events(): each event's data, but for [DONE], and each comment line, which begins
-    # with a colon
+    # Instead of take(), after commit_events(): the data of each event except [DONE], and each
+    # comment line, which begins with a colon.
     def observed(self) -> tuple[NDArray[np.uint32] | None, NDArray[np.uint32], str, dict[str, Any]]: ...
-    # token ids of the prompt (where told), token ids and text of the answer, and `id`, `created` and `model` of its first
-    # event (empty before it); copies
+    # Token IDs of the prompt (if reported), token IDs and text of the answer, and `id`, `created`
+    # and `model` of its first event (empty before it). Copies.
     @property
-    def observed_prompt(self) -> NDArray[np.uint32] | None: ...  # a copy
+    def observed_prompt(self) -> NDArray[np.uint32] | None: ...  # copy; None: not reported
     @property
-    def observed_tokens(self) -> int: ...  # token ids of the answer
+    def observed_tokens(self) -> int: ...  # number of token IDs of the answer
     @property
-    def observed_over(self) -> bool: ...  # a finish_reason was told
+    def observed_over(self) -> bool: ...  # whether a finish_reason was seen
     @property
     def unseen(self) -> str | None: ...  # why the stream is no longer observed
-    def detach(self) -> Any: ...  # lets go of the sink, which is returned
-    def finish_ticket(self) -> None: ...  # closes the ticket as finished, with the usage in the answer
+    def detach(self) -> Any: ...  # removes the sink and returns it
+    def finish_ticket(self) -> None: ...  # closes the ticket with the answer's usage
     def take(self) -> bytes: ...
     def end_with(
         self, event: bytes
-    ) -> bytes: ...  # ends a committed stream with this event; empty where not possible
+    ) -> bytes: ...  # ends a committed stream with this event; empty if not possible
     @property
-    def pieces(self) -> int: ...  # that came of this answer
+    def pieces(self) -> int: ...  # number of pieces received of this answer
     @property
     def status(self) -> int: ...  # 0 before the head
     @property
@@ -635,7 +649,7 @@ class ResponseReader:
     @property
     def load(self) -> str | None: ...  # endpoint-load-metrics header (ORCA)
     @property
-    def aborted(self) -> bool: ...  # the last finish_reason was the engine's: abort or error
+    def aborted(self) -> bool: ...  # the engine's last finish_reason was abort or error
     @property
     def error_code(self) -> int | None: ...
     @property
@@ -643,21 +657,21 @@ class ResponseReader:
     @property
     def first_token_at(self) -> float | None: ...  # seconds on the monotonic clock
     @property
-    def prompt_tokens(self) -> int | None: ...  # of the usage in the answer
+    def prompt_tokens(self) -> int | None: ...  # from the usage in the answer
     @property
-    def cached_tokens(self) -> int | None: ...  # of the usage in the answer
+    def cached_tokens(self) -> int | None: ...  # from the usage in the answer
     @property
-    def output_tokens(self) -> int: ...  # of the usage in the answer; without one, counted from events
+    def output_tokens(self) -> int: ...  # from the usage in the answer, else counted from events
     @property
-    def implausible_usage(self) -> bool: ...  # some count cannot be true; it is left out
+    def implausible_usage(self) -> bool: ...  # some count is impossible and was dropped
 
-# -- engine model (rust/py/src/engine.rs) ------------------------------------------------------------------------
+# -- engine model (rust/py/src/engine.rs) ----------------------------------------------------------
 
 @final
 class Engine:
-    """One emulated engine: queue, batch, KV cache and steps. It has no clock: times (seconds) come in and go out.
+    """One emulated engine: queue, batch, KV cache and steps. It has no clock: callers give seconds.
 
-    ``profile``: the constants of `lmetric.profiles.Profile`; ``words``: u32 token ids that answers are made of,
+    ``profile``: the constants of `lmetric.profiles.Profile`. ``words``: token IDs (u32) of answers,
     below ``vocabulary``. Raises BadValueError for constants that no engine can have.
     """
 
@@ -668,9 +682,9 @@ class Engine:
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
-        order: str = "fcfs",  # see docs/simulator.md, local orders
-        order_slo_seconds: float = 0.1,  # of the order slo
-        swap: tuple[float, int] | None = None,  # seconds a token each way, tokens that the host holds
+        order: str = "fcfs",  # docs/simulator.md, local orders
+        order_slo_seconds: float = 0.1,  # for the order slo
+        swap: tuple[float, int] | None = None,  # seconds per token each way, tokens in the host
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -681,36 +695,40 @@ class Engine:
         *,
         priority: int = 0,
         salt: str | None = None,
-        report_cached: bool = False,  # blocks of the prompt that are cached already come as stored once more
+        report_cached: bool = False,  # report cached blocks of the prompt as stored again
         pulled_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
-    ) -> int: ...  # the request's key; BadValueError where the engine could never serve it
-    def abort(self, id: int) -> bool: ...  # False: not in the engine
-    def start_step(self, now: float) -> float | None: ...  # its end; None: nothing to do at `now`
+    ) -> int: ...  # the request's key; BadValueError if the engine could never serve it
+    def abort(self, id: int) -> bool: ...  # False: unknown request
+    def start_step(self, now: float) -> float | None: ...  # end of the step; None: nothing to do
     def finish_step(
         self,
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, bool]], list[int], int]: ...
-    # tokens (key, token id, flags: 1 the last, 2 out of a prefill), admitted (key, cached tokens, for the first
-    # time), preempted (keys), prompt tokens computed
+    # tokens (key, token id, flags: 1 = last token, 2 = out of a prefill), admitted (key, cached
+    # tokens, whether for the first time), preempted (keys), prompt tokens computed
     def take_kv_events(self) -> list[tuple[Any, ...]]: ...
-    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash), ("cleared",)
+    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash),
+    # ("cleared",)
     def reset_cache(self) -> bool: ...  # False: a request uses a block
-    def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0..1), counters
+    def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0 to 1), counters
 
 def generate(
     words: _Integers, vocabulary: int, prompt: _Integers, n: int
-) -> list[int]: ...  # what an engine answers
+) -> list[int]: ...  # an engine's answer, `n` tokens
 
-# -- tokens (rust/py/src/tokens.rs) -------------------------------------------------------------------------------
+# -- tokens (rust/py/src/tokens.rs) ----------------------------------------------------------------
 
 class TokenizeError(LmetricError): ...
 
 @final
 class TokenEncoder:
-    """Texts to token ids, where a text's parts between special tokens are tokenised once.
+    """Encodes texts as token IDs.
 
-    ``tokenizer_json``: the file's bytes. ``added_tokens``: further ones, a JSON list of objects as in that file.
-    ``around``: names of the tokens put before and after a text, in place of what the tokenizer itself would put.
-    ``cache_bytes``: hard bound on what is remembered. Threads may share an encoder. Raises BadValueError.
+    Parts of a text between special tokens are tokenized once and cached.
+
+    ``tokenizer_json``: the file's bytes. ``added_tokens``: additional tokens, a JSON list of
+    objects as in that file. ``around``: names of the tokens before and after a text, instead of the
+    tokenizer's own. ``cache_bytes``: hard bound of the cache. Threads may share an encoder. Raises
+    BadValueError.
     """
 
     def __new__(
@@ -723,34 +741,48 @@ class TokenEncoder:
     ) -> Self: ...
     @property
     def whole_because(self) -> str | None:
-        """Why texts are tokenised whole, where they are; None: they are cut at special tokens."""
+        """Why texts are tokenized whole; None: they are cut at special tokens."""
 
     @property
     def fast(self) -> bool:
-        """Whether the faster of the two libraries is used: it made the same ids as the engines' of all tried."""
+        """Whether the faster library is in use.
+
+        It is compiled in (``FAST_TOKENIZER``) and returned the same IDs as the engines' library in
+        all trials.
+        """
 
     def encode(
         self, text: str, *, add_special_tokens: bool = False, at_most: int | None = None, scope: int = 0
     ) -> NDArray[np.uint32] | None:
-        """The ids of a text. With ``at_most``, None where more than so many of its bytes (UTF-8) are new; the
-        interpreter lock is kept. Without, it is let go: for a thread. ``scope``: texts of different scopes
-        share no entry of the cache. Raises TokenizeError."""
+        """Returns the token IDs of a text.
+
+        ``at_most``: returns None if more than this many bytes of the text (UTF-8) are not in the
+        cache, and keeps the interpreter lock. Without ``at_most``, the lock is released: call it in
+        a thread. ``scope``: texts of different scopes share no entry of the cache. Raises
+        TokenizeError.
+        """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; what is no whole character is U+FFFD. Raises TokenizeError."""
+        """Returns the text of token IDs, with U+FFFD for incomplete characters.
+
+        Raises TokenizeError.
+        """
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name."""
+        """Returns the ID of a token by its name, or None."""
 
     def stats(self) -> dict[str, int]:
-        """What the cache holds and was asked: segments, bytes, evicted, found_bytes, new_bytes."""
+        """Returns the cache's counts: segments, bytes, evicted, found_bytes, new_bytes."""
 
-# -- simulator (rust/py/src/simulate.rs) -------------------------------------------------------------------------
+# -- simulator (rust/py/src/simulate.rs) -----------------------------------------------------------
 
 @final
 class Workload:
-    """A trace made ready for engines with blocks of ``block_tokens`` tokens: its block hashes are chained once and
-    shared by all runs. Raises BadValueError, which names column and request."""
+    """A trace prepared for engines with blocks of ``block_tokens`` tokens.
+
+    Block hashes of prompts are chained once and shared by all runs over the trace. Raises
+    BadValueError, which names column and request.
+    """
 
     def __new__(
         cls,
@@ -762,7 +794,7 @@ class Workload:
         *,
         trace_block_tokens: int,
         block_tokens: int,
-        think_tokens: NDArray[np.int64] | None = None,  # of output_tokens, thoughts
+        think_tokens: NDArray[np.int64] | None = None,  # reasoning tokens among output_tokens
         previous: NDArray[np.int64] | None = None,
         think_seconds: NDArray[np.float64] | None = None,
         sessions: NDArray[np.int64] | None = None,
@@ -789,10 +821,10 @@ def simulate(
     event_delay_seconds: float = 0.02,
     report_period_seconds: float = 1.0,
     token_stride: int = 1,
-    step_times: Sequence[Mapping[str, float]] | None = None,  # what the router takes each instance's for
+    step_times: Sequence[Mapping[str, float]] | None = None,  # step-time model of each instance
     output_known: bool = True,
     timeline_seconds: float = 10.0,
-    roles: Sequence[str] | None = None,  # "prefill", "decode" or "both" of each instance; None: all do both
+    roles: Sequence[str] | None = None,  # of each instance; None: all "both"
     decode_policy: str | Expr | Policy | PolicyFunction | None = None,
     decode_knobs: Mapping[str, float] | None = None,
     binding: str = "early",
@@ -809,7 +841,7 @@ def simulate(
     local_order: str = "fcfs",
     order_slo_seconds: float = 0.1,
     order_think_slo_seconds: float | None = None,
-    swap: tuple[float, int] | None = None,  # seconds a token each way, tokens that the host holds
+    swap: tuple[float, int] | None = None,  # seconds per token each way, tokens that the host holds
     priority: str = "none",
     priority_settings: Mapping[str, float] | None = None,
     split: str = "none",
@@ -824,4 +856,4 @@ def simulate(
     think_slo_seconds: float | None = None,
     routers: int = 1,
     sharing_seconds: float | None = None,
-) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; the interpreter lock is released
+) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; releases the interpreter lock

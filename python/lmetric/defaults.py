@@ -1,9 +1,9 @@
-"""Defaults that the command line shows without loading what they belong to."""
+"""Defaults that the command line shows, separate from the modules that use them (slow imports)."""
 
 from pathlib import Path
 
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
-"""The trace in the package; data/README.md says where it is from."""
+"""The trace in the package; data/README.md describes its origin."""
 
 
 def trace_path(name: str | Path, folder: Path = Path()) -> Path:
@@ -12,11 +12,13 @@ def trace_path(name: str | Path, folder: Path = Path()) -> Path:
 
 
 DEFAULT_PROFILE = "independent-sim"
-"""What engines and simulations run on unless told otherwise; its note says what it is."""
+"""The default profile of emulated engines and simulations; its `note` describes it."""
 
 ORDER_SLO = 0.1
-"""Seconds that a step may take under the local order `slo`: Libra's, section 6.1."""
+"""Maximum step time of the local order `slo`, seconds. Source: Libra, section 6.1."""
 
 PLANNER = "planner"
-"""The policy that is made for requests that go on elsewhere behind their prompts, and for prefixes that are
-pulled: where nothing else is said, both are on with it; see docs/planner.md."""
+"""The policy for decode placement and prefix fetches, which are both on by default with it.
+
+Documentation: docs/planner.md.
+"""

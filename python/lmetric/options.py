@@ -1,14 +1,14 @@
-"""Typed options of router, simulator, studies and server: how requests are split, fetched, ordered and moved.
+"""Typed routing options of router, simulator, studies and server.
 
-Each option is a frozen dataclass whose defaults are the router's own. Units are in the names. The router
-raises `lmetric.BadValueError` for an option with a value out of range. `Routing` groups the options.
+Each option is a frozen dataclass with the defaults of the router. Units are in the names. The
+router raises `lmetric.BadValueError` for values out of range. `Routing` groups the options.
 
-Files, command lines and `lmetric.simulate` also take an option as text or as a mapping, which `parse` reads:
-``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
+Files, command lines and `lmetric.simulate` also accept options as text or mappings, which `parse`
+reads: ``libra``, ``libra(probes=8)``, ``{"kind": "libra", "probes": 8}``.
 
-Metadata of fields: ``maturity: study`` marks a field for simulations alone, with the reason in ``because``:
-servers refuse every value but the default. ``study_values`` marks values in the same way. ``server`` is the
-default on servers if it is another one.
+Metadata of fields: ``maturity: study`` marks a field for simulations only, with the reason in
+``because``. Servers refuse every value but the default. ``study_values`` marks single values in the
+same way. ``server`` is the default of servers, if it differs.
 """
 
 from __future__ import annotations
@@ -28,31 +28,35 @@ if TYPE_CHECKING:
 Forecast = Literal[
     "curve", "given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"
 ]
-"""How the remaining length of an answer is predicted; all but ``curve`` need the true one (simulations)."""
+"""Predictor of an answer's remaining length. All but ``curve`` need the true length
+(simulations)."""
 
 if TYPE_CHECKING:
     ForecastLike: TypeAlias = Forecast | str | LengthPredictor | Callable[..., Any]
 else:
-    ForecastLike = Any  # what pydantic checks: the core does the rest
-"""Also a predictor's file (.npz, .onnx), a reference to a Python object, a predictor, or a function; see
-docs/lengths.md."""
+    ForecastLike = Any  # for pydantic; the core checks the value
+"""`Forecast`, a predictor file (.npz, .onnx), a reference to a Python object, a predictor, or a
+function.
+
+Documentation: docs/lengths.md.
+"""
 
 Role = Literal["both", "prefill", "decode"]
-"""What an instance does: whole requests, only prefills, or only decodes."""
+"""The work of an instance: whole requests, only prefills, or only decodes."""
 
 KvSource = Literal["approximate", "exact"]
-"""What the KV index learns from: placed requests, or the engines' KV events."""
+"""The source of the KV index: placed requests, or the engines' KV events."""
 
 Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
-"""At which token an engine can hand a request over, and take one."""
+"""The token at which an engine can transfer a request to another engine, or receive one."""
 
 Maturity: TypeAlias = Literal["stable", "experimental", "study"]
-"""How far a policy or a planner is proven; see docs/policies.md."""
+"""The maturity of a policy or a planner. Documentation: docs/policies.md."""
 Binding = Literal["early", "late"]
-"""When the decode instance of a request is chosen: with the prefill instance, or after the prefill."""
+"""The time at which a decode instance is chosen: with the prefill instance, or after prefill."""
 
 Auto = Literal["auto"]
-"""The policy's own default: splits and prefix fetches are on with the policy ``planner``, else off."""
+"""The default of the policy: splits and prefix fetches are on with ``planner``, else off."""
 
 Failure = Literal[
     "refused",
@@ -66,23 +70,24 @@ Failure = Literal[
     "engine_error",
     "resources",
 ]
-"""Why a request failed. Only the first seven let the router try another instance."""
+"""The reason why a request failed. Only after the first seven the router tries another instance."""
 
-# How pydantic checks the dataclasses below.
+# Pydantic settings of the option classes.
 _CHECKS: dict[str, Any] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
-# Fields that only simulations can set, with the reason.
+# Metadata of fields that only simulations can set, with the reason.
 _LENGTHS = {"maturity": "study", "because": "it needs the true length of each answer"}
 _FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the true length of each answer"}
-_REASONING = {"maturity": "study", "because": "requests do not say how long their reasoning is"}
+_REASONING = {"maturity": "study", "because": "requests do not contain the length of their reasoning"}
 _SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
 _ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraSplit:
-    """Split a request between two instances at the token that balances their load, if that pays.
+    """Split a request between two instances at the token that balances their load, if that saves
+    time.
 
     Source: Libra, Algorithm 1.
     """
@@ -91,117 +96,122 @@ class LibraSplit:
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     parts: int = field(default=2, metadata=_REASONING)
-    """Most parts. 3: also split off the reasoning of requests that give `reasoning_tokens` (simulations)."""
+    """Most parts. 3: also split off the reasoning of requests with `reasoning_tokens`
+    (simulations)."""
     probes: int = 6
-    """Most split points that are tried for a request; 1 to 32."""
+    """Most split points to try per request; 1 to 32."""
     epsilon: float = 0.05
-    """Difference between both instances that counts as balance, as a fraction of the request's own time."""
+    """Load difference that counts as balanced, as a fraction of the request's own time."""
     min_gain: float = 0.05
-    """Gain that a split must bring, as a fraction of the request's own time; below 0: any."""
+    """Minimum gain of a split, as a fraction of the request's own time; below 0: any."""
     min_tokens: int = 32
     """Fewest tokens of each part."""
     transfer_seconds_per_token: float = 0.0
     """Time of a KV transfer that does not overlap with computation, per token."""
     transfer_fixed_seconds: float = 0.0
-    """Time that each KV transfer takes besides."""
+    """Fixed time of each KV transfer."""
     quantile: float = 0.5
-    """Quantile of similar answers that is taken as the expected length, 0 to 1."""
+    """Expected length as a quantile of similar answers, 0 to 1."""
     margin_tokens: int = 20
-    """Tokens that are added to the expected length."""
+    """Tokens to add to the expected length."""
     bounded_batch: bool = False
     """Predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)."""
     lengths_given: bool = field(default=False, metadata=_LENGTHS)
-    """`max_tokens` of a request is the exact length of its answer; for simulations."""
+    """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlacement:
-    """Decode a request where it was prefilled or on another instance, whichever adds the least total delay.
+    """Decode a request on its prefill instance or on another: the choice with the least total
+    delay.
 
-    Policy ``planner`` is made for it; see docs/planner.md.
+    Use it with the policy ``planner`` (docs/planner.md).
     """
 
     core_kind: ClassVar[str] = "apart"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     recent_seconds: float = 30.0
-    """Time constant of each instance's share of time spent on prefills."""
+    """Time constant of the average share of time that an instance spends on prefills."""
     min_gain_seconds: float = 0.3
-    """Delay that another instance must save, summed over all requests."""
+    """Minimum delay that another instance must save, summed over all requests."""
     transfer_seconds_per_token: float = 4e-6
-    """Time of a KV transfer per token; with prefix fetches, it is learned from them."""
+    """Time of a KV transfer per token; learned if prefix fetches are on."""
     transfer_fixed_seconds: float = 0.005
-    """Time that each KV transfer takes besides."""
+    """Fixed time of each KV transfer."""
     max_stall_seconds: float = 0.1
-    """The client gets the first token from the prefill instance if the transfer takes at most this long."""
+    """The client gets the first token from the prefill instance if the transfer takes at most this
+    long."""
     prior_tokens: int = 300
-    """Expected length of an answer until enough similar ones have ended."""
+    """Expected length of an answer until enough similar answers have ended."""
     lengths_given: bool = field(default=False, metadata=_LENGTHS)
-    """`max_tokens` of a request is the exact length of its answer; for simulations."""
+    """Whether `max_tokens` of a request is the exact length of its answer (simulations)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitAt:
-    """Split every request at this fraction (0 to 1) of its prompt and `max_tokens`: for tests of engines."""
+    """Split every request at a fraction of its prompt and `max_tokens`; for tests of engines."""
 
     core_kind: ClassVar[str] = "force"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     fraction: float
-    """0 to 1."""
+    """Split point, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFetch:
-    """Fetch the part of a prompt's KV that another instance holds, if that is faster than computing it."""
+    """Fetch the part of a prompt's KV that another instance holds, if that is faster than computing
+    it."""
 
     core_kind: ClassVar[str] = "on"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     seconds_per_token: float | None = None
-    """Time of a fetched token until it is learned; None: 4e-6, in simulations that of `transfer`."""
+    """Time per fetched token until it is learned; None: 4e-6, in simulations the time in
+    `transfer`."""
     fixed_seconds: float | None = None
-    """Further time of each fetch, until it is learned; None: 0.005, in simulations that of `transfer`."""
+    """Further time per fetch until it is learned; None: 0.005, in simulations as in `transfer`."""
     min_tokens: int = 256
-    """Fewest tokens that are worth a fetch."""
+    """Fewest tokens per fetch."""
     max_fetches: int = 4
-    """Most fetches that one holder serves at a time."""
-    # vLLM keeps the blocks of a request that fetched for another lease after its end. An engine full of them
-    # would serve nobody.
+    """Most concurrent fetches from one holder."""
+    # vLLM keeps the blocks of a fetching request for another lease after its end. They could fill
+    # the cache.
     max_kv_usage: float = field(default=1.0, metadata={"server": 0.8})
-    """An instance whose KV cache usage is at least this fraction fetches nothing."""
+    """Instances at or above this KV cache usage (fraction) fetch nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFetch(PrefixFetch):
-    """A prefix fetch of the simulator, with what it costs the instance that sends."""
+    """A prefix fetch of the simulator, with its cost for the holder. Routers do not accept it."""
 
     holder_seconds: float = field(default=0.0, metadata=_ENGINE)
-    """Time that a fetch takes of the holder's next step if the holder is not idle."""
+    """Time that a fetch adds to the next step of a busy holder."""
     waits: bool = field(default=True, metadata=_ENGINE)
-    """Whether a fetch waits for the holder's present step. False: its memory is read at once."""
+    """Whether a fetch waits for the holder's current step. False: it reads the memory at once."""
     pinned: bool = field(default=True, metadata=_ENGINE)
-    """Whether the holder keeps the fetched blocks in its cache until they are sent."""
+    """Whether the holder keeps the fetched blocks in its cache until the end of the transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniBoost:
-    """Order the engines' queues by arrival, less a boost that is larger for prompts with less to compute.
+    """Order the engines' queues by arrival minus a boost, which is larger if less is to compute.
 
-    Source: UniBoost, section 3; see docs/priorities.md.
+    Source: UniBoost, section 3. Documentation: docs/priorities.md.
     """
 
     core_kind: ClassVar[str] = "uniboost"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     gamma: float = 0.1
-    """Decay of the boost, 1/s; if `adaptive`, the value until enough requests have ended."""
+    """Decay of the boost, 1/s. If `adaptive`: the value until enough requests have ended."""
     adaptive: bool = True
     """Whether gamma is learned from latencies. If not, the next six settings have no effect."""
     window: int = 1024
-    """Requests that gamma is learned from."""
+    """Number of recent requests from which gamma is learned."""
     min_requests: int | None = None
-    """Requests that must have ended before gamma is learned; None: the whole window."""
+    """Completed requests before gamma is learned; None: the whole window."""
     every: int = 64
     """Requests between two estimates."""
     smoothing: float = 0.2
@@ -211,17 +221,20 @@ class UniBoost:
     max_gamma: float = 10.0
     """Highest gamma, 1/s."""
     bin_tokens: int = 256
-    """Prompts whose work falls into the same bin of this many tokens get the same boost."""
+    """Bin size, tokens: prompts with their work in the same bin get the same boost."""
     max_boost_seconds: float = 60.0
     """Longest boost of one request over another."""
     clock_offset_seconds: float | None = None
-    """Added to the router's clock, so that all routers before the same engines agree; None: servers add what
-    makes it the wall clock, others add nothing."""
+    """Seconds added to the router's clock, so that all routers of the same engines agree.
+
+    None: servers use the wall clock, others add nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FairShares:
-    """Order the engines' queues by tenants' shares of service (virtual token counters, OSDI 2024)."""
+    """Order the engines' queues by tenants' shares of service (virtual token counters, OSDI
+    2024)."""
 
     core_kind: ClassVar[str] = "vtc"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
@@ -238,61 +251,64 @@ class Star:
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     prediction: bool = True
-    """Whether loads are predicted; False: the present load counts."""
+    """Whether to predict loads; False: use the current load."""
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
-    """How remaining lengths are predicted: `curve` is counted; else a predictor's file or a Python function
-    (docs/lengths.md); other names are for simulations."""
+    """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
+    Python function (docs/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
-    """Seed of forecasts that err at random (simulations)."""
+    """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
-    """Output tokens of a request after which its length is predicted again."""
+    """Output tokens between two length predictions of a request."""
     period_seconds: float = 0.5
-    """Time between two rounds."""
+    """Time between two rounds of migrations."""
     max_moves: int = 1
-    """Most moves of one round."""
+    """Most migrations per round."""
     horizon_steps: int = 2048
     """Decode steps that the prediction looks ahead."""
     points: int = 32
     """Points on the horizon at which loads are compared."""
     half_life_steps: float = 512.0
-    """Steps after which a point counts half; 0: all count the same."""
+    """Steps after which the weight of a point halves; 0: equal weights."""
     threshold: float = 0.1
-    """Imbalance above which requests move, as a fraction of the mean load."""
+    """Imbalance above which requests migrate, as a fraction of the mean load."""
     migration_seconds: float = 0.1
-    """Time that a move takes."""
+    """Fixed time of a migration."""
     migration_seconds_per_token: float = 2e-5
-    """Further time of a move per token of context."""
+    """Further time of a migration per token of context."""
     caution: float = 0.0
-    """Standard deviations of the forecast that count against a move."""
+    """Standard deviations of the forecast to subtract from the gain of a migration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llumnix:
-    """Move running requests from instances with little free memory to those with much. Source: Llumnix."""
+    """Move running requests from instances with little free memory to instances with much.
+
+    Source: Llumnix.
+    """
 
     core_kind: ClassVar[str] = "llumnix"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
-    """How remaining lengths are predicted: `curve` is counted; else a predictor's file or a Python function
-    (docs/lengths.md); other names are for simulations."""
+    """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
+    Python function (docs/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
-    """Seed of forecasts that err at random (simulations)."""
+    """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
-    """Output tokens of a request after which its length is predicted again."""
+    """Output tokens between two length predictions of a request."""
     period_seconds: float = 0.5
-    """Time between two rounds."""
+    """Time between two rounds of migrations."""
     max_moves: int = 1
-    """Most moves of one round."""
+    """Most migrations per round."""
     source_below_steps: float = 48.0
-    """An instance with free memory for fewer decode steps gives requests away."""
+    """Instances with free memory for fewer decode steps are sources of migrations."""
     target_above_steps: float = 48.0
-    """An instance with free memory for more decode steps takes them."""
+    """Instances with free memory for more decode steps are targets of migrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """The hot-spot guard; see docs/guard.md."""
+    """The hot-spot guard. Documentation: docs/guard.md."""
 
     core_kind: ClassVar[str] = "guard"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
@@ -300,13 +316,13 @@ class Guard:
     enabled: bool | None = None
     """Whether the guard is on; None: as the policy declares."""
     window_seconds: float = 60.0
-    """Sliding window over which shares of prefixes are taken."""
+    """Sliding window for the request shares of prefixes."""
     period_seconds: float = 1.0
     """Time between two checks."""
     classes: int = 64
-    """Prefixes that are counted at a time."""
+    """Number of prefixes to count."""
     min_requests: int = 16
-    """Fewest requests in the window that make a prefix suspect."""
+    """Fewest requests in the window for an alarm about a prefix."""
     phase2_factor: float = 2.0
     """The guard filters after more than this many consecutive requests per holder of the prefix."""
     release_factor: float = 0.8
@@ -315,11 +331,11 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class SplitBy:
-    """Split requests by a planner of the core, by its name: for planners without a class here."""
+    """Split requests with a planner of the core, by name: for planners without a class."""
 
     planner: str
     settings: Mapping[str, float] = field(default_factory=dict)
-    """By name; docs/splits.md lists them."""
+    """Settings of the planner by name; docs/splits.md lists them."""
 
     @property
     def core_kind(self) -> str:
@@ -335,7 +351,7 @@ Option: TypeAlias = SplitOption | PrefixFetch | PriorityOption | RebalanceOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How requests are routed: the policies and every option, for router, simulator, studies and server."""
+    """Policies and options together, for router, simulator, studies and server."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
@@ -344,27 +360,27 @@ class Routing:
     knobs: Mapping[str, float] | None = None
     """Parameters of the policy by name."""
     decode_policy: Any = "least_requests"
-    """What chooses the instance that decodes."""
+    """Policy that chooses the decode instance."""
     decode_knobs: Mapping[str, float] | None = None
     """Parameters of the decode policy by name."""
     binding: Binding = "early"
-    """When the decode instance is chosen."""
+    """Time at which the decode instance is chosen."""
     split: SplitOption | Auto | None = "auto"
-    """How requests are split; None: not at all."""
+    """Method of splits; None: no splits."""
     prefix_fetch: PrefixFetch | Auto | None = "auto"
     """Whether instances fetch cached prefixes from each other; None: no."""
     priority: PriorityOption | None = None
-    """What the engines' queues are ordered by; None: by arrival."""
+    """Order of the engines' queues; None: by arrival."""
     rebalance: RebalanceOption | None = None
     """How running requests move between instances; None: they stay."""
     guard: Guard = field(default_factory=Guard)
     """The hot-spot guard."""
 
     def resolved(self, policy: str, *, pools: bool = False, server: bool = False) -> Routing:
-        """The settings with the defaults of the policy of this name in place of ``auto``.
+        """The settings with ``auto`` replaced by the defaults of a policy.
 
         Args:
-            pools: instances have the roles prefill and decode, so ``auto`` splits nothing else.
+            pools: instances have the roles prefill and decode, so ``auto`` means no other splits.
             server: apply the defaults of servers.
         """
         split: Any = self.split
@@ -378,11 +394,12 @@ class Routing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Split, prefix fetch, priority, rebalancing and guard, as keyword arguments of `lmetric.Router`."""
+        """Split, prefix fetch, priority, rebalancing and guard, as keyword arguments of
+        `lmetric.Router`."""
         return {what: getattr(self, what) for what in OPTIONS}
 
 
-# By option: the kinds that configurations name, with the class of each and the fields that the name sets.
+# By option: the kinds in configurations, each with its class and the fields that the kind sets.
 _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     "split": {"libra": (LibraSplit, {}), "apart": (DecodePlacement, {}), "force": (SplitAt, {})},
     "prefix_fetch": {"on": (PrefixFetch, {})},
@@ -397,16 +414,17 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
 }
 OPTIONS = tuple(_KINDS)
 """Names of the options: keywords of `lmetric.Router` and `lmetric.simulate`, keys of files."""
-# By option: the key of a mapping that a plain value stands for.
+# By option: the key that a plain value sets.
 SELECTORS = {what: "enabled" if what in ("prefix_fetch", "guard") else "kind" for what in OPTIONS}
-# Kinds that the documentation of servers leaves out: for tests of engines, and for simulations.
+# Kinds for tests of engines and for simulations, absent from the documentation of servers.
 _UNLISTED = ("force", "star_oracle")
-# Short names of settings of prefix fetches in texts.
+# Short names of prefix fetch settings in texts.
 _FETCH_WORDS: dict[str, tuple[str, Any]] = {
     "least": ("min_tokens", None), "most": ("max_fetches", None), "holder": ("holder_seconds", None),
     "at_once": ("waits", False), "unpinned": ("pinned", False),
 }  # fmt: skip
-# Fields whose names in the core do not follow the rule that `min_x` is `least_x` there, and `max_x` `most_x`.
+# Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
+# `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
 _ADAPTIVE = ("window", "min_requests", "every", "smoothing", "min_gamma", "max_gamma")
 
@@ -419,37 +437,37 @@ def _core_name(name: str) -> str:
 
 
 def served(what: str) -> dict[str, Any]:
-    """By kind, the classes that servers take as `what`."""
+    """The classes of option `what` on servers, by kind."""
     return {name: cls for name, (cls, _) in _KINDS[what].items() if name not in _UNLISTED}
 
 
 def classes(what: str) -> dict[str, Any]:
-    """By kind, the classes that simulations take as `what`."""
+    """The classes of option `what` in simulations, by kind."""
     own = {name: SimulatedFetch if cls is PrefixFetch else cls for name, (cls, _) in _KINDS[what].items()}
     return {name: cls for name, cls in own.items() if cls is not SplitAt}
 
 
 def default_of(what: str, policy: str) -> Any:
-    """The option that goes with a policy if none is given: None but for the policy ``planner``."""
+    """The default of an option for a policy: None, except for the policy ``planner``."""
     if policy != PLANNER:
         return None
     return {"split": DecodePlacement(), "prefix_fetch": PrefixFetch()}.get(what)
 
 
 def is_study(each: Field[Any]) -> bool:
-    """Whether a field is for simulations alone."""
+    """Whether a field is for simulations only."""
     return each.metadata.get("maturity") == "study"
 
 
 def _is_studied(each: Field[Any], value: object) -> bool:
-    """Whether a field has a value that is for simulations alone."""
+    """Whether a field has a value for simulations only."""
     if isinstance(value, str) and value in each.metadata.get("study_values", ()):
         return True
     return is_study(each) and value != each.default
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """What each field of an option is, from its declaration."""
+    """The description of each field of an option, from its declaration."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if "__dataclass_fields__" in base.__dict__:
@@ -459,7 +477,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _schema_of(cls: type) -> dict[str, Any]:
-    """The JSON schema of an option; fields that no file can hold (Python objects) have an empty one."""
+    """The JSON schema of an option. The schema of fields for Python objects is empty."""
     from pydantic.json_schema import GenerateJsonSchema
 
     class Schema(GenerateJsonSchema):
@@ -478,7 +496,7 @@ def _adapter(cls: Any) -> Any:
 
 
 def kind_of(option: object) -> str:
-    """The kind of an option as configurations name it; ``none`` for None, ``auto`` for ``"auto"``."""
+    """The kind of an option in configurations; ``none`` for None, ``auto`` for ``"auto"``."""
     if option is None or isinstance(option, str):
         return option or "none"
     if isinstance(option, Star):
@@ -492,7 +510,7 @@ def parse_settings(text: str) -> dict[str, str]:
     """Settings from ``"a=1, b=2"``.
 
     Raises:
-        BadValueError: a part that is not NAME=VALUE.
+        BadValueError: a part is not NAME=VALUE.
     """
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -504,11 +522,13 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def as_mapping(what: str, value: Any) -> Any:
-    """A plain value of an option as a mapping: ``libra(probes=8)`` as ``{"kind": "libra", "probes": "8"}``,
-    ``on`` as ``{"enabled": True}``. What is not plain is returned as it is.
+    """Converts a plain value of an option to a mapping. Returns other values unchanged.
+
+    ``libra(probes=8)`` becomes ``{"kind": "libra", "probes": "8"}``, and ``on`` becomes
+    ``{"enabled": True}``.
 
     Raises:
-        BadValueError: a text that cannot be read.
+        BadValueError: the text has no valid syntax.
     """
     selector = SELECTORS[what]
     if isinstance(value, Mapping):
@@ -540,16 +560,16 @@ def _fetch_settings(words: list[str]) -> dict[str, Any]:
 
 
 def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> Any:
-    """The option that a configuration gives: a name, a text, a mapping, or the option itself.
+    """Reads an option from a configuration: a name, a text, a mapping, or the option itself.
 
     Args:
         what: one of `OPTIONS`.
-        server: refuse what only simulations can know, and apply the defaults of servers.
-        policy: name of the policy, whose default is the kind of a mapping without one.
+        server: refuse settings for simulations only, and apply the defaults of servers.
+        policy: policy whose default kind is used for a mapping without a kind.
 
     Returns:
-        An option; None for ``none``; ``"auto"`` for None and ``auto`` of splits and prefix fetches. For the
-        guard a `Guard` in any case.
+        The option; None for ``none``; ``"auto"`` for None and ``auto`` of splits and prefix
+        fetches; always a `Guard` for the guard.
 
     Raises:
         BadValueError: with the attributes `path` (field names below `what`), `value` and `problem`.
@@ -573,7 +593,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
             raise _refused(("kind",), None, f"missing beside settings; expected one of {known}", what)
     if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
         if server and selected not in _planners("experimental"):
-            raise _refused((), selected, "it is for studies only: use it in simulate or study", what)
+            raise _refused((), selected, "it is for studies only; use it with simulate or study", what)
         option = SplitBy(str(selected), _checked(what, dict[str, float], given))
         _check_range(what, option, [])
         return option
@@ -588,7 +608,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
 
 
 def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> Any:
-    """A prefix fetch or a guard, which are on or off."""
+    """Reads a prefix fetch or a guard, which can be on or off."""
     try:
         on = _adapter(bool | None).validate_python(enabled)
     except ValueError:
@@ -616,7 +636,8 @@ def _made(what: str, kind: str, given: Mapping[str, Any], server: bool) -> Any:
 
 
 def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
-    """The option with the defaults of servers. Raises for what only simulations can know."""
+    """The option with the defaults of servers. Raises BadValueError for values for simulations
+    only."""
     for each in fields(option):
         value = getattr(option, each.name)
         if _is_studied(each, value):
@@ -630,7 +651,7 @@ def _for_server(what: str, option: Any, given: tuple[str, ...]) -> Any:
 
 
 def _plain(fetch: SimulatedFetch) -> PrefixFetch:
-    """The prefix fetch as routers take it, unless it says what only simulators can do."""
+    """The fetch as a `PrefixFetch`, if it has no settings of the simulator."""
     own = {each.name: getattr(fetch, each.name) for each in fields(PrefixFetch)}
     return PrefixFetch(**own) if SimulatedFetch(**own) == fetch else fetch
 
@@ -658,7 +679,7 @@ def _options(what: str) -> str:
 
 
 def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False) -> Any:
-    """The values as `cls` declares them."""
+    """Checks the values and returns an instance of `cls`."""
     from pydantic import ValidationError
 
     try:
@@ -677,7 +698,8 @@ def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False
 
 
 def _check_range(what: str, option: Any, given: list[str]) -> None:
-    """Raises for a value that the core refuses, naming the field if one alone is to blame."""
+    """Raises BadValueError if the core refuses a value, with the field if a single one is
+    invalid."""
     from lmetric._core import LmetricError, Router, parsed_option
 
     def refused(settings: Any) -> LmetricError | None:
@@ -737,7 +759,7 @@ def _refused(
 
 
 def json_schema(what: str) -> dict[str, Any]:
-    """The JSON schema of an option of servers: a word, or a mapping of settings."""
+    """The JSON schema of a server option: a word, or a mapping of settings."""
     selector = SELECTORS[what]
     words: list[Any] = ["none", *served(what)] if selector == "kind" else [True, False, "none", "on"]
     mappings = []
@@ -752,8 +774,7 @@ def json_schema(what: str) -> dict[str, Any]:
 
 
 def as_settings(option: Any) -> Any:
-    """An option as configurations write it, which `parse` reads: a word, or a mapping with every field that
-    servers have."""
+    """An option in the form that `parse` reads: a word, or a mapping with all fields of servers."""
     if option is None or isinstance(option, str):
         return option or "none"
     if isinstance(option, SplitBy):
@@ -775,14 +796,14 @@ def as_settings(option: Any) -> Any:
 
 
 def canonical(what: str, value: Any, policy: str = "") -> Any:
-    """A checked value in its shortest form: a word if it has no settings, else a mapping of the fields given.
+    """A checked value in its shortest form: a word if it has no settings, else a mapping.
 
     Raises:
-        BadValueError: as `parse`.
+        BadValueError: the value is invalid.
     """
     option = parse(what, value, policy=policy)
     if isinstance(value, str) and what == "prefix_fetch" and value not in ("off", "true", "false"):
-        return value  # texts stay as they are: stored results are named by them
+        return value  # unchanged, because texts are keys of stored results
     given = as_mapping(what, value)
     selected = given.pop(SELECTORS[what], None)
     if not given:
@@ -799,7 +820,7 @@ def canonical(what: str, value: Any, policy: str = "") -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value of `canonical` as one text: ``libra(probes=8)``."""
+    """A result of `canonical` as text: ``libra(probes=8)``."""
     if not isinstance(value, Mapping):
         return str(value)
     settings = {name: each for name, each in value.items() if name != "kind"}
@@ -809,7 +830,7 @@ def shown(value: Any) -> str:
 
 
 def sweep(value: Any) -> Iterator[Any]:
-    """Every combination of a mapping's values, of which each may be a list; other values alone."""
+    """All combinations of a mapping's values, which can be lists. Yields other values unchanged."""
     from itertools import product
 
     if not isinstance(value, Mapping):
@@ -821,7 +842,7 @@ def sweep(value: Any) -> Iterator[Any]:
 
 
 def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
-    """An option as the core takes it: its kind (``"none"`` for None) and its settings by the core's names.
+    """An option in the core's form: its kind (``"none"`` for None) and its settings by core name.
 
     Args:
         what: ``split``, ``prefix_fetch``, ``priority`` or ``rebalance``.
@@ -834,7 +855,7 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(option, _classes(what)):
         raise _bad(what, option, f"{_options(what)} or None")
     if isinstance(option, SplitBy):
-        ours = option.planner in _KINDS[what]  # others have names of their own
+        ours = option.planner in _KINDS[what]  # planners outside `_KINDS` use the same names as the core
         return option.core_kind, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
     values = {each.name: getattr(option, each.name) for each in fields(option)}
     for name, value in values.items():
@@ -849,7 +870,7 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
         kind = "star" if values.pop("prediction") else "star_current"
     dropped = _ADAPTIVE if isinstance(option, UniBoost) and not option.adaptive else ()
     if isinstance(option, SimulatedFetch):
-        raise _bad(what, option, "lmetric.PrefixFetch(...) or None: simulations alone take SimulatedFetch")
+        raise _bad(what, option, "lmetric.PrefixFetch(...) or None; SimulatedFetch is for simulations only")
     return kind, {
         _core_name(name): float(value) if isinstance(value, bool) else value
         for name, value in values.items()
@@ -864,20 +885,19 @@ def _bad(what: str, got: object, expected: str) -> Exception:
 
 
 def own_names(what: str, kind: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a kind (None: of any) under the names of the fields, some given under the core's names."""
+    """Settings of a kind (None: any) by field name. `settings` can also have the core's names."""
     classes = [cls for name, (cls, _) in _KINDS[what].items() if kind in (None, name)]
     cores = {_core_name(each.name): each.name for cls in classes for each in fields(cls)}
     return {cores.get(name, name): value for name, value in settings.items()}
 
 
 def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
-    """The option of a kind as configurations name it (``libra``, ``uniboost``, ...), with settings under the
-    option's names or the core's.
+    """The option of a kind, such as ``libra`` or ``uniboost``; None for the kind ``none``.
 
-    Returns None for the kind ``none``.
+    `settings` can have the names of fields or of the core.
 
     Raises:
-        BadValueError: an unknown kind or setting, with those that exist.
+        BadValueError: an unknown kind or setting, with the known names.
     """
     if SELECTORS[what] == "enabled":
         return parse(what, {"enabled": kind, **own_names(what, "on", settings)} if kind != "none" else kind)

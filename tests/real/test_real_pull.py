@@ -238,7 +238,7 @@ async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
             assert took["local_compute"] == prompt - tokens
             if not receipt["cuts"]:
                 # Nothing speaks for another engine until this one has computed a prompt.
-                assert (went, receipt["uncut"]) == (0, "too little is lost where it is")
+                assert (went, receipt["uncut"]) == (0, "a decode on another instance gains too little")
                 continue
             went += 1
             assert (receipt["cuts"], receipt["decode_instance"]) == ([prompt + 1], holder.name)

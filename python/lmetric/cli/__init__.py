@@ -1,4 +1,7 @@
-"""The command line. Data goes to stdout, everything else to stderr; exit codes are listed in docs/cli.md."""
+"""The command line.
+
+Data goes to stdout, everything else to stderr. docs/cli.md lists the exit codes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main() -> None:
-    """Run ``lmetric-router`` and exit. What a user can cause ends in one line, never in a traceback."""
+    """Run ``lmetric-router`` and exit. Errors that users can cause end in one line, not a
+    traceback."""
     try:
         from lmetric.cli.app import build
 
@@ -19,7 +23,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader has gone (`| head`). Python would complain once more when it flushes stdout at exit.
+        # The reader closed the pipe (`| head`). Without this, Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except Exception as error:
@@ -31,7 +35,7 @@ def main() -> None:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of an error that a user can cause; None for one that is ours."""
+    """The exit code of an error that a user can cause; None for a defect of the program."""
     from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
     from lmetric.config import ConfigError
     from lmetric.engines.emulated import EngineStartError
@@ -52,7 +56,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, one line for each thing."""
+    """The message of an error, one line for each problem."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error).strip() or type(error).__name__

@@ -40,7 +40,7 @@ MODULES = (
 
 
 def build(words: Collection[str]) -> typer.Typer:
-    """The application. Options that take long to import are there for the commands among `words` only."""
+    """The application. Options with slow imports are added only for the commands in `words`."""
     app = typer.Typer(
         help="Routes requests over fleets of LLM engines: new prefill tokens x batch size, no tuning.",
         epilog="Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 port not free, 130 interrupted.",
@@ -72,4 +72,4 @@ def _root(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Options before the command."""
+    """Defines the options that come before the command."""

@@ -1,4 +1,4 @@
-"""``lmetric-router bench``: what a decision costs on this machine."""
+"""``lmetric-router bench``: the latency of routing decisions on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def command(
     instances: Annotated[list[int] | None, typer.Option(help="Number of instances; repeatable.")] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(help="Prompt length; repeatable.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Decisions timed for each row.")] = 1000,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
     stored_pairs: Annotated[int, typer.Option(min=0, help="(instance, block) pairs in the index.")] = 200_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure decision latency: hash, match, score, commit, each and together.
+    """Measure decision latency: hash, match, score, commit, and the total.
 
-    The times are those of the core alone, in process, with prompts of which every instance holds the first
-    tenth and one holds nine tenths. Defaults: lmetric, round_robin and vllm over 4 to 1,024 instances and
-    1k to 100k prompt tokens.
+    The benchmark times the Rust core in process, without HTTP. Every instance caches the first
+    tenth of each prompt, and one instance caches nine tenths. Defaults: lmetric, round_robin and
+    vllm over 4 to 1,024 instances and 1k to 100k prompt tokens.
     """
     from rich.progress import Progress
 

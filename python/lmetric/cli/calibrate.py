@@ -14,36 +14,48 @@ if TYPE_CHECKING:
 
 
 def command(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="The engine, e.g. http://10.0.0.1:8000.")],
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Engine URL, e.g. http://10.0.0.1:8000.")],
     tokens_budget: Annotated[
-        int, typer.Option(min=1, help="Prompt and output tokens to spend, at most.")
+        int, typer.Option(min=1, help="Maximum number of prompt and output tokens to spend.")
     ] = 200_000,
-    max_batch: Annotated[int, typer.Option(min=1, max=4096, help="Requests at once, at most.")] = 32,
+    max_batch: Annotated[
+        int, typer.Option(min=1, max=4096, help="Maximum number of concurrent requests.")
+    ] = 32,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt [default: what model and budget allow].")
+        int | None, typer.Option(min=1, help="Longest prompt, tokens [default: as model and budget allow].")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the profile here [default: print it].")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the profile [default: print it].")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model to ask for [default: the only one served].")
+        str | None, typer.Option(help="Model name to request [default: the only served model].")
     ] = None,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
-    cache_blocks: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
-    max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not say.")] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per KV block, if the engine does not report it.")
+    ] = None,
+    cache_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV cache size in blocks, if the engine does not report it.")
+    ] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequence slots (max_num_seqs), if the engine does not report them."),
+    ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Where the engine does not say.")
+        int | None, typer.Option(min=1, help="Maximum tokens per step, if the engine does not report it.")
     ] = None,
     clock_speed: Annotated[
-        float, typer.Option(help="The engine's clock runs N times as fast (an emulated one's).")
+        float, typer.Option(help="Emulated engines: the engine's clock runs N times as fast as real time.")
     ] = 1.0,
-    timeout: Annotated[float, typer.Option(help="Give up after S seconds of silence.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Fail after S seconds without data from the engine.")
+    ] = 120.0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
-    force: Annotated[bool, typer.Option(help="Go on although others use the engine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    force: Annotated[bool, typer.Option(help="Continue even if the engine has other traffic.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Probe a running engine within a token budget; fit the step-time model; write a profile.
+    """Probe a running engine within a token budget and fit a profile of its step times.
 
-    The profile serves `simulate --profile FILE` and `serve --profile FILE`. It says first what the
-    probes will cost, and refuses an engine that others use. Ctrl-C ends them, and nothing is written.
+    `simulate --profile FILE` and `serve --profile FILE` load the profile. The command prints the
+    cost of the probes before it sends them. It refuses an engine with other traffic, unless you
+    pass --force. Ctrl-C stops the probes; nothing is written.
     """
     from lmetric.calibrate import Calibrator
     from lmetric.cli.show import note, print_json
@@ -82,17 +94,17 @@ def command(
             print(text, end="")
     if out is not None:
         out.write_text(text, encoding="utf-8")
-        note(f"written: {out}; use it with simulate --profile {out} or serve --profile {out}")
+        note(f"wrote {out}; use it with simulate --profile {out} or serve --profile {out}")
 
 
 def _need_scipy() -> None:
-    """An error before anything is sent."""
+    """Checks for scipy before any probe is sent."""
     from importlib.util import find_spec
 
     from lmetric.calibrate import CalibrationError
 
     if find_spec("scipy") is None:
-        raise CalibrationError("calibrating needs scipy: install lmetric-router[calibrate], or scipy itself")
+        raise CalibrationError("calibrate needs scipy: install lmetric-router[calibrate] or scipy")
 
 
 def _run(calibrator: Calibrator) -> Calibration:
@@ -177,5 +189,5 @@ def _print(made: Calibration) -> None:
     print_table(
         ["constant", "seconds", "standard error"], constants, title=f"{made.tokens_used:,} tokens used"
     )
-    for text in (*fit.unidentified, *made.assumed, *(f"no figure from {text}" for text in made.dropped)):
+    for text in (*fit.unidentified, *made.assumed, *(f"no result from {text}" for text in made.dropped)):
         note(f"note: {text}")

@@ -1,4 +1,4 @@
-"""``lmetric-router config``: what ``serve`` would run with."""
+"""``lmetric-router config``: checks and prints the configuration of ``serve``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ command = command_with_settings(
     _run,
     """Check the configuration and print it as YAML, defaults included, secrets masked.
 
-    It takes serve's options and makes serve's checks of settings, policies, parameters and files.
-    It contacts no engine and needs none. Exit code 2: serve would not start with this configuration.
+    It has the options of serve and checks settings, policies, parameters and files like serve. It contacts
+    no engine. Exit code 2: serve would not start with this configuration.
     """,
 )

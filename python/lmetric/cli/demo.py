@@ -1,4 +1,4 @@
-"""``lmetric-router demo``: several policies, one trace, engines that need no GPU."""
+"""``lmetric-router demo``: several policies on one trace, with emulated engines (no GPU)."""
 
 from __future__ import annotations
 
@@ -17,40 +17,45 @@ if TYPE_CHECKING:
 
 def command(
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policy; repeatable [default: round_robin, vllm, lmetric].")
+        list[str] | None,
+        typer.Option(help="Policy to compare; repeatable [default: round_robin, vllm, lmetric]."),
     ] = None,
     priority: Annotated[
-        list[str] | None, typer.Option(help="none, uniboost or vtc; repeatable [default: none].")
+        list[str] | None,
+        typer.Option(help="Request order: none, uniboost or vtc; repeatable [default: none]."),
     ] = None,
     trace: Annotated[
-        str | None, typer.Option(help="A trace's file, or '{synthetic: …}' [default: the slice].")
+        str | None, typer.Option(help="Trace file, or '{synthetic: …}' [default: the shipped slice].")
     ] = None,
-    engines: Annotated[int, typer.Option(min=1, max=64, help="Emulated engines.")] = 4,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated engines.")] = 4,
     requests: Annotated[
-        int, typer.Option(min=1, max=100_000, help="First requests of the trace; the slice has 1,000.")
+        int, typer.Option(min=1, max=100_000, help="Send the first N requests; the shipped slice has 1,000.")
     ] = 500,
     speed: Annotated[
-        float, typer.Option(help="Arrivals, on the engines' clock, against the trace's.")
+        float, typer.Option(help="Arrival rate relative to the trace, on the engines' clock.")
     ] = 0.65,
     clock_speed: Annotated[
-        float, typer.Option(max=1000, help="The engines' clock against the wall's.")
+        float, typer.Option(max=1000, help="Speed of the engines' clock relative to real time.")
     ] = 8.0,
     max_input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Leave out requests with longer prompts.")
+        int | None, typer.Option(min=1, help="Skip requests with longer prompts.")
     ] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Requests in an engine's batch [default: the profile's].")
+        int | None, typer.Option(min=1, help="Requests in an engine's batch [default: as in the profile].")
     ] = None,
     routers: Annotated[
-        int, typer.Option(min=1, max=16, help="Routers side by side, which tell each other their load.")
+        int, typer.Option(min=1, max=16, help="Number of routers; they exchange their load.")
     ] = 1,
-    profile: Annotated[str, typer.Option(help="Profile of the engines.")] = DEFAULT_PROFILE,
+    profile: Annotated[
+        str, typer.Option(help="Engine profile: a shipped name or a YAML file.")
+    ] = DEFAULT_PROFILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
-    """Play a slice of a real trace under several policies or priorities over emulated engines, and compare.
+    """Compare policies or priorities on a slice of a real trace, with emulated engines.
 
-    Each gets the same arrivals and fresh engines. The engines model a GPU's step times on a clock
-    that runs faster than the wall's; TTFT and TPOT are in seconds of that clock.
+    Each run gets the same arrivals and new engines with empty caches. The engines model the step
+    times of a GPU on a clock that runs faster than real time. TTFT and TPOT are in seconds of that
+    clock.
     """
     from lmetric import LmetricError, Policy, Router
     from lmetric.cli.show import note, print_json, stdout
@@ -130,12 +135,12 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
 
 def describe(setting: Setting) -> str:
-    """What is simulated: nobody should take the figures for a GPU's."""
+    """The setting in words, so that readers do not take the figures for measurements of a GPU."""
     source = setting.source or "Mooncake's conversation trace"
     return (
-        f"First {setting.requests} requests of {source}, {setting.speed:g} x as fast,\n"
-        f"over {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
-        f"Times are on the engines' clock, which runs {setting.clock_speed:g} x the wall's."
+        f"First {setting.requests} requests of {source} at {setting.speed:g}x speed\n"
+        f"on {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+        f"Times are on the engines' clock, which runs at {setting.clock_speed:g}x real time."
     )
 
 

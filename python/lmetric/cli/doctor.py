@@ -1,4 +1,4 @@
-"""``lmetric-router doctor``: what engines give the router, proved by doing it."""
+"""``lmetric-router doctor``: tests the engine features that the router uses, with real requests."""
 
 from __future__ import annotations
 
@@ -10,38 +10,42 @@ import typer
 if TYPE_CHECKING:
     from lmetric.doctor import Examination, Level, Target, Verdict
 
-_WIDTH = 80  # of the table, where nobody says how wide it may be
+_WIDTH = 80  # columns of the table if neither a terminal nor COLUMNS gives the width
 _MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
 
 
 def command(
-    url: Annotated[list[str] | None, typer.Argument(help="Engines [default: the configuration's].")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings, as for serve.")] = None,
+    url: Annotated[
+        list[str] | None, typer.Argument(help="Engine URLs [default: engines of the configuration].")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML), as for serve.")] = None,
     require: Annotated[
-        Literal["exact", "approximate", "load"], typer.Option(help="What every engine must be good for.")
+        Literal["exact", "approximate", "load"], typer.Option(help="Level that every engine must reach.")
     ] = "exact",
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH", help="Tokenizer [default: the configuration's, else the engine's model]."
+            metavar="PATH",
+            help="Tokenizer folder [default: as configured, else the engine's model].",
         ),
     ] = None,
     thorough: Annotated[
         bool,
         typer.Option(
             "--thorough",
-            help="Try the order of the queue, too: up to 64 requests at once, all yielding to others.",
+            help="Also test the order of the queue: up to 64 concurrent requests of the lowest priority.",
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what was seen where a check passed, too.")
+        bool, typer.Option("--verbose", "-v", help="Also show the findings of checks that passed.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Examine engines: load reports, cache events, tokens, cancelling, each proved by doing it.
+    """Test engine features with real requests: load reports, cache events, tokens, cancellation.
 
-    It sends each engine some dozens of short requests, and a long one that it leaves. Exit code 1: an engine
-    is not good for what --require says; the causes and what to set stand under the table.
+    Each engine gets a few dozen short requests and a long request, which is canceled. Exit code 1:
+    an engine does not reach the level of --require. The report gives the causes and the flags to
+    set.
     """
     import asyncio
 
@@ -65,7 +69,7 @@ def command(
 
 
 def _shortfalls(found: list[Examination], level: Level) -> list[str]:
-    """Why engines do not have the required level: a line for all engines that lack the same."""
+    """The reasons why engines miss the required level. Engines with equal reasons share a line."""
     engines: dict[tuple[str, Level | None], list[str]] = {}
     for examination in found:
         if wanting := examination.wanting(level):
@@ -77,11 +81,11 @@ def _shortfalls(found: list[Examination], level: Level) -> list[str]:
 
 
 def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[Target]:
-    """What to examine. Raises ConfigError."""
+    """The engines to examine. Raises ConfigError."""
     from lmetric.config import ConfigError, load_config
     from lmetric.doctor import Target
 
-    # URLs go through the configuration, too: it checks them, and has what else is to be known of them.
+    # URLs pass through the configuration: it checks them and adds the other settings of the engine.
     config = load_config(file, {"tokenizer": tokenizer})
     targets = [
         Target(engine, model.name if model else config.model, config.pool_settings(model))
@@ -93,12 +97,12 @@ def _targets(urls: list[str], file: Path | None, tokenizer: str | None) -> list[
         return [
             target
             for engine in named.engines
-            # Several, if its data-parallel ranks are entries of their own.
+            # An engine has several targets if its data-parallel ranks are separate entries.
             for target in [target for target in targets if target.engine.url == engine.url]
             or [Target(engine, config.model, config.pool_settings())]
         ]
     if not targets:
-        raise ConfigError("no engines: give their URLs, or --config with a file that has some")
+        raise ConfigError("no engines: pass engine URLs, or --config with a file that lists engines")
     return targets
 
 
@@ -144,7 +148,7 @@ def _side_by_side(found: list[Examination], width: int) -> list[list[Examination
     """Groups of engines whose columns fit beside the column of checks."""
     from lmetric.doctor import CHECKS
 
-    gap, edges = 3, 2  # between columns, and beside the table
+    gap, edges = 3, 2  # columns: between two cells, and at the borders
     groups: list[list[Examination]] = []
     left = 0
     for examination in found:

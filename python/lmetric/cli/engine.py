@@ -1,4 +1,4 @@
-"""``lmetric-router engine``: one emulated vLLM. Its options are the fields of `EngineOptions`."""
+"""``lmetric-router engine``: one emulated engine. Its options are the fields of `EngineOptions`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 
 def command() -> None:
-    """Run one emulated engine: vLLM's HTTP API, metrics and KV events without a GPU.
+    """Run one emulated engine: the HTTP API, metrics and KV events of vLLM, without a GPU.
 
-    Step times come from a profile, on a clock that may run faster than the wall's. Flags take features away
-    or make it fail, for tests of what stands in front of it. When it is ready it prints one JSON line with
-    its address. SIGTERM and Ctrl-C stop it.
+    Step times come from a profile. The engine's clock can run faster than real time. Flags disable
+    features or cause failures, to test clients and routers. When the engine is ready, it prints one
+    JSON line with its address. SIGTERM and Ctrl-C stop it.
 
-    With --api sglang it has SGLang's pages, metrics and events: a stand-in written from SGLang's sources,
-    never held against a running one.
+    --api sglang gives it the endpoints, metrics and events of SGLang. They follow the SGLang
+    sources and were never compared with a running SGLang.
     """
 
 
 def build() -> Callable[..., None]:
-    """The command with its options, which take a while to import."""
+    """The command with its options, whose import is slow."""
     from lmetric.cli.generated import command_for
     from lmetric.engines.emulated import EngineOptions, run_engine
 

@@ -1,4 +1,4 @@
-"""Options made from a pydantic model: its fields give the flags, their help, defaults and checks."""
+"""Options from a pydantic model: its fields define the flags, their help, defaults and checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ M = TypeVar("M", bound="BaseModel")
 
 
 def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Callable[..., None]:
-    """A typer command with one option for each field of `model`, which hands the checked model to `run`."""
+    """A typer command with one option for each field of `model`. It calls `run` with the valid
+    model."""
     from pydantic import ValidationError
 
     def command(**given: Any) -> None:
@@ -44,7 +45,7 @@ def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Ca
 
 
 def problems(error: ValidationError) -> str:
-    """What is wrong with a model's values, by flag."""
+    """The problems of a model's values, each with its flag."""
     found = []
     for problem in error.errors(include_url=False):
         flag = (

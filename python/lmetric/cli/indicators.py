@@ -1,4 +1,4 @@
-"""``lmetric-router indicators``: the names a score expression may use."""
+"""``lmetric-router indicators``: the names that a score expression can use."""
 
 from __future__ import annotations
 

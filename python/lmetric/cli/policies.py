@@ -1,4 +1,4 @@
-"""``lmetric-router policies``: what can stand after ``--policy``."""
+"""``lmetric-router policies``: the values of ``--policy``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ def command(
     name: Annotated[str | None, typer.Argument(help="Show this policy with its parameters.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the policies with their maturity and formulas, or show one with its parameters and source.
+    """List the policies with their maturity and formulas, or show one with its parameters and
+    source.
 
-    `serve` takes stable policies, and experimental ones with `--experimental`. The others are for studies.
+    `serve` accepts stable policies, and experimental policies with `--experimental`. The others are
+    for studies.
     """
     from lmetric._core import policy_table
     from lmetric.cli.show import print_json, stdout
@@ -56,7 +58,7 @@ def _show(console: Console, row: dict[str, Any]) -> None:
 
 
 def _print(console: Console, head: str, text: str) -> None:
-    """Prints `text` behind `head`; further lines begin below the text."""
+    """Prints `text` after `head`. Further lines are indented to the start of the text."""
     import textwrap
 
     width = max(console.width, len(head) + 20)

@@ -1,4 +1,4 @@
-"""``lmetric-router replay``: a trace against any OpenAI-compatible server, as it once arrived."""
+"""``lmetric-router replay``: sends a trace to an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Option(metavar="URL", help="Server, e.g. http://127.0.0.1:8000.")],
+    target: Annotated[str, typer.Option(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.")],
     trace: TraceFile = SLICE,
     speed: Speed = 1.0,
     model: Annotated[
-        str | None, typer.Option(help="Model to ask for [default: the only one served].")
+        str | None, typer.Option(help="Model name to request [default: the only served model].")
     ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
@@ -41,23 +41,24 @@ def command(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     clock_speed: Annotated[
-        float, typer.Option(help="The engines' clock runs N times as fast: report times on that clock.")
+        float, typer.Option(help="Emulated engines: their clock runs N times as fast; report times on it.")
     ] = 1.0,
     chat: Annotated[bool, typer.Option(help="Use /v1/chat/completions instead of /v1/completions.")] = False,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for exactly the trace's output length (a vLLM field).")
+        bool, typer.Option(help="Request exactly the output length of the trace (vLLM's ignore_eos).")
     ] = True,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
-    timeout: Annotated[float, typer.Option(help="Give a request up after S seconds of silence.")] = 300.0,
-    seed: Annotated[int, typer.Option(min=0, help="Other seeds write other prompts for the same ids.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Abort a request after S seconds without data.")] = 300.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt texts.")] = 0,
     skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Send a trace to a server with its arrivals; print latencies, hit rate, goodput, errors.
+    """Send a trace to a server at its arrival times; print latencies, hit rate, goodput and errors.
 
-    Each request leaves when the trace says, whatever became of those before it; where the trace says that a
-    turn waits for an answer, it leaves after that one's end. Prompts are rebuilt from the trace's block ids
-    so that equal ids are equal text. Ctrl-C prints what there is so far and exits with 130.
+    Requests are sent at their trace times, even if earlier requests failed or still run (open
+    loop). In a closed-loop trace, a turn is sent after the previous answer. Prompts are built from
+    the trace's block
+    IDs: equal IDs give equal text. Ctrl-C prints the results so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json
     from lmetric.cli.trace import report_bad_lines
@@ -80,7 +81,7 @@ def command(
     if requests is not None:
         chosen = chosen.first(requests)
     if not len(chosen):
-        raise typer.BadParameter(f"none of the {len(loaded)} requests of {trace} is left to send")
+        raise typer.BadParameter(f"the filters exclude all {len(loaded)} requests of {trace}")
     client = Client(
         target, model=model, chat=chat, api_key=api_key, ignore_eos=ignore_eos, timeout_seconds=timeout
     )
@@ -149,7 +150,7 @@ def _play(trace: Trace, client: object, seed: int) -> Player:
 
 
 def lag_warning(report: Report) -> str | None:
-    """What to tell where the generator did not keep its schedule: the load was then not the trace's."""
+    """A warning if the load generator was late: the load then differs from the trace."""
     from lmetric.replay.report import LATE_SECONDS
 
     if not report.late_requests or report.lag_seconds is None:
@@ -163,7 +164,11 @@ def lag_warning(report: Report) -> str | None:
 def _print(report: Report, setting: dict[str, object]) -> None:
     from lmetric.cli.show import print_table
 
-    clock = f", seconds of the engines' clock (x {report.clock_speed:g})" if report.clock_speed != 1 else ""
+    clock = (
+        f", seconds on the engines' clock ({report.clock_speed:g}x real time)"
+        if report.clock_speed != 1
+        else ""
+    )
     spreads = {"TTFT": report.ttft_seconds, "TPOT": report.tpot_seconds, "end to end": report.e2e_seconds}
     rows = [
         [name, *(f"{value:.4f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))]

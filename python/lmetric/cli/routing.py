@@ -1,4 +1,5 @@
-"""The flags of routing options for ``serve``, ``config`` and ``simulate``, made from `lmetric.options`."""
+"""The flags of routing options for ``serve``, ``config`` and ``simulate``, made from
+`lmetric.options`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _HELP = {
     "split": "Whether requests are split between instances",
     "prefix_fetch": "Whether instances fetch cached prefixes from each other",
     "rebalance": "Whether running requests move between instances",
-    "priority": "What the engines' queues are ordered by",
+    "priority": "How requests are ordered in the engines' queues",
     "guard": "Hot-spot guard",
 }
 _DEFAULTS = {
@@ -24,12 +25,12 @@ _DEFAULTS = {
     "prefix_fetch": "none; with planner: on",
     "guard": "as the policy declares",
 }
-# Options of which simulations take several, each played.
+# Options that accept several values in simulations; each value gets its own runs.
 SWEPT = ("split", "rebalance")
 
 
 def _settings_of(what: str, *, server: bool) -> str:
-    """The settings of each kind, for help."""
+    """The settings of each kind, for the help text."""
     told = []
     classes = options.served(what) if server else options.classes(what)
     for cls in dict.fromkeys(classes.values()):
@@ -40,10 +41,11 @@ def _settings_of(what: str, *, server: bool) -> str:
 
 
 def parameters(*, server: bool) -> list[inspect.Parameter]:
-    """The flags as parameters of a typer command: for each option one with its kind, and one with settings.
+    """The flags as parameters of a typer command: one for the kind of each option, one for its
+    settings.
 
     Args:
-        server: for servers, which take one kind of each option and no settings of simulations.
+        server: for servers, which accept one kind of each option and no simulation settings.
     """
     made = []
     for what in options.OPTIONS:
@@ -54,7 +56,7 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
         if what == "guard":
             kind: Any = Annotated[bool | None, typer.Option("--guard/--no-guard", help=text)]
         elif what in SWEPT and not server:
-            help_ = f"{_HELP[what]}: {', '.join(kinds)}, settings in parentheses {default}."
+            help_ = f"{_HELP[what]}: {', '.join(kinds)}; settings in parentheses {default}."
             kind = Annotated[list[str] | None, typer.Option(flag, metavar="A,B,…", help=help_)]
         else:
             kind = Annotated[str | None, typer.Option(flag, metavar="|".join(kinds), help=text)]
@@ -68,7 +70,7 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
 
 
 def old_parameters(flags: Mapping[str, tuple[str, Any]]) -> list[inspect.Parameter]:
-    """Hidden flags under old names: by key of the configuration, the flag and its type."""
+    """Hidden flags with deprecated names. `flags` maps a configuration key to its flag and type."""
     return [
         inspect.Parameter(
             key,
@@ -81,10 +83,11 @@ def old_parameters(flags: Mapping[str, tuple[str, Any]]) -> list[inspect.Paramet
 
 
 def settings_of(what: str, text: str | None) -> dict[str, str]:
-    """The settings of an option's flag. Names that the core has are old names of settings: they warn.
+    """The settings in an option's flag. Setting names of the core are deprecated and cause a
+    warning.
 
     Raises:
-        BadValueError: a part that is not NAME=VALUE.
+        BadValueError: a part is not NAME=VALUE.
     """
     from lmetric.cli.show import note
 
@@ -98,10 +101,10 @@ def settings_of(what: str, text: str | None) -> dict[str, str]:
 
 
 def overrides(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags of `parameters` in `given`, which loses them, as dotted keys of the configuration.
+    """Removes the flags of `parameters` from `given` and returns them as dotted configuration keys.
 
     Raises:
-        BadValueError: settings that are not NAME=VALUE.
+        BadValueError: a setting is not NAME=VALUE.
     """
     found: dict[str, Any] = {}
     for what in options.OPTIONS:
@@ -112,7 +115,7 @@ def overrides(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def command(run: Callable[..., None], more: list[inspect.Parameter]) -> Callable[..., None]:
-    """A typer command with the parameters of `run` and these, which `run` takes as keywords."""
+    """A typer command with the parameters of `run` and of `more`. `run` gets `more` as keywords."""
 
     @wraps(run)
     def called(**given: Any) -> None:

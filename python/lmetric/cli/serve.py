@@ -21,10 +21,10 @@ def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
 
 command = command_with_settings(
     _run,
-    """Route requests to engines over OpenAI's API.
+    """Route OpenAI API requests to engines.
 
-    Flags win over the environment (LMETRIC_...), the environment over --config, the file over the defaults.
-    SIGTERM and Ctrl-C drain: /ready turns red, streams finish up to a deadline. SIGHUP reloads API keys,
-    tenants and the engines' API keys; SIGUSR1 and SIGUSR2 are ignored.
+    Precedence of settings: flags, environment (LMETRIC_...), file (--config), defaults. SIGTERM and Ctrl-C
+    drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads policies, API keys, tenants and
+    the engines' API keys. SIGUSR1 and SIGUSR2 are ignored.
     """,
 )

@@ -1,4 +1,5 @@
-"""The options that ``serve`` and ``config`` share: flags over environment over file over default."""
+"""Options of ``serve`` and ``config``. Flags override environment, file and defaults, in this
+order."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from lmetric.config import ServerConfig
 
 
-# Flags under old names: the old key of the configuration, the flag and its type.
+# Flags with deprecated names: the old configuration key, the flag and its type.
 _OLD = {
     "split_force_at": ("--split-force-at", float),
     "pull": ("--pull", str),
@@ -24,49 +25,60 @@ _OLD = {
 
 
 def _read(
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; repeatable.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML).")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0: any free port [default: 8080].")] = None,
+    engine: Annotated[list[str] | None, typer.Option(metavar="URL", help="Engine URL; repeatable.")] = None,
     embedded: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Start N emulated engines as child processes, or those of e.g. 2P4D."),
+        typer.Option(
+            metavar="N", help="Start N emulated engines, or e.g. 2P4D: 2 prefill and 4 decode engines."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The engines' model [default: they are asked].")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the engines [default: as they report].")] = None,
     experimental: Annotated[
         bool | None,
         typer.Option("--experimental", help="Accept experimental policies and planners."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME_OR_EXPRESSION", help="Policy, or a score to minimise.")
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_EXPRESSION", help="Policy name, or a score to minimize [default: lmetric]."
+        ),
     ] = None,
-    knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Repeatable.")] = None,
+    knob: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Parameter of the policy; repeatable.")
+    ] = None,
     decode_policy: Annotated[
         str | None,
         typer.Option(
             metavar="NAME_OR_EXPRESSION",
-            help="Where requests decode whose prompt another engine computed.",
+            help="Policy for decode engines under prefill/decode disaggregation [default: least_requests].",
         ),
     ] = None,
     migration_by: Annotated[
         str | None,
-        typer.Option(metavar="recompute|pull|legs", help="How running requests move [default: recompute]."),
+        typer.Option(
+            metavar="recompute|pull|legs", help="How running requests migrate [default: recompute]."
+        ),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="What engines' steps cost: a shipped profile, or a YAML file.")
+        str | None, typer.Option(help="Step times for predictions: a shipped profile or a YAML file.")
     ] = None,
-    api_keys: Annotated[Path | None, typer.Option(help="YAML file of API keys and tenants.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="YAML file with API keys and tenants.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error [default: info].")
+    ] = None,
     log_json: Annotated[
-        bool | None, typer.Option("--log-json/--log-text", help="Logs as JSON lines.")
+        bool | None, typer.Option("--log-json/--log-text", help="Log JSON lines [default: text].")
     ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any key, e.g. timeouts.connect=1; repeatable. Other users of the machine see flags: set "
-            "secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
+            help="Any setting, e.g. timeouts.connect=1; repeatable. Other users of the machine see flags: "
+            "set secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
         ),
     ] = None,
     **more: Any,
@@ -103,8 +115,10 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
 def command_with_settings(
     run: "Callable[[ServerConfig, Callable[[], ServerConfig]], None]", doc: str
 ) -> Callable[..., None]:
-    """A typer command with the options above that hands `run` the checked configuration, and a function that
-    reads it anew from the same sources."""
+    """A typer command with the options of `_read`.
+
+    It calls `run` with the valid configuration and a function that reads it again from its sources.
+    """
 
     def command(**given: Any) -> None:
         run(_read(**given), partial(_read, **given))

@@ -24,9 +24,11 @@ _JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
 def stdout(piped_width: int = 4096) -> Console:
-    """A console for data, as wide as the terminal, or else as COLUMNS says.
+    """A console for data, as wide as the terminal or as COLUMNS says.
 
-    ``piped_width``: without either. By default lines do not wrap: a program that reads lines gets whole rows.
+    Args:
+        piped_width: columns if neither is known. The default does not wrap: programs read whole
+            rows.
     """
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if known else piped_width, highlight=False)
@@ -38,7 +40,7 @@ def stderr() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A plain table; columns whose cells all begin with a digit, sign or dash stand to the right."""
+    """A plain table. Columns whose cells all begin with a digit, sign or dash are right-aligned."""
     rows = [list(row) for row in rows]
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
@@ -51,7 +53,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table on stdout, under its title."""
+    """Print a table with its title on stdout."""
     if title is not None:
         print(title)
     stdout().print(table(columns, rows))
@@ -63,7 +65,7 @@ def print_json(value: Any) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same into a file."""
+    """Write `value` (dataclasses and numpy included) as indented JSON into a file."""
     path.write_bytes(orjson.dumps(value, option=_JSON) + b"\n")
 
 
@@ -75,7 +77,7 @@ def write_report(
     *,
     max_loads: Sequence[MaxLoad] = (),
 ) -> None:
-    """The report over simulated runs as the HTML file `page`, its figures as PNGs into `figures`."""
+    """Write a report of simulated runs: the HTML file `page`, and PNG figures into `figures`."""
     import shlex
 
     from lmetric.sim.figures import save_pngs
@@ -90,7 +92,7 @@ def write_report(
 
 
 def progress(what: str) -> Progress:
-    """A bar on stderr with counts and the time left."""
+    """A progress bar on stderr with counts and the remaining time."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(what), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -98,16 +100,16 @@ def progress(what: str) -> Progress:
 
 
 def note(text: str) -> None:
-    """One line on stderr."""
+    """Print a line on stderr."""
     print(text, file=sys.stderr)
 
 
 def warn_unscored(results: Iterable[Result]) -> None:
-    """A line on stderr for each policy that scored no instance in some choices."""
+    """Print a warning for each policy that scored no instance in some decisions."""
     counts: Counter[str] = Counter()
     for result in results:
         policies = (result.setup.policy, result.setup.decode_policy)
         label = " and ".join(each.label for each in policies if each is not None)
         counts[label] += result.unscored
     for label, count in (+counts).items():
-        note(f"warning: {label} scored no instance in {count} choices; the fewest requests decided")
+        note(f"warning: {label} scored no instance in {count} decisions; least_requests decided instead")

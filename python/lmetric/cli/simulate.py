@@ -1,4 +1,4 @@
-"""``lmetric-router simulate``: a trace over a fleet of simulated engines, policy by policy."""
+"""``lmetric-router simulate``: simulates policies on a trace with a fleet of engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Binding = StrEnum("Binding", {"early": "early", "late": "late"})
 Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
 
 
-# Flags under old names: the old key of a study's settings, the flag and its type.
+# Flags with deprecated names: the old key of a study's settings, the flag and its type.
 _OLD: dict[str, tuple[str, Any]] = {
     "pull": ("--pull", str),
     "reschedule": ("--reschedule", list[str]),
@@ -56,116 +56,115 @@ def _command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
+            help="Policy names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
         ),
     ] = None,
     instances: Annotated[
         int | None,
-        typer.Option(min=1, help="Engines in the fleet [default: 16, or as --profile says]."),
+        typer.Option(min=1, help="Number of engines [default: 16, or as --profile gives]."),
     ] = None,
     roles: Annotated[
         str | None,
-        typer.Option(
-            metavar="16P64D", help="Pools in place of --instances: so many prefill, so many decode."
-        ),
+        typer.Option(metavar="16P64D", help="Prefill and decode pools, instead of --instances."),
     ] = None,
     decode_policy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="X,Y,…",
-            help="With --roles: where requests decode, each with each --policy [default: least_requests].",
+            help="With --roles: decode policies, combined with each --policy [default: least_requests].",
         ),
     ] = None,
     binding: Annotated[
         Binding | None,
-        typer.Option(help="With --roles: that is chosen on arrival, or after the prefill [default: early]."),
+        typer.Option(
+            help="With --roles: choose the decode engine on arrival or after prefill [default: early]."
+        ),
     ] = None,
     prefill: Annotated[
         Prefill | None,
-        typer.Option(help="With --roles: prompts queue, or each takes its own time [default: queues]."),
+        typer.Option(help="With --roles: prompts queue, or each takes only its own time [default: queues]."),
     ] = None,
     transfer: Annotated[
         str | None,
         typer.Option(
             metavar="GB/S[,layers]",
-            help="Where KV moves: how fast, also with fixed=SECONDS; or none [default: 50].",
+            help="Bandwidth of KV transfers, also with fixed=SECONDS per transfer; or none [default: 50].",
         ),
     ] = None,
     profile: Annotated[
         str,
-        typer.Option(
-            help="What steps cost: a shipped profile, or a YAML file; unequal engines: '8 NAME + 8 NAME'."
-        ),
+        typer.Option(help="Step times: a shipped profile or a YAML file; mixed fleets: '8 NAME + 8 NAME'."),
     ] = DEFAULT_PROFILE,
     decode_profile: Annotated[
-        str | None, typer.Option(help="With --roles: of instances that only decode [default: --profile].")
+        str | None, typer.Option(help="With --roles: profile of decode instances [default: --profile].")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a KV block [default: the profile's].")
+        int | None, typer.Option(min=1, help="Tokens per KV block [default: from the profile].")
     ] = None,
     speed: Speed = 1.0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with seeds 0 to N - 1.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, with seeds 0 to N - 1.")] = 1,
     signals: Annotated[
-        Signals, typer.Option(help="What policies see of the engines, and when.")
+        Signals, typer.Option(help="How current the engine state is that policies read.")
     ] = Signals.exact,
     admission: Annotated[Admission, typer.Option(help="How engines admit requests.")] = Admission.reserve,
     local_order: Annotated[
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Order inside an engine (docs/local_orders.md), settings in parentheses: "
+            help="Order inside an engine (docs/local_orders.md); settings in parentheses: "
             "uniboost(gamma=0.2) [default: fcfs].",
         ),
     ] = None,
     order_slo: Annotated[
-        float | None, typer.Option(help="Seconds a step with decodes may take under slo [default: 0.1].")
+        float | None, typer.Option(help="Order slo: maximum seconds of a step with decodes [default: 0.1].")
     ] = None,
     order_think_slo: Annotated[
-        float | None, typer.Option(help="The same where only thoughts are made [default: --order-slo].")
+        float | None,
+        typer.Option(
+            help="Order slo: maximum seconds of a step with only reasoning tokens [default: --order-slo]."
+        ),
     ] = None,
     think_slo: Annotated[
-        float | None, typer.Option(help="Seconds before a thought that count as good [default: 0.1].")
+        float | None, typer.Option(help="Goodput: maximum seconds before a reasoning token [default: 0.1].")
     ] = None,
     preempt: Annotated[
         str | None,
         typer.Option(
             metavar="HOW",
-            help="What becomes of the KV of requests that go back: recompute, or swap:GB/S[,host=GB] "
+            help="How preempted requests get their KV back: recompute, or swap:GB/S[,host=GB] "
             "[default: recompute].",
         ),
     ] = None,
     index: Annotated[
-        Index, typer.Option(help="KV index: fed by the engines' events, or by what was sent.")
+        Index, typer.Option(help="Source of the KV index: the engines' events, or the sent prompts.")
     ] = Index.exact,
     report_period: Annotated[
-        float | None, typer.Option(help="With delayed signals: seconds between load reports.")
+        float | None, typer.Option(help="Delayed signals: seconds between load reports.")
     ] = None,
     event_delay: Annotated[
-        float | None, typer.Option(help="With delayed signals: seconds until a cache event arrives.")
+        float | None, typer.Option(help="Delayed signals: seconds until a cache event arrives.")
     ] = None,
     token_stride: Annotated[
-        int | None, typer.Option(min=1, help="Steps after which the router hears of tokens [default: 1].")
+        int | None, typer.Option(min=1, help="Engine steps between token reports to the router [default: 1].")
     ] = None,
     routers: Annotated[
         int | None,
-        typer.Option(min=1, help="Routers side by side; each request comes to one [default: 1]."),
+        typer.Option(min=1, help="Number of routers; each request arrives at one of them [default: 1]."),
     ] = None,
     sharing: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds between two times that they tell each other of their load [default: never]."
-        ),
+        typer.Option(help="Seconds between load messages among the routers [default: never]."),
     ] = None,
     predictor: Annotated[
-        str | None, typer.Option(help="Profile behind predicted TTFTs [default: the engines' own].")
+        str | None, typer.Option(help="Profile for TTFT predictions [default: the engines' own].")
     ] = None,
     measure: Annotated[
-        str, typer.Option(metavar="A:B", help="Share of the requests that counts, e.g. 0.1:0.9.")
+        str, typer.Option(metavar="A:B", help="Part of the requests to measure, e.g. 0.1:0.9.")
     ] = "0:1",
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     start: Start = 0.0,
-    duration: Annotated[float | None, typer.Option(help="Take this many trace seconds.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Use S seconds of the trace.")] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
     format: Format = None,
@@ -174,20 +173,22 @@ def _command(
         bool, typer.Option("--prefixes/--no-prefixes", help="Whether requests share prefixes.")
     ] = True,
     skip_bad_lines: SkipBadLines = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once [default: cores].")] = None,
-    json_: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write figures as JSON; -: to stdout.")
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent runs [default: number of cores].")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a report, one HTML file.")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="File for the results as JSON; -: stdout.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an HTML report.")] = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the report's figures as PNGs.")
+        Path | None, typer.Option(metavar="DIR", help="Directory for the report's figures as PNG files.")
     ] = None,
     **more: Any,
 ) -> None:
-    """Play a trace over simulated engines under several policies; print latencies, hits, goodput, imbalance.
+    """Simulate policies on a trace; print latencies, hit rates, goodput and imbalance.
 
-    The router and its policies are those of the server; time is simulated, so an hour takes a second. The
-    same command gives the same figures. Ctrl-C ends without any, with exit code 130.
+    The simulator runs the server's router core and policies. An hour of trace takes about a second.
+    The same command always gives the same figures. Ctrl-C prints nothing and exits with 130.
     """
     from lmetric import options
     from lmetric.cli.show import note, warn_unscored
@@ -204,7 +205,7 @@ def _command(
     choices = _choices(policy or ["vllm", "lmetric"])
     planned = not pooled and not more["split"] and any(choice.base == PLANNER for choice in choices)
     if planned:
-        more["split_settings"] = None  # of the split that goes with the planner
+        more["split_settings"] = None  # the planner's default split
     swept, settings = _options(more)
     planners = {"kind": "apart", **routing.settings_of("split", split_settings)}
     of_planner = {"split": options.canonical("split", planners)} if planned and split_settings else {}
@@ -291,7 +292,7 @@ command = routing.command(_command, [*routing.parameters(server=False), *routing
 
 
 def _choices(texts: list[str]) -> list[PolicyChoice]:
-    """The policies that these texts name, each once."""
+    """The policies in these texts, without duplicates."""
     from lmetric.sim.setups import PolicyChoice, split_policies
 
     parsed = (PolicyChoice.parse(text) for text in split_policies(texts))
@@ -302,7 +303,7 @@ def _choices(texts: list[str]) -> list[PolicyChoice]:
 
 
 def _orders(texts: list[str] | None) -> list[str]:
-    """The local orders that these texts name, each once; none: nothing was given."""
+    """The local orders in these texts, without duplicates; empty without texts."""
     from lmetric.queueing import checked_order
     from lmetric.sim.setups import split_policies
 
@@ -313,7 +314,7 @@ def _orders(texts: list[str] | None) -> list[str]:
 
 
 def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """The values of each option that is swept, and the settings of the others."""
+    """The values of each swept option, and the settings of the other options."""
     from lmetric import _deprecated, options
     from lmetric._core import LmetricError
     from lmetric.cli.show import note
@@ -354,7 +355,7 @@ def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any
 
 
 def _with_settings(what: str, values: list[Any], settings: dict[str, str]) -> list[Any]:
-    """The values, of which the one that is not none has these settings, too."""
+    """The values, with these settings added to the only value that is not none."""
     from lmetric import options
 
     kept = [value for value in values if value != "none"]
@@ -367,14 +368,14 @@ def _with_settings(what: str, values: list[Any], settings: dict[str, str]) -> li
 
 
 def _ways(orders: list[str], splits: list[Any], moves: list[Any]) -> list[dict[str, Any]]:
-    """As settings, each combination of what was given."""
+    """The settings of each combination of these values."""
     given = {"local_order": orders, "split": splits, "rebalance": moves}
     named = {name: values for name, values in given.items() if values}
     return [dict(zip(named, each, strict=True)) for each in product(*named.values())]
 
 
 def _several_segments(ways: dict[str, Any]) -> bool:
-    """Whether requests may go on elsewhere than they begin, without pools."""
+    """Whether requests can change their instance without prefill and decode pools."""
     return any(ways.get(name, "none") != "none" for name in ("split", "rebalance"))
 
 
@@ -409,7 +410,7 @@ def _write_json(results: list[Result], path: Path | None) -> None:
     for name in ("policy", "decode_policy", "seed", "fraction_of_max"):
         del setup[name]
     for name in ("local_order", "split", "rebalance"):
-        setup["settings"].pop(name, None)  # each run has its own
+        setup["settings"].pop(name, None)  # differs between runs
     told = {
         "version": version("lmetric-router"),
         "setting": setup,
@@ -429,15 +430,15 @@ def _print(results: list[Result]) -> None:
     seeds = 1 + max(result.setup.seed for result in results)
     spread = f"mean over {seeds} seeds ± half their range; " if seeds > 1 else ""
     print(
-        f"{first.figures.requests} requests measured, {first.arrivals_per_second:.2f} arriving a second, "
+        f"{first.figures.requests} requests measured, {first.arrivals_per_second:.2f} requests/s, "
         f"{first.setup.roles or first.setup.instances} instances of {first.setup.profile}; {spread}"
-        f"{len(results)} runs in {wall:.2f} s of computing"
+        f"{len(results)} runs in {wall:.2f} s of run time"
     )
     print_tables(cells(results))
 
 
 def print_tables(cells: list[Cell]) -> None:
-    """The figures of one load, a table for each kind."""
+    """Prints the figures of one load, one table per kind."""
     from lmetric.cli.show import print_table
     from lmetric.sim.table import rows, table_of
 
@@ -470,7 +471,7 @@ def print_tables(cells: list[Cell]) -> None:
 
 
 def _way(result: Result, figure: str, setting: str) -> str:
-    """How requests were ordered, split or moved: with the settings that were given."""
+    """The local order, split or rebalance of a result, with its settings."""
     from lmetric.options import shown
 
     given = result.setup.settings.get(setting)

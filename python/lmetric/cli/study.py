@@ -20,45 +20,50 @@ BackendName = StrEnum("BackendName", {"threads": "threads", "ray": "ray"})
 def command(
     file: Annotated[
         Path | None,
-        typer.Argument(help="The study, a YAML file (see examples/study.yaml); not needed with --policy."),
+        typer.Argument(help="Study file (YAML), e.g. examples/study.yaml; optional with --policy."),
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Policies in place of the file's: names, scores, mine.py:score; repeatable.",
+            help="Replace the policies of the file: names, scores, mine.py:score; repeatable.",
         ),
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="A,B,…", help="Policies to compare --policy with, or all; repeatable."),
+        typer.Option(metavar="A,B,…", help="Policies to compare with --policy, or all; repeatable."),
     ] = None,
     trace: Annotated[
-        list[Path] | None, typer.Option(help="Run on this trace in place of the file's; repeatable.")
+        list[Path] | None, typer.Option(help="Replace the traces of the file; repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where results go [default: FILE's name-results].")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for results [default: NAME-results, from FILE's name]."),
     ] = None,
     backend: Annotated[
-        BackendName, typer.Option(help="This machine's cores, or a Ray cluster.")
+        BackendName, typer.Option(help="Run on this machine's cores, or on a Ray cluster.")
     ] = BackendName.threads,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="The Ray cluster [default: one started here].")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address of the Ray cluster [default: start one here]."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once [default: cores].")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent runs [default: number of cores].")
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html (needs matplotlib).")
     ] = True,
-    figures: Annotated[bool, typer.Option("--figures", help="Write the figures as PNGs, too.")] = False,
+    figures: Annotated[bool, typer.Option("--figures", help="Also write the figures as PNG files.")] = False,
     parquet: Annotated[
-        bool, typer.Option("--parquet", help="Write runs.parquet, too (needs pyarrow).")
+        bool, typer.Option("--parquet", help="Also write runs.parquet (needs pyarrow).")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Run every combination of policies, knobs, loads, seeds, traces, fleets and settings of a file.
+    """Simulate all combinations of policies, parameters, loads, seeds, traces and fleets in a file.
 
-    Results go to DIR: runs.jsonl (a line a run, as it ends), summary.json, runs.csv, report.html. Run again,
-    it takes up what is missing: after Ctrl-C (exit code 130), a crash, or a change of the file.
+    DIR gets the results: runs.jsonl (one line per finished run), summary.json, runs.csv and
+    report.html. If you repeat the command, it runs only missing combinations. That helps after
+    Ctrl-C (exit code 130) or a change of the file.
     """
     from lmetric.cli.show import note, print_json, warn_unscored, write_json, write_report
     from lmetric.sim.setups import split_policies
@@ -73,9 +78,9 @@ def command(
     if parquet:
         require_pyarrow()
     if file is None and not policy:
-        raise typer.BadParameter("give a study file, or --policy", param_hint="FILE")
+        raise typer.BadParameter("missing study file; pass FILE or --policy", param_hint="FILE")
     if against and not policy:
-        raise typer.BadParameter("goes with --policy", param_hint="--against")
+        raise typer.BadParameter("needs --policy", param_hint="--against")
     policies = list(dict.fromkeys(split_policies([*(policy or []), *(against or [])])))
     study = load_study(file, trace, policies)
     for message in study.deprecated:
@@ -87,7 +92,7 @@ def command(
         try:
             outcome = _run(study, store, where)
         except KeyboardInterrupt:
-            note(f"interrupted; {len(store.runs)} runs are kept in {store.path}, run again to go on")
+            note(f"interrupted; kept {len(store.runs)} runs in {store.path}; repeat the command to continue")
             raise
         finally:
             where.close()
@@ -109,14 +114,14 @@ def command(
         print_json(told)
     else:
         _print(outcome)
-    note(f"{len(outcome.results)} runs, {outcome.reused} of them there already; results are in {directory}")
+    note(f"{len(outcome.results)} runs ({outcome.reused} reused); results are in {directory}")
 
 
 def _backend(name: BackendName, address: str | None, jobs: int | None) -> Backend:
     from lmetric.sim.backends import Ray, Threads
 
     if name is BackendName.threads and address is not None:
-        raise typer.BadParameter("goes with --backend ray", param_hint="--ray-address")
+        raise typer.BadParameter("needs --backend ray", param_hint="--ray-address")
     return Threads(jobs) if name is BackendName.threads else Ray(address, jobs)
 
 
@@ -136,7 +141,7 @@ def _run(study: Study, store: Store, backend: Backend) -> Outcome:
 
 
 def _print(outcome: Outcome) -> None:
-    """Mean TTFT and TPOT by policy and load; the rest is in the files."""
+    """Prints mean TTFT and TPOT by policy and load; the files have the other figures."""
     from functools import partial
 
     from lmetric.cli.show import print_table

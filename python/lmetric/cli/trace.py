@@ -1,4 +1,4 @@
-"""``lmetric-router trace``: what is in a trace file, and making one from a description."""
+"""``lmetric-router trace``: describes a trace file, or generates a synthetic trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmetric.defaults import trace_path
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
 
-group = typer.Typer(help="Look into a trace, or make a synthetic one.", no_args_is_help=True)
+group = typer.Typer(help="Describe a trace, or generate a synthetic one.", no_args_is_help=True)
 
 
 @group.command()
@@ -24,8 +24,7 @@ def show(
         typer.Argument(
             parser=trace_path,
             metavar="FILE",
-            help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed. slice: the recorded trace in the "
-            "package.",
+            help="Trace: Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
         ),
     ],
     format: Format = None,
@@ -34,7 +33,7 @@ def show(
     skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a trace's requests, rate, lengths and how much of its prompts could ever be found in a cache."""
+    """Print requests, rate and lengths of a trace, and the hit rate of an unlimited cache."""
     from lmetric.cli.show import note, print_json
     from lmetric.sim.traces import load_trace, summarize_trace
 
@@ -56,12 +55,12 @@ def show(
 @group.command()
 def make(
     description: Annotated[
-        str, typer.Argument(help="YAML file, or YAML itself: '{synthetic: sessions, rate: 3, ...}'.")
+        str, typer.Argument(help="YAML file or YAML text: '{synthetic: sessions, rate: 3, ...}'.")
     ],
-    out: Annotated[Path, typer.Option(help="File to write, in Mooncake's format; .gz is compressed.")],
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the description's.")] = None,
+    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz: compressed.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Replaces the seed of the description.")] = None,
 ) -> None:
-    """Make a synthetic trace and write it; the same description gives the same bytes."""
+    """Write a synthetic trace. Equal descriptions give identical files."""
     from lmetric.cli.show import note
     from lmetric.sim.synthetic import read_synthetic
     from lmetric.sim.traces import write_trace
@@ -75,11 +74,11 @@ def make(
 
 
 def report_bad_lines(bad_lines: tuple[BadLine, ...], note: Callable[[str], None]) -> None:
-    """The first lines that were skipped, and how many more."""
+    """Notes the first skipped lines and the number of the others."""
     for bad in bad_lines[:3]:
         note(f"skipped {bad}")
     if len(bad_lines) > 3:
-        note(f"skipped {len(bad_lines) - 3} further lines")
+        note(f"skipped {len(bad_lines) - 3} more lines")
 
 
 def _print(summary: TraceSummary) -> None:
@@ -87,7 +86,7 @@ def _print(summary: TraceSummary) -> None:
 
     title = f"{summary.name}: {summary.requests} requests in {summary.duration_seconds:.1f} s"
     if summary.requests_per_second is not None:
-        title += f", {summary.requests_per_second:.3f} a second"
+        title += f", {summary.requests_per_second:.3f} requests/s"
     rows = [
         [name, *(f"{value:.0f}" for value in (each.mean, each.p50, each.p90, each.p99, each.max, each.total))]
         for name, each in (("prompt", summary.input_tokens), ("answer", summary.output_tokens))
@@ -95,9 +94,12 @@ def _print(summary: TraceSummary) -> None:
     print_table(["tokens", "mean", "p50", "p90", "p99", "max", "total"], rows, title=title)
     facts = [
         ["blocks", f"{summary.blocks} of {summary.block_tokens} tokens, {summary.distinct_blocks} distinct"],
-        ["found in an endless cache", f"{summary.ideal_hit_ratio:.1%} of prompt tokens"],
-        ["conversations", f"{summary.sessions}, {summary.waiting_requests} requests wait for an answer"],
-        ["arrive together", f"{summary.simultaneous_requests} requests"],
+        ["hit rate of an unlimited cache", f"{summary.ideal_hit_ratio:.1%} of prompt tokens"],
+        [
+            "conversations",
+            f"{summary.sessions}; {summary.waiting_requests} requests wait for an earlier answer",
+        ],
+        ["simultaneous arrivals", f"{summary.simultaneous_requests} requests"],
         ["bad lines", str(summary.bad_lines)],
     ]
     print_table(["", ""], facts)

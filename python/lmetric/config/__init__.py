@@ -1,7 +1,7 @@
-"""The server's configuration: one schema, from a YAML file, the environment and flags.
+"""The server's configuration: one schema for YAML file, environment and flags.
 
-A flag wins over the environment, the environment over the file, the file over the default. Every error names
-where the value came from, its key path, the value, and the nearest right key.
+Flags override the environment, the environment overrides the file, and the file overrides the
+defaults. Errors name the source of the value, its key path, the value, and the nearest valid key.
 """
 
 from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading

@@ -1,4 +1,4 @@
-"""YAML and JSON files: what is wrong with one is told with its name and the line."""
+"""Reads YAML and JSON files. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lmetric.config.kinds import is_token
 
 
 class ConfigError(LmetricError):
-    """A configuration that cannot be used; the message says where, what, and what would have been right."""
+    """An invalid configuration. The message gives the place, the value, and what was expected."""
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} twice", key.start_mark
+                    None, None, f"duplicate key {key.value!r}", key.start_mark
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -35,7 +35,8 @@ class UniqueKeys(yaml.SafeLoader):
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Makes ConfigErrors, which name the file and the line, of what can go wrong with a YAML or JSON file."""
+    """Converts errors of reading a YAML or JSON file to ConfigErrors that name the file and the
+    line."""
     try:
         yield
     except OSError as error:
@@ -58,12 +59,12 @@ def read_yaml_mapping(file: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected keys and values, found {type(content).__name__}")
+        raise ConfigError(f"{file}: expected a mapping, found {type(content).__name__}")
     return content
 
 
 def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:
-    """The secret itself, or the content of the file that holds it; None: neither is set.
+    """The secret, or the content of the file with the secret; None if neither is set.
 
     Raises ConfigError, which names the file and never its content.
     """
@@ -72,5 +73,5 @@ def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:
     with reading(file):
         text = file.read_text(encoding="utf-8").strip()
     if not is_token(text):
-        raise ConfigError(f"{file}: expected one token of visible ASCII characters and nothing else")
+        raise ConfigError(f"{file}: expected exactly one token of visible ASCII characters")
     return text

@@ -1,4 +1,4 @@
-"""Kinds of values in configurations, and what is said of values that are none of the kind."""
+"""Types of configuration values, with their validation errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _http_url(url: str, whose: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{whose} URL looks like http://host:port")
     if parts.username or parts.query or parts.fragment:
-        raise ValueError(f"{whose} URL has no user, query or fragment; a key is a setting of its own")
+        raise ValueError(f"{whose} URL has no user, query or fragment; set API keys with api_key")
     if parts.path.rstrip("/").endswith("/v1"):
         raise ValueError("leave out the /v1: the router adds the paths")
     try:
@@ -57,11 +57,11 @@ def _origin(text: str) -> str:
 def _indicator_source(source: str) -> str:
     if source == "push" or re.fullmatch(r"header(:[!-+\--~]+)?", source):  # a field's name has no comma
         return source
-    # All metrics that engines export have a prefix: a single word is a mistyped `push` or `header`.
+    # All engine metrics have a prefix, so a single word is a mistyped `push` or `header`.
     if re.fullmatch(r"(?!header:)[A-Za-z_:][A-Za-z0-9_:]*", source) and re.search("[_:]", source):
         return source
     raise ValueError(
-        f"{source!r} is not valid; expected push, header, header:FIELD, or a metric of the engines such as "
+        f"{source!r} is not valid; expected push, header, header:FIELD, or an engine metric such as "
         "vllm:num_preemptions_total (without labels)"
     )
 
@@ -73,7 +73,7 @@ def _port(value: object) -> int | str:
         return value
     if isinstance(value, str) and 1 <= len(value) <= 15 and value.replace("-", "").isalnum():
         return value
-    raise ValueError("a port is a number from 1 to 65535, or the name of a container's port")
+    raise ValueError("a port is a number from 1 to 65535, or the name of a container port")
 
 
 def _zmq_endpoint(endpoint: str) -> str:
@@ -85,13 +85,13 @@ def _zmq_endpoint(endpoint: str) -> str:
 
 
 def is_token(text: str) -> bool:
-    """Whether a text can be sent as a bearer token: visible ASCII characters, at least one."""
+    """Whether a text is valid as a bearer token: one or more visible ASCII characters."""
     return re.fullmatch("[!-~]+", text) is not None
 
 
 def _token(secret: SecretStr) -> SecretStr:
     if not is_token(secret.get_secret_value()):
-        raise ValueError("a token has at least one character, all of them visible ASCII characters")
+        raise ValueError("a token has one or more characters, all visible ASCII")
     return secret
 
 
@@ -108,7 +108,9 @@ def _engine_rule(rule: str) -> str:
         ipaddress.ip_network(rule, strict=False)
         return rule
     if "/" in rule or not re.fullmatch(r"[A-Za-z0-9._*?-]+", rule):
-        raise ValueError("an IP address, a CIDR block such as 10.0.0.0/8, or a host name with * and ?")
+        raise ValueError(
+            "expected an IP address, a CIDR block such as 10.0.0.0/8, or a host name with * and ?"
+        )
     return rule
 
 
@@ -117,18 +119,25 @@ def _embedded(value: object) -> int | str:
     parts = re.fullmatch(r"(\d+)(?:P(\d+)D)?", text)
     counts = [int(part) for part in parts.groups() if part] if parts and not isinstance(value, bool) else []
     if not counts or min(counts) < 1 or sum(counts) > 1024:
-        raise ValueError("a number of engines from 1 to 1024, or such as 2P4D")
+        raise ValueError(
+            "expected a number of engines from 1 to 1024, or prefill and decode engines such as 2P4D"
+        )
     return text if len(counts) == 2 else counts[0]
 
 
 def _off(word: object) -> object:
-    """YAML reads off as false."""
+    """Returns "off" for False: YAML reads `off` as false."""
     return "off" if word is False else word
 
 
 class OptionError(ValueError):
-    """An option that cannot be used: the `path` of the field below the option's key, its `value`, and the
-    `problem`."""
+    """An invalid routing option.
+
+    Attributes:
+        path: keys below the option's key.
+        value: the invalid value.
+        problem: the reason.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -138,7 +147,7 @@ class OptionError(ValueError):
 
 
 class Option:
-    """Annotates a key whose value `lmetric.options.parse` reads, with what servers take."""
+    """Annotates a key whose value `lmetric.options.parse` reads, with the settings of servers."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -152,17 +161,17 @@ class Option:
             raise OptionError(error) from None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Has pydantic call `parse`, and write options as files have them."""
+        """Makes pydantic call `parse`, and write options as in files."""
         written = core_schema.plain_serializer_function_ser_schema(options.as_settings)
         return core_schema.no_info_plain_validator_function(self._checked, serialization=written)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        """A word, or a mapping of the settings that servers take."""
+        """The schema of a word, or a mapping of server settings."""
         return options.json_schema(self._what)
 
 
 IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]
-"""Where the values of an indicator come from."""
+"""The source of an indicator's values."""
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -180,6 +189,6 @@ OFF_IS_A_WORD = BeforeValidator(_off)
 
 
 class Strict(BaseModel):
-    """A section: unknown keys are errors, values do not change."""
+    """A section. Unknown keys are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,4 +1,4 @@
-"""The configuration from its sources: a YAML file, the environment and flags."""
+"""Loads the configuration from a YAML file, the environment and flags."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """The configuration from a YAML file, the environment and flags.
+    """Loads the configuration from a YAML file, the environment and flags.
 
-    ``overrides`` maps dotted keys (``timeouts.connect``) to values given by flags; None means not given. In
-    ``environ`` (default: the process's) ``LMETRIC_TIMEOUTS__CONNECT`` sets ``timeouts.connect``; a text that
-    starts with ``[`` or ``{`` is read as YAML. Raises ConfigError.
+    Args:
+        file: YAML file; None: no file.
+        overrides: values of flags by dotted key (``timeouts.connect``); None: flag not given.
+        environ: environment variables; None: those of the process. ``LMETRIC_TIMEOUTS__CONNECT``
+            sets ``timeouts.connect``. Texts that start with ``[`` or ``{`` are read as YAML.
+
+    Raises:
+        ConfigError: a source cannot be read, or a value is invalid.
     """
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
@@ -55,15 +60,15 @@ def load_config(
 
 
 class _OldKeys:
-    """Keys that sources give under their old names: replaced, with a message for each."""
+    """Replaces deprecated keys and collects a message for each."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self.options: set[str] = set()  # that the top level has under old keys
+        self.options: set[str] = set()  # options with deprecated keys at the top level
         self.of_models: dict[int, set[str]] = {}
 
     def replaced(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a source under their present keys. Raises ConfigError."""
+        """The values of a source with current keys. Raises ConfigError."""
         new = self._section(source, "", values, self.options)
         if isinstance(models := new.get("models"), list):
             self.of_models = {number: set() for number in range(len(models))}
@@ -90,9 +95,10 @@ class _OldKeys:
 
 
 def _complete(merged: dict[str, Any], old: _OldKeys) -> None:
-    """Completes options that have settings and no kind: the kind that goes with the policy.
+    """Adds the policy's default kind to options that have settings and no kind.
 
-    Under the old keys, a model inherited each of an option's settings, and settings alone had no effect.
+    With the deprecated keys, a model inherits each setting of an option, and settings without a
+    kind have no effect.
     """
     policy = merged.get("policy", "lmetric")
     models = merged.get("models")
@@ -155,7 +161,7 @@ def _nested(path: list[str], value: Any) -> dict[str, Any]:
 
 
 def _mapping_of(key: str, value: Any, source: str) -> Any:
-    """The mapping that a plain value of a section or an option stands for. Raises ConfigError."""
+    """The mapping that a plain value of a section or an option abbreviates. Raises ConfigError."""
     if key not in options.OPTIONS:
         return {SHORTHANDS[key]: value}
     try:
@@ -174,14 +180,14 @@ def _merge(
     for key, value in new.items():
         here = (*path, key)
         if not path and key in SHORTHANDS and not isinstance(value, Mapping):
-            # Else a later `admin.token` would replace `admin: true`, and not be added to it.
+            # Otherwise a later `admin.token` replaces `admin: true` instead of extending it.
             value = _mapping_of(key, value, source)
         old = into.get(key)
         if not path and key in options.OPTIONS and isinstance(old, dict) and isinstance(value, Mapping):
             kind = value.get("kind")
             if kind is not None and old.get("kind") not in (None, kind):
-                old = None  # another kind has settings of its own
-        # Knobs and policies belong together: they replace, sections merge.
+                old = None  # the settings belong to another kind
+        # Policies and their parameters are replaced as a whole; sections merge.
         if isinstance(value, Mapping) and isinstance(old, dict) and key not in ("policy", "decode_policy"):
             _merge(old, value, origin, source, here)
         elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is wrong with values meant for a section, in lines that say where they came from and what would do."""
+"""Explains invalid values of a section: their source, the problem, and the expected value."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pydantic import BaseModel, ValidationError
 
 from lmetric.config.kinds import OptionError
 
-# Keys whose values no message shows.
+# Secret keys: messages do not show their values.
 SECRETS = frozenset({"api_key", "token", "salt_secret"})
 
 
 def explain(
     error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
 ) -> Iterator[str]:
-    """A line for each thing wrong with values meant for `root`: where it came from (`origin`, by key path),
-    the key, the value, what would have been right."""
+    """One line per invalid value of `root`: its source, the key, the value, and what is expected.
+
+    `origin` maps key paths to sources.
+    """
     seen = set()
     for problem in error.errors(include_url=False):
-        # Tags of union members are no keys of the file.
+        # Tags of union members are not keys of the file.
         loc = [
             part for part in problem["loc"] if not (isinstance(part, str) and ("[" in part or part == "str"))
         ]
@@ -54,7 +56,7 @@ def explain(
 def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:
     for part in loc:
         if part not in section.model_fields:
-            continue  # the place in a list, or a name chosen by the operator
+            continue  # an index in a list, or a name that the operator chose
         inner = _section(section.model_fields[part].annotation)
         if inner is None:
             return []

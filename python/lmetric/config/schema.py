@@ -1,4 +1,4 @@
-"""The sections of the server's configuration and their keys, each with its default and what it means."""
+"""The sections and keys of the server's configuration, with their defaults and meaning."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -47,45 +47,47 @@ from lmetric.options import (
     SplitOption,
 )
 
-# Sources of engines beside those in `discovery`.
+# Engine sources in addition to those in `discovery`.
 CONFIGURED = "configuration"
 ADMIN = "admin"
 
-# The two policies of a model, and where their knobs are.
+# The two policies of a model, and the keys of their parameters.
 POLICY_KNOBS = {"policy": "knobs", "decode_policy": "decode_knobs"}
 
-# Sections and options that may be given as one value: the key that the value sets.
+# Sections and options that can be written as one value: the key that the value sets.
 SHORTHANDS = {"admin": "enabled", **SELECTORS}
 
 
 class KvEvents(Strict):
-    """Where KV events come from, where an engine does not tell, or tells wrongly."""
+    """The source of KV events, for engines that report none or a wrong one."""
 
     endpoint: ZmqEndpoint | None = Field(
-        None, description="where to hear them; * is the engine's host; default: the engine is asked"
+        None, description="ZMQ endpoint of the events; * is the engine's host; default: as the engine reports"
     )
     replay_endpoint: ZmqEndpoint | None = Field(
-        None, description="where past ones can be asked for; default: the engine is asked"
+        None, description="ZMQ endpoint for replays of past events; default: as the engine reports"
     )
-    topic: str | None = Field(None, description="topic of the engine's events; default: the engine is asked")
+    topic: str | None = Field(
+        None, description="topic of the engine's events; default: as the engine reports"
+    )
     bind: bool = Field(
         False,
         description="the router listens at endpoint and the engines connect to it, each with its own topic",
     )
     without_tokenizer: bool = Field(
         False,
-        description="use them even where no tokenizer is known: for clients that send token ids; text then "
-        "counts as not cached",
+        description="use KV events without a tokenizer, for clients that send token IDs; text prompts then "
+        "count as not cached",
     )
 
     @model_validator(mode="after")
     def _bound_somewhere(self) -> Self:
         if self.bind and self.endpoint is None:
-            raise ValueError("bind needs an endpoint to listen at, such as tcp://*:5557")
+            raise ValueError("bind needs an endpoint to listen on, such as tcp://*:5557")
         return self
 
 
-# The tags stand in brackets, so that they are not taken for keys where an error is told.
+# The tags have brackets, so that error messages do not show them as keys.
 KvEventsSetting = Annotated[
     Annotated[Literal["auto", "off"], OFF_IS_A_WORD, Tag("[word]")] | Annotated[KvEvents, Tag("[mapping]")],
     Discriminator(lambda value: "[mapping]" if isinstance(value, dict | KvEvents) else "[word]"),
@@ -95,43 +97,44 @@ KvEventsSetting = Annotated[
 class EngineConfig(Strict):
     """One engine replica."""
 
-    url: EngineUrl = Field(description="where it listens, http://host:port")
+    url: EngineUrl = Field(description="URL of the engine, http://host:port")
     name: Annotated[str, Field(pattern="^[!-~]{1,200}$")] | None = Field(
         None,
-        description="its name in metrics, headers and receipts; default host:port, and -dpRANK of a rank",
+        description="name in metrics, headers and decision records; default: host:port, for a rank with "
+        "-dpRANK",
     )
     data_parallel_rank: int | None = Field(
         None,
         ge=0,
         le=65_535,
-        description="the entry is this data-parallel rank of a vLLM or SGLang engine: requests carry "
-        "X-data-parallel-rank, and its KV events and load are those of the rank; give each rank an entry; "
-        "default: the entry is the whole engine, which picks the rank of each request",
+        description="data-parallel rank of a vLLM or SGLang engine: requests carry X-data-parallel-rank, and "
+        "the router reads KV events and load of this rank only. Write one entry per rank. Default: the entry "
+        "is the whole engine, and the engine picks the rank of each request",
     )
     cache_blocks: Positive | None = Field(
-        None, description="blocks its prefix cache holds; default: the model's cache_blocks"
+        None, description="size of the prefix cache, blocks; default: cache_blocks of the model"
     )
     kv_events: KvEventsSetting | None = Field(
-        None, description="its KV events; default: the model's kv_events"
+        None, description="source of KV events; default: kv_events of the model"
     )
     api_key: SecretStr | None = Field(
-        None, description="sent to it as a bearer token; a client's own Authorization is then not sent"
+        None, description="bearer token for the engine; it replaces the client's Authorization header"
     )
     role: Role | None = Field(
         None,
-        description="both: whole requests; prefill: their prompts, and engines of role decode the rest; "
-        "default: what the engine tells, else both",
+        description="both: whole requests; prefill: prompts only; decode: answers after a prefill engine; "
+        "default: as the engine reports, else both",
     )
     group: str | None = Field(
         None,
         min_length=1,
-        description="engines with the same group are one group in expressions, such as group_max(tokens); "
-        "default: of a data-parallel rank its url, so all ranks of an engine are a group; else none",
+        description="group name for expressions such as group_max(tokens). Default: for a data-parallel "
+        "rank its url, so that the ranks of an engine form a group; else none",
     )
 
     @property
     def group_label(self) -> str | None:
-        """The engine's group, which the ranks of an engine share; None: a group of its own."""
+        """The engine's group, shared by the ranks of an engine; None: the engine alone."""
         return self.group or (None if self.data_parallel_rank is None else self.url)
 
     @property
@@ -142,30 +145,33 @@ class EngineConfig(Strict):
 
 
 class IndicatorConfig(Strict):
-    """An indicator that expressions can read beside the built-in ones: one number for each engine."""
+    """An additional indicator for expressions: one number per engine."""
 
     source: IndicatorSource = Field(
-        description="where its values come from: a metric on the engines' /metrics page, such as "
-        "vllm:num_preemptions_total, summed over its labels; header: the field with the indicator's name in "
-        "the header endpoint-load-metrics of engines' answers (header:FIELD: another field); push: "
+        description="source of the values. A metric name: a metric of the engines' /metrics, such as "
+        "vllm:num_preemptions_total, summed over its labels. header: the field with the indicator's name in "
+        "the endpoint-load-metrics header of answers. header:FIELD: another field of that header. push: "
         "POST /admin/engines/NAME/indicators",
     )
-    unit: str = Field("", max_length=64, description="unit, for people")
+    unit: str = Field("", max_length=64, description="unit, for display only")
     default: float | None = Field(
-        None, allow_inf_nan=False, description="value of an engine without one; null: none (NaN)"
+        None, allow_inf_nan=False, description="value for engines that report none; null: NaN"
     )
     max_age_seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="older values are ignored; null: values do not age"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="ignore values older than this; null: values do not expire",
     )
 
     @property
     def metric(self) -> str | None:
-        """The metric with its values; None: they come from elsewhere."""
+        """The name of the engine metric; None if the source is a header or push."""
         return None if self.source == "push" or self.source.split(":")[0] == "header" else self.source
 
 
 class PoolSettings(Strict):
-    """How requests for a model are routed; at the top level, the default for every model."""
+    """Routing of requests for a model. The top level has the defaults for all models."""
 
     experimental: bool = Field(
         False,
@@ -173,149 +179,155 @@ class PoolSettings(Strict):
     )
     policy: str | dict[str, Any] = Field(
         "lmetric",
-        description="a policy's name, a score expression, a mapping with filter, score, prefer, then, or a "
-        "Python object: file.py:name, package.module:name, or an entry point's name (docs/extending.md)",
+        description="policy name, score expression, mapping with filter, score, prefer and then, or Python "
+        "object. A Python object is file.py:name, package.module:name, or the name of an entry point "
+        "(docs/extending.md)",
     )
-    knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
+    knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
     decode_policy: str | dict[str, Any] = Field(
         "least_requests",
-        description="where requests decode whose prompt another engine computed; as policy",
+        description="policy that picks the decode engine under prefill/decode disaggregation; as `policy`",
     )
     decode_knobs: dict[str, float] = Field(
-        default_factory=dict, description="the decode policy's knobs by name"
+        default_factory=dict, description="parameters of the decode policy, by name"
     )
     indicators: dict[str, IndicatorConfig] = Field(
         default_factory=dict,
-        description="further indicators by name, for expressions",
+        description="additional indicators for expressions, by name",
     )
     policies: dict[str, str | dict[str, Any]] = Field(
         default_factory=dict,
-        description="policies by names of their own, as policy; PUT /admin/policy takes these names",
+        description="named policies, each as `policy`; PUT /admin/policy accepts these names",
     )
     policy_fallback: str | dict[str, Any] = Field(
         "lmetric",
-        description="what decides if a Python policy fails or exceeds its time limit; as policy",
+        description="policy that decides if a Python policy fails or exceeds its time limit; as `policy`",
     )
     policy_time_limit_seconds: float = Field(
-        0.001, gt=0, le=60, description="seconds that a Python policy may take for a decision"
+        0.001, gt=0, le=60, description="time limit of a Python policy per decision, seconds"
     )
     binding: Literal["auto", "early", "late"] = Field(
         "auto",
-        description="when the decode engine is chosen: early, with the prefill engine, or late, when the "
-        "prompt is computed; auto: late where the engines' protocol allows it (vLLM's does, SGLang's not)",
+        description="when the decode engine is chosen; early: with the prefill engine; late: after prefill; "
+        "auto: late if the KV transfer protocol allows it (vLLM: yes, SGLang: no)",
     )
     colocate: bool = Field(
-        True, description="where one of the two roles is missing, the other takes whole requests"
+        True, description="if all engines of one role are missing, send whole requests to the other role"
     )
     handover: Literal["auto", "nixl", "bootstrap"] = Field(
         "auto",
-        description="how prefill engines hand KV caches to decode engines; auto: they are asked; engines "
-        "that cannot do it get no requests",
+        description="KV transfer protocol between prefill and decode engines; auto: as the engines report; "
+        "engines without a protocol get no requests",
     )
     handover_seconds: Seconds | None = Field(
         None,
-        description="after the prompt was computed, its KV cache is fetched within this time or computed "
-        "again; default: two thirds of the engine's lease, 20 where it does not tell",
+        description="maximum time from the end of prefill to the KV transfer, seconds; after it, the prompt "
+        "is recomputed. Default: two thirds of the engine's lease, or 20 if the engine reports none",
     )
     split: Annotated[SplitOption | Auto | None, Option("split")] = Field(
         "auto",
-        description="whether a request may be split and continue on another engine of role both: none; or, "
-        "with experimental: libra, at the token that balances both engines; apart, after its prompt, if all "
-        "requests together lose less time then; or a mapping: {kind: libra, probes: 8}, or to test engines "
-        "{kind: force, fraction: 0.5}; the client sees one answer; auto: apart if the policy is planner, "
+        description="how requests are split between two engines of role both: `none`; `libra` "
+        "(experimental): at the token that balances both engines; `apart` (experimental): after the prompt, "
+        "if that reduces the total delay. Or a mapping: `{kind: libra, probes: 8}`; `{kind: force, "
+        "fraction: 0.5}` tests engines. The client gets one answer. `auto`: apart if the policy is planner, "
         "else none",
     )
     split_recompute: bool = Field(
         False,
-        description="also split between engines without KV transfer: the second engine computes again what "
-        "its prefix cache does not hold",
+        description="also split between engines without KV transfer: the second engine recomputes the tokens "
+        "that its prefix cache does not hold",
     )
     prefix_fetch: Annotated[PrefixFetch | Auto | None, Option("prefix_fetch")] = Field(
         "auto",
-        description="whether an engine fetches, before a request begins, the part of the prompt's KV that "
-        "another engine holds, if that takes less time than computing it: none, on, or a mapping: "
-        "{min_tokens: 512}; the policy lmetric_pull considers it in its scores; auto: on if the policy is "
-        "planner, else none",
+        description="fetch the cached prefix of a prompt from another engine if that is faster than "
+        "computing it: `none`, `on`, or a mapping: `{min_tokens: 512}`. The policy `lmetric_pull` includes "
+        "fetches in its scores. `auto`: on if the policy is planner, else none",
     )
     prefix_fetch_timeout_seconds: Seconds | None = Field(
         None,
-        description="if the holder has not answered a prefix fetch after this time, the engine computes the "
-        "tokens; default: the time that computing them is expected to take, at least 0.02",
+        description="time limit of a prefix fetch, seconds; after it, the engine computes the tokens. "
+        "Default: the expected time to compute them, at least 0.02",
     )
     rebalance: Annotated[RebalanceOption | None, Option("rebalance")] = Field(
         None,
-        description="whether streams move to another engine while they run, before one overloads: none; star "
-        "(by predicted load); star_current (by present load); llumnix; or a mapping: {kind: star, threshold: "
-        "0.2}",
+        description="migration of running streams away from engines that would overload: `none`; `star` (by "
+        "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
+        "threshold: 0.2}`",
     )
     migration_by: Literal["recompute", "pull", "legs"] = Field(
         "recompute",
-        description="how streams move: recompute (the target computes prompt and answer so far, while the "
-        "stream runs on); pull (the target fetches them from the engine that runs the stream, if both have "
-        "a connector); legs (requests run in bounded silent segments and move between two of them; answers "
-        "that are not streamed move, too, and clients get their tokens segment by segment)",
+        description="how streams migrate. `recompute`: the target computes prompt and answer so far while "
+        "the stream continues. `pull`: the target fetches their KV from the source engine (both need a KV "
+        "connector). `legs`: requests run in segments of limited length and can migrate between two "
+        "segments. With `legs`, answers that are not streamed migrate, too, and clients get tokens segment "
+        "by segment",
     )
     migration_leg_tokens: Positive | None = Field(
         None,
-        description="tokens of a segment with migration_by legs; null: as many as come within "
-        "migration_max_gap_seconds, and at most twice as many as in the segment before",
+        description="tokens per segment with `migration_by: legs`; null: the number produced within "
+        "migration_max_gap_seconds, at most twice the previous segment",
     )
     migration_max_gap_seconds: Seconds = Field(
-        1.0, description="no move makes a client wait longer for its next token, as far as is expected"
+        1.0, description="maximum expected pause of a stream during migration, seconds"
     )
-    migration_max_concurrent: Positive = Field(4, description="moves in progress at a time, of one model")
+    migration_max_concurrent: Positive = Field(
+        4, description="maximum number of concurrent migrations per model"
+    )
     priority: Annotated[PriorityOption | None, Option("priority")] = Field(
         None,
-        description="what the engines' queues are ordered by, a number that each request is sent with: none "
-        "(a client's own is passed on, unless there are API keys); uniboost, arrival less a boost that is "
-        "larger the less of the prompt has to be computed; vtc, fair shares between tenants; or a mapping: "
-        "{kind: uniboost, gamma: 0.05}",
+        description="priority number that requests carry to the engines' queues. `none`: the client's own "
+        "number (ignored with API keys). `uniboost`: arrival time minus a boost, which is larger for "
+        "prompts with less to compute. `vtc`: fair shares between tenants. Or a mapping: `{kind: uniboost, "
+        "gamma: 0.05}`",
     )
     block_size: Positive | None = Field(
         None,
         le=1 << 20,
-        description="tokens a block, for prompts whose tokens are known; default: the engines', 16 until one "
-        "tells",
+        description="tokens per block for tokenized prompts; default: as the engines report, 16 before the "
+        "first report",
     )
-    text_block_bytes: Positive = Field(
-        256, le=1 << 20, description="bytes a block, for prompts given as text"
-    )
+    text_block_bytes: Positive = Field(256, le=1 << 20, description="bytes per block for text prompts")
     cache_blocks: Positive | None = Field(
-        None, description="blocks an engine's prefix cache holds; default: the engine is asked"
+        None, description="size of an engine's prefix cache, blocks; default: as the engine reports"
     )
     kv_events: KvEventsSetting = Field(
         "auto",
-        description="auto: the engines are asked where their KV events are; off: what is cached is guessed "
-        "from what was sent; or a mapping",
+        description="KV events of the engines; auto: at the endpoints that engines report; off: estimate "
+        "caches from the requests sent; or a mapping",
     )
     tokenizer: Annotated[str, OFF_IS_A_WORD] | None = Field(
         None,
         min_length=1,
-        description="folder of the model's tokenizer.json and chat template, so that prompts are matched by "
-        "token; off: by text; null: the folder the engine names as its model, where it is on this machine",
+        description="folder with the model's tokenizer.json and chat template, to match prompts by tokens. "
+        "off: match by text. null: the folder that the engine reports as its model, if it exists on this "
+        "machine",
     )
     chat_template: str | None = Field(
-        None, min_length=1, description="file that replaces the folder's, as the engines' --chat-template"
+        None,
+        min_length=1,
+        description="chat template file, instead of the template in the folder; as --chat-template of the "
+        "engines",
     )
     token_cache_bytes: int = Field(
-        256 << 20, ge=1 << 10, description="bound on remembered tokens of prompts, bytes"
+        256 << 20, ge=1 << 10, description="maximum memory for the tokens of recent prompts, bytes"
     )
-    index_bytes: int = Field(512 << 20, ge=1 << 20, description="bound on the KV index, bytes")
-    receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="bound on kept receipts, bytes")
+    index_bytes: int = Field(512 << 20, ge=1 << 20, description="maximum memory of the KV index, bytes")
+    receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
     guard: Annotated[Guard, Option("guard")] = Field(
         default_factory=Guard,
-        description="hot-spot guard (docs/guard.md): on, off, or a mapping: {window_seconds: 30}; auto: as "
-        "the policy declares, and on for an expression that reads prefix hits",
+        description="hot-spot guard (docs/guard.md): on, off, or a mapping: {window_seconds: 30}. auto: as "
+        "the policy declares, on for expressions that read prefix hits",
     )
     profile: str | None = Field(
         None,
-        description="engine profile (shipped name or file) for predicted times; default: what is learned",
+        description="engine profile for time predictions: a shipped name or a file; default: learned from "
+        "traffic",
     )
-    seed: int = Field(0, ge=0, description="seed of the tie-breaks")
+    seed: int = Field(0, ge=0, description="seed for breaking ties")
 
     @property
     def offers(self) -> Maturity:
-        """The least mature policies and planners that it accepts."""
+        """The lowest maturity of policies and planners that it accepts."""
         return "experimental" if self.experimental else "stable"
 
     @property
@@ -324,7 +336,7 @@ class PoolSettings(Strict):
 
     @property
     def routing(self) -> Routing:
-        """The settings that router, simulator and studies share, with the policy's defaults."""
+        """The settings shared by router, simulator and studies, with the policy's defaults."""
         shared = ("policy", "knobs", "decode_policy", "decode_knobs", *SELECTORS)
         return Routing(
             **{name: getattr(self, name) for name in shared},
@@ -333,46 +345,49 @@ class PoolSettings(Strict):
 
 
 class PolicyChange(Strict):
-    """What PUT /admin/policy takes: policies that replace those of a model, or of all models."""
+    """The body of PUT /admin/policy: new policies for one model or for all models."""
 
-    policy: str | dict[str, Any] = Field("lmetric", description="as policy of the configuration")
-    knobs: dict[str, float] = Field(default_factory=dict, description="the policy's knobs by name")
-    decode_policy: str | dict[str, Any] = Field("least_requests", description="as policy")
+    policy: str | dict[str, Any] = Field("lmetric", description="as `policy` in the configuration")
+    knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
+    decode_policy: str | dict[str, Any] = Field("least_requests", description="as `policy`")
     decode_knobs: dict[str, float] = Field(
-        default_factory=dict, description="the decode policy's knobs by name"
+        default_factory=dict, description="parameters of the decode policy, by name"
     )
 
 
 class ModelConfig(PoolSettings):
     """A model and the engines that serve it."""
 
-    name: str = Field(min_length=1, description="the name clients ask for")
-    engines: list[EngineConfig] = Field(default_factory=list, description="its engines")
-    adapters: list[str] = Field(
-        default_factory=list, description="further names it answers to (LoRA adapters)"
-    )
+    name: str = Field(min_length=1, description="model name in requests")
+    engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
+    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
 
 
 class DnsSource(Strict):
-    """Engines behind a DNS name: one for each address, or for each SRV record."""
+    """Engines behind a DNS name: one per address or SRV record."""
 
-    name: str = Field(min_length=1, description="the name to look up, e.g. that of a headless service")
+    name: str = Field(min_length=1, description="DNS name, e.g. of a headless service")
     type: Literal["A", "AAAA", "SRV"] = Field(
-        "A", description="of the records; priority and weight of SRV count for nothing"
+        "A", description="record type; priority and weight of SRV records are ignored"
     )
-    port: Port | None = Field(None, description="on which every engine listens; SRV records bring their own")
-    interval: Seconds = Field(10.0, description="between two look-ups; less where the answer's TTL is less")
+    port: Port | None = Field(None, description="port of every engine; SRV records include their port")
+    interval: Seconds = Field(
+        10.0, description="time between look-ups, seconds; shorter if the TTL of the answer is shorter"
+    )
     grace: float = Field(
-        300.0, ge=0, le=86_400, description="that the last answer holds while look-ups fail, seconds"
+        300.0,
+        ge=0,
+        le=86_400,
+        description="how long the last answer stays valid while look-ups fail, seconds",
     )
     nameservers: list[Nameserver] = Field(
-        default_factory=list, description="IP or IP:PORT; default: the system's"
+        default_factory=list, description="name servers, IP or IP:PORT; default: as the system is configured"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.type == "SRV") != (self.port is None):
-            raise ValueError("records of type A and AAAA need a port, those of type SRV bring their own")
+            raise ValueError("records of type A and AAAA need a port; only SRV records include one")
         return self
 
 
@@ -380,49 +395,56 @@ class KubernetesSource(Strict):
     """Engines in the pods that a label selector matches."""
 
     selector: str = Field(min_length=1, description="label selector, e.g. app=vllm")
-    port: PodPort = Field(
-        description="on which the engines listen: a number, or the name of a container's port"
-    )
+    port: PodPort = Field(description="port of the engines: a number, or the name of a container port")
     namespace: str | None = Field(
-        None, min_length=1, description="of the pods; default: the router's own, or the kubeconfig context's"
+        None,
+        min_length=1,
+        description="namespace of the pods; default: the router's own, or the namespace of the kubeconfig "
+        "context",
     )
     model_key: str | None = Field(
-        None, description="annotation or label with the model of a pod; default: the engine is asked"
+        None, description="annotation or label with the model of a pod; default: as the engine reports"
     )
     role_key: str | None = Field(
         None, description="annotation or label with the role of a pod: both, prefill or decode"
     )
     kubeconfig: Path | None = Field(
-        None, description="credentials; default: the pod's service account, or else kubectl's configuration"
+        None,
+        description="kubeconfig file with credentials; default: the pod's service account, else kubectl's "
+        "configuration",
     )
-    context: str | None = Field(None, description="of the kubeconfig; default: its current one")
+    context: str | None = Field(None, description="context of the kubeconfig; default: the current context")
 
 
 class DiscoverySource(Strict):
-    """Tells which engines there are: one of `file`, `dns` and `kubernetes`."""
+    """A service discovery source: one of `file`, `dns` and `kubernetes`."""
 
     file: Path | None = Field(
-        None, description="YAML or JSON list of engines, each as in `engines` and with `model`; watched"
+        None,
+        description="YAML or JSON list of engines, each as in `engines` and with `model`; the router "
+        "watches the file",
     )
     dns: DnsSource | None = Field(None, description="engines behind a DNS name")
     kubernetes: KubernetesSource | None = Field(None, description="engines in pods")
     name: str | None = Field(
-        None, min_length=1, description="in logs, metrics and /debug/engines; default: made from what it is"
+        None,
+        min_length=1,
+        description="name in logs, metrics and /debug/engines; default: derived from the source",
     )
     model: str | None = Field(
-        None, min_length=1, description="of engines that name none; default: the top level's"
+        None, min_length=1, description="model of engines that report none; default: the top level's"
     )
-    api_key: SecretStr | None = Field(None, description="sent to engines that name none, as a bearer token")
+    api_key: SecretStr | None = Field(None, description="bearer token for engines without an api_key")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if sum(kind is not None for kind in (self.file, self.dns, self.kubernetes)) != 1:
-            raise ValueError("a source is exactly one of file, dns and kubernetes")
+            raise ValueError("set exactly one of file, dns and kubernetes")
         return self
 
     @property
     def label(self) -> str:
-        """The source's name, or what it is."""
+        """The source's name, or a description of it."""
         if self.name is not None:
             return self.name
         if self.dns is not None:
@@ -433,97 +455,124 @@ class DiscoverySource(Strict):
 
 
 class Timeouts(Strict):
-    """Limits by phase, seconds."""
+    """Time limits of the phases of a request, seconds."""
 
-    connect: Seconds = Field(3.0, description="until an engine accepts the connection")
-    body: Seconds = Field(60.0, description="until a client's request body is whole")
-    first_byte: Seconds = Field(300.0, description="until a stream's first token; comments do not count")
-    answer: Seconds = Field(1800.0, description="until a plain answer, which comes after its last token")
+    connect: Seconds = Field(3.0, description="time for an engine to accept a connection")
+    body: Seconds = Field(60.0, description="time for a client to send its request body")
+    first_byte: Seconds = Field(
+        300.0, description="time to the first token of a stream; SSE comments do not count"
+    )
+    answer: Seconds = Field(
+        1800.0, description="time to an answer that is not streamed, which arrives after its last token"
+    )
     request: Seconds | None = Field(
         7200.0,
-        description="longest duration of a request, from its arrival to the end of its answer; then its "
+        description="maximum duration of a request, from arrival to the end of the answer. After it, the "
         "client gets a 504, or an error event if the stream has begun; null: no limit",
     )
-    between_chunks: Seconds = Field(120.0, description="between two chunks of an answer")
-    slow_client: Seconds = Field(300.0, description="that a client may leave an answer unread")
-    keep_alive: Seconds = Field(75.0, description="that a client's idle connection stays open")
-    engine_drain: float = Field(
-        300.0, ge=0, le=86_400, description="for requests on an engine that its source names no more"
+    between_chunks: Seconds = Field(120.0, description="maximum time between two chunks of an answer")
+    slow_client: Seconds = Field(
+        300.0, description="close the connection if a client does not read its answer for this long"
     )
-    drain_grace: float = Field(0.0, ge=0, le=86_400, description="after SIGTERM, still taking new requests")
-    drain: float = Field(30.0, ge=0, le=86_400, description="after that, for running requests to end")
+    keep_alive: Seconds = Field(75.0, description="close idle client connections after this long")
+    engine_drain: float = Field(
+        300.0,
+        ge=0,
+        le=86_400,
+        description="time for running requests on an engine that its discovery source no longer lists",
+    )
+    drain_grace: float = Field(
+        0.0, ge=0, le=86_400, description="after SIGTERM, keep accepting new requests for this long"
+    )
+    drain: float = Field(
+        30.0, ge=0, le=86_400, description="after drain_grace, time for running requests to finish"
+    )
 
 
 class Retries(Strict):
-    """When another engine is tried: before a token of the segment came, or where the request may move."""
+    """Retries on another engine, before a segment's first token or if the request can migrate."""
 
-    attempts: Positive = Field(3, description="engines tried per request, the first included")
+    attempts: Positive = Field(
+        3, description="maximum number of engines tried per request, including the first"
+    )
     failures: list[Literal["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"]] = Field(
         ["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"],
-        description="failures after which the next engine is tried: refused, dns, tls and unreachable (no "
-        "connection), reset (it broke), timeout, status (one of `statuses`)",
+        description="failures that cause a retry: refused, dns, tls and unreachable (no connection), reset "
+        "(connection broke), timeout, status (one of `statuses`)",
     )
     statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
-        [502, 503], description="statuses of an engine that count as a failure of kind status"
+        [502, 503], description="HTTP statuses of engines that count as failure `status`"
     )
 
 
 class Health(Strict):
-    """Active checks of the engines, and what a failed request means."""
+    """Health checks of the engines."""
 
-    path: str = Field("/health", pattern="^/", description="asked by GET; any status below 500 is healthy")
-    interval: Seconds = Field(2.0, description="between two checks of an engine, seconds")
-    timeout: Seconds = Field(2.0, description="of one check, seconds")
-    down_after: Positive = Field(
-        3, description="failures in a row that take an engine out; a refusal does at once"
+    path: str = Field(
+        "/health", pattern="^/", description="path of the GET request; every status below 500 is healthy"
     )
-    up_after: Positive = Field(1, description="good checks in a row that bring it back")
+    interval: Seconds = Field(2.0, description="time between two checks of an engine, seconds")
+    timeout: Seconds = Field(2.0, description="time limit of a check, seconds")
+    down_after: Positive = Field(
+        3, description="consecutive failures that make an engine unhealthy; a refused connection does at once"
+    )
+    up_after: Positive = Field(1, description="consecutive successful checks that make it healthy again")
 
 
 class Load(Strict):
-    """What the engines report of their load."""
+    """Load reports of the engines."""
 
     interval: Seconds | None = Field(
-        1.0, description="between two reads of an engine's /metrics; null: never"
+        1.0, description="time between two reads of an engine's /metrics, seconds; null: never"
     )
-    from_answers: bool = Field(True, description="ask for the endpoint-load-metrics header on plain answers")
+    from_answers: bool = Field(
+        True, description="request the endpoint-load-metrics header on answers that are not streamed"
+    )
 
 
 class Limits(Strict):
-    """Bounds on what clients may ask for."""
+    """Limits on requests and connections."""
 
-    max_body_bytes: Positive = Field(32 << 20, description="of one request body")
-    max_concurrent_requests: Positive = Field(8192, description="in flight at once; more get a 503")
+    max_body_bytes: Positive = Field(32 << 20, description="maximum size of a request body")
+    max_concurrent_requests: Positive = Field(
+        8192, description="maximum number of requests in flight; others get a 503"
+    )
     max_body_bytes_total: Positive = Field(
         256 << 20,
-        description="of all request bodies that are being received or wait for an engine's answer; more get "
-        "a 503",
+        description="maximum size of all request bodies that are being received or await an answer; others "
+        "get a 503",
     )
     max_body_bytes_per_client: Positive = Field(
-        128 << 20, description="the same, of one client address; raise it if all clients share a gateway"
+        128 << 20,
+        description="as max_body_bytes_total, per client address; raise it if all clients share a gateway",
     )
     max_connections: Positive = Field(
         16_384,
-        description="open connections of all clients; more get a 503. Fewer if the process may not open two "
-        "files for each",
+        description="maximum number of client connections; others get a 503; lower if the process may not "
+        "open two files per connection",
     )
     max_connections_per_client: Positive = Field(
-        8192, description="open connections of one client address; raise it if all clients share a gateway"
+        8192,
+        description="maximum number of connections per client address; raise it if all clients share a "
+        "gateway",
     )
-    max_connections_per_engine: Positive = Field(2048, description="open at once; more go to the next engine")
+    max_connections_per_engine: Positive = Field(
+        2048, description="maximum number of connections per engine; further requests go to the next engine"
+    )
     idle_seconds: Seconds = Field(
-        4.0, description="that an unused engine connection is kept; below the engine's own limit"
+        4.0,
+        description="close unused engine connections after this long; must be below the engine's own limit",
     )
 
 
 class Errors(Strict):
-    """What clients learn from errors and headers."""
+    """Details in errors and headers for clients."""
 
     show_engines: bool = Field(
         True,
-        description="name engines in errors, with the reason of each failure, and in the headers "
-        "x-lmetric-instance and x-lmetric-prefill; an engine's default name is its host:port; false: hide "
-        "all of these from clients; logs and the /debug pages keep them",
+        description="show engine names and failure reasons in errors, and engine names in the headers "
+        "x-lmetric-instance and x-lmetric-prefill. An engine's default name is its host:port. false: hide "
+        "them from clients; logs and the /debug pages still show them",
     )
 
 
@@ -541,14 +590,14 @@ class Auth(Strict):
     """API keys."""
 
     keys_file: Path | None = Field(
-        None, description="YAML mapping of key, or sha256:HEX of a key, to tenant; null: no keys"
+        None, description="YAML file that maps keys, or sha256:HEX of keys, to tenants; null: no keys"
     )
     salt_secret: Token | None = Field(
         None,
-        description="the cache salts of isolated tenants are derived from it; the same for all routers in "
-        "front of the same engines; default: random at each start, so caches start empty",
+        description="secret for the cache salts of isolated tenants; all routers of the same engines need "
+        "the same secret. Default: random at each start, so caches start empty",
     )
-    salt_secret_file: Path | None = Field(None, description="file that holds salt_secret")
+    salt_secret_file: Path | None = Field(None, description="file with salt_secret")
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:
@@ -562,15 +611,15 @@ class Admin(Strict):
     enabled: bool = Field(False, description="allow /admin: add, drain and remove engines, switch the guard")
     token: Token | None = Field(
         None,
-        description="bearer token of /admin and /debug; unless the router listens on loopback and has no API "
-        "keys, enabled requires it, and /debug is closed without it",
+        description="bearer token for /admin and /debug. Required by `enabled`, unless the router listens "
+        "on loopback and has no API keys; in the same cases /debug is closed without a token",
     )
-    token_file: Path | None = Field(None, description="file that holds token")
+    token_file: Path | None = Field(None, description="file with token")
     protect_metrics: bool = Field(False, description="require the token for /metrics")
     allowed_engines: list[EngineRule] | None = Field(
         None,
-        description="IP addresses, CIDR blocks and host name patterns that engines added over /admin may "
-        "have; null: any address except link-local and cloud metadata addresses",
+        description="IP addresses, CIDR blocks and host name patterns allowed for engines that /admin adds; "
+        "null: any address except link-local and cloud metadata addresses",
     )
 
     @model_validator(mode="after")
@@ -592,46 +641,49 @@ def _only_one(section: Strict, *names: str) -> None:
 
 
 def _section_of(value: object) -> object:
-    """`admin: true` as the section that it stands for."""
+    """Expands `admin: true` to the section that it abbreviates."""
     return value if isinstance(value, dict | Admin) else {SHORTHANDS["admin"]: value}
 
 
 class TenantConfig(Strict):
-    """What a tenant's requests are entitled to, where requests are ordered."""
+    """Service of a tenant's requests: weight, order and isolation."""
 
-    weight: float = Field(1.0, ge=1e-3, le=1e6, description="its share beside others, under priority vtc")
+    weight: float = Field(
+        1.0, ge=1e-3, le=1e6, description="share of service relative to other tenants, under priority vtc"
+    )
     handicap_seconds: float = Field(
         0.0,
         ge=-1e6,
         le=1e6,
-        description="its requests count as so much later under priority uniboost, for bulk work; below 0: "
-        "earlier",
+        description="added to the arrival time under priority uniboost, for bulk work; below 0: earlier",
     )
     isolate: bool = Field(
         False,
-        description="keep its prompts apart from those of all other tenants in the KV index and, by "
-        "cache_salt, in the engines' prefix caches",
+        description="share no cached prefixes with other tenants, neither in the KV index nor (by "
+        "cache_salt) in the engines' prefix caches",
     )
 
 
 class ReplicasConfig(Strict):
-    """Other routers before the same engines, which are told what this one has where, and tell it."""
+    """Other routers of the same engines: they exchange their in-flight load."""
 
     urls: list[RouterUrl] = Field(
         default_factory=list,
-        description="of all of them, e.g. http://routers:8080: each address that the host's name has is one, "
-        "and this router may be among them; empty: it works alone",
+        description="URLs of all routers, e.g. http://routers:8080. Every address of the host name is a "
+        "router, and this router may be among them. Empty: no other routers",
     )
-    interval: Annotated[Seconds, Field(ge=0.01)] = Field(0.1, description="between two times of telling")
+    interval: Annotated[Seconds, Field(ge=0.01)] = Field(
+        0.1, description="time between two load messages, seconds"
+    )
     silent_after: Seconds = Field(
-        2.0, description="without a word from a router, until its requests count no longer"
+        2.0, description="ignore another router's load after this many seconds without a message from it"
     )
     token: Token | None = Field(
         None,
-        description="bearer token that the routers send each other; required unless host and the hosts of "
-        "urls are loopback addresses and there are no API keys",
+        description="bearer token between routers; required unless `host` and the hosts of `urls` are "
+        "loopback addresses and there are no API keys",
     )
-    token_file: Path | None = Field(None, description="file that holds token")
+    token_file: Path | None = Field(None, description="file with token")
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:
@@ -642,11 +694,9 @@ class ReplicasConfig(Strict):
 class Log(Strict):
     """Logs, on stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe level shown"
-    )
-    json_lines: bool = Field(False, alias="json", description="one JSON object a line")
-    access: bool = Field(False, description="a line per request")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level to log")
+    json_lines: bool = Field(False, alias="json", description="log one JSON object per line")
+    access: bool = Field(False, description="log a line per request")
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -655,44 +705,48 @@ class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free one")
-    model: str | None = Field(None, description="model of engines that name none; default: they are asked")
+    port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free port")
+    model: str | None = Field(
+        None, description="model of engines without one in their entry; default: as the engines report"
+    )
     engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
     embedded: Embedded | None = Field(
         None,
-        description="emulated engines started as child processes: a number, or 2P4D for 2 that prefill and 4 "
-        "that decode",
+        description="emulated engines to start as child processes: a number, or e.g. 2P4D for 2 prefill and "
+        "4 decode engines",
     )
     discovery: list[DiscoverySource] = Field(
-        default_factory=list, description="sources of further engines, which come and go"
+        default_factory=list, description="service discovery: sources of more engines"
     )
     paths: list[Annotated[str, Field(pattern="^/")]] = Field(
-        default_factory=list, description="further POST paths passed through to the engines"
+        default_factory=list, description="additional POST paths to forward to the engines"
     )
     admin: Annotated[Admin, BeforeValidator(_section_of)] = Field(
         default_factory=Admin, description="administration and debugging pages"
     )
-    timeouts: Timeouts = Field(default_factory=Timeouts, description="limits by phase")
-    retries: Retries = Field(default_factory=Retries, description="when the next engine is tried")
-    health: Health = Field(default_factory=Health, description="checks of the engines")
+    timeouts: Timeouts = Field(default_factory=Timeouts, description="time limits of the phases of a request")
+    retries: Retries = Field(default_factory=Retries, description="retries on another engine")
+    health: Health = Field(default_factory=Health, description="health checks of the engines")
     load: Load = Field(default_factory=Load, description="load reports of the engines")
-    limits: Limits = Field(default_factory=Limits, description="bounds on requests")
-    errors: Errors = Field(default_factory=Errors, description="what clients learn from errors and headers")
+    limits: Limits = Field(default_factory=Limits, description="limits on requests and connections")
+    errors: Errors = Field(default_factory=Errors, description="details in errors and headers for clients")
     cors: Cors = Field(default_factory=Cors, description="web pages that may call the API from a browser")
     auth: Auth = Field(default_factory=Auth, description="API keys")
     tenants: dict[str, TenantConfig] = Field(
         default_factory=dict,
-        description="by name: an API key's tenant or, where there are no keys, that of the header x-tenant",
+        description="tenants by name: the tenant of the API key or, without API keys, of the x-tenant header",
     )
-    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="routers side by side")
+    replicas: ReplicasConfig = Field(
+        default_factory=ReplicasConfig, description="other routers of the same engines"
+    )
     log: Log = Field(default_factory=Log, description="logs")
 
     _deprecated: tuple[str, ...] = PrivateAttr(())
 
     @property
     def deprecated(self) -> tuple[str, ...]:
-        """Warnings about keys that were given under their old names, each with the present spelling."""
+        """Warnings about deprecated keys in the sources, each with the current spelling."""
         return self._deprecated
 
     @model_validator(mode="after")
@@ -700,18 +754,18 @@ class ServerConfig(PoolSettings):
         labels: set[str] = set()
         for engine in [*self.engines, *(engine for model in self.models for engine in model.engines)]:
             if engine.label in labels:
-                raise ValueError(f"two engines are named {engine.label!r}; give one another name")
+                raise ValueError(f"two engines are named {engine.label!r}; rename one")
             labels.add(engine.label)
         sources = [CONFIGURED, ADMIN, *(source.label for source in self.discovery)]
         for number, label in enumerate(sources):
             if label in sources[:number]:
-                raise ValueError(f"two sources of engines are named {label!r}; give one another name")
+                raise ValueError(f"two discovery sources are named {label!r}; rename one")
         self._check_credentials()
         self._check_indicators()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
-                raise ValueError(f"two models are named {name!r}")
+                raise ValueError(f"two models are named {name!r}; rename one")
             names.add(name)
         return self
 
@@ -725,7 +779,9 @@ class ServerConfig(PoolSettings):
             return
         if replicas.token is None and replicas.token_file is None:
             if keys:
-                raise ValueError("replicas.token is needed where there are API keys: clients are no routers")
+                raise ValueError(
+                    "replicas.token is needed because there are API keys: clients must not act as routers"
+                )
             hosts = [self.host, *(urlsplit(url).hostname or "" for url in replicas.urls)]
             open_to = next((host for host in hosts if not is_loopback(host)), None)
             if open_to is not None:
@@ -741,7 +797,7 @@ class ServerConfig(PoolSettings):
             )
 
     def _check_indicators(self) -> None:
-        """Refuses indicators whose source is switched off."""
+        """Refuses indicators whose source is disabled."""
         declared = [(name, each) for pool in (self, *self.models) for name, each in pool.indicators.items()]
         for name, each in declared:
             if each.source == "push":
@@ -770,7 +826,7 @@ class ServerConfig(PoolSettings):
 
     @property
     def orders(self) -> bool:
-        """Whether requests of some model are given priorities."""
+        """Whether requests of some model get priorities from the router."""
         return any(pool.priority is not None for pool in self._pools)
 
     @property
@@ -778,7 +834,7 @@ class ServerConfig(PoolSettings):
         return [self, *(self.pool_settings(model) for model in self.models)]
 
     def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
-        """Settings of a model's pool: its own where given, else the top level's."""
+        """Settings of a model's pool: the model's own, or else the top level's."""
         values = {name: getattr(self, name) for name in PoolSettings.model_fields}
         if model is not None:
             own = model.model_fields_set & PoolSettings.model_fields.keys()

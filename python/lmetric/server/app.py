@@ -1,4 +1,4 @@
-"""The server's life: start, serve, drain, stop."""
+"""The life cycle of the server: start, serve, drain, stop."""
 
 import asyncio
 import contextlib
@@ -34,14 +34,14 @@ STOP_SECONDS = 2.0
 
 
 class Server:
-    """One router process: `await start()`, then `await stop()`.
+    """One router process. Call `await start()`, and `await stop()` at the end.
 
-    ``sockets``: bound to the configuration's host and port; None: `start` binds them.
+    ``sockets``: sockets bound to the configuration's host and port. None: `start` binds them.
     """
 
     def __init__(self, config: ServerConfig, sockets: list[socket.socket] | None = None) -> None:
         self.config = config
-        self._read = config  # what a reloaded configuration is compared with
+        self._read = config  # `reload` compares a new configuration with it
         self.port = 0
         self._sockets = sockets
         self.fleet = Fleet(config)
@@ -53,7 +53,10 @@ class Server:
         self._listeners: list[asyncio.Server] = []
 
     def build(self) -> Keys:
-        """Sets up what the configuration describes, without a connection. Raises LmetricError."""
+        """Builds keys and fleet from the configuration, without any connection.
+
+        Raises LmetricError.
+        """
         keys = Keys.load(self.config.auth.keys_file)
         self.fleet.build()
         return keys
@@ -61,7 +64,7 @@ class Server:
     async def start(self) -> None:
         """Binds the port, checks the engines once, then listens.
 
-        Raises LmetricError for the configuration, PortError for the address.
+        Raises LmetricError if the configuration is invalid, PortError if the address is not usable.
         """
         config = self.config
         keys = self.build()
@@ -72,7 +75,7 @@ class Server:
             and not config.discovery
         ):
             raise ConfigError(
-                "no engines: give --engine URL, --embedded N, or engines or discovery in the configuration"
+                "no engines: set --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         sockets = self._sockets or await bind(config.host, config.port)
         self.front = Frontend(config, self.fleet, keys, self.metrics, pages)
@@ -87,7 +90,7 @@ class Server:
         try:
             for each in sockets:
                 self._listeners.append(await loop.create_server(self.front, sock=each, backlog=2048))
-        except OSError as error:  # another process has listened there since
+        except OSError as error:  # another process has begun to listen there
             self._close_listeners()
             await self._discovery.stop()
             raise port_error(config.host, config.port, error) from None
@@ -103,8 +106,10 @@ class Server:
         )
 
     def reload(self, config: ServerConfig) -> None:
-        """Takes over API keys, tenants, the engines' API keys and policies from a configuration read anew;
-        other settings stay. Raises ConfigError, and then nothing has changed."""
+        """Applies API keys, tenants, the engines' API keys and policies of a new configuration.
+
+        Other settings stay. Raises ConfigError; then nothing has changed.
+        """
         front = self.front
         keys = Keys.load(config.auth.keys_file)
         added, removed = front.keys.changes(keys)
@@ -132,7 +137,10 @@ class Server:
             log.warning("these settings change only with a restart", settings=others)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
-        """Stops taking requests and lets the running ones end, up to the deadline or until ``hurry``."""
+        """Stops accepting requests and waits for the running ones.
+
+        Returns when they have ended, at the deadline, or when ``hurry`` is set.
+        """
         front, timeouts = self.front, self.config.timeouts
         front.draining = True
         log.info("draining", running=len(front.relays))
@@ -140,21 +148,22 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain_grace):
                 await hurry.wait()
-        # The pages go on, so that /ready can be seen red and /metrics read to the end; requests get a 503.
+        # Pages still answer: /ready reports the drain and /metrics stays readable. Requests get a
+        # 503.
         front.refusing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain):
                 await front.idle_or(hurry)
         self._close_listeners()
         if front.relays:
-            log.warning("cutting off requests that did not end in time", running=len(front.relays))
+            log.warning("aborting requests that did not end in time", running=len(front.relays))
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
             listener.close()
 
     async def stop(self) -> None:
-        """Ends what still runs, with an error to its client, and closes everything."""
+        """Ends running requests with an error to their clients, and closes all connections."""
         self.front.draining = self.front.refusing = True
         self._close_listeners()
         for relay in list(self.front.relays):
@@ -176,11 +185,13 @@ async def serve(
     started: Callable[[Server], None] | None = None,
     reread: Callable[[], ServerConfig] | None = None,
 ) -> int:
-    """Serves until SIGTERM (returns 0) or Ctrl-C (130), then drains; a second signal hurries it.
+    """Serves until SIGTERM (returns 0) or Ctrl-C (returns 130), then drains.
 
-    SIGHUP reloads keys, tenants and policies (`Server.reload`) from what ``reread`` returns; SIGUSR1 and
-    SIGUSR2 are ignored. ``started`` is called once the server listens. Raises LmetricError, PortError, or
-    EngineStartError.
+    A second signal ends the drain.
+
+    SIGHUP reloads keys, tenants and policies (`Server.reload`) from the configuration that
+    ``reread`` returns. SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server
+    listens. Raises LmetricError, PortError or EngineStartError.
     """
     loop = asyncio.get_running_loop()
     ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
@@ -188,7 +199,7 @@ async def serve(
         loop.add_signal_handler(number, _ignored, number)
     if reread is not None:
         loop.add_signal_handler(signal.SIGHUP, _ignored, signal.SIGHUP)  # until the server listens
-    # Before engines are started and examined, which takes seconds.
+    # The port is bound first: starting and checking engines takes seconds.
     sockets = await bind(config.host, config.port)
     async with _with_embedded(config) as config:
         server = Server(config, sockets)
@@ -217,9 +228,9 @@ async def serve(
 
 
 def check_config(config: ServerConfig) -> None:
-    """Makes the checks that `serve` makes before it contacts engines. Raises LmetricError.
+    """Runs the checks that `serve` makes before it contacts engines. Raises LmetricError.
 
-    Logs warnings alone: what is in order is no news here.
+    Logs only warnings and errors.
     """
     level = config.log.level if config.log.level == "error" else "warning"
     configure_logging(config.log.model_copy(update={"level": level}))
@@ -243,12 +254,14 @@ def _reload(server: Server, reread: Callable[[], ServerConfig]) -> None:
     try:
         server.reload(reread())
     except LmetricError as error:
-        log.error("the configuration cannot be reloaded; the old one stays", reason=str(error))
+        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
 
 
 def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None = None) -> int:
-    """`serve` with logs set up, under the fastest loop there is; returns the process's exit code. ``reread``
-    reads the configuration anew, for SIGHUP."""
+    """Sets up logs and runs `serve`, on uvloop if it is installed. Returns the process's exit code.
+
+    ``reread`` reads the configuration again, for SIGHUP.
+    """
     configure_logging(config.log)
     _warn_deprecated(config)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
@@ -261,7 +274,10 @@ def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None =
 
 
 def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
-    """One for each engine: so many alike, or those of 2P4D; with what the configuration needs of them."""
+    """Returns the options of each embedded engine: N equal ones, or both roles ("2P4D").
+
+    The options enable the engine features that the configuration needs.
+    """
     from lmetric.engines.emulated import EngineOptions
     from lmetric.engines.emulated.options import BOTH_WAYS
 
@@ -278,7 +294,7 @@ def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
 
 @contextlib.asynccontextmanager
 async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
-    """The configuration with the embedded engines, which live as long as the context."""
+    """Yields the configuration with the embedded engines, which run as long as the context."""
     if config.embedded is None:
         yield config
         return

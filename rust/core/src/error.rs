@@ -1,70 +1,70 @@
-//! One error tree. Messages say what, where, and what would have been right.
+//! The error type. Messages report what failed, the value, and what was expected.
 use crate::maturity::Maturity;
 use thiserror::Error;
 
-/// Everything the core refuses.
+/// All errors of the core.
 #[derive(Debug, Error, Clone, PartialEq)]
 pub enum CoreError {
-    /// A name that is not known, with the nearest one that is.
+    /// An unknown name, with the nearest known name.
     #[error("unknown {kind} {name:?}{}", nearest.as_ref().map(|n| format!("; did you mean {n:?}?")).unwrap_or_default())]
     UnknownName {
-        /// What the name should have named: `policy`, `indicator`, `instance`, `knob of policy lmetric`.
+        /// Kind of the name: `policy`, `indicator`, `instance`, `parameter of policy lmetric`.
         kind: String,
-        /// The name as given.
+        /// The given name.
         name: String,
-        /// The nearest known name, where one is near enough.
+        /// The nearest known name, if it is near enough.
         nearest: Option<String>,
     },
-    /// A value out of its range or of the wrong type.
+    /// A value of the wrong type or out of range.
     #[error("{what}: {got} is not valid; expected {expected}")]
     BadValue {
-        /// What the value is for, e.g. `knob lam of policy linear`.
+        /// Purpose of the value, for example `parameter lam of policy linear`.
         what: String,
-        /// The value as given.
+        /// The given value.
         got: String,
-        /// What would have been right.
+        /// The expected values.
         expected: String,
     },
     /// A policy, a planner or a setting that the registry does not offer.
     #[error("{kind} {name:?} {}", refusal(*maturity))]
     Immature {
-        /// What is not offered: `policy`, `split`, `knob of policy sibyl`.
+        /// Kind of the part: `policy`, `split`, `parameter of policy sibyl`.
         kind: String,
-        /// Its name.
+        /// Name of the part.
         name: String,
-        /// How mature it is.
+        /// Maturity of the part.
         maturity: Maturity,
     },
     /// A score expression that does not parse or type-check.
     #[error("{0}")]
     Expression(crate::expr::ExprError),
-    /// A policy of the embedding program that failed.
+    /// The failure of a policy in the embedding program.
     #[error("policy {policy}: {problem}")]
     Policy {
-        /// Its name.
+        /// Name of the policy.
         policy: String,
-        /// What went wrong.
+        /// The problem.
         problem: String,
     },
     /// No instance can take the request.
     #[error("no instance can take the request: {0}")]
     NoInstance(String),
-    /// An event that the ticket's state does not allow, or a ticket that is closed.
+    /// An event that the ticket's state does not allow, or an event of a closed ticket.
     #[error("ticket {ticket}: {problem}")]
     Ticket {
         /// Number of the ticket.
         ticket: u64,
-        /// What does not fit.
+        /// The problem.
         problem: String,
     },
-    /// A panic has left the router's counts half changed.
+    /// A panic left the router's counts inconsistent.
     #[error(
         "the router is broken: an internal error stopped one of its operations halfway; build a new Router and report the error"
     )]
     Broken,
 }
 
-/// Why a part is not offered, and what to do.
+/// Returns the rest of the message: why the part is not offered, and what to do.
 fn refusal(maturity: Maturity) -> &'static str {
     match maturity {
         Maturity::Stable => "is not offered here",

@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What an instance may be asked to do.
+/// Work that an instance accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Role {
     /// Prefill and decode.
@@ -19,11 +19,11 @@ pub enum Role {
 }
 
 impl Role {
-    /// All of them, with their names.
+    /// All values, with their names.
     pub const NAMES: [(&'static str, Role); 3] =
         [("both", Role::Both), ("prefill", Role::Prefill), ("decode", Role::Decode)];
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         Role::NAMES.iter().find(|(_, role)| *role == self).expect("every role has a name").0
     }
@@ -58,7 +58,7 @@ impl Fleet {
     /// Adds an instance, healthy, in the lowest free slot.
     ///
     /// # Errors
-    /// `BadValue` where the name is taken or empty, or the fleet is full.
+    /// `BadValue` if the name is empty or taken, or if the fleet is full.
     pub fn add(&mut self, name: &str, role: Role) -> Result<InstanceId, CoreError> {
         let bad = |expected: String| CoreError::BadValue {
             what: "instance name".into(),
@@ -69,7 +69,7 @@ impl Fleet {
             return Err(bad("a name that is not empty".into()));
         }
         if self.by_name.contains_key(name) {
-            return Err(bad("a name that no instance of this router has yet".into()));
+            return Err(bad("a name that is not in use in this router".into()));
         }
         let slot = self.slots.iter().position(|s| !s.live).unwrap_or(self.slots.len());
         if slot == MAX_INSTANCES {
@@ -119,7 +119,7 @@ impl Fleet {
         self.regroup();
     }
 
-    /// The instance of that name.
+    /// Returns the instance with this name.
     ///
     /// # Errors
     /// `UnknownName` with the nearest name.
@@ -131,6 +131,8 @@ impl Fleet {
         })
     }
 
+    /// Checks that the fleet has this slot.
+    ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
     pub fn check(&self, id: InstanceId) -> Result<(), CoreError> {
@@ -144,7 +146,7 @@ impl Fleet {
         })
     }
 
-    /// Says whether an instance answers.
+    /// Sets whether an instance is healthy.
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
@@ -155,7 +157,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Says whether an instance takes new requests.
+    /// Sets whether an instance is draining; a draining instance accepts no new requests.
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
@@ -166,7 +168,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Changes what an instance may be asked to do. What runs there runs on.
+    /// Changes an instance's role. Running requests continue.
     ///
     /// # Errors
     /// `BadValue` if the fleet has no such slot.
@@ -177,10 +179,11 @@ impl Fleet {
         Ok(())
     }
 
-    /// Puts an instance into the group of that name, as data-parallel ranks that step together are; `None`: into one of its own.
+    /// Puts an instance into a named group, for data-parallel ranks that step together. `None`: a
+    /// group of its own.
     ///
     /// # Errors
-    /// `BadValue` if the fleet has no such slot, or for an empty name.
+    /// `BadValue` if the fleet has no such slot or the name is empty.
     pub fn set_group(&mut self, id: InstanceId, group: Option<&str>) -> Result<(), CoreError> {
         self.check(id)?;
         if group == Some("") {
@@ -195,7 +198,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// The group of each slot: the first slot of its live instances. Empty if no two instances share one.
+    /// Returns the group of each slot: the first slot of its live instances. Empty if no two
+    /// instances share a group.
     #[inline]
     pub fn groups(&self) -> &[u32] {
         &self.groups
@@ -213,7 +217,7 @@ impl Fleet {
         }
     }
 
-    /// What an instance may be asked to do.
+    /// Returns an instance's role.
     ///
     /// # Panics
     /// If the fleet has no such slot.
@@ -222,7 +226,7 @@ impl Fleet {
         self.slots[id.index()].role
     }
 
-    /// Name of a slot (of its last instance, where it is free).
+    /// Returns the name of a slot's instance; for a free slot, of its last instance.
     ///
     /// # Panics
     /// If the fleet has no such slot.
@@ -230,34 +234,35 @@ impl Fleet {
         &self.slots[id.index()].name
     }
 
-    /// Names of all slots, empty for free ones; shared: receipts keep the names of their time.
+    /// Returns the names of all slots, empty for free ones. Decision records share the names of
+    /// their time.
     pub fn names(&self) -> &Arc<[Arc<str>]> {
         &self.names
     }
 
-    /// Names of the live instances, in slot order.
+    /// Yields the names of the live instances, in slot order.
     pub fn live_names(&self) -> impl Iterator<Item = &str> {
         self.slots.iter().filter(|s| s.live).map(|s| &*s.name)
     }
 
-    /// Generation of a slot: counts its instances. 0 for a slot that the fleet does not have.
+    /// Returns the generation of a slot, which counts its instances; 0 for an unknown slot.
     #[inline]
     pub fn generation(&self, id: InstanceId) -> u32 {
         self.slots.get(id.index()).map_or(0, |slot| slot.generation)
     }
 
-    /// Whether the slot still holds the instance of that generation.
+    /// Returns whether the slot still holds the instance of this generation.
     #[inline]
     pub fn is_current(&self, id: InstanceId, generation: u32) -> bool {
         self.slots.get(id.index()).is_some_and(|slot| slot.live && slot.generation == generation)
     }
 
-    /// Whether the slot holds an instance.
+    /// Returns whether the slot holds an instance.
     pub fn is_live(&self, id: InstanceId) -> bool {
         self.slots.get(id.index()).is_some_and(|s| s.live)
     }
 
-    /// Whether the instance answers, whether it is draining, and its role.
+    /// Returns whether the instance is healthy, whether it is draining, and its role.
     ///
     /// # Panics
     /// If the fleet has no such slot.
@@ -266,41 +271,42 @@ impl Fleet {
         (slot.healthy, slot.draining, slot.role)
     }
 
-    /// Number of slots, free ones included.
+    /// Returns the number of slots, including free ones.
     pub fn slots(&self) -> usize {
         self.slots.len()
     }
 
-    /// Number of live instances.
+    /// Returns the number of live instances.
     pub fn live_count(&self) -> usize {
         self.by_name.len()
     }
 
-    /// Which slots may take a request's prompt: those that prefill only and those that do both.
+    /// Returns which slots accept prompts: available instances that prefill only or do both.
     #[inline]
     pub fn eligible(&self) -> &[bool] {
         &self.eligible
     }
 
-    /// Number of slots that may.
+    /// Returns the number of slots that accept prompts.
     #[inline]
     pub fn eligible_count(&self) -> usize {
         self.eligible_count
     }
 
-    /// Which slots may take a request whose prompt was prefilled elsewhere: those that decode only.
+    /// Returns which slots accept requests prefilled elsewhere: available instances that decode
+    /// only.
     #[inline]
     pub fn decoders(&self) -> &[bool] {
         &self.decoders
     }
 
-    /// Number of slots that may.
+    /// Returns the number of slots that accept requests prefilled elsewhere.
     #[inline]
     pub fn decoder_count(&self) -> usize {
         self.decoder_count
     }
 
-    /// Stable hashes of the names, by slot.
+    /// Returns stable hashes of the names, by slot.
     #[inline]
     pub fn name_hashes(&self) -> &[u64] {
         &self.name_hashes
@@ -316,7 +322,8 @@ impl Fleet {
         self.decoder_count = self.decoders.iter().filter(|e| **e).count();
     }
 
-    /// Makes the shared names anew. Only when instances come and go: each receipt keeps the copy of its time.
+    /// Rebuilds the shared names. Called only when instances join or leave: each decision record
+    /// keeps a copy.
     fn rename(&mut self) {
         let free: Arc<str> = "".into();
         self.names = self.slots.iter().map(|s| if s.live { s.name.clone() } else { free.clone() }).collect();
@@ -343,7 +350,7 @@ mod tests {
         assert_eq!(fleet.eligible(), [true, false]);
     }
 
-    /// Rust B9, B3: health leaves the shared names alone, and a free slot has no name.
+    /// A health change keeps the shared names; a free slot has no name.
     #[test]
     fn names_change_only_with_the_members() {
         let mut fleet = Fleet::default();
@@ -357,7 +364,7 @@ mod tests {
         fleet.remove(a);
         let now: Vec<&str> = fleet.names().iter().map(|name| &**name).collect();
         assert_eq!(now, ["", "b"]);
-        assert_eq!(&**fleet.name(a), "a"); // of a request that is still there
+        assert_eq!(&**fleet.name(a), "a"); // requests still on it need the name
         assert!(fleet.check(InstanceId(1)).is_ok() && fleet.set_healthy(InstanceId(2), true).is_err());
     }
 

@@ -1,22 +1,22 @@
-//! The small types that everything else speaks in.
+//! Basic types of the whole crate.
 
-/// One engine replica, as a dense slot number: it indexes every indicator column.
+/// An engine instance, as a dense slot number that indexes every indicator column.
 ///
-/// A slot is used again only after its instance was removed; tickets carry a generation beside it, so that a late
-/// event of a removed instance never reaches its successor's books.
+/// A slot is reused only after its instance is removed. Tickets also carry a generation, so a late
+/// event of a removed instance never reaches the in-flight ledger of its successor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InstanceId(pub u32);
 
 impl InstanceId {
-    /// The slot as an index into columns.
+    /// Returns the slot as an index into columns.
     #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Monotonic time in seconds from an origin of the caller's choice.
+/// Monotonic time in seconds; the caller chooses the origin.
 pub type Seconds = f64;
 
-/// Most instances one router holds: bounds every bit set and column.
+/// Maximum number of instances of a router; bounds every bit set and column.
 pub const MAX_INSTANCES: usize = 4096;

@@ -1,11 +1,13 @@
-//! Decides where each request of a fleet of LLM engines runs.
+//! Routing decisions for fleets of LLM engines: the instance that runs each request.
 //!
-//! No I/O, no clock, no global state but the names of declared indicators, no Python: time and randomness come in as arguments, so the same inputs
-//! give the same decisions in the server, in the simulator and in a test.
+//! The crate has no I/O, no clock, no Python and no global state except the names of declared
+//! indicators. Time and randomness are arguments. Equal inputs therefore give equal decisions in
+//! the server, in the simulator and in tests.
 //!
-//! Arrows point one way: `policy -> estimate, kv, indicators -> ids`; only `router` sees all.
+//! Dependencies go one way: `policy -> estimate, kv, indicators -> ids`. Only `router` uses all
+//! modules.
 
-// The tests' hand-made snapshots are shared with the integration tests, which know this crate by its name.
+// Unit tests and integration tests share fixtures that import this crate by its name.
 #[cfg(test)]
 extern crate self as lmetric_core;
 

@@ -1,22 +1,23 @@
-//! Who should use a policy or a planner.
+//! Intended audience of a policy or planner.
 use std::fmt;
 
-/// How far a policy or a planner is proven.
+/// Maturity of a policy or planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Maturity {
     /// Proven: studies recommend it, or it is a plain rule in wide use.
     Stable,
-    /// It works, but studies do not recommend it for all traffic, or real engines have not tested it.
+    /// Works, but studies do not recommend it for all traffic, or it is not tested with real
+    /// engines.
     Experimental,
     /// For studies only: an oracle, an ablation, a negative control, or a rule that gains nothing.
     Study,
 }
 
 impl Maturity {
-    /// All, the most mature first.
+    /// All values, the most mature first.
     pub const ALL: [Maturity; 3] = [Maturity::Stable, Maturity::Experimental, Maturity::Study];
 
-    /// Its name in Python and in tables.
+    /// Returns the name in Python and in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Maturity::Stable => "stable",
@@ -25,7 +26,7 @@ impl Maturity {
         }
     }
 
-    /// The maturity of that name.
+    /// Returns the maturity with this name.
     pub fn named(name: &str) -> Option<Maturity> {
         Maturity::ALL.into_iter().find(|maturity| maturity.name() == name)
     }

@@ -1,51 +1,56 @@
 //! Plans: a request is a chain of segments placed on instances.
 //!
-//! A plan is made segment by segment: the open one, and those bound behind it. Where a segment ends before the request does, another follows: bound
-//! at the decision, or chosen when its turn comes ([`Binding`]). Prefill/decode is two segments cut at the prompt's end; a request may be
-//! cut at any other token, too ([`Cuts`]), and a running one moved, which cuts it where it is.
+//! A plan holds the open segment and the segments bound after it. If a segment ends before the
+//! request does, another segment follows. Its instance is chosen at the decision or when its turn
+//! comes ([`Binding`]). Prefill/decode disaggregation is two segments, cut at the end of the
+//! prompt. A request can be cut at any other token ([`Cuts`]). A running request can move, which
+//! cuts it at its current token.
 //!
-//! A cut at token `s` means: the KV cache of the first `s` tokens is computed before it. Of a prompt of `P` tokens, a first segment with `s >= P` makes
-//! `s - P` output tokens that count; an engine that hands over with its last token, as vLLM does, makes one more, which is made again behind the cut,
-//! unless the next one can compute a token behind what it fetches: then `s - P` are enough, the last without its KV.
+//! A cut at token `s` means that the first segment computes the KV cache of the first `s` tokens.
+//! With a prompt of `P` tokens and `s >= P`, the first segment produces `s - P` output tokens that
+//! count. An engine that transfers KV with its last token, as vLLM does, produces one token more,
+//! and the next segment produces it again. If the next instance can compute a token after the
+//! fetched KV, `s - P` tokens suffice; the last token then has no KV yet.
 use crate::ids::{InstanceId, Seconds};
 
-/// A range of a request's tokens, prompt and output counted through, on one instance.
+/// A range of a request's tokens (prompt and output counted together) on one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Where it runs.
+    /// Instance that runs the segment.
     pub instance: InstanceId,
-    /// Its first token.
+    /// First token.
     pub from_token: u32,
-    /// One past its last token; `None`: open, to the request's end.
+    /// One past the last token; `None`: open, to the end of the request.
     pub to_token: Option<u32>,
 }
 
-/// When the instance of a segment that follows another is chosen.
+/// When the instance of a follow-up segment is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Binding {
-    /// At the decision, by what is expected then; engines that move KV while they prefill need to know it (SGLang's bootstrap).
+    /// At the decision, by predicted load. Engines that move KV during prefill need this (SGLang's
+    /// bootstrap).
     #[default]
     Early,
-    /// When the segment before it has ended.
+    /// When the previous segment has ended.
     Late,
 }
 
-/// Where an instance can hand a request over, or take one, by what its engine can do.
+/// Positions at which an instance's engine can send or receive a request's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Cuts {
-    /// Nowhere.
+    /// No position.
     Nowhere,
-    /// Where the prompt ends (SGLang's prefill engines stop at the first token).
+    /// The end of the prompt (SGLang's prefill engines stop at the first token).
     PromptEnd,
-    /// There and behind any output token (vLLM's NIXL connector).
+    /// The end of the prompt and after any output token (vLLM's NIXL connector).
     Output,
-    /// Anywhere, inside the prompt, too (the same in bidirectional mode).
+    /// Any position, also inside the prompt (vLLM's NIXL connector in bidirectional mode).
     #[default]
     Anywhere,
 }
 
 impl Cuts {
-    /// All of them, with their names.
+    /// All values, with their names.
     pub const NAMES: [(&'static str, Cuts); 4] = [
         ("nowhere", Cuts::Nowhere),
         ("prompt_end", Cuts::PromptEnd),
@@ -53,12 +58,13 @@ impl Cuts {
         ("anywhere", Cuts::Anywhere),
     ];
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         Cuts::NAMES.iter().find(|(_, cuts)| *cuts == self).expect("every value has a name").0
     }
 
-    /// The cut that it allows for one wished for at `token` of a prompt of `prompt_tokens`: the same, the prompt's end, or none.
+    /// Returns the allowed cut for a wanted cut at `token`: `token`, the end of the prompt
+    /// (`prompt_tokens`), or `None`.
     pub fn nearest(self, token: u32, prompt_tokens: u32) -> Option<u32> {
         match self {
             Cuts::Nowhere => None,
@@ -69,65 +75,69 @@ impl Cuts {
     }
 }
 
-/// What a request's instance fetches before the request begins there: the KV of a part of its prompt that another instance holds. With it the plan has one more
-/// segment, `[0, to_token)` on the holder, of which nothing is computed.
+/// A prefix fetch: the instance fetches KV of a part of the prompt from another instance before the
+/// request begins. The plan then has one more segment, `[0, to_token)` on the holder, without
+/// computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pull {
-    /// Who holds it.
+    /// Instance that holds the KV.
     pub holder: InstanceId,
-    /// Its first token: what comes before is in the instance's own cache.
+    /// First token. Earlier tokens are in the instance's own cache.
     pub from_token: u32,
-    /// One past its last token: the rest is computed.
+    /// One past the last token. The instance computes the rest.
     pub to_token: u32,
 }
 
 impl Pull {
-    /// Tokens to be moved.
+    /// Returns the number of tokens to transfer.
     pub fn tokens(&self) -> u32 {
         self.to_token - self.from_token
     }
 }
 
-/// What happened to the open segment of a ticket.
+/// An event of a ticket's open segment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event {
-    /// The request was written to the instance; an approximate index learns of it now.
+    /// The request was sent to the instance; an approximate index records its prompt now.
     Sent,
-    /// Its pull is over: so many tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now.
+    /// The prefix fetch is over. The instance computes the missing tokens and begins now.
     Pulled {
-        /// Of the tokens to be pulled, the leading ones that are there by now.
+        /// Fetched tokens, counted from the start of the fetch; 0: none arrived.
         tokens: u32,
-        /// What it took, with all that it waited for.
+        /// Seconds from the start of the fetch, waiting included.
         seconds: Seconds,
     },
-    /// The engine took it off its queue (optional; known from a simulator or a talkative engine) and found this many tokens of its
-    /// prompt in its cache, what came from elsewhere included, where it says so: the rest is what it has to compute, whatever was booked.
+    /// The engine took the request off its queue (optional; reported by simulators and some
+    /// engines). The value, if reported, is the number of prompt tokens found in its cache, fetched
+    /// tokens included. The engine computes the rest, even if the ledger expected another number.
     Scheduled(Option<u32>),
-    /// The engine computed this many more of its prefill tokens (optional; exact).
+    /// The engine computed this many more prefill tokens (optional; exact).
     Prefilled(u32),
-    /// The first output token came back. Where the open segment ends with the prompt, the next one is at work with it (both legs run at once), and
-    /// the open one is over.
+    /// The first output token arrived. If the open segment ends with the prompt and the next
+    /// segment runs at the same time, the open segment is over.
     FirstToken,
-    /// This many further output tokens came back.
+    /// This many further output tokens arrived.
     Tokens(u32),
-    /// The segment ended well, as planned: the request did, or the next segment's turn has come.
+    /// The segment ended as planned: the request ended, or the next segment begins.
     Finished(Usage),
-    /// The segment was closed early, with all output tokens told of so far; the one that was bound behind it by a move goes on.
+    /// The segment was closed early, after all output tokens reported so far. The segment that a
+    /// move bound after it continues.
     Moved,
-    /// The request ended well inside this segment, whatever was to follow: its answer was shorter than expected.
+    /// The request completed inside this segment: the output was shorter than expected, and no
+    /// further segment runs.
     Ended(Usage),
-    /// It did not; another instance may take it.
+    /// The segment failed. Another instance may take the request.
     Failed(Failure),
-    /// It did not, and no other instance shall be tried.
+    /// The segment failed, and no other instance is tried.
     GaveUp(Failure),
 }
 
-/// What the engine says it did, where it says so.
+/// Token counts that the engine reported; `None`: not reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Prompt tokens.
     pub prompt_tokens: Option<u32>,
-    /// Prompt tokens found in its cache.
+    /// Prompt tokens found in the engine's cache.
     pub cached_tokens: Option<u32>,
     /// Output tokens.
     pub output_tokens: Option<u32>,
@@ -136,30 +146,31 @@ pub struct Usage {
 /// Why a segment failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// Nobody listens at the instance's address.
+    /// The instance's address refuses connections.
     Refused,
-    /// Its host name cannot be resolved.
+    /// The host name cannot be resolved.
     Dns,
-    /// No secure connection: a certificate, or another error of TLS.
+    /// TLS failed: a certificate or another TLS error.
     Tls,
-    /// No connection, for another reason (no route to its host).
+    /// The connection failed for another reason (for example, no route to the host).
     Unreachable,
     /// The connection broke.
     Reset,
     /// A time limit passed.
     Timeout,
-    /// The engine declined (busy, shutting down).
+    /// The engine declined the request (busy, shutting down).
     Status,
-    /// The client left.
+    /// The client disconnected.
     Cancelled,
-    /// The engine reported an error of its own.
+    /// The engine reported an internal error.
     EngineError,
-    /// The router lacks a file descriptor, a port or memory for a connection; no instance is to blame.
+    /// The router lacks a file descriptor, a port or memory for a connection; the instance is not
+    /// at fault.
     Resources,
 }
 
 impl Failure {
-    /// All of them, with the names used in receipts and metrics.
+    /// All values, with their names in decision records and metrics.
     pub const NAMES: [(&'static str, Failure); 10] = [
         ("refused", Failure::Refused),
         ("dns", Failure::Dns),
@@ -173,12 +184,12 @@ impl Failure {
         ("resources", Failure::Resources),
     ];
 
-    /// Whether another instance may take the request, as long as no token was seen.
+    /// Returns whether another instance may take the request, if no token was received.
     pub fn may_move(self) -> bool {
         !matches!(self, Failure::Cancelled | Failure::EngineError | Failure::Resources)
     }
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         Failure::NAMES.iter().find(|(_, f)| *f == self).expect("every failure has a name").0
     }

@@ -1,4 +1,4 @@
-//! Receipts: why a request went where it went, later joined with what happened.
+//! Decision records: why a request went where it went, later joined with the outcome.
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredId, IndicatorSet};
 use crate::plan::{Failure, Usage};
@@ -8,69 +8,74 @@ use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Terms are kept for this many of the best instances.
+/// Number of best instances whose terms are kept.
 pub const TERMS_KEPT: usize = 8;
 
-/// One instance of the best few.
+/// One of the best instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Candidate {
-    /// Its slot.
+    /// Slot.
     pub slot: u32,
-    /// Its score.
+    /// Score.
     pub score: f64,
 }
 
-/// Where a request goes on.
+/// The instance of a follow-up segment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Next {
-    /// Slot and name of the instance.
+    /// Slot of the instance.
     pub slot: u32,
-    /// See above.
+    /// Name of the instance.
     pub name: Arc<str>,
-    /// Its score under the decode policy.
+    /// Score under the decode policy.
     pub score: f64,
-    /// Seconds from the choice until the request was expected to start there.
+    /// Expected seconds from the choice to the start of the request there.
     pub handoff_seconds: Seconds,
 }
 
-/// Where it goes on, segment by segment.
+/// Instances of all follow-up segments, in order.
 pub type Nexts = SmallVec<[Next; 1]>;
 
-/// What its instance pulled of its prompt before it began.
+/// Prefix fetch before the request began.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pulled {
-    /// Slot and name of the holder.
+    /// Slot of the holder.
     pub slot: u32,
-    /// See above.
+    /// Name of the holder.
     pub name: Arc<str>,
-    /// First token of what was to be pulled.
+    /// First token to fetch.
     pub from_token: u32,
-    /// One past the last.
+    /// One past the last token to fetch.
     pub to_token: u32,
-    /// Seconds that it was expected to take.
+    /// Expected duration.
     pub expected_seconds: Seconds,
-    /// Tokens that came, once it is over.
+    /// Tokens that arrived; `None` while the fetch runs.
     pub tokens: Option<u32>,
-    /// What it took, once it is over.
+    /// Actual duration; `None` while the fetch runs.
     pub seconds: Option<Seconds>,
 }
 
-/// Seconds that places were expected to cost: all that is assigned to the instances, the request included (Libra, section 4.1), or what a place loses for all.
+/// Expected seconds per placement: each instance's assigned work, the request included (Libra,
+/// section 4.1), or the time that all requests lose by a placement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Balance {
-    /// The first, with its part of the best cut; NaN where none was looked at.
+    /// The first instance's work, with its part of the best cut; NaN if no cut was considered.
     pub first_seconds: Seconds,
-    /// The second, with its part.
+    /// The second instance's work, with its part.
     pub second_seconds: Seconds,
-    /// The third, with its part; NaN where the request has two parts, or comes back to the first.
+    /// The third instance's work, with its part; NaN if the request has two parts or returns to the
+    /// first instance.
     pub third_seconds: Seconds,
-    /// Two of them, the hand-over and the wait for it counted in; NaN where the request has three parts: whether these pay is not asked.
+    /// Time until both instances are done, split in two, including the handoff and the wait for it;
+    /// NaN for three parts, whose benefit is not checked.
     pub cut_seconds: Seconds,
-    /// The same with the request whole on the better of both.
+    /// Time until both instances are done if the better one runs the whole request.
     pub whole_seconds: Seconds,
-    /// What all requests together lose if the request decodes where it is prefilled ([`crate::split::apart`]); NaN where that is not asked.
+    /// Time that all requests together lose if the request decodes on its prefill
+    /// instance ([`crate::split::apart`]); NaN if not computed.
     pub stay_seconds: Seconds,
-    /// The same of the best other instance; NaN where there is none.
+    /// Time that all requests together lose if the request decodes on the best other instance; NaN
+    /// if there is none.
     pub apart_seconds: Seconds,
 }
 
@@ -89,86 +94,89 @@ impl Default for Balance {
     }
 }
 
-/// How a request ended.
+/// The outcome of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
-    /// `None` while it runs; `Some(None)` where it ended well.
+    /// `None` while the request runs; `Some(None)` after success.
     pub ended: Option<Option<Failure>>,
-    /// Closed without an end: the ticket was dropped.
+    /// Whether the ticket was dropped, which closed the request without an end event.
     pub dropped: bool,
-    /// What the engine says it did.
+    /// Token counts that the engine reported.
     pub usage: Usage,
-    /// Time from the decision to the end of the first segment, where another follows it, in seconds.
+    /// Seconds from the decision to the end of the first segment, if another segment follows.
     pub handed_over_seconds: Option<f64>,
-    /// Time from the decision to the first token, in seconds.
+    /// Seconds from the decision to the first token.
     pub ttft_seconds: Option<f64>,
-    /// Time from the decision to the end, in seconds.
+    /// Seconds from the decision to the end.
     pub e2e_seconds: Option<f64>,
 }
 
-/// Why one request went where it went.
+/// The decision record of one request.
 #[derive(Clone, Debug, Default)]
 pub struct Receipt {
     /// Number of the decision.
     pub id: u64,
-    /// When it was made.
+    /// Time of the decision.
     pub at: Seconds,
-    /// The request's own id, where it was given.
+    /// The request's own id, if it has one.
     pub request_id: Option<Box<str>>,
     /// Prompt length in tokens.
     pub prompt_tokens: u32,
-    /// Which end of the scores is the best.
+    /// Whether the lowest or the highest score wins.
     pub prefer: Prefer,
-    /// Names of all slots at that time.
+    /// Names of all slots at the decision.
     pub names: Arc<[Arc<str>]>,
-    /// One score a slot; NaN where the slot was left out.
+    /// One score per slot; NaN if the slot was left out.
     pub scores: Vec<f32>,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,
-    /// Declared indicators that it read.
+    /// Declared indicators that the policy read.
     pub declared: SmallVec<[DeclaredId; 4]>,
-    /// The best few, best first (ties in slot order).
+    /// The best instances, best first (ties in slot order).
     pub best: SmallVec<[Candidate; TERMS_KEPT]>,
-    /// Values of the indicators read (in the order of `reads`, then of `declared`) for the first of `best`, then for the second, and so on; NaN where
-    /// absent. See [`Receipt::explained`].
+    /// Indicator values (in the order of `reads`, then of `declared`) for each instance of `best`,
+    /// in order; NaN if absent. [`Receipt::explained`] pairs them.
     pub terms: SmallVec<[f64; 2 * TERMS_KEPT]>,
-    /// Score of the best not chosen minus score of the chosen one; `None` with one candidate.
+    /// Score of the best other instance minus the score of the chosen one; `None` with one
+    /// candidate.
     pub margin: Option<f64>,
     /// Slot of the chosen instance.
     pub chosen: u32,
-    /// Where it goes on after its first segment, and after that, as far as that is chosen.
+    /// Instances of the follow-up segments, as far as they are chosen.
     pub next: Nexts,
-    /// Tokens at which the plan cuts the request, prompt and output counted through.
+    /// Tokens at which the plan cuts the request, prompt and output counted together.
     pub cuts: SmallVec<[u32; 2]>,
-    /// Why it was left in one piece, where requests are cut or move; or in two, where it was to have three.
+    /// Why the request was not split (or split into two parts, not three), if requests are split or
+    /// moved.
     pub uncut: Option<Box<str>>,
-    /// Why nothing was to be pulled for it, where prefixes are pulled and its caller said so.
+    /// Why no prefix was fetched, if prefix fetches are on and the caller gave a reason.
     pub unpulled: Option<Box<str>>,
-    /// What its instance was to pull before it began.
+    /// Prefix fetch planned before the request began.
     pub pull: Option<Pulled>,
-    /// What its instances were expected to take for all that they have, where a cut was looked for.
+    /// Expected work of the instances, if a cut was considered.
     pub balance: Option<Balance>,
-    /// What it was given for its engine's queue, where requests are ordered.
+    /// Priority for the engine's queue, if requests are ordered.
     pub priority: Option<Priority>,
-    /// Instances that it moved to while it ran: the token at which it did, slot and name.
+    /// Instances that the request moved to while it ran: token position, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.
     pub moved: Vec<(u32, Arc<str>)>,
-    /// Leading prompt tokens that the chosen instance was believed to hold.
+    /// Predicted number of leading prompt tokens in the chosen instance's cache.
     pub predicted_hit_tokens: u32,
-    /// Age of the chosen instance's load report, where it sends any.
+    /// Age of the chosen instance's load report, if it sends reports.
     pub report_age_seconds: Option<f64>,
-    /// Eligible slots left out because an indicator was absent or the score was not a number.
+    /// Eligible slots left out because an indicator was absent or the score was not finite.
     pub left_out: u32,
-    /// The policy's filter left nothing and was waived.
+    /// Whether the policy's filter passed no slot and was waived.
     pub filter_waived: bool,
-    /// The policy scored no candidate, so the fewest requests decided.
+    /// Whether the policy scored no candidate, so that the fewest requests decided.
     pub unscored: bool,
-    /// Slots that the hot-spot guard kept the request from.
+    /// Slots excluded by the hot-spot guard.
     pub guard_excluded: u32,
-    /// The hot-spot guard would have left nobody, so the least loaded was taken.
+    /// Whether the hot-spot guard would have excluded all slots, so that the least loaded slot was
+    /// chosen.
     pub balance_only: bool,
-    /// What happened.
+    /// The outcome.
     pub outcome: Outcome,
 }
 
@@ -186,7 +194,8 @@ impl Receipt {
             + if self.terms.spilled() { self.terms.capacity() * size_of::<f64>() } else { 0 }
     }
 
-    /// The segment behind the token `behind` runs elsewhere than was said; `kept`: what follows it stays where it is, else nothing does.
+    /// Replaces the instance of the segment after token `behind`. `kept`: later segments stay
+    /// planned; otherwise they are removed.
     pub(crate) fn goes_on(&mut self, behind: u32, next: Next, kept: bool) {
         let place = self.cuts.iter().filter(|cut| **cut < behind).count().min(self.next.len());
         let after: Nexts = self.next.drain(place..).skip(1).collect();
@@ -196,12 +205,12 @@ impl Receipt {
         }
     }
 
-    /// Names of the instances tried, in order; the last is where the request is or was.
+    /// Yields the names of the instances tried, in order; the last one has or had the request.
     pub fn tried(&self) -> impl Iterator<Item = &Arc<str>> {
         std::iter::once(&self.names[self.chosen as usize]).chain(self.moved.iter().map(|(_, name)| name))
     }
 
-    /// The best few, each with the values of the indicators in `reads` and `declared`.
+    /// Yields the best instances, each with the values of the indicators in `reads` and `declared`.
     pub fn explained(&self) -> impl Iterator<Item = (Candidate, &[f64])> {
         let width = self.reads.iter().count() + self.declared.len();
         self.best.iter().enumerate().map(move |(i, c)| (*c, &self.terms[i * width..(i + 1) * width]))
@@ -214,16 +223,16 @@ impl Receipt {
     }
 }
 
-/// Bytes of the names that consecutive receipts share; counted once, with the oldest of them.
+/// Bytes of the names that consecutive records share; they count once, with the oldest record.
 fn names_bytes(names: &[Arc<str>]) -> usize {
     let own = |name: &Arc<str>| size_of::<Arc<str>>() + name.len();
     names.iter().map(own).sum()
 }
 
-/// The latest receipts, bounded in bytes. Ids are consecutive, so a look-up is an index.
+/// The latest decision records, bounded in bytes. Ids are consecutive, so a lookup is an index.
 #[derive(Debug)]
 pub struct ReceiptRing {
-    // Boxed, since each is filled in where one that fell out was: nothing is moved.
+    // Boxed, so that a removed record's memory is reused for a new record without a copy.
     receipts: VecDeque<Box<Receipt>>,
     spare: Option<Box<Receipt>>,
     bytes: usize,
@@ -232,24 +241,24 @@ pub struct ReceiptRing {
 }
 
 impl ReceiptRing {
-    /// An empty ring that keeps at most `byte_bound` bytes, and at least the latest receipt.
+    /// Creates an empty ring that keeps at most `byte_bound` bytes, and at least the latest record.
     pub fn new(byte_bound: usize) -> Self {
         ReceiptRing { receipts: VecDeque::new(), spare: None, bytes: 0, byte_bound, next_id: 1 }
     }
 
-    /// A cleared receipt to fill in; its buffers are those of one that fell out.
+    /// Returns a cleared record to fill in; it reuses the buffers of a removed record.
     pub fn take(&mut self) -> Box<Receipt> {
         let mut receipt = self.spare.take().unwrap_or_default();
         receipt.clear();
         receipt
     }
 
-    /// Takes a receipt back that is not kept, for its buffers.
+    /// Returns an unused record, so that its buffers are reused.
     pub fn put_back(&mut self, receipt: Box<Receipt>) {
         self.spare = Some(receipt);
     }
 
-    /// Keeps a receipt from [`ReceiptRing::take`]; returns its id.
+    /// Stores a record from [`ReceiptRing::take`] and returns its id.
     pub fn push(&mut self, mut receipt: Box<Receipt>) -> u64 {
         let id = self.next_id;
         receipt.id = id;
@@ -270,13 +279,13 @@ impl ReceiptRing {
         id
     }
 
-    /// The receipt of that id, while it is kept.
+    /// Returns the record with this id, if it is still kept.
     pub fn get(&self, id: u64) -> Option<&Receipt> {
         let first = self.receipts.front()?.id;
         self.receipts.get(usize::try_from(id.checked_sub(first)?).ok()?).map(|receipt| &**receipt)
     }
 
-    /// The same, to join what happened. The byte count follows.
+    /// Changes the record with this id, for example to add the outcome. Updates the byte count.
     pub fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
         let Some(first) = self.receipts.front().map(|r| r.id) else { return };
         let Some(i) = id.checked_sub(first) else { return };
@@ -287,17 +296,17 @@ impl ReceiptRing {
         }
     }
 
-    /// Bytes kept.
+    /// Returns the number of bytes kept.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Number kept.
+    /// Returns the number of records kept.
     pub fn len(&self) -> usize {
         self.receipts.len()
     }
 
-    /// Whether none is kept.
+    /// Returns whether the ring is empty.
     pub fn is_empty(&self) -> bool {
         self.receipts.is_empty()
     }
@@ -324,7 +333,7 @@ mod tests {
         assert_eq!(ring.bytes(), counted);
     }
 
-    /// Rust B9: names that receipts keep of a fleet that has changed since count as theirs.
+    /// Names of an earlier fleet count with the records that keep them.
     #[test]
     fn kept_names_count() {
         let names = || -> Arc<[Arc<str>]> { (0..64).map(|i| format!("engine-{i:04}").into()).collect() };

@@ -1,7 +1,7 @@
 //! Policies and planners by name.
 //!
-//! A registry is a value: who builds routers chooses which parts they offer. Crates add rows of their
-//! own; this crate knows only its own rows.
+//! A registry is a value: the code that builds a router chooses which parts the router offers.
+//! Crates can add rows; this crate contains only its own rows.
 use crate::error::CoreError;
 use crate::expr::is_reserved;
 use crate::ids::Seconds;
@@ -26,25 +26,25 @@ pub static CORE: Rows = Rows { policies: POLICIES, planners: PLANNERS };
 #[derive(Clone, Copy)]
 pub struct Registry {
     rows: &'static [&'static Rows],
-    /// The least mature part that it offers.
+    /// The least mature level on offer.
     offers: Maturity,
 }
 
 impl Registry {
-    /// All parts of this crate, with the settings that only studies can set.
+    /// All parts of this crate, including settings for studies only.
     pub const CORE: Registry = Registry { rows: &[&CORE], offers: Maturity::Study };
 
-    /// What a server offers: stable policies and planners.
+    /// Returns the registry of a server: stable policies and planners.
     pub const fn product() -> Registry {
         Registry { offers: Maturity::Stable, ..Registry::CORE }
     }
 
-    /// All parts of several crates. Their names differ.
+    /// Combines the rows of several crates. Names must be unique.
     pub const fn of(rows: &'static [&'static Rows]) -> Registry {
         Registry { rows, offers: Maturity::Study }
     }
 
-    /// The same registry with experimental policies and planners.
+    /// Adds experimental policies and planners.
     pub const fn with_experimental(self) -> Registry {
         Registry { offers: Maturity::Experimental, ..self }
     }
@@ -57,21 +57,21 @@ impl Registry {
         self.rows.iter().flat_map(|rows| rows.planners.iter().copied())
     }
 
-    /// Declarations of the policies that it offers, in the order of the docs page.
+    /// Yields the declarations of the offered policies, in the order of the docs page.
     pub fn policies(self) -> impl Iterator<Item = &'static PolicySpec> {
         self.policy_rows().map(|row| row.spec).filter(move |spec| spec.maturity <= self.offers)
     }
 
-    /// Declarations of the planners that it offers, in the order of the docs page.
+    /// Yields the declarations of the offered planners, in the order of the docs page.
     pub fn planners(self) -> impl Iterator<Item = &'static PlannerSpec> {
         self.planner_rows().filter(move |spec| spec.maturity <= self.offers)
     }
 
-    /// The policy of that name with these knobs, the others at their defaults.
+    /// Builds the named policy with these parameter values, all others at their defaults.
     ///
     /// # Errors
-    /// `UnknownName` with the nearest policy or knob, `BadValue` with the knob's range, `Immature`
-    /// for a policy or a knob that the registry does not offer.
+    /// `UnknownName` with the nearest policy or parameter; `BadValue` with the parameter's range;
+    /// `Immature` for a policy or parameter that the registry does not offer.
     pub fn policy(self, name: &str, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
         let Some(row) = self.policy_rows().find(|row| row.spec.name == name) else {
             let known = self.policies().map(|spec| &*spec.name);
@@ -82,11 +82,10 @@ impl Registry {
         row.build(knobs)
     }
 
-    /// Splits by the planner of that name with these settings, the others at their defaults.
+    /// Builds the named planner with these settings, all others at their defaults.
     ///
-    /// # Errors
-    /// `UnknownName` with the nearest planner or setting, `BadValue` with the setting's range,
-    /// `Immature` for a planner or a setting that the registry does not offer.
+    /// `UnknownName` with the nearest planner or setting; `BadValue` with the setting's range;
+    /// `Immature` for a planner or setting that the registry does not offer.
     pub fn split(self, name: &str, settings: &[(&str, f64)]) -> Result<Split, CoreError> {
         let Some(spec) = self.planner_rows().find(|spec| spec.name == name) else {
             return Err(unknown("split", name, self.planners().map(|spec| spec.name)));
@@ -105,12 +104,12 @@ impl Registry {
     }
 
     fn check_knobs(self, owner: &str, knobs: &[Knob], given: &[(String, f64)]) -> Result<(), CoreError> {
-        // A value that changes nothing may be given.
+        // A value equal to the default is allowed.
         let refused = |(name, value): &(String, f64)| {
             knobs.iter().any(|knob| knob.study && knob.name == name && knob.default != *value)
         };
         match given.iter().find(|each| refused(each)) {
-            Some((name, _)) => self.check(&format!("knob of {owner}"), name, Maturity::Study),
+            Some((name, _)) => self.check(&format!("parameter of {owner}"), name, Maturity::Study),
             None => Ok(()),
         }
     }
@@ -121,15 +120,17 @@ fn unknown<'a>(kind: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
     CoreError::UnknownName { kind: kind.into(), name: name.into(), nearest }
 }
 
-/// Most letters of an indicator's name, and of its unit.
+/// Maximum length of an indicator's name and of its unit, in characters.
 const MOST_LETTERS: usize = 64;
 
-/// Declares an indicator for the whole process: one number for each instance, which its producers report. Expressions and policies
-/// built from now on can read it. Declared again with the same attributes, it is the same indicator.
+/// Declares an indicator for the whole process: one number per instance, reported by its producers.
+/// Expressions and policies built later can read it. A second declaration with equal attributes
+/// returns the existing indicator.
 ///
 /// # Errors
-/// `BadValue` for a name with other characters than small letters, digits and `_`, one that an indicator of the table, a policy
-/// of the registry, a knob of such a policy or a function has, other attributes than before, and for attributes that are not finite.
+/// `BadValue` if the name has characters other than lowercase letters, digits and `_`. `BadValue`
+/// if a built-in indicator, an offered policy, its parameter or a function has the name. `BadValue`
+/// if the indicator exists with other attributes, or if an attribute is not finite.
 pub fn declare_indicator(
     registry: Registry,
     name: &str,
@@ -144,7 +145,7 @@ pub fn declare_indicator(
     if !(name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain))
         || name.len() > MOST_LETTERS
     {
-        let expected = "at most 64 small letters, digits and `_`, a letter first";
+        let expected = "at most 64 lowercase letters, digits and `_`, a letter first";
         return bad("name of an indicator", format!("{name:?}"), expected);
     }
     if unit.chars().count() > MOST_LETTERS {
@@ -155,7 +156,7 @@ pub fn declare_indicator(
         () if is_reserved(name) => "a function or an operator of expressions",
         () if registry.policies().any(|spec| spec.name == name) => "a policy",
         () if registry.policies().any(|spec| spec.knobs.iter().any(|knob| knob.name == name)) => {
-            "a policy's knob"
+            "a policy's parameter"
         }
         () => return declared::add(name, unit, default, max_age_seconds),
     };
@@ -168,7 +169,7 @@ mod tests {
 
     fn error(registry: Registry, name: &str, knobs: &[(&str, f64)]) -> String {
         let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
-        registry.policy(name, &knobs).err().expect("a wrong name or knob").to_string()
+        registry.policy(name, &knobs).err().expect("a wrong name or parameter").to_string()
     }
 
     #[test]
@@ -179,11 +180,11 @@ mod tests {
         assert_eq!(told("lmetrik", &[]), "unknown policy \"lmetrik\"; did you mean \"lmetric\"?");
         assert_eq!(
             told("linear", &[("lan", 0.5)]),
-            "unknown knob of policy linear \"lan\"; did you mean \"lam\"?"
+            "unknown parameter of policy linear \"lan\"; did you mean \"lam\"?"
         );
         assert_eq!(
             told("linear", &[("lam", 1.5)]),
-            "knob lam of policy linear: 1.5 is not valid; expected a number from 0 to 1"
+            "parameter lam of policy linear: 1.5 is not valid; expected a number from 0 to 1"
         );
     }
 
@@ -206,12 +207,12 @@ mod tests {
     fn a_product_refuses_settings_for_studies() {
         let product = Registry::product().with_experimental();
         let told = error(product, "sibyl", &[("type1", 0.0)]);
-        assert!(told.starts_with("knob of policy sibyl \"type1\" is for studies only"), "{told}");
+        assert!(told.starts_with("parameter of policy sibyl \"type1\" is for studies only"), "{told}");
         assert!(product.policy("sibyl", &[("type1".into(), 1.0)]).is_ok(), "its default");
         assert!(Registry::CORE.policy("sibyl", &[("type1".into(), 0.0)]).is_ok());
         let given = [("lengths_given", 1.0)];
         let told = product.split("libra", &given).expect_err("an oracle").to_string();
-        assert!(told.starts_with("knob of split libra \"lengths_given\" is for studies only"), "{told}");
+        assert!(told.starts_with("parameter of split libra \"lengths_given\" is for studies only"), "{told}");
         assert!(Registry::CORE.split("libra", &given).is_ok());
     }
 }

@@ -1,44 +1,48 @@
-//! What the router knows of a request when it decides.
+//! The request data that a decision uses.
 use crate::error::CoreError;
 
-/// A request to be placed. Borrowed: nothing is copied on the way to the decision.
+/// A request to place. All data is borrowed: a decision copies nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Request<'a> {
-    /// Chained hashes of the prompt's full blocks (see [`crate::kv::hash`]), in order; its partial last block's too, where engines
-    /// keep that one. Empty: nothing can match.
+    /// Chained hashes of the prompt's full blocks (see [`crate::kv::hash`]), in order. Includes the
+    /// partial last block if engines cache it. Empty: no prefix can match.
     pub chain: &'a [u64],
-    /// Prompt length in tokens; where the prompt is text, the caller's estimate.
+    /// Prompt length in tokens; for text prompts, the caller's estimate.
     pub prompt_tokens: u32,
-    /// Tokens that one block of `chain` stands for (a fraction where blocks are made of text).
+    /// Tokens per block of `chain` (a fraction if blocks are made of text).
     pub tokens_per_block: f64,
-    /// Output tokens the request may or will produce, where known (`max_tokens`, or the oracle of a simulation).
+    /// Maximum or expected output tokens, if known (`max_tokens`, or the oracle of a simulation).
     pub expected_output_tokens: Option<u32>,
-    /// Of these, the first that nobody reads as they come: what a reasoning model thinks before it answers. `None`: nothing is known of it.
+    /// Leading output tokens that no client reads as they arrive: a model's reasoning tokens.
+    /// `None`: unknown.
     pub think_tokens: Option<u32>,
-    /// Hash of whatever says that answers get about as long as those of others, beside the prompt's length: tenant, endpoint, task.
+    /// Hash of a label for requests with similar output lengths, such as tenant, endpoint or task.
     pub length_class: Option<u64>,
-    /// Hash of the session key, where the request has one.
+    /// Hash of the session key, if the request has a session.
     pub session: Option<u64>,
-    /// Why it must stay in one piece, where it must: stands in the receipt. Pools of prefill and decode instances cut it all the same.
+    /// Reason not to split the request, for the decision record. Pools of prefill and decode
+    /// instances split it anyway.
     pub uncut: Option<&'a str>,
-    /// Why nothing must be pulled for it, where that is so: stands in the receipt where prefixes are pulled.
+    /// Reason not to fetch a prefix, if there is one. The decision record shows it if prefix
+    /// fetches are on.
     pub unpulled: Option<&'a str>,
-    /// Whose it is, where requests are ordered.
+    /// Tenant, used if requests are ordered.
     pub tenant: Tenant,
-    /// Hash of the name of its LoRA adapter, where it names one.
+    /// Hash of the LoRA adapter's name, if the request names an adapter.
     pub lora: Option<u64>,
-    /// The priority that it brings, lower first; the router's own order is another.
+    /// Priority that the request brings; lower values go first. Independent of the order set by the
+    /// router.
     pub priority: Option<f64>,
 }
 
-/// The number that stands for a text with this hash in expressions: whole, and exact in `f64`.
+/// Returns the number that stands for a text with this hash in expressions: whole, exact in `f64`.
 pub fn text_number(hash: u64) -> f64 {
     (hash >> 11) as f64
 }
 
 impl Request<'_> {
     /// # Errors
-    /// `BadValue` for tokens per block that are no number.
+    /// `BadValue` if the tokens per block are not a finite number of at least 0.
     pub(crate) fn check(&self) -> Result<(), CoreError> {
         if self.tokens_per_block.is_finite() && self.tokens_per_block >= 0.0 {
             return Ok(());
@@ -51,19 +55,20 @@ impl Request<'_> {
     }
 }
 
-/// Whose a request is, and what it is entitled to.
+/// Tenant of a request and its entitlements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tenant {
-    /// Hash of its name; all requests without one are of the same.
+    /// Hash of the tenant's name; all requests without a tenant share one id.
     pub id: u64,
-    /// Its share of the service beside others (virtual token counters); above 0.
+    /// Share of the service relative to other tenants (virtual token counters); above 0.
     pub weight: f64,
-    /// Its requests go behind all that arrive within so many seconds after them and have none (boosted arrivals); below 0: before as many.
+    /// Requests of this tenant are ordered as if they arrived this many seconds later (boosted
+    /// arrivals); negative values: earlier.
     pub handicap_seconds: f64,
 }
 
 impl Tenant {
-    /// Whose requests without a tenant are.
+    /// The tenant of requests without a tenant.
     pub const NOBODY: Tenant = Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 };
 }
 

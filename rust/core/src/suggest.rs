@@ -1,7 +1,7 @@
-//! The known name that a misspelled one probably stands for.
+//! Suggestions for misspelled names.
 
-/// The known name nearest to `name` by edit distance, if it is near enough to be a likely slip.
-/// Case and dashes do not count.
+/// Returns the known name nearest to `name` by edit distance, if it is near enough to be a likely
+/// typo. Ignores case and dashes.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let lower = name.to_lowercase().replace('-', "_");
     known

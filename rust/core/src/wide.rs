@@ -1,13 +1,15 @@
-//! Comparisons for loops over columns, which `multiversion` compiles twice: plain, and for AVX2 where the processor has it.
-//! Both do the same operations in the same order, so results are the same.
+//! Comparisons for loops over columns. `multiversion` compiles these loops twice: plain and for
+//! AVX2. Both versions do the same operations in the same order, so the results are equal.
 
-/// The lesser, without the care for NaN that keeps `f64::min` from being one instruction. NaN in `b` is kept.
+/// Returns the smaller number with one instruction, without the NaN handling of `f64::min`. A NaN
+/// in `b` is kept.
 #[inline(always)]
 pub fn lesser(a: f64, b: f64) -> f64 {
     if a < b { a } else { b }
 }
 
-/// The greater, as [`lesser`].
+/// Returns the larger number with one instruction, without the NaN handling of `f64::max`. A NaN in
+/// `b` is kept.
 #[inline(always)]
 pub fn greater(a: f64, b: f64) -> f64 {
     if a > b { a } else { b }

@@ -1,4 +1,5 @@
-//! Requests that decode where all together lose least: who goes, who stays and why, and what the receipt says of it.
+//! Decode placement: requests decode where all requests together lose the least time. Covers
+//! placements, reasons and decision records.
 #[path = "common/router.rs"]
 mod common;
 
@@ -21,7 +22,7 @@ const SETTINGS: Settings = Settings {
     transfer_fixed_seconds: 0.002,
 };
 
-/// The planner with these settings besides, or instead of, those of [`SETTINGS`].
+/// Returns the planner with [`SETTINGS`], extended or replaced by these settings.
 fn with(settings: &[(&str, f64)]) -> Result<Split, CoreError> {
     let usual = [
         ("most_stall_seconds", SETTINGS.most_stall_seconds),
@@ -37,11 +38,11 @@ fn apart(settings: &[(&str, f64)]) -> Split {
     with(settings).unwrap()
 }
 
-/// Requests bring the length of their answer.
+/// Requests bring their output length.
 const GIVEN: (&str, f64) = ("lengths_given", 1.0);
 
 fn fleet(split: Split, instances: usize) -> Router {
-    // Nothing drains by itself.
+    // Prefills do not drain between events.
     let config = RouterConfig { step_time: Some(STEP), drain: false, ..RouterConfig::default() };
     let mut router = Router::new(Registry::CORE.policy("least_requests", &[]).unwrap(), config).unwrap();
     router.set_split(&split).unwrap();
@@ -51,7 +52,7 @@ fn fleet(split: Split, instances: usize) -> Router {
     router
 }
 
-/// A prompt of 1,000 tokens: 0.1 s and 1e-8 x 500,000 pairs, 0.005 s. An answer of 100.
+/// A prompt of 1,000 tokens: 0.1 s, and 1e-8 x 500,000 pairs: 0.005 s. An output of 100 tokens.
 const ASKED: Request<'static> = Request {
     chain: &[],
     prompt_tokens: 1000,
@@ -73,7 +74,7 @@ fn costs(router: &Router, id: u64) -> (f64, f64) {
     (balance.stay_seconds, balance.apart_seconds)
 }
 
-/// Nine requests of others, which scores see; what they take is not known.
+/// Nine external requests, which scores include; their tokens are unknown.
 fn busy_with_others(router: &mut Router, id: InstanceId, at: f64) {
     let name = router.fleet().name(id).clone();
     let report = Report { at, waiting: Some(0.0), running: Some(9.0), kv_usage: None };
@@ -87,29 +88,33 @@ fn near(got: (f64, f64), expected: (f64, f64)) {
 #[test]
 fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
     let mut router = fleet(apart(&[GIVEN]), 2);
-    // Alone: 100 steps of 10 + 0.1 + 1.05 ms elsewhere, and 2 + 10 ms for the way; 99 and half a context token less where it is.
+    // Alone on another instance: 100 steps of 10 + 0.1 + 1.05 ms, and 2 + 10 ms for the transfer.
+    // On the first instance: 99 steps with half a context token less.
     let first = router.route(&ASKED, 0.0).unwrap();
     let (stays, alone) = (99.0 * 0.0111495, 100.0 * 0.01115);
     near(costs(&router, first.id), (stays, alone + 0.012));
     assert_eq!((first.segment.to_token, first.next), (None, None));
     let receipt = router.receipt(first.id).unwrap();
-    assert_eq!(receipt.uncut.as_deref(), Some("too little is lost where it is"));
-    // Least requests: the other instance takes the next one, 2 s later. There nothing else is; but the first has a prefill of 0.105 s queued, which in the 2 s that are
-    // known of it, of 10, left exp(-0.2) of itself: its share is that over 10 (1 - exp(-0.2)).
+    assert_eq!(receipt.uncut.as_deref(), Some("a decode on another instance gains too little"));
+    // The least loaded instance takes the next request, 2 s later, and is otherwise empty. The
+    // first instance has a queued prefill of 0.105 s, which has decayed by exp(-0.2) in 2 s of the
+    // 10 s. The share of prefills is therefore this over 10 (1 - exp(-0.2)).
     let second = router.route(&ASKED, 2.0).unwrap();
     assert_ne!(second.segment.instance, first.segment.instance);
     let share = 0.105 * (-0.2f64).exp() / (10.0 * (1.0 - (-0.2f64).exp()));
-    // One of 1,000 context tokens is beside it: its step takes 0.1 + 1 ms more, and the other's 0.1 + 1.05 ms.
+    // A request of 1,000 context tokens runs beside it: each step takes 0.1 + 1 ms more, and each
+    // step of the other takes 0.1 + 1.05 ms more.
     let there = 100.0 * (0.01115 + 0.0011 + 0.00115) / (1.0 - share) + 0.105;
     near(costs(&router, second.id), (stays, there + 0.012));
     assert!(second.next.is_none());
-    // The first begins to decode and ends; its instance is as good as ever for the prefills' share of its time but no queue.
+    // The first request decodes and ends. Its instance keeps the same share of prefills but has no
+    // queue.
     router.advance(first.ticket, Event::FirstToken, 2.0).unwrap();
     router.advance(first.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
-    // So the third is prefilled there, and stays: on the other are a queue and a request.
+    // The third request is prefilled and stays there: the other instance has a queue and a request.
     let third = router.route(&ASKED, 2.0).unwrap();
     assert_eq!((third.segment.instance, third.next), (first.segment.instance, None));
-    // The fourth goes to either. Whichever is better for its answer has it.
+    // The fourth request decodes on the instance with the lower loss.
     let fourth = router.route(&ASKED, 2.0).unwrap();
     let (stay, away) = costs(&router, fourth.id);
     assert_eq!(fourth.next.is_some(), away < stay);
@@ -118,7 +123,7 @@ fn a_request_leaves_an_instance_that_prefills_and_the_receipt_has_both_costs() {
 #[test]
 fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     let mut router = fleet(apart(&[GIVEN]), 3);
-    // Engine 2 alone is open, and takes five prompts.
+    // Only engine 2 is open; it takes five prompts.
     for name in ["engine-0", "engine-1"] {
         let id = router.fleet_mut().find(name).unwrap();
         router.fleet_mut().set_draining(id, true).unwrap();
@@ -126,11 +131,11 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
     for d in &stays {
         assert_eq!((d.segment.instance, d.next), (InstanceId(2), None));
-        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance takes over"));
+        assert_eq!(router.receipt(d.id).unwrap().uncut.as_deref(), Some("no second instance is available"));
     }
     let id = router.fleet_mut().find("engine-1").unwrap();
     router.fleet_mut().set_draining(id, false).unwrap();
-    // A sixth with nobody else to prefill it: 1 has five more in the books by others.
+    // Only engine 2 can prefill the sixth request; engine 1 has external requests.
     busy_with_others(&mut router, id, 1.0);
     let d = router.route(&ASKED, 1.0).unwrap();
     let next = d.next.expect("engine 2 prefills five prompts");
@@ -144,7 +149,7 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
     router.derive_all(1.0);
     let at = |router: &Router, id: Indicator| router.columns().get(id)[1];
     assert_eq!((at(&router, Indicator::BoundBs), at(&router, Indicator::Tokens)), (1.0, 1000.0));
-    // It goes on there, and nothing of it stays behind.
+    // The request continues on engine 1 and leaves nothing behind.
     let opened = router.advance(d.ticket, Event::Finished(Usage::default()), 2.0).unwrap();
     assert_eq!(opened, Some(expected));
     router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
@@ -158,19 +163,19 @@ fn who_goes_is_cut_at_the_prompts_end_and_booked_on_both() {
 
 #[test]
 fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
-    // The way takes 2 + 10 ms.
+    // The transfer takes 2 + 10 ms.
     for (most_stall_seconds, cuts, kv_usage, from_token) in [
         (0.012, [Cuts::Anywhere; 2], None, 1001),
         (0.011, [Cuts::Anywhere; 2], None, 1000),
         (1.0, [Cuts::Output, Cuts::Anywhere], None, 1000),
         (1.0, [Cuts::Anywhere, Cuts::PromptEnd], None, 1000),
         (1.0, [Cuts::Anywhere; 2], Some(0.79), 1001),
-        (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // it would hold what it fetched for long
+        (1.0, [Cuts::Anywhere; 2], Some(0.8), 1000), // keeps the fetched KV for long
     ] {
         let mut router = fleet(apart(&[GIVEN, ("most_stall_seconds", most_stall_seconds)]), 2);
         let ids = ["engine-0", "engine-1"].map(|name| router.fleet().find(name).unwrap());
         ids.iter().zip(cuts).for_each(|(id, cuts)| router.set_cuts(*id, cuts).unwrap());
-        // Engine 0 has five prompts and engine 1 what others gave it.
+        // Engine 0 has five prompts; engine 1 has external requests.
         router.fleet_mut().set_draining(ids[1], true).unwrap();
         let stays: Vec<_> = (0..5).map(|_| router.route(&ASKED, 1.0).unwrap()).collect();
         router.fleet_mut().set_draining(ids[1], false).unwrap();
@@ -180,12 +185,12 @@ fn the_prefills_own_token_comes_first_where_the_way_is_short_and_both_can() {
         assert_eq!(d.segment, Segment { instance: ids[0], from_token: 0, to_token: Some(from_token) });
         let expected = Segment { instance: ids[1], from_token, to_token: None };
         assert_eq!(d.next, Some(expected));
-        // 100 steps, or 99 behind a token of the prefill's own: 11.15 and 11.1495 ms.
+        // 100 steps, or 99 after a token of the prefill's own: 11.15 and 11.1495 ms.
         let (_, away) = costs(&router, d.id);
         let steps = if from_token == 1001 { 99.0 * 0.0111495 } else { 100.0 * 0.01115 };
         assert!((away - steps - 0.012).abs() < 1e-9, "{away}");
         if from_token == 1001 {
-            // It is told while the first leg is open, and counts.
+            // The token arrives while the first segment is open, and counts.
             assert_eq!(router.advance(d.ticket, Event::FirstToken, 1.5).unwrap(), None);
             assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(0.5));
         }
@@ -218,7 +223,7 @@ fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
     assert_ne!(elsewhere, home);
     router.fleet_mut().set_draining(home, false).unwrap();
     busy_with_others(&mut router, home, 1e4);
-    // Long after: the share of prefills is gone. Home holds 992 of the 1,000 tokens.
+    // Much later, the share of prefills is 0. The home instance holds 992 of the 1,000 tokens.
     let d = router.route(&held, 1e4).unwrap();
     assert_eq!(d.segment.instance, elsewhere);
     let (_, away) = costs(&router, d.id);
@@ -229,7 +234,7 @@ fn what_is_there_need_not_move_and_pulls_say_what_moving_takes() {
         .unwrap();
     let d = router.route(&held, 1e4).unwrap();
     let (_, away) = costs(&router, d.id);
-    // What a pull takes besides is its wait for the holder; here nobody waits.
+    // A fetch's fixed time is its wait for the holder; here there is no wait.
     assert!((away - (alone + 0.002 + 0.008)).abs() < 1e-9, "{away}");
 }
 
@@ -244,16 +249,16 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     };
     let two = || fleet(apart(&[GIVEN]), 2);
     let short = Request { expected_output_tokens: Some(1), ..ASKED };
-    assert_eq!(&*why(&mut two(), &short), "its answer ends with its prefill");
+    assert_eq!(&*why(&mut two(), &short), "its output ends with its prefill");
     let unknown = Request { expected_output_tokens: None, ..ASKED };
-    assert_eq!(&*why(&mut two(), &unknown), "nothing is known of the length of answers");
+    assert_eq!(&*why(&mut two(), &unknown), "output lengths are unknown");
     let said = Request { uncut: Some("it carries a picture"), ..ASKED };
     assert_eq!(&*why(&mut two(), &said), "it carries a picture");
-    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance takes over");
+    assert_eq!(&*why(&mut fleet(apart(&[GIVEN]), 1), &ASKED), "no second instance is available");
     let mut router = two();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
-    assert_eq!(&*why(&mut router, &ASKED), "its instance cannot hand over");
-    // One that hands over at the prompt's end alone is enough.
+    assert_eq!(&*why(&mut router, &ASKED), "its instance cannot transfer KV");
+    // KV transfer at the end of the prompt is enough.
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let d = router.route(&ASKED, 0.0).unwrap();
     assert!(router.receipt(d.id).unwrap().balance.is_some());
@@ -263,9 +268,9 @@ fn what_cannot_be_or_is_not_known_leaves_the_request_whole_with_the_reason() {
     for name in ["engine-0", "engine-1"] {
         router.add_instance(name, Role::Both, None).unwrap();
     }
-    assert_eq!(&*why(&mut router, &ASKED), "nothing is known of the instances' speed");
+    assert_eq!(&*why(&mut router, &ASKED), "the speed of the instances is unknown");
     router.set_step_time(InstanceId(0), Some(STEP)).unwrap();
-    // One that is known stands for the other.
+    // The known instance's model is used for the other instance.
     let d = router.route(&Request { prompt_tokens: 999, ..ASKED }, 0.0).unwrap();
     let (stay, away) = costs(&router, d.id);
     let alone = 99.0 * 0.0111485 - 1e-9;
@@ -293,10 +298,10 @@ fn lengths_are_a_prior_then_the_mean_of_their_kind_and_never_beyond_the_limit() 
         close(stay(&mut router, &open, made), 40.0);
     }
     close(stay(&mut router, &open, 200), 40.0);
-    // Eight have ended: 150 tokens in the mean.
+    // Eight outputs have ended, with a mean of 150 tokens.
     close(stay(&mut router, &open, 150), 150.0);
     close(stay(&mut router, &Request { expected_output_tokens: Some(60), ..ASKED }, 150), 60.0);
-    // Prompts of another length are another kind.
+    // Prompts of another length have their own class.
     let longer = Request { prompt_tokens: 5000, ..open };
     let seconds = stay(&mut router, &longer, 1);
     assert!((seconds - 39.0 * (0.0101 + 1e-6 * 5019.5)).abs() < 1e-9, "{seconds}");
@@ -313,7 +318,7 @@ fn settings_are_checked() {
         ("lengths_given", 2.0),
     ] {
         let error = with(&[bad]).unwrap_err().to_string();
-        assert!(error.contains(&format!("knob {} of split apart", bad.0)), "{error}");
+        assert!(error.contains(&format!("parameter {} of split apart", bad.0)), "{error}");
     }
     let error = with(&[("prior_token", 40.0)]).unwrap_err().to_string();
     assert!(error.contains("did you mean \"prior_tokens\""), "{error}");

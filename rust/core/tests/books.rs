@@ -1,4 +1,5 @@
-//! The books against a naive recount, over random interleavings of everything that can happen to a fleet and its requests.
+//! The in-flight ledger against a naive recount, over random sequences of all operations on a fleet
+//! and its requests.
 #[path = "common/router.rs"]
 mod common;
 
@@ -16,7 +17,7 @@ use lmetric_core::{Maturity, Registry};
 use proptest::prelude::*;
 use std::borrow::Cow;
 
-/// Least requests, so that the test depends on no registered policy.
+/// Fewest requests first, so that the test depends on no registered policy.
 struct LeastRequests(PolicySpec);
 
 impl LeastRequests {
@@ -109,25 +110,26 @@ enum Stage {
     Decoding,
 }
 
-/// What the recount knows of an open ticket.
+/// The recount's state of an open ticket.
 struct Open {
     ticket: TicketId,
-    /// Instance by name and by how often that name was added: a new life owes nothing to the old one.
+    /// Instance, by name and by the number of times this name was added: a new instance starts
+    /// empty.
     home: (u8, u32),
-    /// Where its next segments are bound, and the tokens they were bound with.
+    /// Homes of the bound segments, and the tokens they were bound with.
     bound: Vec<((u8, u32), f64)>,
-    /// Whether that is a move, and whether this computes all anew.
+    /// Whether a bound segment is a move, and whether the move recomputes all tokens.
     moving: Option<bool>,
     /// The open segment.
     segment: Segment,
-    /// Whether it computes what came before anew.
+    /// Whether the open segment recomputes earlier tokens.
     anew: bool,
-    /// When it was placed there, as a turn: engines begin prefills in this order.
+    /// Position in the order of placements: engines begin prefills in this order.
     turn: u64,
-    /// Whether its prompt is in the backlog.
+    /// Whether the prompt is in the backlog.
     sent: bool,
     stage: Stage,
-    /// All of the prompt, and of the output where known.
+    /// Prompt tokens of the whole request.
     whole: u32,
     prefill_left: f64,
     output: f64,
@@ -135,12 +137,12 @@ struct Open {
 }
 
 impl Open {
-    /// Tokens of the prompt that its segment needs.
+    /// Returns the prompt tokens that the segment needs.
     fn prompt(&self) -> f64 {
         f64::from(self.segment.to_token.unwrap_or(self.whole).min(self.whole))
     }
 
-    /// Tokens of the prompt that its segment computes.
+    /// Returns the prompt tokens that the segment computes.
     fn computes(&self) -> f64 {
         match self.anew {
             true => f64::from(self.segment.from_token),
@@ -327,7 +329,7 @@ fn home(router: &Router, instance: lmetric_core::InstanceId, model: &Model) -> (
     (i, model.lives[i as usize])
 }
 
-/// What is bound behind the open segment `first`, which leads from one to the next.
+/// Returns the segments bound after the open segment `first`, and checks that they are contiguous.
 fn bound(
     router: &mut Router,
     ticket: TicketId,
@@ -346,14 +348,14 @@ fn bound(
     segments.iter().map(|segment| (home(router, segment.instance, model), tokens(segment))).collect()
 }
 
-/// The request goes on in a segment of which the router said so.
+/// Moves the request to the segment `next`, as returned by the router.
 fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     model.turn += 1;
     let (turn, home) = (model.turn, home(router, next.instance, model));
     let (ticket, whole) = (model.open[t].ticket, model.open[t].whole);
     let mut anew = bound(router, ticket, next, whole, model);
     let open = &mut model.open[t];
-    // Anew, the next one, or the one that failed with all that was to follow it.
+    // A restart, the next segment, or the failed segment with all later ones.
     let taken_over = Segment { instance: next.instance, to_token: None, ..open.segment };
     assert!(next.from_token == 0 || Some(next.from_token) == open.segment.to_token || next == taken_over);
     open.segment = next;
@@ -362,7 +364,7 @@ fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     if next.from_token == 0 {
         open.bound = std::mem::take(&mut anew);
     } else if next.to_token.is_none() {
-        open.bound.clear(); // whoever takes over a segment that failed does the rest
+        open.bound.clear(); // the replacement of a failed segment runs to the end
     } else {
         open.bound.remove(0);
     }
@@ -373,7 +375,7 @@ fn go_on(t: usize, next: Segment, router: &mut Router, model: &mut Model) {
     open.output = f64::from(next.from_token.saturating_sub(open.whole));
 }
 
-/// Its prefill is over, and with it all that its instance began before.
+/// Ends the prefill and all earlier prefills of the instance.
 fn prefilled(t: usize, model: &mut Model) {
     if model.open[t].computes() > 0.0 && model.open[t].sent {
         let (home, turn) = (model.open[t].home, model.open[t].turn);
@@ -383,7 +385,8 @@ fn prefilled(t: usize, model: &mut Model) {
     }
 }
 
-/// The open segment ended, or a first token came while both legs run (`first`): the next one is open.
+/// Opens the next segment after the open one ended, or after a first token (`first`) while both
+/// segments run.
 fn hand_over(first: bool, t: usize, router: &mut Router, model: &mut Model) {
     let (ticket, now, alone) = (model.open[t].ticket, model.now, model.open[t].prefills_only());
     let usage = Usage { cached_tokens: Some(0), ..Usage::default() };
@@ -417,7 +420,7 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
         Op::Sent(_) => {
             assert!(advance(Event::Sent).is_none());
             if !std::mem::replace(&mut open.sent, true) && open.stage != Stage::Decoding {
-                // What is left of its prompt joins the backlog now.
+                // The rest of its prompt joins the backlog now.
                 model.turn += 1;
                 (open.turn, open.prefill_left) = (model.turn, open.computes());
             }
@@ -500,11 +503,11 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
                 open.segment.to_token = Some(to as u32);
                 match router.advance(ticket, Event::Moved, now) {
                     Ok(next) => {
-                        let next = next.expect("it goes on elsewhere");
+                        let next = next.expect("a segment on the target");
                         go_on(t, next, router, model);
                         let open = &mut model.open[t];
                         assert!(next.from_token == 0 || open.output == output);
-                        // What was to be computed anew is forgotten where another has to take it.
+                        // Recomputation does not apply if another instance takes the segment.
                         open.anew = recompute && bound == open.home && next.from_token > 0;
                         open.sent = next.from_token == 0;
                         open.bound.clear();
@@ -525,7 +528,7 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
     }
 }
 
-/// A planner of another crate: three parts for whoever reasons, two for others.
+/// A planner of another crate: three parts for requests with reasoning tokens, two for others.
 #[derive(Debug)]
 struct Parts;
 
@@ -559,7 +562,7 @@ fn three() -> Split {
     Split::by(&PARTS, &[]).unwrap()
 }
 
-/// A router of which nothing drains by itself.
+/// A router without drain between events.
 fn router(late: bool, sibyl: bool, split: Split) -> Router {
     let binding = if late { Binding::Late } else { Binding::Early };
     let config = RouterConfig { drain: false, binding, step_time: Some(STEP), ..RouterConfig::default() };
@@ -584,7 +587,8 @@ fn who_takes_over_a_middle_part_that_failed_does_the_rest() {
     let (first, _, cut) = then(Op::Route { prompt: 99, expected: Some(40), thoughts: Some(30) }).unwrap();
     let (second, from, answer) = then(Op::Finish(0)).unwrap();
     assert!(first != second && cut == Some(from) && answer.is_some_and(|token| token > from), "three parts");
-    // The thoughts fail before a token came: the one instance that is left makes them and the answer.
+    // The reasoning segment fails before its first token: the remaining instance produces reasoning
+    // and answer.
     assert_eq!(then(Op::Fail(0, 0)), Some((first, from, None)));
     then(Op::FirstToken(0));
     then(Op::Tokens(0, 39));

@@ -1,4 +1,4 @@
-//! What the router's public functions refuse before anything has changed, and what a panic leaves behind.
+//! Rejections by the router's public functions before any change, and the effects of a panic.
 #[path = "common/router.rs"]
 mod common;
 
@@ -26,7 +26,7 @@ fn router(instances: usize) -> Router {
     router_of(Registry::CORE.policy("lmetric", &[]).unwrap(), instances)
 }
 
-/// Does something to the scores that no policy may.
+/// A policy that modifies the scores in a forbidden way.
 struct Faulty(fn(&mut Scores));
 
 static SPEC: PolicySpec = PolicySpec::new("faulty", "none", "these tests", &[]);
@@ -47,7 +47,7 @@ impl Policy for Faulty {
     }
 }
 
-/// Rust section 6: a policy that resizes its columns is an error, not a panic.
+/// A policy that resizes its columns causes an error, not a panic.
 #[test]
 fn scores_of_another_length_are_refused() {
     let faults: [fn(&mut Scores); 4] = [
@@ -64,7 +64,7 @@ fn scores_of_another_length_are_refused() {
     }
 }
 
-/// Rust section 6: tokens per block that are no number are refused at the decision.
+/// A decision rejects tokens per block that are not finite.
 #[test]
 fn tokens_per_block_must_be_a_number() {
     let (mut router, prompt) = (router(2), chain(1, 4));
@@ -78,7 +78,7 @@ fn tokens_per_block_must_be_a_number() {
     assert_eq!(router.in_flight(), 0);
 }
 
-/// Rust section 6: slots that the router does not have are refused, and nothing has changed.
+/// Unknown slots are rejected without any change.
 #[test]
 fn unknown_slots_are_refused() {
     let (mut router, prompt, none) = (router(2), chain(1, 4), InstanceId(2));
@@ -104,12 +104,12 @@ fn unknown_slots_are_refused() {
     assert_eq!((router.cache_blocks(none), router.index_feed(none)), (None, IndexFeed::Approximate));
     assert!(!router.fleet().is_current(none, 0));
     assert_eq!(router.in_flight(), 1);
-    // Scores of another fleet choose nothing, either.
+    // Scores of another fleet choose nothing.
     router.add_instance("new", Role::Both, None).unwrap();
     assert!(router.commit(&request(&prompt), None, none, 0.1).is_err());
 }
 
-/// Rust B11: what a retry found out of its own request's cut does not stand in the receipt of the next.
+/// A retry's reason for no split does not appear in the record of the next request.
 #[test]
 fn a_retry_leaves_nothing_to_the_next_commit() {
     let (mut router, prompt) = (router(2), chain(1, 40));
@@ -119,14 +119,14 @@ fn a_retry_leaves_nothing_to_the_next_commit() {
     assert!(retried.next.is_some());
     assert!(router.advance(retried.ticket, Event::Failed(Failure::Refused), 0.1).unwrap().is_some());
     let why = router.receipt(retried.id).unwrap().uncut.clone();
-    assert_eq!(why.as_deref(), Some("no second instance takes over"));
+    assert_eq!(why.as_deref(), Some("no second instance is available"));
     router.match_prefix(&prompt);
     let chosen = router.score(&request, 0.2).unwrap();
     let next = router.commit(&request, None, chosen, 0.2).unwrap();
     assert_eq!(router.receipt(next.id).unwrap().uncut, None);
 }
 
-/// Rust section 6: after a panic of a thread that held it, a shared router says that it is broken.
+/// After a panic of a thread that holds it, a shared router reports that it is broken.
 #[test]
 fn a_panic_while_the_router_is_held_breaks_it() {
     let panics: fn(&mut Scores) = |_| panic!("as a bug would");
@@ -137,14 +137,14 @@ fn a_panic_while_the_router_is_held_breaks_it() {
     assert!(catch_unwind(AssertUnwindSafe(|| shared.lock().route(&request(&[]), 0.0))).is_err());
     assert_eq!(shared.check(), Err(CoreError::Broken));
     assert!(!shared.is_held_here() && !SharedRouter::any_is_held_here());
-    // Of another router nothing has changed, also where it is taken while a panic goes on.
+    // Another router is unaffected, even if it is locked during a panic.
     let dropped = catch_unwind(AssertUnwindSafe(|| {
         let _ticket = ticket;
         panic!("of another kind");
     }));
     assert!(dropped.is_err());
     assert_eq!((sound.check(), sound.lock().in_flight()), (Ok(()), 0));
-    // Events of the broken one are refused, and its tickets go without a word.
+    // A broken router rejects events, and its tickets drop silently.
     let held = sound.lock();
     assert!(sound.is_held_here() && SharedRouter::any_is_held_here());
     assert!(!shared.is_held_here());
@@ -152,7 +152,7 @@ fn a_panic_while_the_router_is_held_breaks_it() {
     assert!(!sound.is_held_here());
 }
 
-/// Rust B13: sums over routers that change one by one are those of all, and nothing is left of routers that are gone.
+/// Sums over peers that change one by one equal the total, and removed peers leave nothing.
 #[test]
 fn sums_over_peers_follow_each_change() {
     use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Events applied to a router's index: names, copies, ranks, reports, bounds.
+//! KV events applied to a router's index: names, copies, ranks, reports, bounds.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::{Domain, hash_tokens};
@@ -17,7 +17,7 @@ struct Bed {
     b: Source,
 }
 
-/// Some engine's hash of block `n` of prompt `prompt`.
+/// An engine's hash of block `n` of the prompt `prompt`.
 fn engine(prompt: u64, n: u64) -> u64 {
     (prompt * 1_000_003 + n + 1).wrapping_mul(0x2545_f491_4f6c_dd1d)
 }
@@ -73,7 +73,7 @@ impl Bed {
         self.feed.removed(source, &[engine(prompt, block)])
     }
 
-    /// Blocks of the prompt that each instance holds from its front on.
+    /// Returns the number of leading blocks of the prompt on each instance.
     fn hits(&self, prompt: u64, blocks: u64) -> (u32, u32) {
         self.hits_in(self.domain(), &tokens(prompt, 0..blocks))
     }
@@ -106,8 +106,8 @@ fn events_of_any_hash_meet_the_routers_chains() {
     assert_eq!(bed.hits(1, 10), (0, 2));
     assert_eq!(bed.names(), 2);
     let orphans = bed.say(bed.a, 1, 4..8, Means::NewCopy);
-    assert_eq!(orphans, Applied { unknown_parent: 4, ..Applied::default() }, "the parent went with the rest");
-    // More blocks than the router is taken for at once.
+    assert_eq!(orphans, Applied { unknown_parent: 4, ..Applied::default() }, "the parent was cleared, too");
+    // More blocks than one lock of the router covers.
     assert_eq!(bed.store(bed.a, 7, 0..300), 300);
     assert_eq!(bed.store(bed.a, 7, 300..500), 200);
     assert_eq!(bed.hits(7, 500), (500, 0));
@@ -134,7 +134,7 @@ fn a_report_repeated_changes_nothing() {
         assert_eq!(bed.say(bed.a, 1, 0..4, Means::Report).done, 4);
         assert_eq!((bed.hits(1, 4).0, bed.names()), (4, 5));
     }
-    // What it told anew is there once, what was known as often as before.
+    // New blocks of the report have one copy; known blocks keep their number of copies.
     for (block, left) in [(3, 3), (1, 3), (1, 1), (0, 0)] {
         assert_eq!(bed.remove(bed.a, 1, block).done, 1);
         assert_eq!(bed.hits(1, 4).0, left, "without a copy of block {block}");
@@ -160,7 +160,7 @@ fn a_block_is_held_where_one_rank_holds_it() {
     let epoch = bed.feed.epoch_of(second);
     bed.feed.forget("a").unwrap();
     assert_eq!((bed.hits(1, 6).0, bed.hits(2, 2).0, bed.names()), (0, 0, 0));
-    assert!(bed.feed.epoch_of(second) > epoch, "it is to be told anew");
+    assert!(bed.feed.epoch_of(second) > epoch, "its engine must send its blocks again");
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn what_a_block_is_besides_its_tokens_keeps_it_apart() {
     let salted = bed.domain().of_request(Some("adapter"), Some("salt"));
     assert_eq!(bed.hits(1, 4).0, 2);
     assert_eq!(bed.hits_in(salted, &tokens(1, 0..4)).0, 4);
-    // Blocks behind the first need no word of the salt.
+    // Later blocks need no salt in their domain.
     let stored = Stored {
         parent: Some(engine(9, 13)),
         engine_hashes: &[engine(9, 14)],
@@ -191,7 +191,7 @@ fn what_a_block_is_besides_its_tokens_keeps_it_apart() {
     assert_eq!(bed.feed.stored(bed.a, &stored).done, 1);
     assert_eq!(bed.hits_in(salted, &tokens(1, 0..5)).0, 5);
     say(20, &[7, 0, 0, 0], bed.domain());
-    assert_eq!(bed.hits(1, 4).0, 2, "nothing of a prompt that begins with a picture");
+    assert_eq!(bed.hits(1, 4).0, 2, "no block of a prompt that begins with a picture");
 }
 
 #[test]
@@ -209,21 +209,21 @@ fn what_cannot_be_placed_is_counted() {
     assert_eq!(bed.feed.stored(bed.a, &Stored { token_ids: &[], ..one }).unplaced, 2);
     assert_eq!(bed.remove(bed.b, 1, 0).unknown_removed, 1);
 
-    // Events of an instance that went while they were on their way.
+    // Events of an instance that was removed before they arrived.
     bed.feed.remove_instance("b").unwrap();
     assert_eq!(bed.say(bed.b, 1, 0..3, Means::NewCopy), Applied { gone: 3, ..Applied::default() });
     assert_eq!(bed.remove(bed.b, 1, 0), Applied { gone: 1, ..Applied::default() });
     bed.feed.router().lock().add_instance("c", Role::Both, None).unwrap();
-    assert_eq!(bed.say(bed.b, 1, 0..3, Means::NewCopy).gone, 3, "its slot is another's by now");
+    assert_eq!(bed.say(bed.b, 1, 0..3, Means::NewCopy).gone, 3, "its slot has a new instance");
     bed.feed.cleared(bed.b);
     assert!(bed.feed.source("b", 0).is_err() && bed.feed.forget("b").is_err());
 
-    // An instance that does not learn by events.
+    // An instance whose index entries do not come from events.
     bed.feed.set_index_feed("a", IndexFeed::Approximate).unwrap();
     assert_eq!(bed.say(bed.a, 2, 0..3, Means::NewCopy), Applied { not_exact: 3, ..Applied::default() });
-    assert_eq!((bed.hits(1, 1).0, bed.names()), (1, 0), "what events said stays as a guess");
+    assert_eq!((bed.hits(1, 1).0, bed.names()), (1, 0), "event entries stay as approximate entries");
     bed.feed.cleared(bed.a);
-    assert_eq!(bed.hits(1, 1).0, 1, "nor does its stream's word that all is gone count");
+    assert_eq!(bed.hits(1, 1).0, 1, "a clear event of its stream is ignored, too");
 }
 
 #[test]
@@ -251,13 +251,13 @@ fn each_instance_learns_in_its_own_way() {
     assert!(epochs().0 > before.0 && epochs().1 > before.1 && epochs().2 == before.2);
     bed.feed.set_index_feed("a", IndexFeed::Exact).unwrap();
     assert_eq!(epochs().2, before.2, "nothing changed for the other");
-    assert_eq!(bed.hits(1, 4), (0, 4), "the guesses went");
+    assert_eq!(bed.hits(1, 4), (0, 4), "approximate entries are dropped");
     bed.store(bed.a, 3, 0..2);
     place(2, "a");
     place(2, "b");
     assert_eq!((bed.hits(2, 4), bed.hits(3, 2)), ((0, 4), (2, 0)));
     let router = bed.feed.router().lock();
-    assert!(router.index().byte_bound() <= (1 << 22) * 2 / 3 + 1, "room for names is set aside");
+    assert!(router.index().byte_bound() <= (1 << 22) * 2 / 3 + 1, "memory for names is reserved");
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn an_engines_capacity_bounds_what_is_known_of_it() {
     bed.store(bed.a, 1, 0..200);
     bed.feed.set_cache_blocks("a", Some(150)).unwrap();
     assert_eq!(bed.hits(1, 200).0, 150);
-    // An engine that forgets to say what it evicts.
+    // An engine that does not report its evictions.
     for prompt in 2..10 {
         bed.store(bed.a, prompt, 0..100);
         assert_eq!(bed.hits(prompt, 100).0, 100);
@@ -329,7 +329,8 @@ fn a_name_costs_at_most_25_bytes() {
 }
 
 proptest! {
-    /// Ranks of one instance against a count of copies each, over stores, removals and clears in any order.
+    /// Compares the ranks of one instance with a count of copies each, over stores, removals and
+    /// clears in any order.
     #[test]
     fn the_index_holds_the_union_of_the_ranks(
         steps in prop::collection::vec((0u8..5, 0u32..3, 0u64..3, 0u64..6, 1u64..5), 1..60)

@@ -1,4 +1,4 @@
-//! Plans of two segments, step by step: where each goes, what is booked when, and what happens where somebody is gone.
+//! Plans of two segments, step by step: placements, ledger entries, and failures.
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
@@ -91,7 +91,8 @@ fn an_instance_gone_meanwhile_is_replaced() {
     let next = router.advance(d.ticket, DONE, 0.5).unwrap().unwrap();
     assert_ne!(next.instance, bound);
     assert_eq!(router.columns().get(Bs)[bound.index()], 0.0);
-    // That one refuses, too: nobody decodes, so the prefill instance takes the request anew.
+    // The second decode instance refuses too. No decode instance is left, so the prefill instance
+    // takes the whole request.
     let whole = router.advance(d.ticket, Event::Failed(Failure::Refused), 0.6).unwrap().unwrap();
     assert_eq!((whole.instance.0, whole.from_token, whole.to_token), (0, 0, None));
     assert_eq!(router.advance(d.ticket, DONE, 1.0).unwrap(), None);
@@ -110,7 +111,7 @@ fn nobody_who_decodes_is_an_error_where_instances_keep_to_their_roles() {
     let request = Request { prompt_tokens: 10, tokens_per_block: 16.0, ..Request::default() };
     assert!(router.route(&request, 1.0).is_err());
     is(&mut router, Bs, &[0.0; 2]);
-    // Whoever may, takes whole requests.
+    // With `colocate`, any instance takes whole requests.
     let mut router = fleet(RouterConfig::default(), &[Prefill]);
     assert_eq!(route(&mut router, 0.0).segment.to_token, None);
     let mut router = fleet(RouterConfig::default(), &[Decode]);
@@ -125,7 +126,7 @@ fn instances_that_do_both_take_whole_requests_beside_those_that_do_not() {
     let cut = [a, b].into_iter().find(|d| d.segment.instance.0 == 1).expect("one each");
     assert_eq!((whole.segment.to_token, whole.next), (None, None));
     assert_eq!(cut.next.unwrap().instance.0, 2);
-    // A prefill that fails goes to the one that does both, and needs nobody to go on.
+    // A failed prefill moves to the `both` instance, which needs no follow-up segment.
     let moved = router.advance(cut.ticket, Event::Failed(Failure::Reset), 0.1).unwrap().unwrap();
     assert_eq!((moved.instance.0, moved.to_token), (0, None));
     is(&mut router, Bs, &[2.0, 0.0, 0.0]);
@@ -135,7 +136,8 @@ fn instances_that_do_both_take_whole_requests_beside_those_that_do_not() {
 fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
     let mut router = fleet(RouterConfig::default(), &[Prefill, Decode, Decode]);
     router.set_decode_policy(Registry::CORE.policy("sibyl", &[]).unwrap()).unwrap();
-    // One request decodes on each; the answers that ended had 128 tokens, so the one that is far will soon be gone.
+    // One request decodes on each instance. Ended outputs had 128 tokens, so the request with more
+    // output will end soon.
     for i in 0..20 {
         let at = 2.0 * f64::from(i);
         let d = route(&mut router, at);
@@ -152,14 +154,15 @@ fn sibyl_sees_what_will_be_there_when_the_prefill_ends() {
         router.advance(d.ticket, Event::FirstToken, 40.5).unwrap();
         router.advance(d.ticket, Event::Tokens(tokens), 41.5).unwrap();
     }
-    // The least tokens are the young one's; SIBYL knows that the old one's will be gone.
+    // The younger request has fewer tokens; SIBYL predicts that the older request will have ended.
     assert_eq!(at(&route(&mut router, 41.5)), at(&old));
-    // Another policy may replace it meanwhile: the fewest tokens are the young one's.
+    // Another policy can replace SIBYL at run time: the younger request has the fewest tokens.
     router.set_decode_policy(Registry::CORE.policy("least_tokens", &[]).unwrap()).unwrap();
     assert_eq!(at(&route(&mut router, 41.5)), at(&young));
 }
 
-/// A fleet of equals, of which each request of 1,000 prompt tokens and 200 expected output tokens is cut at `fraction` of these.
+/// A fleet of `both` instances that cuts each request (1,000 prompt and 200 expected output tokens)
+/// at `fraction` of its tokens.
 fn cutting(fraction: f64, equals: usize) -> Router {
     let mut router = fleet(RouterConfig::default(), &vec![Both; equals]);
     router.set_split(&Registry::CORE.split("force", &[("at", fraction)]).unwrap()).unwrap();
@@ -190,7 +193,7 @@ fn a_cut_behind_the_prompt_leaves_the_first_segment_some_of_the_output() {
     assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, a), 1000.0);
     assert_eq!(at(&mut router, Indicator::QueuedPrefillTokens, b), 0.0);
     assert_eq!(at(&mut router, BoundTokens, b), 1050.0);
-    // Its first token comes from there, and ends nothing.
+    // The first token comes from the first segment and does not end it.
     assert_eq!(router.advance(d.ticket, Event::FirstToken, 0.5).unwrap(), None);
     assert_eq!(at(&mut router, Indicator::RemainingTokens, a), 49.0);
     router.advance(d.ticket, Event::Tokens(49), 0.9).unwrap();
@@ -213,7 +216,7 @@ fn a_segment_that_says_nothing_until_its_end_gives_its_first_token_then() {
     router.advance(d.ticket, DONE, 1.0).unwrap();
     assert_eq!(router.receipt(d.id).unwrap().outcome.ttft_seconds, Some(1.0));
     assert_eq!(router.totals().output_tokens, 50);
-    // The rest fails: it goes on at the one that has it, from the same token.
+    // The rest fails and continues on the first instance, from the same token.
     let back = router.advance(d.ticket, Event::Failed(Failure::Reset), 1.1).unwrap().unwrap();
     assert_eq!((back.instance, back.from_token), (d.segment.instance, 1050));
     router.advance(d.ticket, DONE, 2.0).unwrap();
@@ -275,15 +278,18 @@ fn what_engines_cannot_do_moves_the_cut_or_leaves_the_request_whole_and_the_rece
     for _ in 0..4 {
         let d = route_expecting(&mut router, Some(200), None);
         let why = whole(&mut router, &d);
-        assert!(why == "its instance cannot hand over" || why == "no second instance takes over", "{why}");
+        assert!(
+            why == "its instance cannot transfer KV" || why == "no second instance is available",
+            "{why}"
+        );
     }
     let mut router = cutting(0.5, 1);
     let d = route_expecting(&mut router, Some(200), None);
-    assert_eq!(whole(&mut router, &d), "no second instance takes over");
+    assert_eq!(whole(&mut router, &d), "no second instance is available");
     assert_eq!(router.totals().split, 0);
     for bad in [0.0, 1.0, -1.0, f64::NAN] {
         let error = Registry::CORE.split("force", &[("at", bad)]).unwrap_err().to_string();
-        assert!(error.contains("knob at of split force"), "{error}");
+        assert!(error.contains("parameter at of split force"), "{error}");
     }
 }
 
@@ -298,14 +304,14 @@ fn a_running_request_moves_and_its_books_with_it() {
     refused(begin(&mut router, target).unwrap_err(), "no token yet");
     refused(router.elsewhere(d.ticket, now).unwrap_err(), "no token yet");
     router.advance(d.ticket, Event::FirstToken, 0.5).unwrap();
-    refused(begin(&mut router, source).unwrap_err(), "runs there already");
+    refused(begin(&mut router, source).unwrap_err(), "already runs on the target");
     refused(begin(&mut router, lmetric_core::InstanceId(7)).unwrap_err(), "slot 7 is not valid");
     router.set_cuts(target, Cuts::PromptEnd).unwrap();
-    refused(begin(&mut router, target).unwrap_err(), "hand over behind an output token");
+    refused(begin(&mut router, target).unwrap_err(), "transfer KV after an output token");
     router.set_cuts(target, Cuts::Anywhere).unwrap();
     let bound = begin(&mut router, target).unwrap();
     assert_eq!((bound.instance, bound.from_token, bound.to_token), (target, 1001, None));
-    refused(begin(&mut router, target).unwrap_err(), "another segment");
+    refused(begin(&mut router, target).unwrap_err(), "a segment is already bound");
     router.advance(d.ticket, Event::Tokens(49), 1.5).unwrap();
     let at = |router: &Router, id, slot: lmetric_core::InstanceId| router.columns().get(id)[slot.index()];
     assert_eq!((at(&router, DecodeTokens, source), at(&router, BoundTokens, target)), (1050.0, 1001.0));
@@ -314,7 +320,7 @@ fn a_running_request_moves_and_its_books_with_it() {
     assert_eq!((at(&router, Bs, source), at(&router, BoundTokens, target)), (0.0, 1050.0));
     router.advance(d.ticket, Event::FirstToken, 2.1).unwrap();
     assert_eq!(at(&router, DecodeTokens, target), 1051.0);
-    // The target fails with tokens seen: the request has failed, and nothing is left of it.
+    // The target fails after the first token: the request fails and leaves nothing in the ledger.
     assert_eq!(router.advance(d.ticket, Event::Failed(Failure::Reset), 3.0).unwrap(), None);
     is(&mut router, Indicator::Tokens, &[0.0; 3]);
     assert_eq!((router.totals().moved, router.totals().output_tokens, router.in_flight()), (1, 51, 0));
@@ -334,7 +340,8 @@ fn an_instance_that_failed_a_running_request_is_not_asked_for_it_again() {
     is(&mut router, Indicator::BoundTokens, &[0.0; 3]);
     router.begin_move(d.ticket, target, Carry::Recompute, 1.0).unwrap();
     assert_eq!(router.advance(d.ticket, Event::Moved, 1.0).unwrap().unwrap().instance, target);
-    // That one fails before its first token, and the third in the middle: nobody is left.
+    // The target fails before its first token, and the third instance fails while it decodes: no
+    // instance is left.
     lost.push(target);
     let third = router.advance(d.ticket, Event::Failed(Failure::Refused), 2.0).unwrap().unwrap().instance;
     assert!(!lost.contains(&third));
@@ -377,7 +384,8 @@ fn a_move_ends_with_its_request_and_a_target_that_is_gone_is_replaced() {
 
 #[test]
 fn a_request_on_its_way_is_load_of_its_target() {
-    // Three requests run on one instance, none on the other. Once one was sent there, two and one are as even as can be, long before its KV has come.
+    // Three requests run on one instance, none on the other. After the first move begins, two and
+    // one are balanced, long before the KV arrives.
     let mut router = fleet(RouterConfig::default(), &[Both, Both]);
     router.set_rescheduling(Some(RescheduleConfig::named("star_current").unwrap().build().unwrap())).unwrap();
     (0..2).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Output).unwrap());
@@ -398,10 +406,10 @@ fn a_request_on_its_way_is_load_of_its_target() {
     router.begin_move(moved, InstanceId(1), Carry::Kv, 0.5).unwrap();
     router.advance(moved, Event::Moved, 0.6).unwrap();
     is(&mut router, DecodeBs, &[2.0, 0.0]);
-    assert_eq!(router.reschedule(0.7).unwrap().0, [], "two here, one on its way there");
+    assert_eq!(router.reschedule(0.7).unwrap().0, [], "two on one instance, one in transfer to the other");
     router.advance(moved, Event::FirstToken, 2.0).unwrap();
     assert_eq!(router.reschedule(2.1).unwrap().0, []);
-    // Once it is gone, the other two are uneven again.
+    // After it ends, the other two are unbalanced again.
     router.drop_ticket(moved);
     assert_eq!(router.reschedule(2.2).unwrap().0.len(), 1);
 }

@@ -1,4 +1,4 @@
-//! Prefix pull: who pulls what from whom, what it counts for, and that nothing of it stays behind.
+//! Prefix fetches: fetched tokens and holders, their cost in scores, and cleanup.
 #[path = "common/router.rs"]
 mod common;
 
@@ -14,7 +14,7 @@ use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Decision, PullConfig, Router, RouterConfig};
 use proptest::prelude::*;
 
-/// A pull of 1,600 tokens takes 0.002 + 0.016 s.
+/// A fetch of 1,600 tokens takes 0.002 + 0.016 s.
 const PULL: PullConfig = PullConfig {
     seconds_per_token: 1e-5,
     fixed_seconds: 0.002,
@@ -23,7 +23,8 @@ const PULL: PullConfig = PullConfig {
     most_kv_usage: 1.0,
 };
 
-/// Instances that compute 10,000 tokens/s until something else is learned; nothing drains by itself.
+/// Instances that compute 10,000 tokens/s until another rate is learned; prefills do not drain
+/// between events.
 fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
     let config = RouterConfig {
         pull: Some(pull),
@@ -38,7 +39,8 @@ fn router(policy: &str, pull: PullConfig, instances: usize) -> Router {
     router
 }
 
-/// One request has put the prompt of 1,601 tokens into an instance's cache, at 10,000 tokens/s, and that instance takes no more: it still hands over.
+/// One instance has a prompt of 1,601 tokens in its cache, computed at 10,000 tokens/s. It accepts
+/// no new requests but can serve fetches.
 fn held_by_one(policy: &str, pull: PullConfig, instances: usize) -> (Router, InstanceId, Vec<u64>) {
     let mut router = router(policy, pull, instances);
     let prompt = chain(1, 100);
@@ -66,7 +68,7 @@ fn whoever_is_chosen_pulls_what_another_holds() {
     assert_eq!(decision.pull, Some(Pull { holder: home, from_token: 0, to_token: 1600 }));
     assert_eq!((decision.segment.from_token, decision.predicted_hit_tokens), (0, 0));
     assert_eq!(router.pull_of(decision.ticket), decision.pull);
-    // Only the last token is computed there; the holder has nothing to compute, and one pull to serve.
+    // The target computes only the last token. The holder computes nothing and serves one fetch.
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
     assert_eq!((of(&mut router, Pulls, home), of(&mut router, Bs, home)), (1.0, 0.0));
     let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
@@ -79,7 +81,7 @@ fn whoever_is_chosen_pulls_what_another_holds() {
     let told = router.receipt(decision.id).unwrap().pull.clone().unwrap();
     assert_eq!((told.tokens, told.seconds), (Some(1600), Some(0.018)));
     assert_eq!((router.totals().pulls, router.totals().pulled_tokens), (1, 1600));
-    // Both hold it now.
+    // Both instances hold the prompt now.
     assert_eq!(router.hit_tokens(&request(&prompt)), [1600, 1600]);
     let more = router.route(&request(&prompt), 1.1).unwrap();
     assert_eq!((more.pull, more.predicted_hit_tokens), (None, 1600));
@@ -91,7 +93,7 @@ fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
     router.fleet_mut().set_draining(home, false).unwrap();
     let name = router.fleet().name(home).to_string();
     let route = |router: &mut Router, running: f64| {
-        // Twice: what ended since the last report may still be in the first.
+        // Twice, because the first report may still include requests ended since the last report.
         for usage in [0.1, 0.2] {
             let (waiting, running) = (Some(0.0), Some(running));
             let report = Report { at: 1.0, waiting, running, kv_usage: Some(usage) };
@@ -103,7 +105,7 @@ fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
         router.drop_ticket(decision.ticket);
         (decision, scores)
     };
-    // Elsewhere: 1 token to compute and 0.018 s at 10,000 tokens/s, x 1. At home: 1 token x (bs + 1).
+    // The other instance: 1 token and 0.018 s at 10,000 tokens/s, x 1. At home: 1 token x (bs + 1).
     let (decision, scores) = route(&mut router, 100.0);
     assert_eq!((decision.segment.instance, decision.pull), (home, None));
     assert_eq!(scores, [101.0, 181.0]);
@@ -111,7 +113,7 @@ fn lmetric_pull_weighs_a_pulled_token_at_its_cost() {
     assert_ne!(decision.segment.instance, home);
     assert_eq!(decision.pull.map(|pull| pull.holder), Some(home));
     assert_eq!(scores, [181.0, 201.0]);
-    // LMETRIC itself stays until the batch is 1,600 requests long.
+    // LMETRIC stays at home until the batch has 1,600 requests.
     router.set_pull(None).unwrap();
     assert_eq!(route(&mut router, 200.0).1, [201.0, 1601.0]);
 }
@@ -126,7 +128,7 @@ fn a_holder_serves_so_many_pulls_at_once() {
     assert_eq!(of(&mut router, Pulls, home), 2.0);
     router.advance(pulling[0].ticket, Event::Pulled { tokens: 1600, seconds: 0.018 }, 1.1).unwrap();
     assert_eq!(of(&mut router, Pulls, home), 1.0);
-    // The first of them holds it by now, and serves none.
+    // The first target now holds the prompt and serves no fetch.
     router.add_instance("new", Role::Both, None).unwrap();
     let next = router.route(&request(&prompt), 1.2).unwrap();
     assert_eq!(next.pull.map(|pull| pull.holder), Some(pulling[0].segment.instance));
@@ -140,18 +142,19 @@ fn of_equal_holders_the_one_that_serves_least_is_asked() {
     router.advance(second.ticket, Event::Sent, 1.0).unwrap();
     let also = second.segment.instance;
     router.fleet_mut().set_draining(also, true).unwrap();
-    // The one still serves that pull, so the other is asked, although it has a request more.
+    // The home instance still serves a fetch, so the other holder is chosen, although it has one
+    // more request.
     let third = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(third.pull.unwrap().holder, also);
     assert_eq!((of(&mut router, Pulls, home), of(&mut router, Pulls, also)), (1.0, 1.0));
-    // As many each: the one with fewer requests.
+    // Both serve one fetch: the holder with fewer requests is chosen.
     let fourth = router.route(&request(&prompt), 1.0).unwrap();
     assert_eq!(fourth.pull.unwrap().holder, home);
 }
 
 #[test]
 fn what_does_not_pay_is_not_pulled() {
-    // 1,600 tokens take 0.16 s to compute.
+    // The computation of 1,600 tokens takes 0.16 s.
     for (pull, pays) in [
         (PullConfig { fixed_seconds: 0.143, ..PULL }, true),
         (PullConfig { fixed_seconds: 0.145, ..PULL }, false),
@@ -172,7 +175,8 @@ fn what_does_not_pay_is_not_pulled() {
 
 #[test]
 fn a_step_time_model_says_what_computing_takes() {
-    // 1e-4 s a token and 1e-8 s a pair: 0.16 + 0.0128 s for 1,600 tokens, of which the pull's 0.018 s are a ninth or so.
+    // 1e-4 s per token and 1e-8 s per pair: 0.16 + 0.0128 s for 1,600 tokens. The fetch's 0.018 s
+    // are about a ninth.
     let step = StepTime {
         fixed_seconds: 1.0,
         decode_seconds_per_sequence: 1.0,
@@ -203,7 +207,7 @@ fn the_cost_is_learned() {
         let now = 1.0 + f64::from(i);
         let decision = router.route(&request(&prompt), now).unwrap();
         let Some(pull) = decision.pull else { break };
-        // Each takes half a second, three times as long as to compute them.
+        // Each fetch takes 0.5 s, three times as long as the computation.
         router.advance(decision.ticket, Event::Pulled { tokens: pull.tokens(), seconds: 0.5 }, now).unwrap();
         router.drop_ticket(decision.ticket);
         router.index_mut().cleared(decision.segment.instance);
@@ -228,16 +232,16 @@ fn what_did_not_come_is_computed() {
     }
     router.advance(decision.ticket, pulled(640, 0.01), 1.0).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
-    // The engine found nothing of its own: what was pulled still counts.
+    // The engine found no cached tokens of its own; fetched tokens still count.
     router.advance(decision.ticket, Event::Scheduled(Some(0)), 1.1).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
-    // Told twice, it is over.
+    // A second result has no effect.
     router.advance(decision.ticket, pulled(0, 0.0), 1.2).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 961.0);
     let cold = chain(7000, 10);
     let other = router.route(&request(&cold), 1.3).unwrap();
     let error = router.advance(other.ticket, pulled(0, 0.0), 1.3).unwrap_err();
-    assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("pulls nothing")));
+    assert!(matches!(&error, CoreError::Ticket { problem, .. } if problem.contains("fetches no prefix")));
 }
 
 #[test]
@@ -249,7 +253,7 @@ fn a_prefill_that_waits_for_its_pull_holds_nobody_up() {
     let other = router.route(&request(&cold), 2.0).unwrap();
     assert_eq!((other.segment.instance, other.pull), (target, None));
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1602.0);
-    // Placed behind it, begun before it: it alone is over, after 0.2 s, not 1.2.
+    // Placed later but started earlier: only this prefill ends, after 0.2 s, not 1.2 s.
     router.advance(other.ticket, Event::FirstToken, 2.2).unwrap();
     assert_eq!(of(&mut router, QueuedPrefillTokens, target), 1.0);
     assert!((of(&mut router, Indicator::PrefillTokensPerSecond, target) - 8005.0).abs() < 1e-6);
@@ -278,7 +282,7 @@ fn however_it_ends_the_holder_is_free_again() {
         router.drop_ticket(decision.ticket);
         assert_eq!(of(&mut router, Pulls, home), 0.0, "{end:?}");
     }
-    // A new instance in the holder's slot owes nothing.
+    // A new instance in the holder's slot starts empty.
     let (mut router, home, prompt) = held_by_one("least_requests", PULL, 2);
     let decision = router.route(&request(&prompt), 1.0).unwrap();
     router.remove_instance("e0").unwrap();
@@ -297,7 +301,7 @@ fn a_retry_pulls_anew() {
     assert_eq!(of(&mut router, Pulls, home), 1.0);
     let receipt = router.receipt(decision.id).unwrap();
     assert_eq!((receipt.pull.as_ref().unwrap().slot, receipt.predicted_hit_tokens), (home.0, 0));
-    // Nobody is left: the ticket closes.
+    // No instance is left: the ticket closes.
     let last = router.advance(decision.ticket, Event::Failed(Failure::Reset), 1.2).unwrap();
     assert_eq!((last, router.in_flight(), of(&mut router, Pulls, home)), (None, 0, 0.0));
 }
@@ -348,7 +352,8 @@ fn an_instance_that_is_full_pulls_nothing() {
         let tokens = router.columns().get(Indicator::PullTokens)[decision.segment.instance.index()];
         (decision.pull.map_or(0, |pull| pull.tokens()), tokens, decision.segment.instance != home)
     };
-    // Nothing told, not so full, as full as may be, fuller, and not any more; how full the holder is does not matter.
+    // No report, below the limit, at the limit, above it, and below it again. The holder's usage
+    // has no effect.
     for (told, pulled) in
         [(None, 1600), (Some(0.79), 1600), (Some(0.8), 0), (Some(1.0), 0), (Some(0.5), 1600)]
     {
@@ -375,7 +380,8 @@ fn bad_settings_are_named() {
 }
 
 proptest! {
-    /// What holders serve is what open tickets pull, whatever happens in whatever order.
+    /// Fetches counted at the holders equal the fetches of open tickets, for any sequence of
+    /// events.
     #[test]
     fn holders_serve_what_tickets_pull(
         most_pulls in 1u32..4,
@@ -428,7 +434,7 @@ proptest! {
                 let id = InstanceId(slot as u32);
                 let serves = pulls.iter().filter(|pull| pull.holder == id).count() as f64;
                 let counted = of(&mut router, Pulls, id);
-                // A new instance in a slot owes nothing of what its predecessor served.
+                // A new instance in a slot does not count its predecessor's fetches.
                 prop_assert!(counted <= serves && counted <= f64::from(most_pulls), "{counted} of {serves}");
                 prop_assert!(counted == serves || router.fleet().generation(id) > 1 || !router.fleet().is_live(id));
             }

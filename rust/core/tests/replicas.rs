@@ -1,4 +1,4 @@
-//! Routers side by side: what one tells counts at the other as if it had been placed there, until it says otherwise, or nothing for too long.
+//! Peer routers: published load counts like own load until the next message or the timeout.
 #[path = "common/router.rs"]
 mod common;
 
@@ -29,7 +29,7 @@ fn value(router: &Router, id: Indicator, name: &str) -> f64 {
     router.columns().get(id)[router.fleet().find(name).unwrap().index()]
 }
 
-/// Indicators of an instance that are of all routers' requests.
+/// Per-instance indicators that include the requests of all routers.
 const SHARED: [Indicator; 10] = [
     Indicator::Bs,
     Indicator::QBs,
@@ -53,7 +53,7 @@ fn two_routers_do_not_send_the_next_requests_to_one_idle_engine() {
     assert_ne!(name(&a, first.segment.instance), name(&b, second.segment.instance));
     b.derive_all(0.0);
     assert_eq!(value(&b, Indicator::QueuedPrefillTokens, &name(&a, first.segment.instance)), 161.0);
-    // It has ended there, and the next word says so.
+    // The request ended, and the next message contains the change.
     a.advance(first.ticket, Event::Ended(Usage::default()), 1.0).unwrap();
     hear(&mut b, "a", &a.share(1.0), 1.0);
     assert_eq!(value(&b, Indicator::Bs, &name(&a, first.segment.instance)), 0.0);
@@ -64,7 +64,7 @@ fn what_a_silent_router_said_is_forgotten() {
     let (mut a, mut b) = (router("least_requests", &["x"]), router("least_requests", &["x"]));
     a.route(&request(&chain(1, 10)), 0.0).unwrap();
     hear(&mut b, "a", &a.share(0.0), 5.0);
-    assert_eq!(b.forget_silent(2.0, 7.0), [], "heard two seconds ago");
+    assert_eq!(b.forget_silent(2.0, 7.0), [], "the last message is two seconds old");
     assert_eq!((value(&b, Indicator::Bs, "x"), b.replicas().count()), (1.0, 1));
     let gone: Vec<String> = b.forget_silent(2.0, 7.1).into_iter().map(String::from).collect();
     assert_eq!(gone, ["a"]);
@@ -80,14 +80,14 @@ fn engines_reports_count_beyond_what_all_routers_have() {
     a.advance(mine.ticket, Event::FirstToken, 0.1).unwrap();
     b.route(&request(&chain(2, 10)), 0.0).unwrap();
     hear(&mut b, "a", &a.share(0.2), 0.2);
-    // Ours and the other router's, and two more of somebody else.
+    // Our request, the peer's request, and two external requests.
     let report = Report { at: 0.3, waiting: Some(2.0), running: Some(2.0), kv_usage: None };
     b.engine_report("x", report).unwrap();
     assert_eq!(value(&b, Indicator::Bs, "x"), 4.0);
-    // Without the other's word its request is somebody else's.
+    // Without the peer's message, its request counts as external.
     b.forget_silent(1.0, 2.0);
     assert_eq!(value(&b, Indicator::Bs, "x"), 3.0);
-    // (The first report since may be older than that.)
+    // The first report since then may be older than that.
     b.engine_report("x", Report { at: 3.0, kv_usage: Some(0.5), ..report }).unwrap();
     b.engine_report("x", Report { at: 4.0, kv_usage: Some(0.6), ..report }).unwrap();
     assert_eq!(value(&b, Indicator::Bs, "x"), 4.0);
@@ -100,8 +100,9 @@ fn an_instance_that_goes_takes_what_was_told_of_it() {
     hear(&mut b, "a", &a.share(0.0), 0.0);
     b.remove_instance("x").unwrap();
     b.add_instance("z", Role::Both, None).unwrap();
-    assert_eq!(value(&b, Indicator::Bs, "z"), 0.0, "the slot is another's now");
-    // Another router's word changes nothing of that; and of x nothing is known here any more.
+    assert_eq!(value(&b, Indicator::Bs, "z"), 0.0, "the slot has a new instance");
+    // Other peers' messages do not change the new instance; messages about the removed instance are
+    // ignored.
     hear(&mut b, "c", &[], 0.1);
     hear(&mut b, "a", &a.share(0.1), 0.1);
     assert_eq!(value(&b, Indicator::Bs, "z"), 0.0);
@@ -113,14 +114,14 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     for bad in [f64::NAN, -1.0, f64::INFINITY] {
         let share = Share { decode_tokens: bad, ..Share::default() };
         let message = b.hear("a", [("x", share)], 0.0).unwrap_err().to_string();
-        assert!(message.contains("decode_tokens on x that router a tells of"), "{message}");
+        assert!(message.contains("decode_tokens on x in the load of router a"), "{message}");
     }
     assert_eq!(b.replicas().count(), 0);
     for i in 0..MOST_REPLICAS {
         b.hear(&format!("router-{i}"), [("x", Share { decoding: 1.0, ..Share::default() })], 0.0).unwrap();
     }
     let message = b.hear("one more", [], 0.0).unwrap_err().to_string();
-    assert!(message.contains("one beyond 64"), "{message}");
+    assert!(message.contains("after 64 others"), "{message}");
     assert_eq!(value(&b, Indicator::Bs, "x"), MOST_REPLICAS as f64);
     assert_eq!(
         Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.numbers())),
@@ -129,7 +130,8 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
 }
 
 proptest! {
-    /// Routers that told each other see the same, wherever requests are and however far: as many as there are.
+    /// Routers that have exchanged their loads agree on the indicators: the sum of all requests,
+    /// wherever they run.
     #[test]
     fn routers_that_told_each_other_agree(
         steps in prop::collection::vec((0usize..3, 0usize..5, 0usize..40, 1u64..200), 1..120),

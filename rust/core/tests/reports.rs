@@ -1,4 +1,5 @@
-//! Others' load, told from engines' reports: a report may be older than what the router knows by then, and an old one shows once more what has ended.
+//! External load from engines' reports. A report can be older than the router's state and still
+//! show ended requests.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
@@ -10,13 +11,13 @@ use proptest::prelude::*;
 
 const NAME: &str = "engine";
 
-/// A router before one engine that others use, too.
+/// A router with one engine that also serves external requests.
 struct World {
     router: Router,
     open: Vec<TicketId>,
-    /// Own requests at each moment since a report was new.
+    /// Number of own requests at each moment since the last new report.
     history: Vec<f64>,
-    /// What was reported last.
+    /// The last reported numbers.
     page: (f64, f64),
     samples: f64,
 }
@@ -42,7 +43,7 @@ impl World {
         }
     }
 
-    /// A report of what ran there at that moment of the history.
+    /// Sends a report sampled at this moment of the history.
     fn report(&mut self, moment: usize, foreign: f64) {
         self.samples += 1.0;
         self.page = (self.history[moment] + foreign, self.samples / 1e6);
@@ -50,14 +51,14 @@ impl World {
         self.history = vec![self.open.len() as f64];
     }
 
-    /// The same page once more.
+    /// Sends the last report again.
     fn report_again(&mut self) {
         let (running, kv_usage) = self.page;
         let report = Report { at: 0.0, waiting: Some(0.0), running: Some(running), kv_usage: Some(kv_usage) };
         self.router.engine_report(NAME, report).unwrap();
     }
 
-    /// Others' requests, as far as the router knows.
+    /// Returns the external requests that the router counts.
     fn foreign(&self) -> f64 {
         let slot = self.router.fleet().find(NAME).unwrap().index();
         self.router.columns().get(Indicator::Bs)[slot] - self.open.len() as f64
@@ -70,10 +71,10 @@ fn what_a_late_report_still_shows_is_not_somebody_elses() {
     (0..5).for_each(|_| world.place());
     world.report(5, 0.0);
     (0..5).for_each(|_| world.finish());
-    // Sampled when three of the five were still running.
+    // Sampled while three of the five requests still ran.
     world.report(2, 0.0);
     assert_eq!(world.foreign(), 0.0);
-    // A page that somebody keeps: it comes again and again, long after all has ended.
+    // A cached report repeats long after all requests have ended.
     (0..4).for_each(|_| world.place());
     world.report(4, 0.0);
     (0..4).for_each(|_| world.finish());
@@ -91,14 +92,15 @@ fn others_that_come_are_seen_and_stay_while_ours_come_and_go() {
     (0..4).for_each(|_| world.place());
     (0..4).for_each(|_| world.finish());
     world.report(4, 3.0);
-    assert_eq!(world.foreign(), 3.0, "our coming and going says nothing of theirs");
+    assert_eq!(world.foreign(), 3.0, "own requests do not change the external load");
     world.report(0, 0.0);
-    assert_eq!(world.foreign(), 0.0, "they have left");
+    assert_eq!(world.foreign(), 0.0, "the external requests ended");
 }
 
 proptest! {
-    /// Others who run a constant number are never counted as more, whenever reports were sampled and however often they come,
-    /// and exactly once a report came of a time in which ours did not change.
+    /// With a constant number of external requests, the router never counts more, for any sample
+    /// times and repetitions. It counts exactly this number after a report from a period without
+    /// own changes.
     #[test]
     fn others_are_never_overcounted(
         foreign in 0..4u8,

@@ -1,4 +1,5 @@
-//! The router as an embedder sees it: decisions by hand, retries along the ranking, merged load, receipts, dropped tickets.
+//! The router as an embedder uses it: hand-computed decisions, retries, merged load, decision
+//! records, dropped tickets.
 #[path = "common/router.rs"]
 mod common;
 
@@ -33,7 +34,7 @@ fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
     let first = router.route(&request(&prompt), 0.0).unwrap();
     let home = first.segment.instance;
     router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
-    // Home: 1 uncached token x (1 + 1) = 2 against 1,601 x (0 + 1) elsewhere.
+    // Home: 1 uncached token x (1 + 1) = 2. The other instance: 1,601 x (0 + 1).
     let second = router.route(&request(&prompt), 0.2).unwrap();
     assert_eq!(second.segment.instance, home);
     assert_eq!(second.predicted_hit_tokens, 1600);
@@ -42,7 +43,8 @@ fn lmetric_by_hand_goes_back_to_its_cache_until_load_outweighs_it() {
     scores.sort_by(f32::total_cmp);
     assert_eq!(scores, [2.0, 1601.0]);
     assert_eq!(receipt.margin, Some(1599.0));
-    // A cold prompt weighs the batch at home: 1,601 + 1 queued x (2 + 1) there, 1,601 x 1 elsewhere.
+    // A cold prompt weighs the batch at home: 1,601 + 1 queued x (2 + 1). The other instance: 1,601
+    // x 1.
     let cold = chain(1000, 100);
     assert_ne!(router.route(&request(&cold), 0.3).unwrap().segment.instance, home);
 }
@@ -124,21 +126,21 @@ fn foreign_load_is_what_the_engine_reports_beyond_our_own() {
     let mut router = router("vllm", 2);
     let decision = router.route(&request(&[]), 0.0).unwrap();
     let name = router.fleet().name(decision.segment.instance).to_string();
-    // The engine counts our prefill as running; we count it as queued: no double count.
+    // The engine counts our prefill as running; the router counts it as queued: no double count.
     let report =
         |waiting, running| Report { at: 0.1, waiting: Some(waiting), running: Some(running), kv_usage: None };
     router.engine_report(&name, report(0.0, 1.0)).unwrap();
     let slot = slot_of(&router, &name);
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 1.0);
-    // Three more waiting and one more running than ours.
+    // Three more waiting requests and one more running request than ours.
     router.engine_report(&name, report(3.0, 2.0)).unwrap();
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
     assert_eq!(router.columns().get(Indicator::QBs)[slot], 1.0 + 2.0);
-    // A header that tells of waiting requests alone leaves the others' load as it was.
+    // A header with waiting requests alone leaves the external load unchanged.
     let waiting = Report { at: 0.2, waiting: Some(0.0), running: None, kv_usage: None };
     router.engine_report(&name, waiting).unwrap();
     assert_eq!(router.columns().get(Indicator::Bs)[slot], 5.0);
-    assert_eq!(router.columns().get(Indicator::QBs)[slot], 2.0, "ours has left its queue");
+    assert_eq!(router.columns().get(Indicator::QBs)[slot], 2.0, "our request left the queue");
     assert!(router.engine_report(&name, report(f64::NAN, 0.0)).is_err());
 }
 
@@ -150,24 +152,25 @@ fn queued_prefill_drains_at_the_learned_rate() {
         router.columns().get(Indicator::QueuedPrefillTokens)[0]
     };
     let first = router.route(&request(&chain(1, 100)), 0.0).unwrap();
-    assert_eq!(queued(&mut router, 0.1), 801.0, "until a rate was learned, at the assumed 8,000 tokens/s");
+    assert_eq!(queued(&mut router, 0.1), 801.0, "at the assumed 8,000 tokens/s until a rate is learned");
     router.advance(first.ticket, Event::FirstToken, 1.601).unwrap(); // 1,000 tokens/s
     assert_eq!(queued(&mut router, 1.7), 0.0);
     let plain = router.route(&request(&chain(1000, 100)), 2.0).unwrap();
     let second = router.route(&request(&chain(2000, 100)), 2.0).unwrap();
     assert!((queued(&mut router, 3.0) - 2202.0).abs() < 1e-6);
-    assert_eq!(queued(&mut router, 30.0), 0.0, "a plain answer that decodes for long is no backlog");
-    // Idle time is no credit for the next: 1,601 tokens from 30 s on.
+    assert_eq!(queued(&mut router, 30.0), 0.0, "a long decode without streaming is no backlog");
+    // Idle time gives no credit to the next prefill: 1,601 tokens from 30 s on.
     router.route(&request(&chain(3000, 100)), 30.0).unwrap();
     assert!((queued(&mut router, 31.0) - 601.0).abs() < 1e-6);
-    // A first token ends the prefills placed before it as well, and the rate is learned from them all.
+    // A first token also ends earlier prefills, and the rate is learned from all of them.
     router.advance(second.ticket, Event::FirstToken, 31.0).unwrap();
     assert!((queued(&mut router, 31.0) - 601.0).abs() < 1e-6);
     router.advance(plain.ticket, Event::Finished(Usage::default()), 32.0).unwrap();
     assert!(queued(&mut router, 31.0) > 0.0);
 }
 
-/// An engine that takes 0.1 ms a token and 1 ns an attention pair, of whose first tokens the router learns both.
+/// An engine with 0.1 ms per token and 1 ns per attention pair; the router learns both from first
+/// tokens.
 #[test]
 fn long_prompts_drain_as_slowly_as_attention_makes_them() {
     let mut router = router("least_prefill", 1);
@@ -185,7 +188,8 @@ fn long_prompts_drain_as_slowly_as_attention_makes_them() {
     }
     for tokens in [800, 100_000] {
         let ticket = ask(&mut router, tokens, now);
-        // Halfway through, half of it is left, however long it is. One rate for all would be wrong by a factor of five.
+        // At half the time, half is left, at any length. A single rate would be wrong by a factor
+        // of five.
         router.derive_all(now + seconds(f64::from(tokens)) / 2.0);
         let left = router.columns().get(Indicator::QueuedPrefillTokens)[0];
         assert!((left / f64::from(tokens) - 0.5).abs() < 1e-6, "{left} of {tokens}");
@@ -232,7 +236,7 @@ fn nobody_to_take_it_is_an_error_that_books_nothing() {
     let error = drained.route(&request(&[]), 0.0).unwrap_err().to_string();
     assert!(error.contains("draining"), "{error}");
     assert_eq!((drained.in_flight(), drained.totals().no_instance), (0, 1));
-    // A score over an indicator that no engine reports.
+    // The score reads an indicator that no engine reports.
     let mut blind = router("llmd_scorers", 2);
     let error = blind.route(&request(&[]), 0.0);
     if let Err(error) = error {
@@ -273,7 +277,7 @@ fn a_removed_instance_owes_its_successor_nothing() {
 #[test]
 fn the_guard_takes_a_hot_prefix_off_its_holders() {
     let config = RouterConfig {
-        index_feed: IndexFeed::Exact, // so that the prefix stays where it is
+        index_feed: IndexFeed::Exact, // keeps the prefix on its instance
         guard: GuardConfig { on: true, ..GuardConfig::default() },
         ..RouterConfig::default()
     };
@@ -294,10 +298,11 @@ fn the_guard_takes_a_hot_prefix_off_its_holders() {
         router.advance(decision.ticket, Event::Finished(Usage::default()), now).unwrap();
         router.tick(now);
     }
-    // An idle holder would win every time without the guard; with it, only until the alarm of the first seconds.
+    // Without the guard, the idle holder would always win. With it, the holder wins only until the
+    // first alarm.
     assert!(
         elsewhere > 100 && elsewhere == excluded,
-        "{elsewhere} elsewhere, {excluded} kept from the holder"
+        "{elsewhere} on other instances, {excluded} excluded from the holder"
     );
     assert!(router.guard().alarms().iter().any(|a| a.phase == Phase::Filtering));
 }
@@ -334,7 +339,7 @@ fn what_an_engine_finds_cached_replaces_what_was_booked() {
     let config = RouterConfig { drain: false, ..RouterConfig::default() };
     let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
     router.add_instance("e0", Role::Both, None).unwrap();
-    let (long, short) = (chain(1, 10), chain(50, 2)); // 161 and 33 tokens, nothing known of them
+    let (long, short) = (chain(1, 10), chain(50, 2)); // 161 and 33 tokens, without learned lengths
     let first = router.route(&request(&long), 0.0).unwrap();
     let second = router.route(&request(&short), 0.0).unwrap();
     let queued = |router: &mut Router| {
@@ -346,7 +351,7 @@ fn what_an_engine_finds_cached_replaces_what_was_booked() {
     assert_eq!(queued(&mut router), 33.0 + 33.0);
     router.advance(first.ticket, Event::Prefilled(30), 0.2).unwrap();
     assert_eq!(queued(&mut router), 3.0 + 33.0);
-    // Put back and admitted again, with less in the cache than before.
+    // Requeued and scheduled again, with fewer cached tokens than before.
     router.advance(first.ticket, Event::Scheduled(Some(64)), 0.3).unwrap();
     assert_eq!(queued(&mut router), 97.0 + 33.0);
     for ticket in [first.ticket, second.ticket] {

@@ -1,4 +1,4 @@
-//! The Python face of `wire::api`.
+//! Python functions of `wire::api`.
 use crate::errors::LmetricError;
 use lmetric_wire::{ApiRequest, CHAT, COMPLETIONS, INTERNAL_FIELDS, Prompt, Refusal};
 use numpy::PyArray1;
@@ -11,14 +11,15 @@ create_exception!(
     lmetric,
     BadRequestError,
     LmetricError,
-    "A request's body is not what the API takes; its arguments: a message for the client, and the field (None: the body)."
+    "A request body that the API does not accept. Its arguments: a message for the client, and the wrong field (None: the body)."
 );
 
 fn refused(Refusal { message, param }: Refusal) -> PyErr {
     BadRequestError::new_err((message, param))
 }
 
-/// Makes sure that a body is a JSON object that a parser can take.
+/// Checks that a body is a JSON object within the bounds on depth, containers, members and values.
+/// Raises `BadRequestError`.
 #[pyfunction]
 fn check_object(body: &[u8]) -> PyResult<()> {
     lmetric_wire::check_object(body).map_err(refused)
@@ -42,7 +43,7 @@ struct Parsed<'py>(
     Option<f64>,
 );
 
-/// What a request asks for.
+/// Reads the fields of a request to the path `path` of the API. Raises `BadRequestError`.
 #[pyfunction]
 fn read_request<'py>(path: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'py>> {
     let py = body.py();

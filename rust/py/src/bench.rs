@@ -1,4 +1,4 @@
-//! Times the stages of a decision in process: hash, match, score, commit, each and together.
+//! Times the stages of a decision in process: hash, match, score, commit, and all of them together.
 use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
@@ -25,7 +25,8 @@ struct Timing {
     p99: f64,
 }
 
-/// A prompt of which all instances hold the first tenth, one holds up to nine tenths, and nobody the rest.
+/// A prompt for the index: all instances hold the first tenth, one instance holds up to nine
+/// tenths, and no instance holds the rest.
 fn prompt(tokens: usize, which: usize, iteration: usize) -> Vec<u32> {
     let word = |part: usize, i: usize| ((part * 2_654_435_761 + i * 40_503) % 150_000) as u32;
     (0..tokens)
@@ -46,7 +47,7 @@ fn measure(
     stored_pairs: usize,
     feed: IndexFeed,
 ) -> std::result::Result<[Timing; 5], CoreError> {
-    // What reads of pulls is timed with them.
+    // For policies that read prefix fetches, their cost is timed too.
     let pulls = policy.reads().contains(Indicator::PullTokens);
     let config = RouterConfig {
         index_feed: feed,
@@ -57,7 +58,8 @@ fn measure(
     let mut router = Router::new(policy, config)?;
     for i in 0..instances {
         router.add_instance(&format!("engine-{i}"), Role::Both, None)?;
-        // Load reports and a spread of running requests, so that every policy has what it reads.
+        // Load reports and a spread of running requests, so that every policy has the values it
+        // reads.
         let report = lmetric_core::router::ledger::Report {
             at: 0.0,
             waiting: Some((i % 3) as f64),
@@ -68,7 +70,7 @@ fn measure(
     }
     let domain = Domain::new(&[Some("bench")], block_size);
     let mut chain = Vec::new();
-    // Distinct prompts, so that the caches of the processor see what a server's would.
+    // Distinct prompts, so that the processor's caches see a server's access pattern.
     let blocks_each = (prompt_tokens / block_size).max(1);
     let distinct = (stored_pairs / blocks_each).clamp(1, 2000);
     let mut store = |router: &mut Router, tokens: &[u32], instance: usize| {
@@ -123,10 +125,11 @@ fn measure(
 
 /// Times the stages of decisions in process, in microseconds.
 ///
-/// For each policy, number of instances and prompt length: `iterations` decisions over an index of about `stored_pairs` (instance,
-/// block) pairs; all instances hold a prompt's first tenth, one holds nine tenths, nobody the rest. Returns dictionaries of `policy`,
-/// `instances`, `prompt_tokens`, `stage` (`hash`, `match`, `score`, `commit`, `total`), `p50_us`, `p99_us`.
-/// Raises `UnknownNameError`, `BadValueError`.
+/// For each policy, number of instances and prompt length, runs `iterations` decisions over an
+/// index of about `stored_pairs` (instance, block) pairs. All instances hold a prompt's first
+/// tenth, one instance holds nine tenths, and no instance holds the rest. Returns dictionaries of
+/// `policy`, `instances`, `prompt_tokens`, `stage` (`hash`, `match`, `score`, `commit`, `total`),
+/// `p50_us`, `p99_us`. Raises `UnknownNameError`, `BadValueError`.
 #[pyfunction]
 #[pyo3(signature = (*, policies, instances, prompt_tokens, iterations=1000, block_size=16, stored_pairs=200_000,
     index="approximate"))]

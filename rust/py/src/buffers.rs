@@ -1,4 +1,5 @@
-//! Integers in: numpy arrays, `array.array` and memoryviews are read in place, other sequences copied.
+//! Integers from Python: numpy arrays, `array.array` and memoryviews are read in place, other
+//! sequences are copied.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
@@ -7,19 +8,20 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyMemoryView, PyString};
 use std::borrow::Cow;
 
-/// Integers: a C-contiguous buffer, or any other sequence. Held as long as this lives.
+/// Integers: a C-contiguous buffer, or any other sequence. The buffer is held for the lifetime of
+/// this value.
 pub enum Ints<'py> {
-    /// A numpy array of token ids: asked directly, which is several times as fast as the buffer protocol.
+    /// A numpy array of token IDs. The numpy API is several times as fast as the buffer protocol.
     Tokens(Bound<'py, PyArray1<u32>>),
     /// A numpy array of 64-bit hashes.
     Hashes(Bound<'py, PyArray1<u64>>),
-    /// Of 32-bit integers (or raw bytes, read as such).
+    /// A buffer of 32-bit integers (or of raw bytes, read as 32-bit integers).
     Narrow(PyBuffer<u32>),
     /// Raw bytes.
     Bytes(PyBuffer<u8>),
     /// Signed 32-bit integers.
     Signed(PyBuffer<i32>),
-    /// Of 64-bit integers.
+    /// A buffer of 64-bit integers.
     Wide(PyBuffer<u64>),
     /// Signed 64-bit integers.
     SignedWide(PyBuffer<i64>),
@@ -70,7 +72,7 @@ impl<'py> Ints<'py> {
         }
     }
 
-    /// As token ids: in place where they are 32 bits wide, else checked and narrowed.
+    /// Returns token IDs: 32-bit buffers in place, other integers checked and narrowed.
     pub fn tokens<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u32]>> {
         Ok(match self {
             Ints::Tokens(array) => Cow::Borrowed(slice(array)),
@@ -97,7 +99,7 @@ impl<'py> Ints<'py> {
         })
     }
 
-    /// As 64-bit hashes: in place where they are 64 bits wide.
+    /// Returns 64-bit hashes: 64-bit buffers in place, other integers converted.
     pub fn hashes<'a>(&'a self, py: Python<'a>, what: &str) -> Result<Cow<'a, [u64]>> {
         Ok(match self {
             Ints::Hashes(array) => Cow::Borrowed(slice(array)),
@@ -129,14 +131,15 @@ pub fn bad(value: &Bound<'_, PyAny>, what: &str, expected: &str) -> crate::error
     BadValueError::new_err(format!("{what}: {kind} is not valid; expected {expected}")).into()
 }
 
-/// The buffer's elements, in place.
+/// Borrows the buffer's elements in place.
 fn in_place<'a, T: pyo3::buffer::Element>(_py: Python<'a>, buffer: &'a PyBuffer<T>) -> &'a [T] {
     let count = buffer.item_count();
     if count == 0 {
         return &[];
     }
-    // SAFETY: the buffer is C-contiguous (checked in `take`), its format matches `T` (checked by `get`), and it stays exported
-    // for the slice's lifetime. The interpreter lock is held throughout, so no Python code changes it meanwhile.
+    // SAFETY: the buffer is C-contiguous (checked in `take`), its format matches `T` (checked by
+    // `get`), and it stays exported for the slice's lifetime. The interpreter lock is held
+    // throughout, so no Python code changes it meanwhile.
     unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<T>(), count) }
 }
 
@@ -149,13 +152,13 @@ fn is_sequence(value: &Bound<'_, PyAny>) -> bool {
     indexed && value.len().is_ok()
 }
 
-/// An element that cannot be, with its position.
+/// The error for an invalid element, with its position.
 fn bad_element(what: &str, position: usize, got: &str, expected: &str) -> crate::errors::Error {
     CoreError::BadValue { what: format!("{what}[{position}]"), got: got.into(), expected: expected.into() }
         .into()
 }
 
-/// The elements as token IDs.
+/// Converts the elements to token IDs.
 fn narrowed<T: Copy + std::fmt::Display>(values: &[T], what: &str) -> Result<Vec<u32>>
 where
     u32: TryFrom<T>,
@@ -166,7 +169,7 @@ where
     values.iter().enumerate().map(one).collect()
 }
 
-/// What an element of a sequence is read as.
+/// Conversion of a sequence's element.
 trait FromElement: Sized {
     fn of(value: &Bound<'_, PyAny>) -> Option<Self>;
 }
@@ -178,13 +181,13 @@ impl FromElement for u32 {
 }
 
 impl FromElement for u64 {
-    /// Negative ones as their two's complement: engines give hashes either way.
+    /// Negative values become their two's complement: engines send signed and unsigned hashes.
     fn of(value: &Bound<'_, PyAny>) -> Option<u64> {
         value.extract().ok().or_else(|| value.extract::<i64>().ok().map(|hash| hash as u64))
     }
 }
 
-/// The elements of a sequence, one by one.
+/// Copies the elements of a sequence.
 fn elements<T: FromElement>(values: &Bound<'_, PyAny>, what: &str, expected: &str) -> Result<Vec<T>> {
     let mut all = Vec::with_capacity(values.len()?);
     for (position, value) in values.try_iter()?.enumerate() {
@@ -198,7 +201,7 @@ fn elements<T: FromElement>(values: &Bound<'_, PyAny>, what: &str, expected: &st
     Ok(all)
 }
 
-/// At most 60 characters of a text.
+/// Returns at most 60 characters of a text.
 fn shortened(text: String) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}...", &text[..end]),
@@ -206,8 +209,9 @@ fn shortened(text: String) -> String {
     }
 }
 
-/// The array's elements, in place.
+/// Borrows the array's elements in place.
 pub fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
-    // SAFETY: contiguous (checked in `take`); the interpreter lock is held as long as the slice lives, so no Python code changes it.
+    // SAFETY: contiguous (checked in `take`). The interpreter lock is held as long as the slice
+    // lives, so no Python code changes it.
     unsafe { array.as_slice() }.unwrap_or(&[])
 }

@@ -1,4 +1,4 @@
-//! The Python face of the engine model, for the emulated engines.
+//! Python class of the engine model, for the emulated engines.
 use crate::errors::to_python;
 use crate::settings;
 use lmetric_core::CoreError;
@@ -12,7 +12,8 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-/// Flags of a token: it is the request's last; it came out of a prefill (the first, or the first after a preemption).
+/// Flags of a token: the request's last token; a token that came out of a prefill (the first token,
+/// or the first after a preemption).
 const LAST: u8 = 1;
 const FROM_PREFILL: u8 = 2;
 
@@ -23,7 +24,7 @@ pub fn unknown(what: &str, got: &str, expected: &str) -> PyErr {
 fn tokens(buffer: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     match PyBuffer::<u32>::get(buffer) {
         Ok(tokens) => tokens.to_vec(buffer.py()),
-        // An empty buffer may point anywhere, which counts as misaligned.
+        // An empty buffer may point anywhere, so it can count as misaligned.
         Err(error) if error.is_instance_of::<PyBufferError>(buffer.py()) && buffer.len()? == 0 => {
             Ok(Vec::new())
         }
@@ -42,20 +43,21 @@ pub fn profile(constants: &Bound<'_, PyAny>) -> PyResult<Profile> {
     Ok(Profile { decode_throughput: curve.map(read).transpose()?, ..profile })
 }
 
-/// The name of the local order that `text` gives with its settings. Raises `BadValueError`.
+/// Returns the name of the local order in `text`, which may have settings. Raises `BadValueError`.
 #[pyfunction]
 fn check_local_order(text: &str) -> PyResult<&str> {
     Order::named(text, 0, TokenSlo::same(TOKEN_SECONDS)).map_err(to_python)?;
     Ok(text.split('(').next().unwrap_or(text).trim())
 }
 
-/// The names of the local orders.
+/// Returns the names of the local orders.
 #[pyfunction]
 fn local_orders() -> Vec<&'static str> {
     Order::names()
 }
 
-/// What becomes of requests that go back into the queue: none are swapped, or by (seconds a token, tokens that the host holds).
+/// Handling of preempted requests: recompute (None), or swap with (seconds per token, tokens that
+/// the host holds).
 pub fn preempt(swap: Option<(f64, u64)>) -> Preempt {
     swap.map_or(Preempt::Recompute, |(seconds_per_token, host_tokens)| Preempt::Swap {
         seconds_per_token,
@@ -63,7 +65,8 @@ pub fn preempt(swap: Option<(f64, u64)>) -> Preempt {
     })
 }
 
-/// One emulated engine: queue, batch, KV cache and steps. It has no clock: times come in and go out.
+/// One emulated engine: queue, batch, KV cache and steps. It has no clock: callers give times in
+/// seconds.
 #[pyclass(module = "lmetric._core")]
 struct Engine {
     engine: lmetric_sim::Engine,
@@ -134,7 +137,7 @@ impl Engine {
         self.engine.start_step(now)
     }
 
-    /// `(tokens, admitted, preempted, prompt tokens computed)`.
+    /// Returns `(tokens, admitted, preempted, prompt tokens computed)`.
     fn finish_step<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let events = self.engine.finish_step();
         let tokens = PyList::new(
@@ -201,7 +204,7 @@ impl Engine {
     }
 }
 
-/// The tokens that an emulated engine answers `prompt` with.
+/// Returns the `n` tokens that an emulated engine answers `prompt` with.
 #[pyfunction]
 fn generate(
     #[pyo3(from_py_with = tokens)] words: Vec<u32>,

@@ -1,10 +1,10 @@
-//! The exception tree, and how the core's errors become its members.
+//! The exception tree, and the conversion of the core's errors.
 use lmetric_core::CoreError;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
-create_exception!(lmetric, LmetricError, PyException, "Base of everything that the router refuses.");
+create_exception!(lmetric, LmetricError, PyException, "Base class of the router's errors.");
 create_exception!(
     lmetric,
     ExpressionError,
@@ -16,14 +16,14 @@ create_exception!(
     lmetric,
     UnknownNameError,
     LmetricError,
-    "A name that is not known; says the nearest one that is."
+    "An unknown name. The message suggests the nearest known name."
 );
 create_exception!(lmetric, BadValueError, LmetricError, "A value out of its range or of the wrong type.");
 create_exception!(lmetric, NoInstanceError, LmetricError, "No instance can take the request.");
 create_exception!(lmetric, PolicyError, LmetricError, "A policy function of the embedding program failed.");
 create_exception!(lmetric, TicketError, LmetricError, "An event that the ticket's state does not allow.");
 
-/// What a function of the module may fail with: `?` takes the core's errors and Python's.
+/// An error of the module's functions: `?` converts the core's errors and Python's.
 pub enum Error {
     /// From the core.
     Core(CoreError),

@@ -1,4 +1,4 @@
-//! Score expressions from Python: checking them, and running them over numpy columns.
+//! Score expressions from Python: checks, and evaluation over numpy columns.
 use crate::errors::{BadValueError, Result};
 use lmetric_core::CoreError;
 use lmetric_core::expr::{self, Inputs, Scratch, Type};
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use std::collections::HashMap;
 
-/// Below this many values, letting the interpreter lock go costs more than it gives.
+/// With fewer values, releasing the interpreter lock costs more than it gains.
 const RELEASE_FROM: usize = 1 << 14;
 
 /// Adds its classes and functions to the module.
@@ -24,17 +24,17 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(nearest_name, module)?)
 }
 
-/// What an indicator's name stands for.
+/// The indicator behind a name.
 #[derive(Clone, Copy)]
 pub enum Named {
-    /// One of the core's table.
+    /// A built-in indicator of the core.
     BuiltIn(Indicator),
-    /// One that a program or a configuration declared.
+    /// An indicator declared by a program or a configuration.
     Declared(&'static DeclaredIndicator),
 }
 
 impl Named {
-    /// The indicator of that name, in any case.
+    /// Finds the indicator with this name, in any case.
     pub fn find(name: &str) -> Option<Named> {
         let declared = || declared::find(name).map(Named::Declared);
         Indicator::from_name(name).map(Named::BuiltIn).or_else(declared)
@@ -47,19 +47,19 @@ impl Named {
         }
     }
 
-    /// Whether it has one value for all instances.
+    /// Whether the indicator has one value for all instances.
     fn of_request(self) -> bool {
         matches!(self, Named::BuiltIn(id) if id.decl().scope == Scope::Request)
     }
 }
 
-/// The indicator whose name is near enough to be meant.
+/// Returns the nearest indicator name, if it is near enough to be a likely typing error.
 pub fn nearest_indicator(name: &str) -> Option<String> {
     let declared = declared::declared();
     nearest(name, INDICATORS.iter().map(|decl| decl.name).chain(declared.iter().map(|decl| decl.name)))
 }
 
-/// The error for a name that no indicator has.
+/// The error for an unknown indicator name.
 pub fn unknown_indicator(name: &str) -> CoreError {
     CoreError::UnknownName { kind: "indicator".into(), name: name.into(), nearest: nearest_indicator(name) }
 }
@@ -70,9 +70,9 @@ fn reads(program: &expr::Program) -> Vec<&'static str> {
     built_in.into_iter().chain(program.declared().iter().map(|id| id.decl().name)).collect()
 }
 
-/// Declares an indicator: one number for each instance, which `Router.report_load(..., extra={name: value})` reports. It is known
-/// in the whole process from then on. Raises `BadValueError` for a name that is taken or not valid, and for attributes other than
-/// those of an earlier declaration.
+/// Declares an indicator: one number per instance, reported with `Router.report_load(...,
+/// extra={name: value})`. The whole process knows it from then on. Raises `BadValueError` for a
+/// name that is taken or not valid, and for attributes that differ from an earlier declaration.
 #[pyfunction]
 #[pyo3(signature = (name, unit = "", default = None, max_age_seconds = None))]
 fn declare_indicator(
@@ -85,8 +85,9 @@ fn declare_indicator(
     Ok(())
 }
 
-/// The declarations of all indicators, in order: name, unit, scope (`instance`, `pair`, `request`), owner, freshness, what
-/// absence means, what it is. Indicators that programs declared come last; their owner is `declared`.
+/// Returns the declarations of all indicators, in order: name, unit, scope (`instance`, `pair`,
+/// `request`), owner, freshness, meaning of absence, description. Indicators declared by programs
+/// come last; their owner is `declared`.
 #[pyfunction]
 fn indicator_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
@@ -127,8 +128,8 @@ fn indicator_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     Ok(table)
 }
 
-/// Checks an expression and returns the names of the indicators it reads. `kind`: `score` or `then` (a number), `filter` (a
-/// truth value) or `any`. Raises `ExpressionError`.
+/// Checks an expression and returns the names of the indicators it reads. `kind`: `score` or `then`
+/// (a number), `filter` (a truth value) or `any`. Raises `ExpressionError`.
 #[pyfunction]
 #[pyo3(signature = (text, kind = "score", knobs = None))]
 fn check_expression(
@@ -139,7 +140,7 @@ fn check_expression(
     Ok(reads(&compile(text, kind, knobs.as_ref())?))
 }
 
-/// The name of `known` nearest to `name`, where one is near enough to be a likely slip.
+/// Returns the name of `known` nearest to `name`, if it is near enough to be a likely typing error.
 #[pyfunction]
 fn nearest_name(name: &str, known: Vec<String>) -> Option<String> {
     nearest(name, known.iter().map(String::as_str))
@@ -177,15 +178,18 @@ impl Program {
         Ok(Program { program: compile(text, kind, knobs.as_ref())? })
     }
 
-    /// Names of the indicators it reads.
+    /// Names of the indicators that the expression reads.
     #[getter]
     fn reads(&self) -> Vec<&'static str> {
         reads(&self.program)
     }
 
-    /// Evaluates over C-contiguous float64 columns by indicator name: `(instances,)` or `(requests, instances)` each, `()` or
-    /// `(requests,)` for indicators of the request. `eligible` is bool, `(instances,)` or `(requests, instances)`.
-    /// Returns the values, float64 or bool, as `(requests, instances)` where an operand has requests, else `(instances,)`.
+    /// Evaluates the expression over C-contiguous float64 columns by indicator name.
+    ///
+    /// Shape of a column: `(instances,)` or `(requests, instances)`; `()` or `(requests,)` for an
+    /// indicator of the request. `eligible`: bool, `(instances,)` or `(requests, instances)`.
+    /// Returns the values, float64 or bool: `(requests, instances)` if an operand has requests,
+    /// else `(instances,)`.
     #[pyo3(signature = (columns, eligible = None, groups = None))]
     fn evaluate<'py>(
         &self,
@@ -224,7 +228,7 @@ impl Program {
         };
         let Some(slots) = shape.instances else {
             return Err(BadValueError::new_err(
-                "columns: none is given for each instance, so the number of instances is not known",
+                "columns: no column has a value per instance, so the number of instances is not known",
             )
             .into());
         };
@@ -276,7 +280,7 @@ impl Program {
     }
 }
 
-/// What the operands' shapes agree on.
+/// The numbers of requests and instances that the operands agree on.
 #[derive(Default)]
 struct Shape {
     requests: Option<usize>,
@@ -284,7 +288,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Takes one operand's shape in; returns how many values lie between a request and the next.
+    /// Checks one operand's shape. Returns the number of values between one request and the next.
     fn take(&mut self, name: &str, shape: &[usize], of_request: bool) -> Result<usize> {
         let (requests, instances, stride) = match (shape, of_request) {
             ([], true) => (None, None, 0),

@@ -1,4 +1,4 @@
-//! `EventFeed`: the engines' own events in Python.
+//! `EventFeed`: the engines' KV cache events in Python.
 use crate::errors::Result;
 use crate::router::Router;
 use lmetric_feed::status::Status;
@@ -11,12 +11,15 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<EventFeed>()
 }
 
-/// Listens to engines' KV cache events over ZMQ (vLLM, SGLang and whoever publishes as they do) and applies them to a router's
-/// index, on a thread of its own that never needs the interpreter.
+/// Subscribes to engines' KV cache events over ZMQ (vLLM, SGLang and compatible publishers) and
+/// applies them to a router's index. The feed runs on a thread of its own that never needs the
+/// interpreter.
 ///
-/// Batches are kept in order by their numbers; what was missed is asked for again where the engine replays, and where it cannot be
-/// had, what was known is forgotten and the state is `"incomplete"`. Silence is no sign of anything: engines publish
-/// only when they run a step. Only instances whose index feed is `"exact"` learn (`Router.set_index_feed`). Threads may share it.
+/// Batches are applied in the order of their sequence numbers. The feed requests a replay of missed
+/// batches. If the engine cannot replay them, the feed drops its blocks of that engine and its
+/// state becomes `"incomplete"`. Silence has no meaning: engines publish only when they run a step.
+/// Only instances with `kv_source="exact"` learn (`Router.update_instance`). Threads may share a
+/// feed.
 #[pyclass(frozen, module = "lmetric")]
 pub struct EventFeed {
     feed: CoreFeed,
@@ -32,20 +35,24 @@ impl EventFeed {
         Ok(EventFeed { feed, router: router.unbind() })
     }
 
-    /// The router that it feeds.
+    /// The router that receives the events.
     #[getter]
     fn router(&self, py: Python<'_>) -> Py<Router> {
         self.router.clone_ref(py)
     }
 
-    /// Listens to the events of one data-parallel `rank` of an instance.
+    /// Subscribes to the events of one data-parallel `rank` of an instance.
     ///
-    /// `endpoint`: where that rank publishes (`rank_endpoint` makes it of the engine's); with `bind`, the address where the router waits for
-    /// engines to connect (vLLM connects where its endpoint has no wildcard), several of them told apart by `topic`. `topic`: what its
-    /// messages carry, empty for any; others are counted and shown. `replay_endpoint`: where past batches can be asked for.
-    /// `block_size`: the engine's, where known, which must be the router's.
+    /// - `endpoint`: the address at which that rank publishes (`rank_endpoint` makes it of the
+    ///   engine's). With `bind`: the router's address, to which engines connect (vLLM connects if
+    ///   its endpoint has no wildcard). Several engines may share it if their topics differ.
+    /// - `topic`: the topic of its messages; empty: any topic. Messages with other topics are
+    ///   counted and reported in `status`.
+    /// - `replay_endpoint`: the address that replays past batches.
+    /// - `block_size`: the engine's block size, if known; it must equal the router's.
     ///
-    /// Raises `UnknownNameError` (instance), `BadValueError` (address, block size, a second subscription of the rank, a topic that is taken).
+    /// Raises `UnknownNameError` (instance). Raises `BadValueError` for the address, the block
+    /// size, a second subscription of the rank, or a topic that is taken.
     #[pyo3(signature = (instance, endpoint, *, replay_endpoint=None, topic="", bind=false, rank=0, block_size=None))]
     fn subscribe(
         &self,
@@ -72,8 +79,8 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.subscribe(instance, subscription))?)
     }
 
-    /// Listens to the load reports that SGLang pushes (`LoadStat`), which reach the router as `engine_report` does.
-    /// Raises `UnknownNameError`, `BadValueError`.
+    /// Subscribes to the load reports that SGLang pushes (`LoadStat`). They reach the router as
+    /// `Router.report_load` does. Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (instance, endpoint, *, topic=""))]
     fn subscribe_load(&self, py: Python<'_>, instance: &str, endpoint: &str, topic: &str) -> Result<()> {
         let (endpoint, topic) = (endpoint.to_string(), topic.to_string());
@@ -81,7 +88,8 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.subscribe(instance, subscription))?)
     }
 
-    /// Stops listening to an instance, all ranks and its load; what its events told is forgotten. False: there was no subscription.
+    /// Ends the subscriptions of an instance, all ranks and its load, and drops the blocks learned
+    /// from its events. Returns False if there was no subscription.
     fn unsubscribe(&self, py: Python<'_>, instance: &str) -> Result<bool> {
         Ok(py.detach(|| self.feed.unsubscribe(instance))?)
     }
@@ -91,13 +99,17 @@ impl EventFeed {
         self.feed.instances()
     }
 
-    /// What the ranks of an instance have come to, by rank; empty where there is no subscription.
+    /// Returns the state of an instance's subscriptions by rank; empty if there is no subscription.
     ///
-    /// `state`: `"connecting"` (no connection, or the first replay is on its way), `"live"` (all that is cached is known) or `"incomplete"` (what was
-    /// cached before some moment is not known). Counts since the subscription: `batches`, of which `replayed`; `events`; blocks
-    /// `stored` and `removed`; `cleared`; `gaps`, `resyncs` (all forgotten, since batches were lost), `restarts`, `unanswered` (replays);
-    /// `unknown_parent`, `unknown_removed` (blocks); `skipped` (by reason), `tiers` (blocks held beside the GPU, by medium).
-    /// `least_delay_seconds`: of batches as they were published, from the engine's time in them to their coming by this machine's clock.
+    /// - `state`: `"connecting"` (no connection, or the first replay is on its way), `"live"` (all
+    ///   cached blocks are known) or `"incomplete"` (blocks cached before some moment are unknown).
+    /// - Counts since the subscription: `batches`, `replayed` (batches), `events`, `blocks_stored`,
+    ///   `blocks_removed`, `cleared`, `gaps`, `resyncs` (all blocks dropped, since batches were
+    ///   lost), `restarts`, `unanswered` (replays), `unknown_parent` and `unknown_removed`
+    ///   (blocks).
+    /// - `skipped`: counts by reason. `tiers`: blocks held outside the GPU, by medium.
+    /// - `least_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
+    ///   (this machine's clock), without replayed batches.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
         let ranks = PyDict::new(py);
         for status in self.feed.status(instance).iter().filter(|s| !s.load) {
@@ -106,13 +118,14 @@ impl EventFeed {
         Ok(ranks)
     }
 
-    /// What the load reports of an instance have come to; None where they are not subscribed to. Keys as in `status`.
+    /// Returns the state of an instance's load subscription, with the keys of `status`; None if
+    /// there is no subscription.
     fn load_status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Option<Bound<'py, PyDict>>> {
         let all = self.feed.status(instance);
         all.iter().find(|s| s.load).map(|status| self.dict(py, status)).transpose()
     }
 
-    /// Ends the thread and closes all sockets. What the index holds stays.
+    /// Ends the thread and closes all sockets. The index keeps its blocks.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.feed.close());
     }
@@ -126,7 +139,8 @@ impl EventFeed {
         self.close(py);
     }
 
-    /// The address of a data-parallel rank, given the engine's: vLLM and SGLang add the rank to the port. Raises `BadValueError`.
+    /// Returns the address of a data-parallel rank, given the engine's: vLLM and SGLang add the
+    /// rank to the port. Raises `BadValueError`.
     #[staticmethod]
     fn rank_endpoint(endpoint: &str, rank: u32) -> Result<String> {
         Ok(lmetric_feed::rank_endpoint(endpoint, rank)?)

@@ -12,8 +12,8 @@ use std::f64::consts::PI;
 use std::fmt::{self, Debug, Formatter};
 use std::sync::Arc;
 
-/// A column that a predictor can read: its name, whether it is of the request's conversation, and its
-/// value.
+/// A column that a predictor can read: its name, whether it is of the request's conversation, and
+/// its value.
 type Column = (&'static str, bool, fn(&Running) -> f64);
 
 /// Names that begin with `log_` are log(1 + x), as in the samples of `lmetric.lengths.from_trace`.
@@ -44,14 +44,16 @@ struct Kept {
     remaining: Remaining,
 }
 
-/// A predictor in Python. It is asked for a request once per interval, for all such requests at once.
+/// A predictor in Python. It predicts once per request and interval, for all due requests in one
+/// call.
 #[derive(Clone)]
 pub struct PythonForecast {
     predictor: Arc<Py<PyAny>>,
     name: String,
     columns: Vec<&'static Column>,
-    /// Whether it is asked while a round runs, as simulations do. Else [`PythonForecast::refresh`] asks
-    /// it before, without the router's lock; a request that came in between counts as about to end.
+    /// Whether it predicts during a round, as in simulations. Else [`PythonForecast::refresh`]
+    /// predicts before the round, without the router's lock; requests that arrive in between count
+    /// as about to end.
     in_rounds: bool,
     kept: Arc<Mutex<HashMap<u64, Kept>>>,
 }
@@ -63,7 +65,8 @@ impl Debug for PythonForecast {
 }
 
 impl PythonForecast {
-    /// From an object with `feature_names` and `predict`, as `lmetric.lengths.LengthPredictor` says.
+    /// Wraps an object with `feature_names` and `predict`, the protocol of
+    /// `lmetric.lengths.LengthPredictor`.
     ///
     /// # Errors
     /// `BadValue` for another object, `UnknownName` for a feature that the router does not know.
@@ -99,12 +102,12 @@ impl PythonForecast {
         })
     }
 
-    /// Predicts for the requests whose interval is another than at their last prediction, and forgets
-    /// those that run no more.
+    /// Predicts for requests that entered a new interval since their last prediction, and drops
+    /// predictions of requests that have ended.
     ///
     /// # Errors
-    /// `Policy` if the predictor raises, or returns what is not one finite number of at least 0 for
-    /// each.
+    /// `Policy` if the predictor raises, or if it does not return one finite number of at least 0
+    /// per request.
     pub fn refresh(&self, py: Python<'_>, running: &[Running]) -> std::result::Result<(), CoreError> {
         let asked: Vec<&Running> = {
             let kept = self.kept.lock();
@@ -185,8 +188,8 @@ impl Forecast for PythonForecast {
         Ok(())
     }
 
-    /// Simulated routers predict each for itself; a live one shares its predictions with whoever calls
-    /// [`PythonForecast::refresh`].
+    /// Simulated routers each predict for themselves. A live router uses the predictions of the
+    /// object on which [`PythonForecast::refresh`] is called.
     fn fresh(&self) -> Box<dyn Forecast> {
         let kept = if self.in_rounds { Arc::default() } else { self.kept.clone() };
         Box::new(PythonForecast { kept, ..self.clone() })

@@ -1,4 +1,4 @@
-//! `lmetric._core`: the Python face of the core. Converts and exposes, decides nothing.
+//! `lmetric._core`: the Python module of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
 mod api;
@@ -23,7 +23,8 @@ mod ticket;
 mod tokens;
 mod wire;
 
-// Free-threaded interpreters must take their lock for it: buffers are read in place (see `buffers`), which only that lock makes sound.
+// Free-threaded interpreters must enable their lock: only that lock makes reading buffers in place
+// sound (see `buffers`).
 #[pymodule(gil_used = true)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -1,4 +1,4 @@
-//! Which policies and planners routers offer.
+//! Policies and planners that a router offers.
 use crate::errors::Result;
 use lmetric_core::policy::Policy;
 use lmetric_core::router::Split;
@@ -7,11 +7,11 @@ use lmetric_study::REGISTRY;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// The registry of a router that offers parts up to a maturity. What a server builds (`stable`,
-/// `experimental`) does not contain the parts for studies.
+/// Returns the registry of a router that offers parts up to a maturity. Registries up to `stable`
+/// and `experimental`, which servers use, do not contain the parts for studies.
 ///
 /// # Errors
-/// `BadValue` for a name of no maturity.
+/// `BadValue` for an unknown maturity.
 pub fn offering(maturity: &str) -> Result<Registry> {
     Ok(match Maturity::named(maturity) {
         Some(Maturity::Stable) => Registry::product(),
@@ -25,10 +25,10 @@ pub fn offering(maturity: &str) -> Result<Registry> {
     })
 }
 
-/// The policy of that name with these knobs.
+/// Builds the policy with this name and these parameters.
 ///
 /// # Errors
-/// As [`Registry::policy`]; `Immature` for one that only studies have.
+/// The errors of [`Registry::policy`]; `Immature` for a policy that only studies offer.
 pub fn policy(
     registry: Registry,
     name: &str,
@@ -38,10 +38,10 @@ pub fn policy(
     registry.policy(name, knobs).map_err(|error| for_studies(error, studied))
 }
 
-/// Splits by the planner of that name with these settings.
+/// Builds the split of the planner with this name and these settings.
 ///
 /// # Errors
-/// As [`Registry::split`]; `Immature` for one that only studies have.
+/// The errors of [`Registry::split`]; `Immature` for a planner that only studies offer.
 pub fn split(
     registry: Registry,
     name: &str,
@@ -51,7 +51,7 @@ pub fn split(
     registry.split(name, settings).map_err(|error| for_studies(error, studied))
 }
 
-/// Why a name is unknown to a registry that other registries know.
+/// Replaces the error for an unknown name if the studies' registry knows the name.
 fn for_studies(error: CoreError, studied: impl Fn() -> bool) -> CoreError {
     match error {
         CoreError::UnknownName { kind, name, .. } if matches!(&*kind, "policy" | "split") && studied() => {
@@ -62,8 +62,8 @@ fn for_studies(error: CoreError, studied: impl Fn() -> bool) -> CoreError {
 }
 
 /// Checks a policy by its name. `offers`: the least mature policies that are accepted (`stable`,
-/// `experimental`, `study`). Raises `UnknownNameError`, and `BadValueError` for a policy that is not
-/// offered or a parameter out of its range.
+/// `experimental`, `study`). Raises `UnknownNameError`, and `BadValueError` for a policy that is
+/// not offered or a parameter out of its range.
 #[pyfunction]
 pub fn check_policy(name: &str, knobs: &Bound<'_, PyDict>, offers: &str) -> Result<()> {
     let knobs: Vec<(String, f64)> = knobs
@@ -74,8 +74,8 @@ pub fn check_policy(name: &str, knobs: &Bound<'_, PyDict>, offers: &str) -> Resu
     Ok(())
 }
 
-/// The names of the planners, of which `split` takes one. `offers`: the least mature of them
-/// (`stable`, `experimental`, `study`).
+/// Returns the names of the planners for `split`. `offers`: the least mature planners that are
+/// returned (`stable`, `experimental`, `study`).
 #[pyfunction]
 #[pyo3(signature = (offers="study"))]
 pub fn planners(offers: &str) -> Result<Vec<&'static str>> {

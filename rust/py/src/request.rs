@@ -1,4 +1,4 @@
-//! `Request`: what a program knows of a request, checked when it is made.
+//! `Request`: a request's prompt and properties, checked when it is made.
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use lmetric_core::CoreError;
@@ -10,46 +10,51 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Longer prompts count as this long, so that token positions behind the prompt fit into 32 bits.
+/// Longer prompts count as this long, so that output positions fit into 32 bits.
 const MAX_PROMPT_TOKENS: u32 = i32::MAX as u32;
 
-/// A request to be routed or scored. It does not change, and may be used any number of times.
+/// A request to route or score. It is immutable and can be used any number of times.
 ///
-/// The prompt is exactly one of `token_ids` (integers from 0 to 2^32 - 1: a list, tuple, range, array or
-/// buffer of any integer type, or bytes of packed 32-bit integers), `text` (str or UTF-8 bytes) and
-/// `block_hashes` (64-bit integers, one per block of `block_size` tokens, chained by the router); or
-/// `prompt_tokens` alone if no prefix can match. A contiguous numpy array of uint32 is read in place: do not
-/// change it while the request is in use. Everything else is copied.
+/// The prompt is exactly one of these:
+///
+/// - `token_ids`: integers from 0 to 2^32 - 1 (a list, tuple, range, array or buffer of any integer
+///   type, or bytes of packed 32-bit integers)
+/// - `text`: str or UTF-8 bytes
+/// - `block_hashes`: 64-bit integers, one per block of `block_size` tokens, chained by the router
+///
+/// If no prefix can match, `prompt_tokens` alone is enough. A contiguous numpy array of uint32 is
+/// read in place: do not change it while the request is in use. Everything else is copied.
 ///
 /// Raises `BadValueError` with the position and the value of a token that is out of range.
 #[pyclass(frozen, freelist = 16, module = "lmetric")]
 pub struct Request {
     prompt: Prompt,
-    /// Prompt length in tokens, if the caller knows it; None: as many as `token_ids` has, a quarter of the bytes of `text`.
+    /// Prompt length in tokens, if known. None: the length of `token_ids`, or a quarter of the
+    /// bytes of `text`.
     #[pyo3(get)]
     prompt_tokens: Option<u64>,
-    /// Tokens of further prompts in the same request: they count as load and match nothing.
+    /// Tokens of further prompts in the request; they count as load and match no prefix.
     #[pyo3(get)]
     extra_tokens: u64,
-    /// Output tokens that the request may produce, or will produce if that is known.
+    /// Largest number of output tokens, or the exact number if it is known.
     #[pyo3(get)]
     max_tokens: Option<u64>,
-    /// Leading output tokens that the client does not see, if known.
+    /// Leading output tokens that are hidden from the client, if known.
     #[pyo3(get)]
     reasoning_tokens: Option<u64>,
-    /// Any key of requests whose answers are about equally long: tenant, endpoint, task.
+    /// Any key that requests with similar answer lengths share: tenant, endpoint, task.
     #[pyo3(get)]
     length_class: Text,
     /// Key of session affinity.
     #[pyo3(get)]
     session: Text,
-    /// Name of the LoRA adapter. Prompts with other adapters never match.
+    /// Name of the LoRA adapter. Prompts with different adapters never match.
     #[pyo3(get)]
     lora_name: Text,
-    /// Salt of the prefix cache. Prompts with other salts never match.
+    /// Salt of the prefix cache. Prompts with different salts never match.
     #[pyo3(get)]
     cache_salt: Text,
-    /// Name in the decision record.
+    /// Name of the request in the decision record.
     #[pyo3(get)]
     request_id: Text,
     /// Whether the router may split the request between instances, or move it.
@@ -58,22 +63,24 @@ pub struct Request {
     /// Why `allow_split` is false, for the decision record.
     #[pyo3(get)]
     split_reason: Text,
-    /// Whether the router may fetch a prefix for it from another instance.
+    /// Whether the router may fetch a prefix for the request from another instance.
     #[pyo3(get)]
     allow_fetch: bool,
     /// Why `allow_fetch` is false, for the decision record.
     #[pyo3(get)]
     fetch_reason: Text,
-    /// Owner of the request, for `FairShares`; see docs/priorities.md.
+    /// Owner of the request, for `FairShares` (docs/priorities.md).
     #[pyo3(get)]
     tenant: Text,
-    /// The tenant's share beside others, above 0.
+    /// The tenant's weight among all tenants, above 0.
     #[pyo3(get)]
     tenant_weight: f64,
-    /// Its requests count as if they came this much later, for `UniBoost`; below 0: earlier.
+    /// Delay in seconds that `UniBoost` adds to the arrival of the tenant's requests; negative:
+    /// earlier.
     #[pyo3(get)]
     handicap_seconds: f64,
-    /// Priority that the request brings, lower first, for policies (`lm.PRIORITY`). `Decision.priority` is the router's own.
+    /// Priority in the client's request, lower first, for policies (`lm.PRIORITY`).
+    /// `Decision.priority` is the router's own priority.
     #[pyo3(get)]
     priority: Option<f64>,
 }
@@ -91,8 +98,11 @@ enum Prompt {
 }
 
 impl Prompt {
+    /// Reads the prompt from the three arguments.
+    ///
     /// # Errors
-    /// `BadValue` for none or several of them without a length, and for what is none of them.
+    /// `BadValue` for several prompts, for no prompt without a length, and for a value of another
+    /// type.
     fn of(
         py: Python<'_>,
         token_ids: Option<&Bound<'_, PyAny>>,
@@ -132,7 +142,8 @@ impl Prompt {
 #[pymethods]
 impl Request {
     #[new]
-    // Positional, too: the server makes every request so, since each keyword costs about 50 ns.
+    // Positional, too: the server makes every request with positional arguments, since each keyword
+    // costs about 50 ns.
     #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None))]
     fn new(
         py: Python<'_>,
@@ -188,7 +199,7 @@ impl Request {
         })
     }
 
-    /// Token IDs of the prompt, uint32; None if it is given in another way.
+    /// Token IDs of the prompt, uint32; None for a prompt of another kind.
     #[getter]
     fn token_ids<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {
         match &self.prompt {
@@ -198,7 +209,7 @@ impl Request {
         }
     }
 
-    /// Text of the prompt, as given; None if it is given in another way.
+    /// Text of the prompt, as given; None for a prompt of another kind.
     #[getter]
     fn text<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         match &self.prompt {
@@ -208,7 +219,7 @@ impl Request {
         }
     }
 
-    /// Block hashes of the prompt, uint64; None if it is given in another way.
+    /// Block hashes of the prompt, uint64; None for a prompt of another kind.
     #[getter]
     fn block_hashes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u64>>> {
         match &self.prompt {
@@ -256,13 +267,13 @@ impl Request {
     }
 }
 
-/// The text, of an option that outlives the request.
+/// Borrows the text of an option.
 fn of<'a>(py: Python<'a>, text: &'a Text) -> PyResult<Option<&'a str>> {
     text.as_ref().map(|text| text.bind(py).to_str()).transpose()
 }
 
 impl Request {
-    /// The core's request, with an empty chain; the chain comes into `chain`.
+    /// Makes the core's request, with an empty chain, and writes the prompt's chain to `chain`.
     pub fn core<'a>(&'a self, py: Python<'a>, keys: &Keys, chain: &mut Vec<u64>) -> Result<CoreRequest<'a>> {
         let (prompt_tokens, tokens_per_block) = self.hash(py, keys, chain)?;
         let key =
@@ -295,7 +306,8 @@ impl Request {
         of(py, &self.request_id)
     }
 
-    /// Hashes the prompt into `chain`; returns its tokens and the tokens that a block stands for.
+    /// Hashes the prompt into `chain`. Returns the prompt's length in tokens, and the tokens per
+    /// block.
     fn hash(&self, py: Python<'_>, keys: &Keys, chain: &mut Vec<u64>) -> Result<(u32, f64)> {
         chain.clear();
         let (adapter, salt) = (of(py, &self.lora_name)?, of(py, &self.cache_salt)?);
@@ -319,22 +331,22 @@ impl Request {
             Prompt::Bytes(text) => text.bind(py).as_bytes(),
         };
         hash::hash_text(domain(keys.text), keys.text_block_bytes, text, chain);
-        // Four bytes per token is English under today's tokenizers; callers that know better give the length.
+        // Four bytes per token is typical of English; callers that know better give the length.
         let tokens = given.unwrap_or(length(text.len().div_ceil(4)));
         let per_byte = f64::from(tokens) / text.len().max(1) as f64;
         Ok((tokens, per_byte * keys.text_block_bytes as f64))
     }
 }
 
-/// Stands in the decision record if a caller gives no reason.
+/// Reason in the decision record if the caller gives none.
 const NOT_ALLOWED: &str = "the caller does not allow it";
 
-/// A count of tokens as the core has them.
+/// A token count as the core's type; larger counts become the largest value.
 fn saturated(tokens: u64) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
-/// The keywords that are given, as a dictionary.
+/// Collects the given keywords into a dictionary.
 pub fn under_old_names<'py>(
     py: Python<'py>,
     keywords: &[(&str, &Option<Bound<'py, PyAny>>)],
@@ -348,7 +360,7 @@ pub fn under_old_names<'py>(
     Ok(old)
 }
 
-/// The request that a caller gives, or makes of keywords under their old names.
+/// Returns the caller's request, or makes one of keywords under their old names.
 pub fn given<'py>(
     py: Python<'py>,
     method: &str,

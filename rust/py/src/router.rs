@@ -1,4 +1,4 @@
-//! `Router`: the core's router in Python.
+//! `Router`: the Python class of the core's router.
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
@@ -43,12 +43,13 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Instances whose names a router's repr shows.
 const NAMES_SHOWN: usize = 4;
-/// Seconds by which times that a program gives may be off.
+/// Largest plausible difference, in seconds, between `now=` and the router's clocks.
 const DAY: f64 = 86_400.0;
-/// How long a policy function may wait for another router, whose holder may wait for the function's own.
+/// How long a policy function may wait for another router. That router's holder may wait for the
+/// function's own router.
 const MOST_NESTED_WAIT: Duration = Duration::from_secs(1);
 
-/// Seconds on Python's monotonic clock, without asking Python.
+/// Python's monotonic clock, in seconds, read without calling Python.
 #[derive(Clone, Copy)]
 pub struct Clock {
     base: f64,
@@ -61,15 +62,16 @@ impl Clock {
         Ok(Clock { base, origin: Instant::now() })
     }
 
-    /// What it shows.
+    /// Reads the clock, in seconds.
     pub fn read(&self) -> f64 {
         self.base + self.origin.elapsed().as_secs_f64()
     }
 
-    /// `now` where given, else the clock's.
+    /// Returns `now` if it is given, else reads the clock.
     ///
     /// # Errors
-    /// `BadValue` if it is more than a day off both this clock and the latest time that the router was told of. (A program may have a clock of its own.)
+    /// `BadValue` if `now` is more than a day off both this clock and the latest time that the
+    /// router received. (A program may have a clock of its own.)
     pub fn now(&self, now: Option<f64>, router: &CoreRouter) -> Result<f64> {
         let Some(now) = now else { return Ok(self.read()) };
         let near = |time: f64| (now - time).abs() <= DAY;
@@ -91,52 +93,63 @@ impl Clock {
 
 /// Routes the requests of one pool: the instances of one model.
 ///
-/// `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an `lmetric.policy_function`; default
-/// `"lmetric"`. `knobs`: its parameters. `block_size`: tokens per block. `text_block_bytes`: bytes per block of prompts given as
-/// text. `domain`: what prompts must share to match (model, tokenizer). `kv_source`: what the KV index learns from:
-/// `"approximate"` (from where requests were placed) or `"exact"` (from engines' KV events: `EventFeed`, `blocks_stored`, ...).
-/// `index_bytes`, `receipt_bytes`: hard bounds of the index and of the decision records. `guard`: the hot-spot guard, on or off
-/// or with settings (`lmetric.Guard`); None: as the policy declares (`guard_reason` says why). `step_time`: a profile's constants
-/// (`fixed_seconds`, ..., `max_batch_tokens`), from which `predicted_ttft_seconds` is computed instead of from the learned prefill
-/// rate. `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned rate. `seed`: of all
-/// random choices. `split`, `prefix_fetch`, `priority`, `rebalance`: options of `lmetric.options`, as for `configure`.
-/// `offers`: the least mature policies and planners that the router accepts (`"stable"`, `"experimental"`, `"study"`: all).
+/// - `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an
+///   `lmetric.policy_function`; default `"lmetric"`. `knobs`: its parameters.
+/// - `block_size`: tokens per block. `text_block_bytes`: bytes per block of prompts given as text.
+/// - `domain`: values that prompts must share to match (model, tokenizer).
+/// - `kv_source`: source of the KV index, `"approximate"` (where requests were placed) or `"exact"`
+///   (engines' KV events: `EventFeed`, `blocks_stored`, ...).
+/// - `index_bytes`, `receipt_bytes`: hard bounds of the index and of the decision records.
+/// - `guard`: the hot-spot guard, on or off or with settings (`lmetric.Guard`); None: as the policy
+///   declares (`guard_reason` gives the reason).
+/// - `step_time`: a profile's constants (`fixed_seconds`, ..., `max_batch_tokens`). With them,
+///   `predicted_ttft_seconds` comes from the step-time model, not from the learned prefill rate.
+/// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
+///   rate.
+/// - `seed`: seed of all random choices.
+/// - `split`, `prefix_fetch`, `priority`, `rebalance`: options of `lmetric.options`, as for
+///   `configure`.
+/// - `offers`: the least mature policies and planners that the router accepts (`"stable"`,
+///   `"experimental"`, `"study"`: all).
 ///
-/// With roles, a request is prefilled on an instance of role `"prefill"` and decodes on one of role `"decode"`, which
-/// `decode_policy` (with `decode_knobs`; default `"least_requests"`) chooses with the decision (`binding="early"`) or after the
-/// prefill (`"late"`). `colocate`: whether instances take whole requests if the other role is missing.
+/// With roles, an instance of role `"prefill"` computes a request's prompt and an instance of role
+/// `"decode"` decodes it. `decode_policy` (with `decode_knobs`; default `"least_requests"`) chooses
+/// the decode instance with the decision (`binding="early"`) or after the prefill (`"late"`).
+/// `colocate`: whether instances take whole requests if the other role is missing.
 ///
 /// Raises `UnknownNameError`, `ExpressionError`, `BadValueError`. Threads may share a router.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Router {
     shared: SharedRouter,
-    /// Its policies and planners.
+    /// The policies and planners that the router offers.
     registry: Registry,
     clock: Clock,
-    /// What all prompts share: the key scheme is made anew where the block size changes.
+    /// The `domain` of all prompts: a new block size needs a new key scheme.
     parts: Vec<Option<String>>,
-    /// Whether the caller said if the hot-spot guard is on, and why it is on or off.
+    /// The caller's choice for the hot-spot guard (None: no choice), and why the guard is on or
+    /// off.
     guard: Mutex<(Option<bool>, String)>,
-    /// Scratch of the prompt's chain.
+    /// Scratch space for the prompt's chain of block hashes.
     chain: Mutex<Vec<u64>>,
-    /// The predictor of remaining lengths, if it is one in Python.
+    /// The predictor of remaining lengths, if it is a Python predictor.
     forecast: Mutex<Option<PythonForecast>>,
     /// The key scheme, and the engines' own names of their blocks.
     feed: Arc<KvFeed>,
 }
 
 impl Router {
-    /// What feeds its index.
+    /// The feed of the router's KV index.
     pub fn feed(&self) -> &Arc<KvFeed> {
         &self.feed
     }
 
-    /// Its clock.
+    /// The router's clock.
     pub fn clock(&self) -> Clock {
         self.clock
     }
 
-    /// Calls `with` without holding the interpreter lock: feeding waits for others that feed, and they for the router.
+    /// Calls `with` without the interpreter lock: feeding waits for other feeding threads, which
+    /// wait for the router.
     fn feeding<T: Send>(
         &self,
         py: Python<'_>,
@@ -147,7 +160,7 @@ impl Router {
         Ok(py.detach(|| with(&self.feed))?)
     }
 
-    /// Calls `with` with the router taken; see [`with_router`].
+    /// Calls `with` while holding the router; see [`with_router`].
     fn with_core<T: Send>(
         &self,
         py: Python<'_>,
@@ -184,14 +197,15 @@ impl Router {
         }
     }
 
-    /// Calls `with` with the core's request, and its chain apart from it.
+    /// Calls `with` with the core's request and, separately, its chain.
     fn with_request<T>(
         &self,
         py: Python<'_>,
         request: &Request,
         with: impl FnOnce(CoreRequest<'_>, &mut Vec<u64>) -> Result<T>,
     ) -> Result<T> {
-        // Another thread may be hashing: then a buffer of our own, rather than a wait under the interpreter lock.
+        // Another thread may be hashing. A buffer of our own avoids a wait under the interpreter
+        // lock.
         let mut own = Vec::new();
         let mut scratch = self.chain.try_lock();
         let chain = scratch.as_deref_mut().unwrap_or(&mut own);
@@ -199,11 +213,13 @@ impl Router {
     }
 }
 
-/// Calls `with` with a shared router taken. If the router is not free within microseconds, all of that runs without the interpreter lock, which the
-/// router's holder may need: `with` has its turn when the router is free, whoever else wants either lock.
+/// Calls `with` while holding a shared router. If the router is not free within microseconds,
+/// `with` runs without the interpreter lock, because the router's holder may need that lock. `with`
+/// gets its turn as soon as the router is free.
 ///
 /// # Errors
-/// `Policy` inside a policy function for its own router, which is taken while the function runs, and for one that stays busy. `Broken`.
+/// `Policy` in two cases: a policy function calls its own router, or waits too long for another
+/// busy router. `Broken` after a panic.
 pub fn with_router<T: Send>(
     shared: &SharedRouter,
     py: Python<'_>,
@@ -215,7 +231,7 @@ pub fn with_router<T: Send>(
     }
     let problem = |problem: &str| CoreError::Policy { policy: "function".into(), problem: problem.into() };
     if shared.is_held_here() {
-        let own = "it called its own router, which waits for it; take what it needs from its columns";
+        let own = "it called its own router, which waits for the function to return; read the columns passed to it instead";
         return Err(problem(own).into());
     }
     if let Some(mut router) = shared.lock_soon() {
@@ -225,24 +241,26 @@ pub fn with_router<T: Send>(
     let nested = SharedRouter::any_is_held_here();
     py.detach(|| {
         let router = if nested { shared.lock_within(MOST_NESTED_WAIT) } else { Some(shared.lock_next()) };
-        let busy = "it waited for another router that stays busy: its holder may wait for the function's own";
+        let busy = "it waited for another router, which stays busy: that router's holder may wait for the function's own router";
         let mut router = router.ok_or_else(|| problem(busy))?;
         shared.check()?;
         with(&mut router)
     })
 }
 
+/// Refuses calls that may wait for a router.
+///
 /// # Errors
-/// `Policy` inside a policy function, whose router is taken while it runs.
+/// `Policy` inside a policy function: its router is held while the function runs.
 fn refuse_in_policy(what: &str) -> Result<()> {
     if !SharedRouter::any_is_held_here() {
         return Ok(());
     }
-    let problem = format!("it {what}, which may have to wait for its own router; do that outside of it");
+    let problem = format!("it {what}, which may wait for its own router; do that outside the function");
     Err(CoreError::Policy { policy: "function".into(), problem }.into())
 }
 
-/// A change of an instance that is made with the router taken.
+/// A change to an instance that needs the router.
 enum InstanceChange {
     Role(Role),
     Healthy(bool),
@@ -257,12 +275,13 @@ pub fn core_settings<'py>(what: &str, option: &Bound<'py, PyAny>) -> Result<(Str
     Ok(settings.extract::<(String, Bound<'py, PyDict>)>()?)
 }
 
-/// What Python says of a keyword that a function does not have.
+/// Python's error for an unknown keyword argument.
 fn unexpected(method: &str, keyword: &str) -> crate::errors::Error {
     PyTypeError::new_err(format!("Router.{method}() got an unexpected keyword argument '{keyword}'")).into()
 }
 
-/// The core's view of an option: equal texts are equal settings. For tests of the defaults in `lmetric.options`.
+/// Returns the core's form of an option; equal texts mean equal settings. Tests compare it with the
+/// defaults in `lmetric.options`.
 #[pyfunction]
 pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Result<String> {
     let settings = Some(settings);
@@ -375,11 +394,13 @@ impl Router {
         Ok(made)
     }
 
-    /// Adds an instance under a name of its own; returns its slot, an index into `Decision.scores()`.
+    /// Adds an instance with a unique name. Returns its slot, an index into `Decision.scores()`.
     ///
-    /// `cache_blocks`: blocks its KV cache holds, where known (bounds what the index remembers of it). `role`: `"both"`,
-    /// `"prefill"` or `"decode"`. `group`: instances that share this name are one group in expressions (`group_max(tokens)`), such
-    /// as data-parallel ranks that step together; None: a group of its own. Raises `BadValueError` (name taken, empty; fleet full).
+    /// `cache_blocks`: blocks that its KV cache holds, if known; they bound the index's memory of
+    /// the instance. `role`: `"both"`, `"prefill"` or `"decode"`. `group`: instances with the same
+    /// name here are one group in expressions (`group_max(tokens)`), such as data-parallel ranks
+    /// that step together; None: a group of its own. Raises `BadValueError` if the name is taken or
+    /// empty, or if the fleet is full.
     #[pyo3(signature = (name, *, cache_blocks=None, role="both", group=None))]
     fn add_instance(
         &self,
@@ -403,16 +424,21 @@ impl Router {
         })
     }
 
-    /// Changes an instance. What is not given stays.
+    /// Changes an instance. Settings that are not given stay.
     ///
-    /// `role`: `"both"`, `"prefill"` or `"decode"`. `healthy`: an unhealthy instance gets no requests. `draining`: nor does one
-    /// that drains. `cache_blocks`: blocks that its KV cache holds, all ranks together; None: unknown. `handoff`: where its engine
-    /// can hand a request over and take one: `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output token) or
-    /// `"anywhere"` (also inside the prompt; a new instance's). `step_time`: a profile's constants if its engine is not like the
-    /// others; None: those of the router. `kv_source`: `"approximate"` or `"exact"`, as for `Router`; a change to exact forgets
-    /// what was guessed. Running requests are not affected.
+    /// - `role`: `"both"`, `"prefill"` or `"decode"`.
+    /// - `healthy`, `draining`: an unhealthy or draining instance gets no new requests.
+    /// - `cache_blocks`: blocks that its KV cache holds, all ranks together; None: unknown.
+    /// - `handoff`: positions at which its engine can transfer a request, in either direction:
+    ///   `"nowhere"`, `"prompt_end"`, `"output"` (there and behind any output token) or
+    ///   `"anywhere"` (also inside the prompt; the default of a new instance).
+    /// - `step_time`: a profile's constants, if its engine differs from the other engines; None:
+    ///   the router's constants.
+    /// - `kv_source`: `"approximate"` or `"exact"`, as for `Router`. A change to exact drops the
+    ///   guessed blocks.
     ///
-    /// Raises `UnknownNameError`, `BadValueError`; a value that is not valid changes nothing.
+    /// Running requests are not affected. Raises `UnknownNameError`, `BadValueError`; an invalid
+    /// value changes nothing.
     #[pyo3(signature = (name, **changes), text_signature = "($self, name, *, role=..., healthy=..., draining=..., \
         cache_blocks=..., handoff=..., step_time=..., kv_source=...)")]
     fn update_instance(&self, py: Python<'_>, name: &str, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
@@ -477,14 +503,20 @@ impl Router {
         Ok(())
     }
 
-    /// Changes settings of the router from now on. What is not given stays; None switches an option off.
+    /// Changes settings of the router from now on. Settings that are not given stay; None switches
+    /// an option off.
     ///
-    /// `split`: how requests are split that roles do not split (`lmetric.LibraSplit`, `DecodePlacement`, `SplitAt`).
-    /// `prefix_fetch`: whether instances fetch prefixes from each other (`PrefixFetch`). `priority`: what the engines' queues are
-    /// ordered by (`UniBoost`, `FairShares`); `Decision.priority` has the number, lower goes first. `rebalance`: how running
-    /// requests move (`Star`, `Llumnix`; set it before the first request). `guard`: whether the hot-spot guard is on; off, it
-    /// forgets what it counted. `binding`: when the decode instance is chosen, `"early"` or `"late"`. `block_size`: tokens per
-    /// block; the KV index is emptied, and an `EventFeed` asks the engines for their blocks again.
+    /// - `split`: how to split requests that roles do not split (`lmetric.LibraSplit`,
+    ///   `DecodePlacement`, `SplitAt`).
+    /// - `prefix_fetch`: whether instances fetch prefixes from each other (`PrefixFetch`).
+    /// - `priority`: the order of the engines' queues (`UniBoost`, `FairShares`).
+    ///   `Decision.priority` is the number; lower goes first.
+    /// - `rebalance`: how running requests move (`Star`, `Llumnix`). Set it before the first
+    ///   request.
+    /// - `guard`: whether the hot-spot guard is on. When switched off, it drops its counts.
+    /// - `binding`: when the decode instance is chosen, `"early"` or `"late"`.
+    /// - `block_size`: tokens per block. A change empties the KV index, and an `EventFeed` requests
+    ///   the engines' blocks again.
     ///
     /// Raises `BadValueError`.
     #[pyo3(signature = (**changes), text_signature = "($self, *, split=..., prefix_fetch=..., priority=..., \
@@ -498,7 +530,7 @@ impl Router {
                         buffers::bad(
                             &value,
                             "guard",
-                            "True or False; its settings are those of lmetric.Router",
+                            "True or False; give the guard's other settings to lmetric.Router(guard=)",
                         )
                     })?;
                     self.with_core(py, |router| {
@@ -528,12 +560,13 @@ impl Router {
         Ok(())
     }
 
-    /// Removes an instance. Tickets open on it stay valid and touch no books any more. Raises `UnknownNameError`.
+    /// Removes an instance. Open tickets on it stay valid, but no longer change the in-flight
+    /// ledger. Raises `UnknownNameError`.
     fn remove_instance(&self, py: Python<'_>, name: &str) -> Result<()> {
         self.feeding(py, |feed| feed.remove_instance(name))
     }
 
-    /// Tokens a block, of prompts and of the engines' events.
+    /// Tokens per block, in prompts and in the engines' events.
     #[getter]
     fn block_size(&self) -> usize {
         self.feed.keys().block_size
@@ -544,17 +577,17 @@ impl Router {
         self.with_core(py, |router| Ok(router.fleet().live_names().map(str::to_string).collect()))
     }
 
-    /// Requests in flight: tickets that are open.
+    /// Number of requests in flight: open tickets.
     fn in_flight(&self, py: Python<'_>) -> Result<usize> {
         self.with_core(py, |router| Ok(router.in_flight()))
     }
 
-    /// Decides where a request runs, counts it there at once, and opens its ticket.
+    /// Chooses an instance for a request, counts the request there at once, and opens its ticket.
     ///
-    /// `now`: seconds on the monotonic clock. Returns the decision and the ticket; a ticket that is dropped while open is an
-    /// abort. Raises `NoInstanceError` (nothing is counted), `PolicyError` (a policy function failed).
-    /// Source: LMETRIC, Figure 4 and section 5.
-    // The old keywords one by one, and not as `**old`: that would give up the faster way of calling.
+    /// `now`: seconds on the monotonic clock. Returns the decision and the ticket. A ticket that is
+    /// dropped while open counts as an abort. Raises `NoInstanceError` (nothing is counted) and
+    /// `PolicyError` (a policy function failed). Source: LMETRIC, Figure 4 and section 5.
+    // One parameter per old keyword: `**old` would rule out the faster calling convention.
     #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None), text_signature = "($self, request, *, now=None)")]
     fn route<'py>(
         &self,
@@ -646,9 +679,11 @@ impl Router {
         })
     }
 
-    /// Leading prompt tokens that each instance holds, by the KV index: uint32, in the order of `instances()`.
+    /// Leading prompt tokens that each instance holds by the KV index: uint32, in the order of
+    /// `instances()`.
     ///
-    /// The last token never counts: every engine computes it. Nothing is counted or touched.
+    /// The last token never counts, because every engine computes it. Counts nothing and changes
+    /// nothing.
     #[pyo3(signature = (request=None, **old), text_signature = "($self, request)")]
     fn cached_tokens<'py>(
         &self,
@@ -664,8 +699,8 @@ impl Router {
         Ok(PyArray1::from_slice(py, &hits))
     }
 
-    /// Scores of the live instances, float64, in the order of `instances()`; NaN for an instance that may not take the request.
-    /// Nothing is counted.
+    /// Scores of the live instances: float64, in the order of `instances()`; NaN for an instance
+    /// that may not take the request. Counts nothing.
     #[pyo3(signature = (request=None, *, now=None, **old), text_signature = "($self, request, *, now=None)")]
     fn score<'py>(
         &self,
@@ -687,8 +722,9 @@ impl Router {
         Ok(PyArray1::from_vec(py, out))
     }
 
-    /// Scores of many requests at once, float64: a row per request, a column for each instance that was there at the call;
-    /// NaN as for `score`, and once an instance has gone. Other calls of the router run between two requests.
+    /// Scores of many requests: float64, a row per request and a column per instance that was live
+    /// at the call. NaN for an instance that may not take the request or was removed since. Other
+    /// calls of the router run between two requests.
     #[pyo3(signature = (requests, offsets=None, *, now=None), text_signature = "($self, requests, *, now=None)")]
     fn score_batch<'py>(
         &self,
@@ -708,7 +744,7 @@ impl Router {
             .map(|each| request::given(py, "an element of requests", Some(each?), None))
             .collect::<Result<_>>()?;
         refuse_in_policy("scored a batch")?;
-        // Hashed here, since that reads memory of Python; the chains stand back to back.
+        // Hashed here, because hashing reads Python's memory. The chains stand back to back.
         let keys = self.feed.keys();
         let (mut chains, mut chain) = (Vec::new(), Vec::new());
         let mut cores = Vec::with_capacity(requests.len());
@@ -726,7 +762,7 @@ impl Router {
             let mut out = Vec::with_capacity(members.len() * cores.len());
             for (core, range) in &cores {
                 let request = CoreRequest { chain: &chains[range.clone()], ..core.clone() };
-                // Taken for one request at a time: decisions go between.
+                // Held for one request at a time, so that decisions can run in between.
                 let mut router = self.shared.lock_behind();
                 self.shared.check()?;
                 scores_of(&mut router, &request, now, &members, &mut out)?;
@@ -736,12 +772,15 @@ impl Router {
         Ok(PyArray1::from_vec(py, values).reshape([cores.len(), columns])?)
     }
 
-    /// Takes in an engine's load report: requests `waiting` and `running`, `kv_usage` from 0 to 1; absent ones are kept. `extra`:
-    /// values of declared indicators (`lmetric.indicator`) by name, as of now; None: the value is no longer known. A call with `extra`
-    /// alone is no report of the engine: `report_age_seconds` stays.
+    /// Records an engine's load report.
     ///
-    /// Others' load is what is reported beyond the router's own requests in flight. Raises `UnknownNameError`, `BadValueError`;
-    /// nothing has changed then.
+    /// `waiting`, `running`: requests; `kv_usage`: from 0 to 1. Absent values keep their last
+    /// value. `extra`: values of declared indicators (`lmetric.indicator`) by name, as of now;
+    /// None: the value is no longer known. A call with `extra` alone is no report of the engine, so
+    /// `report_age_seconds` stays.
+    ///
+    /// External load is the reported load beyond the router's own requests in flight. Raises
+    /// `UnknownNameError`, `BadValueError`; an error changes nothing.
     #[pyo3(signature = (name, *, waiting=None, running=None, kv_usage=None, extra=None, now=None))]
     fn report_load(
         &self,
@@ -765,15 +804,17 @@ impl Router {
         })
     }
 
-    /// The load that this router placed on each instance, for routers beside it: names, and the numbers that `SHARE_NAMES` names.
+    /// Returns the load that this router placed on each instance, for peer routers: names, and the
+    /// numbers named in `SHARE_NAMES`.
     #[pyo3(signature = (*, now=None))]
     fn export_load(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
         let told = self.with_core(py, |router| Ok(router.share(self.clock.now(now, router)?)))?;
         Ok(told.iter().map(|(name, share)| (name.to_string(), share.numbers().to_vec())).collect())
     }
 
-    /// What the router `replica` has on each instance, as its `export_load` returned it; it counts as if it had been placed here, until the next
-    /// word from there. Instances that are not known are passed over. Raises `BadValueError`; nothing has changed then.
+    /// Replaces the load that the router `replica` placed on each instance, as its `export_load`
+    /// returned it. The load counts as this router's own until the next message from `replica`.
+    /// Unknown instances are skipped. Raises `BadValueError`; an error changes nothing.
     #[pyo3(signature = (replica, shares, *, now=None))]
     fn import_load(
         &self,
@@ -808,10 +849,14 @@ impl Router {
         })
     }
 
-    /// The engine stored consecutive blocks: one physical copy more of each. `block_hashes`: its own 64-bit hashes (a buffer);
-    /// `token_ids`: a block's worth of them for each; `parent`: its hash of the block before the first, None where they start the
-    /// prompt (then `lora_name` and `cache_salt` count); `rank`: its data-parallel rank, a cache of its own. Returns how many blocks could not be placed (unknown
-    /// parent, no room, or the instance does not learn by events). Raises `UnknownNameError`, `BadValueError`.
+    /// Records consecutive blocks that an engine stored: one more physical copy of each block.
+    ///
+    /// `block_hashes`: the engine's own 64-bit hashes, one per block. `token_ids`: `block_size`
+    /// tokens per block. `parent`: the engine's hash of the block before the first block; None if
+    /// the blocks start the prompt (then `lora_name` and `cache_salt` count). `rank`: the engine's
+    /// data-parallel rank, which has a cache of its own. Returns the number of blocks that were not
+    /// placed: the parent is unknown, there is no room, or the instance does not learn from events.
+    /// Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (name, block_hashes, token_ids=None, *, parent=None, lora_name=None, cache_salt=None, rank=0,
         tokens=None, adapter=None, salt=None), text_signature = "($self, name, block_hashes, token_ids, *, parent=None, \
         lora_name=None, cache_salt=None, rank=0)")]
@@ -850,7 +895,7 @@ impl Router {
             .into());
         }
         let domain = keys.tokens.of_request(lora_name, cache_salt);
-        // Owned: the buffers may change while the interpreter lock is not held.
+        // Owned: the buffers may change while the interpreter lock is released.
         let (hashes, ids) = (hashes.into_owned(), ids.into_owned());
         self.feeding(py, |feed| {
             let (engine_hashes, token_ids) = (&hashes[..], &ids[..]);
@@ -860,8 +905,8 @@ impl Router {
         })
     }
 
-    /// The engine evicted one physical copy of each of these blocks (its own 64-bit hashes, a buffer).
-    /// Raises `UnknownNameError`, `BadValueError`.
+    /// Records that an engine evicted one physical copy of each of these blocks. `block_hashes`:
+    /// the engine's own 64-bit hashes. Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (name, block_hashes, *, rank=0))]
     fn blocks_removed(
         &self,
@@ -878,7 +923,9 @@ impl Router {
         })
     }
 
-    /// The engine's whole cache was cleared, or the engine restarted; `rank`: that of one rank alone. Raises `UnknownNameError`.
+    /// Drops everything known of an instance's cache, after a cache reset or a restart. `rank`:
+    /// drops the blocks of one data-parallel rank only; None: all ranks, and the guessed blocks.
+    /// Raises `UnknownNameError`.
     #[pyo3(signature = (name, *, rank=None))]
     fn blocks_cleared(&self, py: Python<'_>, name: &str, rank: Option<u32>) -> Result<()> {
         self.feeding(py, |feed| match rank {
@@ -890,7 +937,8 @@ impl Router {
         })
     }
 
-    /// Indicator columns of the live instances, in the order of `instances()`; declared indicators come last.
+    /// Indicator columns of the live instances, in the order of `instances()`; declared indicators
+    /// come last.
     #[pyo3(signature = (now=None))]
     fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
         let columns = self.with_core(py, |router| {
@@ -915,8 +963,8 @@ impl Router {
         Ok(dict)
     }
 
-    /// Tokens of prompts that an instance computes in a second, learned from first tokens; None until the first prefill was seen. Derives no other
-    /// indicator. Raises `UnknownNameError`.
+    /// Prompt tokens per second that an instance computes, learned from first tokens; None before
+    /// its first prefill. Does not update other indicators. Raises `UnknownNameError`.
     fn prefill_rate(&self, py: Python<'_>, instance: &str) -> Result<Option<f64>> {
         self.with_core(py, |router| {
             let id = router.fleet().find(instance)?;
@@ -925,10 +973,12 @@ impl Router {
         })
     }
 
-    /// Why a decision was made and what came of it, as a dictionary; None where the receipt is gone (the ring is bounded in bytes).
+    /// Returns the record of a decision as a dictionary: its reasons and its outcome. None if the
+    /// record is gone (records share a ring of bounded bytes).
     ///
-    /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` the policy read), `margin_to_runner_up`,
-    /// `load_report_age_seconds`, `predicted_cached_tokens` and later `cached_tokens`, `ttft_seconds`, `outcome`, and more.
+    /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` that the policy read),
+    /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
+    /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn explain<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
         let kept = self.with_core(py, |router| {
             let policy = router.policy().spec().name.clone();
@@ -937,8 +987,9 @@ impl Router {
         kept.map(|(receipt, policy)| crate::ticket::receipt_dict(py, &receipt, &policy)).transpose()
     }
 
-    /// Everything periodic: call it about once a second. Returns what the hot-spot guard did since the last call (dictionaries:
-    /// `event` is `"suspected"`, `"filtering"` or `"released"`) and when to call again. Source: LMETRIC, section 5.2.
+    /// Runs the periodic work; call it about once a second. Returns the actions of the hot-spot
+    /// guard since the last call (dictionaries: `event` is `"suspected"`, `"filtering"` or
+    /// `"released"`) and the time of the next call. Source: LMETRIC, section 5.2.
     #[pyo3(signature = (now=None))]
     fn tick<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<(Vec<Bound<'py, PyDict>>, f64)> {
         let (events, next) = self.with_core(py, |router| Ok(router.tick(self.clock.now(now, router)?)))?;
@@ -947,18 +998,23 @@ impl Router {
         Ok((events, next))
     }
 
-    /// Replaces `clock_offset_seconds` of the order `"uniboost"` and keeps what was learned. Other orders have no clock. Raises
-    /// `BadValueError`.
+    /// Replaces `clock_offset_seconds` (wall clock minus the router's clock) of the order
+    /// `"uniboost"` and keeps learned values. Other orders have no clock. Raises `BadValueError`.
     fn set_clock_offset(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         self.with_core(py, |router| Ok(router.set_clock_offset(seconds)?))
     }
 
-    /// What the router has learned, as a dictionary; None for what no option or policy learns.
+    /// Returns the values that the router has learned, as a dictionary; None for values that no
+    /// option or policy learns.
     ///
-    /// `gamma` (of UniBoost, 1/s) and `gamma_estimates` (how often it was estimated). `fetch_seconds_per_token`,
-    /// `fetch_fixed_seconds` and `fetches` (from how many prefix fetches). `length_survival`: the chance that an answer is longer than
-    /// 0, 64, 128, ... tokens (multiples of the `bucket_tokens` of `sibyl`; SIBYL, Eq. 4), and `length_survival_product_limit`, the
-    /// same by the Kaplan-Meier estimator, which counts running answers. `prefill_tokens_per_second` by instance.
+    /// - `gamma` (of UniBoost, 1/s) and `gamma_estimates` (number of estimates).
+    /// - `fetch_seconds_per_token`, `fetch_fixed_seconds` and `fetches` (number of prefix fetches
+    ///   behind them).
+    /// - `length_survival`: the chance that an answer is longer than 0, 64, 128, ... tokens
+    ///   (multiples of the `bucket_tokens` of `sibyl`; SIBYL, Eq. 4).
+    /// - `length_survival_product_limit`: that chance by the Kaplan-Meier estimator, which counts
+    ///   running answers.
+    /// - `prefill_tokens_per_second`: learned prefill rate of each instance.
     fn learned<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let (gamma, fetch, curves, rates) = self.with_core(py, |router| {
             let curves = router.ahead().map(|ahead| {
@@ -990,15 +1046,19 @@ impl Router {
         Ok(dict)
     }
 
-    /// One round of rescheduling: the moves that are worth making, and why there are no more. Each is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`,
-    /// `source_load`, `target_load`, `mean_load`, `variance_before` and `variance_after` (STAR, Algorithm 1). Nothing is counted: see `Ticket.begin_migration`.
+    /// Runs one round of rescheduling. Returns the moves that are worth making, and why there are
+    /// no more.
+    ///
+    /// Each move is a dictionary of `ticket` (a `Ticket.id`), `source`, `target`, `source_load`,
+    /// `target_load`, `mean_load`, `variance_before` and `variance_after` (STAR, Algorithm 1).
+    /// Counts nothing: call `Ticket.begin_migration` to make a move.
     #[pyo3(signature = (now=None))]
     fn rebalance<'py>(
         &self,
         py: Python<'py>,
         now: Option<f64>,
     ) -> Result<(Vec<Bound<'py, PyDict>>, &'static str)> {
-        // A predictor in Python takes milliseconds: it is asked while the router goes on.
+        // A Python predictor takes milliseconds, so it runs without holding the router.
         let forecast = self.forecast.lock().clone();
         if let Some(forecast) = forecast {
             let running = self.with_core(py, |router| Ok(router.running()))?;
@@ -1015,15 +1075,18 @@ impl Router {
         Ok((told.collect::<PyResult<_>>()?, stop.reason()))
     }
 
-    /// Why the policy has the hot-spot guard on or off. `stats()["guard_on"]` says whether it is on now.
+    /// Why the hot-spot guard is on or off under the policy. `stats()["guard_on"]` is its current
+    /// state.
     #[getter]
     fn guard_reason(&self) -> String {
         self.guard.lock().1.clone()
     }
 
-    /// Replaces the policy while requests are in flight. They stay where they are; index, in-flight ledger and learned rates stay. The
-    /// hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the constructor or `configure`. Raises as
-    /// the constructor; nothing changes then.
+    /// Replaces the policy while requests are in flight. Running requests do not move; index,
+    /// in-flight ledger and learned rates stay.
+    ///
+    /// The hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the
+    /// constructor or `configure`. Raises the constructor's errors; an error changes nothing.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_policy(
         &self,
@@ -1045,7 +1108,8 @@ impl Router {
         Ok(())
     }
 
-    /// Replaces the policy that chooses where requests decode whose prompt another instance computed, as `set_policy` does.
+    /// Replaces the policy that chooses decode instances, as `set_policy` does. The policy applies
+    /// to requests whose prompt another instance computed.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_decode_policy(
         &self,
@@ -1057,8 +1121,8 @@ impl Router {
         self.with_core(py, |router| Ok(router.set_decode_policy(policy)?))
     }
 
-    /// Decisions that fallbacks made for Python policies since the start, by cause: `errors`, `overruns` (of their time limits) and
-    /// `paused`; `problem`: what went wrong last, or None.
+    /// Decisions that fallbacks made for Python policies since the start, by cause: `errors`,
+    /// `overruns` (of time limits) and `paused`. `problem`: the last error, or None.
     fn policy_fallbacks<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
         let fallbacks = self.with_core(py, |router| Ok(router.fallbacks()))?;
         let dict = PyDict::new(py);
@@ -1069,14 +1133,15 @@ impl Router {
         Ok(dict)
     }
 
-    /// Choices in which a policy scored no candidate, since the start. The instance with the fewest requests was chosen.
+    /// Choices since the start in which a policy scored no candidate. The router then chose the
+    /// instance with the fewest requests.
     #[getter]
     fn unscored(&self, py: Python<'_>) -> Result<u64> {
         self.with_core(py, |router| Ok(router.totals().unscored))
     }
 
-    /// Returns one sentence for each policy that scores no instance of an idle fleet, with the reason. Raises `PolicyError` if a
-    /// policy function fails.
+    /// Returns one sentence for each policy that scores no instance of an idle fleet, with the
+    /// reason. Raises `PolicyError` if a policy function fails.
     fn policy_warnings(&self, py: Python<'_>) -> Result<Vec<String>> {
         self.with_core(py, |router| Ok(router.policy_warnings()?))
     }
@@ -1095,7 +1160,7 @@ impl Router {
             let names: Vec<String> = router.fleet().live_names().map(str::to_string).collect();
             Ok((router.policy().spec().name.to_string(), names, router.in_flight()))
         };
-        // A policy function may print its own router, which is taken while the function runs.
+        // A policy function may print its own router, which is held while the function runs.
         let Ok((policy, names, in_flight)) = self.with_core(py, read) else {
             return "Router(in use)".into();
         };
@@ -1109,7 +1174,7 @@ impl Router {
     }
 }
 
-/// The values of declared indicators in a load report of `name`.
+/// Extracts the values of declared indicators in a load report of `name`.
 fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, Option<f64>)>> {
     let value = |(indicator, value): (Bound<'_, PyAny>, Bound<'_, PyAny>)| {
         let indicator: String = indicator.extract().map_err(|_| {
@@ -1126,17 +1191,17 @@ fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, Op
     extra.iter().map(value).collect()
 }
 
-/// Who feeds an index, by name.
+/// The source of an index, by name.
 fn index_feed_of(what: &str, name: &str) -> Result<IndexFeed> {
     named(what, name, &[("approximate", IndexFeed::Approximate), ("exact", IndexFeed::Exact)])
 }
 
-/// When the instance of a second segment is chosen, by name.
+/// The time at which the instance of a second segment is chosen, by name.
 pub fn binding_of(name: &str) -> Result<Binding> {
     named("binding", name, &[("early", Binding::Early), ("late", Binding::Late)])
 }
 
-/// One of a few values, by name.
+/// The value with this name.
 pub fn named<T: Copy>(what: &str, name: &str, values: &[(&str, T)]) -> Result<T> {
     values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or_else(|| {
         let known: Vec<String> = values.iter().map(|(known, _)| format!("{known:?}")).collect();
@@ -1182,7 +1247,8 @@ fn members(router: &CoreRouter) -> Vec<(InstanceId, u32)> {
     ids.filter(|id| fleet.is_live(*id)).map(|id| (id, fleet.generation(id))).collect()
 }
 
-/// Appends the scores of these instances; NaN for those that have gone or may not take the request.
+/// Appends the scores of these instances; NaN for instances that were removed or may not take the
+/// request.
 fn scores_of(
     router: &mut CoreRouter,
     request: &CoreRequest<'_>,

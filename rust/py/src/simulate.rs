@@ -1,4 +1,5 @@
-//! The Python face of the simulator: columns in, columns out, the interpreter lock let go in between.
+//! Python functions of the simulator: columns in, columns out, without the interpreter lock in
+//! between.
 use crate::engine::{preempt, profile, unknown};
 use crate::errors::Result;
 use crate::guard::GuardSettings;
@@ -16,13 +17,14 @@ use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// More routers side by side than anybody runs.
+/// Larger than any realistic number of routers side by side.
 const MOST_ROUTERS: u32 = 1024;
-/// Receipts are not read after a run: the latest few are kept.
+/// Decision records are not read after a run, so only the latest few are kept.
 const RECEIPT_BYTES: usize = 64 << 10;
 
-/// A trace, made ready for engines with blocks of `block_tokens` tokens: prompts' block hashes are chained once, and shared by all runs
-/// over it, in whatever threads, at whatever arrival times. Raises `BadValueError`, which names column and request.
+/// A trace prepared for engines with blocks of `block_tokens` tokens. Block hashes of prompts are
+/// chained once and shared by all runs over the trace, in any thread and at any arrival speed.
+/// Raises `BadValueError`, which names column and request.
 #[pyclass(frozen, module = "lmetric._core")]
 pub struct Workload {
     inner: lmetric_sim::Workload,
@@ -62,7 +64,8 @@ impl Workload {
         Ok(Workload { inner: py.detach(|| lmetric_sim::Workload::new(&trace, block_tokens))? })
     }
 
-    /// The same requests arriving, and their users thinking, `speed` times as fast. Raises `BadValueError`.
+    /// Returns the same requests with arrivals and users' think times `speed` times as fast. Raises
+    /// `BadValueError`.
     fn faster(&self, speed: f64) -> Result<Workload> {
         Ok(Workload { inner: self.inner.faster(speed)? })
     }
@@ -89,7 +92,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     array.map_or(Ok(&[]), column)
 }
 
-/// Plays a workload over a cluster; see `lmetric.simulate`. Returns the columns by name.
+/// Plays a workload over a cluster (see `lmetric.simulate`). Returns the columns by name.
 #[pyfunction]
 #[pyo3(signature = (workload, *, policy=None, knobs=None, profiles, seed=0, signals="exact", admission="reserve",
     index="exact", index_bytes=512 << 20, guard=None, event_delay_seconds=0.02, report_period_seconds=1.0, token_stride=1,
@@ -218,7 +221,8 @@ fn simulate<'py>(
             seed,
             guard: guard.under(&*each[0].place).0, // all routers have one policy
             binding: router::binding_of(binding)?,
-            // No instance ever goes, so a request that nobody decodes is a defect: an error.
+            // Instances are never removed, so a request without a decode instance is a defect:
+            // raise an error.
             colocate: false,
             unlimited_prefill,
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
@@ -253,12 +257,12 @@ fn simulate<'py>(
     Ok(columns(py, outcome, config.profiles.len())?)
 }
 
-/// What is asked of an answer's tokens, and of thoughts where that is another time.
+/// Token SLO for answer tokens and, if it differs, for reasoning tokens.
 fn slo(answer_seconds: f64, think_seconds: Option<f64>) -> TokenSlo {
     TokenSlo { answer_seconds, think_seconds: think_seconds.unwrap_or(answer_seconds) }
 }
 
-/// The outcome as a dictionary of numpy columns; nothing is copied.
+/// Returns the outcome as a dictionary of numpy columns, without copies.
 fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound<'_, PyDict>> {
     let (records, timeline) = (outcome.records, outcome.timeline);
     let dict = PyDict::new(py);

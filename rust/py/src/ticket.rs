@@ -17,42 +17,42 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use std::sync::Arc;
 
-/// Where a request goes, and why. The answer stays in Rust until asked for.
+/// The instance chosen for a request, and the reasons. The record stays in Rust until it is read.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Decision {
-    /// Number of the decision and of its receipt.
+    /// Number of the decision and of its record.
     #[pyo3(get)]
     id: u64,
     /// Slot of the chosen instance.
     #[pyo3(get)]
     slot: u32,
-    /// Leading prompt tokens that the instance is believed to hold.
+    /// Leading prompt tokens that the instance holds, by the KV index.
     #[pyo3(get)]
     predicted_cached_tokens: u32,
     /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
-    /// What it is given for its engine's queue, lower first; None where requests are not ordered.
+    /// Priority in the engine's queue, lower first; None if requests are not ordered.
     #[pyo3(get)]
     priority: Option<i64>,
     name: Arc<str>,
-    /// Where it goes on, as far as chosen.
+    /// Name of the decode instance, if it is chosen.
     next: Option<Arc<str>>,
-    /// What it fetches before it begins.
+    /// The prefix fetch before the request begins.
     pull: Option<PullTold>,
     shared: SharedRouter,
 }
 
-/// The holder of a prefix to be pulled, its first token, and one past its last.
+/// The holder of a prefix to fetch, its first token, and one past its last token.
 pub type PullTold = (Arc<str>, u32, u32);
 
-/// A pull, with its holder's name.
+/// A prefix fetch with its holder's name.
 pub fn pull_told(router: &Router, pull: Pull) -> PullTold {
     (router.fleet().name(pull.holder).clone(), pull.from_token, pull.to_token)
 }
 
 impl Decision {
-    /// A core decision, in Python.
+    /// Wraps a core decision.
     pub fn new(
         decision: &CoreDecision,
         prompt_tokens: u32,
@@ -79,7 +79,8 @@ impl Decision {
         with_router(&self.shared, py, |router| match router.receipt(id) {
             Some(receipt) => Ok(read(receipt)),
             None => {
-                let problem = "its receipt is gone; a larger receipt_bytes= keeps receipts longer".into();
+                let problem =
+                    "its decision record is gone; a larger receipt_bytes= keeps records longer".into();
                 Err(CoreError::Ticket { ticket: id, problem }.into())
             }
         })
@@ -94,31 +95,35 @@ impl Decision {
         &self.name
     }
 
-    /// Name of the instance on which the request decodes after its prompt was computed on `instance`; None where it stays there, or where that is
-    /// chosen later (`Ticket.has_next` is true then).
+    /// Name of the instance that decodes the request after `instance` computed its prompt. None if
+    /// the request stays on `instance`, or if the decode instance is chosen later
+    /// (`Ticket.has_next` is true then).
     #[getter]
     fn decode_instance(&self) -> Option<&str> {
         self.next.as_deref()
     }
 
-    /// What the instance is to fetch before the request begins there: name of the holder, first token, one past the last; None: nothing. Report the outcome with `Ticket.fetched`.
+    /// The prefix that the instance fetches before the request begins there: name of the holder,
+    /// first token, one past the last token. None: no prefix fetch. Report the outcome with
+    /// `Ticket.fetched`.
     #[getter]
     fn fetch(&self) -> Option<(&str, u32, u32)> {
         self.pull.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
     }
 
-    /// One score a slot, float32; NaN where the slot was left out. Raises `TicketError` where the receipt is gone.
+    /// Scores, float32, one per slot; NaN for a slot that was no candidate. Raises `TicketError` if
+    /// the decision record is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
         Ok(PyArray1::from_vec(py, self.receipt(py, |r| r.scores.clone())?))
     }
 
-    /// Names, best first; the chosen one leads its equals. Raises `TicketError` where the receipt is gone.
+    /// Names of the candidates, best first; the chosen instance comes before instances with equal
+    /// scores. Raises `TicketError` if the decision record is gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
         let (scores, names, prefer) = self.receipt(py, |r| (r.scores.clone(), r.names.clone(), r.prefer))?;
         let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
         let first = self.slot as usize;
-        // The chosen one leads its equals.
         order.sort_by(|&a, &b| {
             (sign * scores[a]).total_cmp(&(sign * scores[b])).then((a != first).cmp(&(b != first)))
         });
@@ -134,17 +139,18 @@ impl Decision {
     }
 }
 
-/// A request in flight: tell it what happens. Dropped while open, it is an abort: its counts are gone, whatever happened.
+/// A request in flight. Report its progress with the methods. Dropping an open ticket counts as an
+/// abort and removes its counts.
 #[pyclass(frozen, module = "lmetric")]
 pub struct Ticket {
-    /// The open segment, and the name of its instance: changes when the request moves.
+    /// The open segment and the name of its instance, which change when the request moves.
     place: Mutex<(Segment, Arc<str>)>,
     ticket: CoreTicket,
     clock: Clock,
 }
 
 impl Ticket {
-    /// A core ticket, in Python.
+    /// Wraps a core ticket.
     pub fn new(ticket: CoreTicket, segment: Segment, name: Arc<str>, clock: Clock) -> Ticket {
         Ticket { place: Mutex::new((segment, name)), ticket, clock }
     }
@@ -154,7 +160,8 @@ impl Ticket {
         self.clock.read()
     }
 
-    /// Tells the router of an event; the name of the instance that the request goes on at, where that changed.
+    /// Reports an event to the router. Returns the name of the request's new instance, if it
+    /// changed.
     pub fn advance(&self, py: Python<'_>, event: Event, now: Option<f64>) -> Result<Option<Arc<str>>> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
@@ -176,19 +183,22 @@ impl Ticket {
 
 #[pymethods]
 impl Ticket {
-    /// Name of the instance that the request is on; changes when it moves or goes on elsewhere.
+    /// Name of the instance that the request is on. It changes when the request moves or fails
+    /// over.
     #[getter]
     fn instance(&self) -> String {
         self.place.lock().1.to_string()
     }
 
-    /// First token of the open segment, prompt and output counted through: 0, or where the request was cut. What comes before was computed elsewhere.
+    /// First token of the open segment, counted over prompt and output: 0, or the segment boundary.
+    /// Other instances computed the tokens before it.
     #[getter(from_token)]
     fn segment_start(&self) -> u32 {
         self.place.lock().0.from_token
     }
 
-    /// One past the last token of the open segment; None: it goes to the request's end. Its KV covers exactly these tokens when it ends.
+    /// One past the last token of the open segment; None: the segment runs to the end of the
+    /// request. When the segment ends, its KV covers exactly these tokens.
     #[getter(to_token)]
     fn segment_end(&self) -> Option<u32> {
         self.place.lock().0.to_token
@@ -200,7 +210,7 @@ impl Ticket {
         self.place.lock().0.to_token.is_some()
     }
 
-    /// Name of the instance that is bound for the segment behind the open one; None where there is none yet.
+    /// Name of the instance that is bound for the next segment; None if no instance is bound yet.
     #[getter]
     fn next_instance(&self, py: Python<'_>) -> Result<Option<String>> {
         self.with_core(py, |router| {
@@ -209,7 +219,8 @@ impl Ticket {
         })
     }
 
-    /// What its instance still has to fetch before it begins, as `Decision.fetch`: after a retry it may be another pull. None: nothing, or that is over.
+    /// The prefix that the instance still has to fetch before the request begins, as
+    /// `Decision.fetch`. A retry may change it. None: no prefix fetch, or it has ended.
     #[getter]
     fn fetch(&self, py: Python<'_>) -> Result<Option<(String, u32, u32)>> {
         self.with_core(py, |router| {
@@ -218,21 +229,25 @@ impl Ticket {
         })
     }
 
-    /// Its pull is over: so many leading tokens came (0: none did), so many seconds after they were asked for. The instance computes the rest, and begins now. Raises
-    /// `TicketError` where nothing was to be pulled, `BadValueError` for more tokens than were.
+    /// Reports the end of the prefix fetch. `tokens`: leading tokens that arrived (0: none).
+    /// `seconds`: time since the fetch was requested. The instance computes the other tokens, and
+    /// begins now. Raises `TicketError` if there was no prefix to fetch, `BadValueError` for more
+    /// tokens than the prefix has.
     #[pyo3(signature = (tokens, seconds, now=None))]
     fn fetched(&self, py: Python<'_>, tokens: u32, seconds: f64, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Pulled { tokens, seconds }, now).map(drop)
     }
 
-    /// Its number, unique among open tickets: `Router.rebalance` names moves by it.
+    /// Number of the ticket, unique among open tickets. `Router.rebalance` names moves by it.
     #[getter]
     fn id(&self) -> u64 {
         self.ticket.id().0
     }
 
-    /// Begins to move the running request to the instance `target`, which is booked now. `recompute`: the target computes what came before again; else its KV is sent.
-    /// Raises `UnknownNameError`, and `TicketError` where it cannot move: closed, without a token, another segment bound, `target` not able.
+    /// Begins to move the running request to the instance `target`, and counts the request there
+    /// from now on. `recompute`: `target` computes all earlier tokens again; else their KV is
+    /// transferred. Raises `UnknownNameError`. Raises `TicketError` if the request cannot move: it
+    /// is closed, it has no token yet, another segment is bound, or `target` cannot take it.
     #[pyo3(signature = (target, *, recompute=true, now=None))]
     fn begin_migration(&self, py: Python<'_>, target: &str, recompute: bool, now: Option<f64>) -> Result<()> {
         self.with_core(py, |router| {
@@ -244,8 +259,10 @@ impl Ticket {
         })
     }
 
-    /// The instance of the running request has failed it, and is not asked for it again: the name of the one where it would best go on. Books nothing. Raises
-    /// `NoInstanceError`, and `TicketError` where it is closed or has no token yet.
+    /// Returns the name of the best instance to fail over to, after the instance of the running
+    /// request failed. The failed instance is no longer a candidate for this request. Counts
+    /// nothing. Raises `NoInstanceError`, and `TicketError` if the ticket is closed or has no token
+    /// yet.
     #[pyo3(signature = (now=None))]
     fn choose_failover(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
         self.with_core(py, |router| {
@@ -255,7 +272,8 @@ impl Ticket {
         })
     }
 
-    /// Gives up a move that has begun; does nothing where none has. Raises `TicketError` on a closed ticket.
+    /// Cancels a move that has begun; does nothing if no move has begun. Raises `TicketError` on a
+    /// closed ticket.
     #[pyo3(signature = (now=None))]
     fn cancel_migration(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.with_core(py, |router| {
@@ -264,8 +282,11 @@ impl Ticket {
         })
     }
 
-    /// The open segment is closed with the output tokens told of so far, and the one that a move bound is open: the name of its instance (another one, where that has
-    /// gone meanwhile). Then call `sent`. Raises `TicketError` where no move has begun, `NoInstanceError` where nobody takes it: the request has failed.
+    /// Reports that the request has moved: closes the open segment with the output tokens reported
+    /// so far, and opens the segment on the target. Returns the name of its instance, which is
+    /// another instance if the target was removed meanwhile. Then call `sent`. Raises `TicketError`
+    /// if no move has begun. Raises `NoInstanceError` if no instance can take the request, which
+    /// has failed then.
     #[pyo3(signature = (now=None))]
     fn migrated(&self, py: Python<'_>, now: Option<f64>) -> Result<String> {
         Ok(self.advance(py, Event::Moved, now)?.map(|name| name.to_string()).unwrap_or_default())
@@ -277,39 +298,45 @@ impl Ticket {
         self.with_core(py, |router| Ok(router.is_open(self.ticket.id())))
     }
 
-    /// The request was written to its instance; an approximate index learns of it now (or at the next event). Raises `TicketError` on a closed ticket, as all events do.
+    /// Reports that the request was written to its instance. An approximate index learns the prompt
+    /// now (or at the next event). Raises `TicketError` on a closed ticket, as all events do.
     #[pyo3(signature = (now=None))]
     fn sent(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Sent, now).map(drop)
     }
 
-    /// The engine took the request off its queue (optional; where the engine tells).
+    /// Reports that the engine took the request off its queue (optional, for engines that report
+    /// it).
     #[pyo3(signature = (now=None))]
     fn scheduled(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Scheduled(None), now).map(drop)
     }
 
-    /// The engine computed this many more of its prefill tokens (optional; where the engine tells).
+    /// Reports that the engine computed `tokens` more prefill tokens (optional, for engines that
+    /// report it).
     #[pyo3(signature = (tokens, now=None))]
     fn prefilled(&self, py: Python<'_>, tokens: u32, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Prefilled(tokens), now).map(drop)
     }
 
-    /// The first output token came back.
+    /// Reports the first output token.
     #[pyo3(signature = (now=None))]
     fn first_token(&self, py: Python<'_>, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::FirstToken, now).map(drop)
     }
 
-    /// `n` further output tokens came back.
+    /// Reports `n` further output tokens.
     #[pyo3(signature = (n, now=None))]
     fn tokens(&self, py: Python<'_>, n: u32, now: Option<f64>) -> Result<()> {
         self.advance(py, Event::Tokens(n), now).map(drop)
     }
 
-    /// The open segment ended well; what the engine says it did, in tokens. If another follows (`has_next`), returns the name of its instance (then call
-    /// `sent` again; with `from_token` 0 it is the whole request anew, since nobody was left to go on). Else the request ended: None, and the ticket is closed.
-    /// Raises `NoInstanceError` where nobody takes the next segment: the request has failed.
+    /// Reports that the open segment ended successfully, with the engine's usage in tokens.
+    ///
+    /// If another segment follows (`has_next`), returns the name of its instance; then call `sent`
+    /// again. If `from_token` is 0 then, send the whole request again: no instance could continue
+    /// it. Otherwise the request has ended: returns None, and the ticket is closed. Raises
+    /// `NoInstanceError` if no instance can take the next segment; the request has failed.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
     fn segment_done(
         &self,
@@ -323,7 +350,8 @@ impl Ticket {
         Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
     }
 
-    /// The request ended well, also if another segment was to follow; what the engine reports, in tokens. The ticket is closed.
+    /// Reports that the request ended successfully, even if another segment was to follow, with the
+    /// engine's usage in tokens. Closes the ticket.
     #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
     fn done(
         &self,
@@ -337,12 +365,16 @@ impl Ticket {
         self.advance(py, Event::Ended(usage), now).map(drop)
     }
 
-    /// The request failed. At its instance: `"refused"`, `"dns"`, `"tls"`, `"unreachable"` (no connection), `"reset"`, `"timeout"`, `"status"`. For
-    /// good: `"cancelled"`, `"engine_error"`, `"resources"` (the router has none left for a connection).
+    /// Reports that the request failed.
     ///
-    /// Before its first token, a failure at its instance moves it to the next of its ranking, whose name is returned (then call `sent` again).
-    /// None: the ranking is used up, a token was seen, the failure allows no move, or `retry` is false; the ticket is closed.
-    /// Raises `UnknownNameError`, `TicketError`.
+    /// `kind`, for a failure of its instance: `"refused"`, `"dns"`, `"tls"`, `"unreachable"` (no
+    /// connection), `"reset"`, `"timeout"`, `"status"`. For a final failure: `"cancelled"`,
+    /// `"engine_error"`, `"resources"` (the router has no resources for a connection).
+    ///
+    /// If its instance fails before the first token, the request moves to the next instance of its
+    /// ranking. Returns the name of that instance; then call `sent` again. Returns None and closes
+    /// the ticket if the ranking is used up, a token was seen, the failure is final, or `retry` is
+    /// false. Raises `UnknownNameError`, `TicketError`.
     #[pyo3(signature = (kind, now=None, *, retry=true))]
     fn failed(&self, py: Python<'_>, kind: &str, now: Option<f64>, retry: bool) -> Result<Option<String>> {
         let failure = Failure::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, f)| *f);
@@ -355,7 +387,7 @@ impl Ticket {
         Ok(self.advance(py, event, now)?.map(|name| name.to_string()))
     }
 
-    /// Closes the ticket at the end of the block, as an abort where it is still open.
+    /// Closes the ticket at the end of the block; an open ticket counts as an abort.
     fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
         this
     }
@@ -379,7 +411,7 @@ impl Ticket {
     }
 }
 
-/// A receipt, as a dictionary that `json` can write: absent numbers are None.
+/// A decision record as a dictionary that `json` can write; absent numbers are None.
 pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Result<Bound<'py, PyDict>> {
     let number = |v: f64| v.is_finite().then_some(v);
     let name = |slot: u32| &*receipt.names[slot as usize];
@@ -466,7 +498,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     Ok(dict)
 }
 
-/// A move that a round names, with the names of its source and target, as a dictionary.
+/// A move chosen by a round, with the names of its source and target, as a dictionary.
 pub fn move_dict<'py>(
     py: Python<'py>,
     named: &NamedMove,
@@ -488,7 +520,7 @@ pub fn move_dict<'py>(
     Ok(dict)
 }
 
-/// What the guard did, as a dictionary.
+/// An action of the guard as a dictionary.
 pub fn guard_event_dict<'py>(py: Python<'py>, event: &GuardEvent) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item(
@@ -507,7 +539,8 @@ pub fn guard_event_dict<'py>(py: Python<'py>, event: &GuardEvent) -> PyResult<Bo
     Ok(dict)
 }
 
-/// Counters and gauges of a router: copied while it is taken, made into dictionaries of Python behind that.
+/// Counters and gauges of a router. They are copied while the router is held, and become Python
+/// dictionaries after its release.
 pub struct Stats {
     policy: String,
     decode_policy: String,
@@ -519,7 +552,7 @@ pub struct Stats {
     guard_suspected: usize,
     guard_filtering: usize,
     instances: Vec<InstanceStats>,
-    /// Indicators of all instances, an instance's beside each other.
+    /// Indicators of all instances, instance by instance.
     values: Vec<f64>,
 }
 
@@ -534,7 +567,7 @@ struct InstanceStats {
 }
 
 impl Stats {
-    /// Copies them, after [`Router::derive_all`].
+    /// Copies the values; call [`Router::derive_all`] first.
     pub fn of(router: &Router) -> Stats {
         let (fleet, index) = (router.fleet(), router.index());
         let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
@@ -570,7 +603,7 @@ impl Stats {
         }
     }
 
-    /// As a dictionary.
+    /// Returns the values as a dictionary.
     pub fn dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let totals = &self.totals;
         let dict = PyDict::new(py);

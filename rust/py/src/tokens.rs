@@ -1,4 +1,4 @@
-//! The Python face of `tokens`.
+//! Python class of `tokens`.
 use crate::errors::{BadValueError, LmetricError};
 use lmetric_tokens::{Encoder, FAST_TOKENIZER, TokensError};
 use numpy::PyArray1;
@@ -10,7 +10,7 @@ create_exception!(
     lmetric,
     TokenizeError,
     LmetricError,
-    "The tokenizer has no ids for a text, or no text for ids."
+    "The tokenizer cannot encode a text, or cannot decode token IDs."
 );
 
 /// Adds the class to the module.
@@ -27,11 +27,13 @@ fn error(error: TokensError) -> PyErr {
     }
 }
 
-/// Texts to token ids, where a text's parts between special tokens are tokenised once.
+/// Encodes texts as token IDs. Parts of a text between special tokens are tokenized once and
+/// cached.
 ///
-/// `tokenizer_json`: the file's bytes. `added_tokens`: further ones, a JSON list of objects as in that file. `around`: names of
-/// the tokens put before and after a text, in place of what the tokenizer itself would put. `cache_bytes`: hard bound on what is
-/// remembered. Threads may share an encoder. Raises `BadValueError`.
+/// `tokenizer_json`: the file's bytes. `added_tokens`: additional tokens, a JSON list of objects as
+/// in that file. `around`: names of the tokens before and after a text, instead of the tokenizer's
+/// own. `cache_bytes`: hard bound of the cache. Threads may share an encoder. Raises
+/// `BadValueError`.
 #[pyclass(frozen, module = "lmetric._core")]
 struct TokenEncoder {
     encoder: Encoder,
@@ -53,8 +55,12 @@ impl TokenEncoder {
         Ok(TokenEncoder { encoder })
     }
 
-    /// The ids of a text (uint32). With `at_most`, None where more than so many of its bytes (UTF-8) are new; the interpreter lock
-    /// is kept. Without, it is let go: for a thread. `scope`: texts of different scopes share no entry of the cache. Raises `TokenizeError`.
+    /// Returns the token IDs of a text (uint32).
+    ///
+    /// `at_most`: returns None if more than this many bytes of the text (UTF-8) are not in the
+    /// cache, and keeps the interpreter lock. Without `at_most`, the lock is released: call it in a
+    /// thread. `scope`: texts of different scopes share no entry of the cache. Raises
+    /// `TokenizeError`.
     #[pyo3(signature = (text, *, add_special_tokens=false, at_most=None, scope=0))]
     fn encode<'py>(
         &self,
@@ -72,31 +78,32 @@ impl TokenEncoder {
         Ok(ids.map_err(error)?.map(|ids| PyArray1::from_vec(py, ids)))
     }
 
-    /// The text of ids (a list); what is no whole character is U+FFFD. Raises `TokenizeError`.
+    /// Returns the text of token IDs (a list). Incomplete characters become U+FFFD. Raises
+    /// `TokenizeError`.
     #[pyo3(signature = (ids, *, skip_special_tokens=true))]
     fn decode(&self, ids: Vec<u32>, skip_special_tokens: bool) -> PyResult<String> {
         self.encoder.decode(&ids, skip_special_tokens).map_err(error)
     }
 
-    /// Why texts are tokenised whole, where they are; None: they are cut at special tokens.
+    /// Why texts are tokenized whole; None: they are cut at special tokens.
     #[getter]
     fn whole_because(&self) -> Option<&str> {
         self.encoder.whole_because()
     }
 
-    /// Whether the faster library is used: it is compiled in (`FAST_TOKENIZER`) and made the same ids as the engines' library of
-    /// everything that was tried.
+    /// Whether the faster library is in use: it is compiled in (`FAST_TOKENIZER`) and returned the
+    /// same IDs as the engines' library in all trials.
     #[getter]
     fn fast(&self) -> bool {
         self.encoder.is_fast()
     }
 
-    /// The id of a token by its name, or None.
+    /// Returns the ID of a token by its name, or None.
     fn id_of(&self, token: &str) -> Option<u32> {
         self.encoder.id_of(token)
     }
 
-    /// What the cache holds and was asked: `segments`, `bytes`, `evicted`, `found_bytes`, `new_bytes`.
+    /// Returns the cache's counts: `segments`, `bytes`, `evicted`, `found_bytes`, `new_bytes`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.encoder.stats();
         let dict = PyDict::new(py);

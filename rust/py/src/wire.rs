@@ -1,4 +1,4 @@
-//! The Python face of `wire`.
+//! Python classes of `wire`.
 use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
@@ -20,12 +20,12 @@ create_exception!(
     lmetric,
     WireError,
     LmetricError,
-    "Bytes are not the HTTP/1.1 message they should be, or end too early."
+    "Bytes that are not a valid HTTP/1.1 message, or a message that ends too early."
 );
 
 const PASS: u64 = 4;
 const OUT: u64 = 8;
-/// Bits of what a step of [`ResponseReader`] tells of.
+/// Flags of a step of [`ResponseReader`].
 const FLAGS: [(&str, u64); 7] = [
     ("READY", 1),
     ("END", 2),
@@ -41,7 +41,7 @@ fn flags(step: Step) -> u64 {
     bits.iter().zip(FLAGS).map(|(set, (_, bit))| if *set { bit } else { 0 }).sum()
 }
 
-/// Token ids of a prompt and its answer, the answer's text, and a dict of what each event repeats.
+/// Token IDs of a prompt and its answer, the answer's text, and the fields that all events share.
 type Observed<'py> =
     (Option<Bound<'py, PyArray1<u32>>>, Bound<'py, PyArray1<u32>>, String, Bound<'py, PyAny>);
 
@@ -49,20 +49,21 @@ fn error(error: CoreWireError) -> PyErr {
     WireError::new_err(error.to_string())
 }
 
-/// Reads an engine's responses, one after the other, and frames them for the client; the base of a protocol of asyncio.
+/// Reads an engine's HTTP/1.1 responses and frames them for the client. Base class of an asyncio
+/// protocol.
 ///
-/// What may go to the client, as it came or framed anew, is written at once, and the ticket told of its tokens: no Python
-/// runs for it. Of all else the sink is told.
+/// Bytes for the client are written at once, unchanged or in a new frame, and their tokens are
+/// reported to the ticket; no Python code runs for them. Everything else goes to the sink.
 #[pyclass(module = "lmetric._core", subclass)]
 #[derive(Default)]
 struct ResponseReader {
     scanner: Scanner,
     ticket: Option<Py<Ticket>>,
-    /// Output tokens that the ticket knows of.
+    /// Output tokens reported to the ticket so far.
     told: u64,
     first_token_at: Option<f64>,
     sink: Option<Py<PyAny>>,
-    /// The client's `transport.write`, once the answer is committed to.
+    /// The client's `transport.write`, after the commit of the answer.
     write: Option<Py<PyAny>>,
     #[pyo3(get)]
     pieces: u64,
@@ -77,7 +78,7 @@ impl ResponseReader {
         Ok(flags(step))
     }
 
-    /// Tells of tokens that the client is about to get.
+    /// Reports tokens that the client is about to receive to the ticket.
     fn tell(&mut self, py: Python<'_>) -> Result<()> {
         let Some(ticket) = &self.ticket else { return Ok(()) };
         let mut new = self.scanner.tokens() - self.told;
@@ -125,7 +126,7 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    /// Called by the loop.
+    /// Receives data from the event loop.
     fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
         let py = slf.py();
         let mut this = slf.borrow_mut();
@@ -141,7 +142,7 @@ impl ResponseReader {
             (Ok(OUT), Some(_)) => Some(this.take(py)),
             _ => None,
         };
-        // What is called may call back.
+        // The callee may call back into this object.
         drop(this);
         let done = match (step, write) {
             (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
@@ -172,7 +173,8 @@ impl ResponseReader {
         Ok(PyBytes::new(py, self.scanner.commit(extra, close)))
     }
 
-    /// Commits for Python's own use: what came so far, as `events` tells it.
+    /// Commits the answer for Python itself, without a client. Returns the events so far, as
+    /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {
         self.tell(py)?;
         self.write = None;
@@ -180,14 +182,15 @@ impl ResponseReader {
         Ok(self.events(py)?)
     }
 
-    /// The data of the events that came, and the comments' lines.
+    /// Returns the data of each new event, and each comment line.
     fn events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let mut events = Vec::new();
         split(self.scanner.take_payload(), |event| events.push(PyBytes::new(py, event)));
         PyList::new(py, events)
     }
 
-    /// What was observed: the prompt's token ids, the answer's, its text, and the frame of its events.
+    /// Returns the observed values: the prompt's token IDs, the answer's token IDs and text, and
+    /// the fields that all events share.
     fn observed<'py>(&self, py: Python<'py>) -> PyResult<Observed<'py>> {
         let observer = self.scanner.observer();
         let frame = match observer.and_then(Observer::frame) {
@@ -198,7 +201,7 @@ impl ResponseReader {
         Ok((self.observed_prompt(py), ids, observer.map_or("", Observer::text).to_owned(), frame))
     }
 
-    /// Token ids of the prompt, where the engine tells them.
+    /// Token IDs of the prompt, if the engine reports them.
     #[getter]
     fn observed_prompt<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyArray1<u32>>> {
         let prompt = self.scanner.observer()?.prompt()?;
@@ -221,13 +224,13 @@ impl ResponseReader {
         self.scanner.observer()?.lost()
     }
 
-    /// Lets go of the sink, which is returned.
+    /// Removes the sink and returns it.
     fn detach(&mut self) -> Option<Py<PyAny>> {
         self.write = None;
         self.sink.take()
     }
 
-    /// Closes the ticket as finished, with the usage that the answer tells of, and lets go of it.
+    /// Closes the ticket as finished, with the usage in the answer, and drops the ticket.
     fn finish_ticket(&mut self, py: Python<'_>) -> Result<()> {
         if let Some(ticket) = self.ticket.take() {
             let usage = self.scanner.usage();
@@ -311,14 +314,15 @@ impl ResponseReader {
         self.scanner.usage().cached
     }
 
-    /// Only a stream's tokens can be counted: a plain answer has them in its usage alone.
+    /// Output tokens of the usage. Without usage, counted from events; a plain answer has no
+    /// events.
     #[getter]
     fn output_tokens(&self) -> u64 {
         self.scanner.usage().output.unwrap_or_else(|| self.scanner.tokens())
     }
 }
 
-/// A request's head: what it asks for, and what of it goes to an engine.
+/// The head of a client's request.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestHead {
     #[pyo3(get)]
@@ -334,7 +338,7 @@ struct RequestHead {
     #[pyo3(get)]
     request_id: String,
     target: Vec<u8>,
-    /// The target without its query; made when it is first asked for.
+    /// The target without its query, made on first use.
     path: PyOnceLock<Py<PyString>>,
     fields: Fields,
 }
@@ -344,7 +348,7 @@ fn latin1(bytes: &[u8]) -> String {
 }
 
 impl RequestHead {
-    /// As the client sent it: the string is latin-1.
+    /// The request id as the client sent it: the string is latin-1.
     fn request_id_bytes(&self) -> Vec<u8> {
         self.request_id.chars().map(|c| c as u8).collect()
     }
@@ -384,15 +388,18 @@ impl RequestHead {
         self.fields.tenant.as_deref().map(latin1)
     }
 
-    /// `x-vllm-priority`; NaN if the field is there and is no whole number.
+    /// `x-vllm-priority`; NaN if the field is not a whole number.
     #[getter]
     fn priority(&self) -> Option<f64> {
         let number = |value: &[u8]| std::str::from_utf8(value).ok()?.trim().parse::<i64>().ok();
         self.fields.priority.as_deref().map(|value| number(value).map_or(f64::NAN, |value| value as f64))
     }
 
-    /// The head for an engine: `first` (request line and fields of the router's own), the client's fields, the end. `priority`: instead of the client's.
-    /// `own_key`: `first` has an `authorization`, so the client's is left out. `own_priority`: the client's priority is left out.
+    /// Returns the head for an engine: `first` (request line and fields of the router's own), the
+    /// client's fields, the end.
+    ///
+    /// `priority` replaces the client's priority. `own_key`: `first` has an `authorization`, so the
+    /// client's is left out. `own_priority`: the client's priority is left out.
     #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false))]
     fn for_engine<'py>(
         &self,
@@ -439,8 +446,8 @@ impl RequestHead {
     }
 }
 
-/// Reads heads of requests. `own_keys`: `authorization` is meant for the router; `id_prefix`: of the ids of requests that
-/// come without one.
+/// Reads heads of requests. `own_keys`: `authorization` is for the router. `id_prefix`: prefix of
+/// the ids of requests that have no id.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestReader {
     own_keys: bool,
@@ -475,13 +482,13 @@ impl RequestReader {
         Self { own_keys, id_prefix, count: AtomicU64::new(1) }
     }
 
-    /// The head at the start of `data`; None while it is incomplete.
+    /// Reads the head at the start of `data`; None if it is incomplete.
     fn read(&self, data: &[u8]) -> PyResult<Option<RequestHead>> {
         let request = Request::read(data, self.own_keys).map_err(error)?;
         Ok(request.map(|request| self.head(request)))
     }
 
-    /// A head that somebody else read.
+    /// Makes a head of the fields that another parser read.
     fn sort(&self, target: &[u8], fields: Vec<(Vec<u8>, Vec<u8>)>) -> RequestHead {
         let pairs = fields.iter().map(|(name, value)| (name.as_slice(), value.as_slice()));
         let fields = Fields::sort(pairs, self.own_keys);
@@ -490,8 +497,8 @@ impl RequestReader {
     }
 }
 
-/// Labels of decisions: a prefix, the id, a hyphen and a tag. The tag is SipHash-2-4 of id and tenant under a key of 16
-/// bytes: nobody can guess it, and a label is valid for its tenant alone.
+/// Labels of decisions: a prefix, the id, a hyphen and a tag. The tag is SipHash-2-4 of id and
+/// tenant under a key of 16 bytes. A label is valid for its tenant alone and cannot be guessed.
 #[pyclass(frozen, module = "lmetric._core")]
 struct DecisionLabels {
     prefix: String,
@@ -510,7 +517,7 @@ impl DecisionLabels {
         Ok(Self { prefix, key: (word(first), word(second)) })
     }
 
-    /// The label of a decision.
+    /// Returns the label of a decision.
     fn label(&self, id: u64, tenant: &str) -> String {
         // Deprecated in favor of `DefaultHasher`, which takes no key.
         #[allow(deprecated)]
@@ -520,7 +527,8 @@ impl DecisionLabels {
         format!("{}{id}-{:016x}", self.prefix, hasher.finish())
     }
 
-    /// The router's lines in the head of an answer; `engine`: who gives it, `prefill`: who computed its prompt.
+    /// Returns the router's lines in the head of an answer. `engine`: the engine that answers.
+    /// `prefill`: the engine that computed the prompt.
     #[pyo3(signature = (head, id, tenant, engine=None, prefill=None))]
     fn answer_lines<'py>(
         &self,

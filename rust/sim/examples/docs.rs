@@ -34,16 +34,16 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// `docs/policies.md`: each registered policy with its rule, source and knobs.
+/// `docs/policies.md`: each registered policy with its rule, source and parameters.
 fn policies() -> String {
     let mut page = String::from(
         "# Policies\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- policies`; change those.\n\n\
-         A policy gives each instance a score; the end named wins, and what is still equal is drawn at random. Names in the rules \
-         are [indicators](indicators.md) and knobs. An instance whose score needs an absent indicator is left out of that \
-         decision; if a policy scores no instance at all, the one with the fewest requests gets the request, and \
-         `lmetric_unscored_total` counts it. Set knobs in the configuration, or write a rule of your own as an expression. The \
-         [hot-spot guard](guard.md) is on for an expression that reads prefix hits, unless its `guard` says otherwise.\n",
+         A policy gives each instance a score. The lowest or the highest score wins, as each rule states; ties are drawn at random. \
+         Names in the rules are [indicators](indicators.md) and parameters. An instance whose score needs an absent indicator is \
+         left out of that decision. If a policy scores no instance at all, the instance with the fewest requests gets the request, \
+         and `lmetric_unscored_total` counts it. Set parameters in the configuration, or write a rule of your own as an expression. \
+         The [hot-spot guard](guard.md) is on for an expression that reads prefix hits, unless its `guard` is set.\n",
     );
     sections(&mut page, "policies", |page, maturity| {
         REGISTRY.policies().filter(|spec| spec.maturity == maturity).for_each(|spec| policy(page, spec));
@@ -51,7 +51,7 @@ fn policies() -> String {
     page
 }
 
-/// A section for each maturity, with what `each` writes into it.
+/// Writes a section for each maturity, with the contents that `each` writes.
 fn sections(page: &mut String, what: &str, each: impl Fn(&mut String, Maturity)) {
     for maturity in Maturity::ALL {
         let (title, about) = match maturity {
@@ -86,7 +86,7 @@ fn policy(page: &mut String, spec: &PolicySpec) {
         page.push_str(" Draws at random.");
     }
     if !spec.symmetric {
-        page.push_str(" Goes by name or turn, not by indicators alone.");
+        page.push_str(" Depends on name or turn, not on indicators alone.");
     }
     if spec.guard == Some(true) {
         page.push_str(" The [hot-spot guard](guard.md) is on by default.");
@@ -95,7 +95,8 @@ fn policy(page: &mut String, spec: &PolicySpec) {
     knobs(page, spec.knobs, str::to_owned);
 }
 
-/// A table of settings, if there are any, each under the name that `shown` makes of the core's.
+/// Writes a table of settings, if there are any, each under the name that `shown` makes of its
+/// name.
 fn knobs(page: &mut String, knobs: &[Knob], shown: impl Fn(&str) -> String) {
     if !knobs.is_empty() {
         page.push_str("\n| knob | range | default | |\n| --- | --- | --- | --- |\n");
@@ -124,13 +125,13 @@ fn default(knob: &Knob) -> String {
     }
 }
 
-/// As short as it reads well: 1000, and 1e9 for 1000000000.
+/// Formats a number in its shortest readable form: 1000, and 1e9 for 1000000000.
 fn number(x: f64) -> String {
     let (plain, scientific) = (x.to_string(), format!("{x:e}"));
     if scientific.len() + 1 < plain.len() { scientific } else { plain }
 }
 
-/// `docs/indicators.md`: each indicator with unit, owner, freshness and what its absence means.
+/// `docs/indicators.md`: each indicator with unit, owner, freshness and the meaning of its absence.
 fn indicators() -> String {
     let mut page = String::from(
         "# Indicators\n\n\
@@ -165,16 +166,16 @@ fn indicators() -> String {
     page
 }
 
-/// `docs/lifecycle.md`: what each event does to a request.
+/// `docs/lifecycle.md`: the effects of each event on a request.
 fn lifecycle() -> String {
     format!(
         "# The life of a request in the core\n\n\
          Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-sim --example docs -- lifecycle`; \
          change that.\n\n\
          A request is a chain of segments, of which one is open. The caller reports events of the open segment \
-         (`Router::advance`, in Python the methods of `Ticket`). The first table says what each event does. Its effects are \
-         applied in order. A *prefill segment* ends with the prompt, and the next one makes the first token; an *other \
-         segment* ends in the answer. Any event may come at any time. A closed ticket answers with an error.\n\n{}",
+         (`Router::advance`, in Python the methods of `Ticket`). The first table shows the effects of each event, which are \
+         applied in order. A *prefill segment* ends with the prompt, and the next segment makes the first token. An *other \
+         segment* ends in the answer. Any event may come at any time. A closed ticket returns an error.\n\n{}",
         lifecycle::markdown()
     )
 }
@@ -186,8 +187,8 @@ fn splits() -> String {
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- splits`; change those.\n\n\
          A split sends the first tokens of a request to one instance and the rest to another. Instances of the role `prefill` \
          split each request at the end of its prompt. Between instances of the role `both`, a planner decides (`split: libra`, \
-         or with settings `split: {kind: libra, probes: 8}`); [the architecture](architecture.md#plans-of-several-segments) says \
-         how a plan is carried out.\n",
+         or with settings `split: {kind: libra, probes: 8}`). [The architecture](architecture.md#plans-of-several-segments) \
+         describes how a plan is executed.\n",
     );
     sections(&mut page, "planners", |page, maturity| {
         REGISTRY.planners().filter(|spec| spec.maturity == maturity).for_each(|spec| planner(page, spec));
@@ -210,15 +211,15 @@ fn planner(page: &mut String, spec: &PlannerSpec) {
     knobs(page, spec.settings, option_field);
 }
 
-/// The table of local orders in `docs/local_orders.md`.
+/// `docs/local_orders.md`: a table of the local orders.
 fn local_orders() -> String {
     let mut page = String::from(
         "# Local orders\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- local_orders`; change those.\n\n\
-         A local order says in which order a simulated or emulated engine takes requests from its queue \
-         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](simulator.md#local-orders) says how they \
+         A local order is the order in which a simulated or emulated engine takes requests from its queue \
+         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](simulator.md#local-orders) explains how they \
          work. Names in parentheses are settings: `uniboost(gamma=0.2, bin_tokens=64)`.\n\n\
-         | order | first comes | what it knows | preempts | settings | source |\n| --- | --- | --- | --- | --- | --- |\n",
+         | order | first comes | reads | preempts | settings | source |\n| --- | --- | --- | --- | --- | --- |\n",
     );
     for spec in Order::specs() {
         let order = Order::named(spec.name, 0, TokenSlo::same(TOKEN_SECONDS)).expect("a registered order");

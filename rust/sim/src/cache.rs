@@ -1,25 +1,30 @@
-//! The prefix cache of an engine that reserves: whole prompts enter, least recently used blocks leave.
+//! The prefix cache of an engine that reserves: whole prompts enter, least recently used blocks
+//! leave.
 //!
-//! A prompt's blocks are always touched together, the first as the most recently used. So a block is never older than those
-//! behind it, what is held of a prompt is always its front, and blocks that were touched by the same prompts leave from
-//! the last to the first. They are kept as one *run*: an operation costs runs, of which a prompt has a few, not blocks. (In a
-//! pool of single blocks, as vLLM's, every block has users and an age of its own: see `pool`.)
+//! A prompt's blocks are always touched together, the first as the most recently used. So a block
+//! is never older than the blocks behind it, and the cache always holds the front of a prompt.
+//! Blocks touched by the same prompts leave from the last to the first; the cache keeps them as one
+//! *run*. An operation costs runs, not blocks, and a prompt has only a few runs. (In a pool of
+//! single blocks, as in vLLM, every block has users and an age of its own: see `pool`.)
 use crate::events::KvLog;
 use crate::pool::ChainHasher;
 use hashbrown::HashMap;
 use std::hash::BuildHasherDefault;
 
-/// A prefix cache of a fixed number of blocks, with a list of runs from the least to the most recently used.
+/// A prefix cache of a fixed number of blocks, with a list of runs from the least to the most
+/// recently used.
 #[derive(Clone, Debug)]
 pub struct PrefixCache {
-    /// The first one closes the list to a ring: its `newer` is the oldest run, its `older` the newest.
+    /// The first entry closes the list to a ring: its `newer` is the oldest run, its `older` the
+    /// newest.
     runs: Vec<Run>,
     vacant: Vec<u32>,
-    /// Runs by their first block. Hashes are chained, so that a block says what stands before it.
+    /// Runs by their first block. Hashes are chained, so a block's hash covers all blocks before
+    /// it.
     by_first: HashMap<u64, u32, BuildHasherDefault<ChainHasher>>,
     capacity: usize,
     held: usize,
-    /// The runs of the prompt at hand.
+    /// The runs of the current prompt.
     path: Vec<u32>,
 }
 
@@ -45,7 +50,7 @@ impl PrefixCache {
         }
     }
 
-    /// Blocks at the front of the chain that are held.
+    /// Returns the number of blocks at the front of the chain that the cache holds.
     pub fn find(&self, chain: &[u64]) -> usize {
         let mut found = 0;
         while let Some((_, equal, whole)) = self.next_run(&chain[found..]) {
@@ -57,15 +62,15 @@ impl PrefixCache {
         found
     }
 
-    /// Makes what is held of the chain the most recently used; gives how many blocks that is.
+    /// Makes the held blocks of the chain the most recently used. Returns their number.
     pub fn touch(&mut self, chain: &[u64]) -> usize {
         let found = self.walk(chain);
         self.renew();
         found
     }
 
-    /// All blocks of the chain enter (its front, where the capacity is smaller), as the most recently used. Gives how many of
-    /// them were there, and how many are by now.
+    /// Inserts all blocks of the chain (its front, if the capacity is smaller) as the most recently
+    /// used. Returns the number of blocks held before, and the number held now.
     pub fn insert(&mut self, chain: &[u64], log: &mut KvLog) -> (usize, usize) {
         let chain = &chain[..chain.len().min(self.capacity)];
         let found = self.touch(chain);
@@ -80,12 +85,13 @@ impl PrefixCache {
         (found, chain.len())
     }
 
-    /// Forgets everything.
+    /// Empties the cache.
     pub fn clear(&mut self) {
         *self = PrefixCache::new(self.capacity as u32);
     }
 
-    /// The run that the chain begins with, its blocks that are equal, and whether these are all of it.
+    /// Returns the run at the chain's begin, the number of its equal blocks, and whether the whole
+    /// run is equal.
     fn next_run(&self, chain: &[u64]) -> Option<(u32, usize, bool)> {
         let run = *self.by_first.get(chain.first()?)?;
         let hashes = &self.runs[run as usize].hashes;
@@ -93,7 +99,7 @@ impl PrefixCache {
         Some((run, equal, equal == hashes.len()))
     }
 
-    /// Notes the runs of what is held of the chain, the last of them cut where the chain leaves it.
+    /// Records the runs of the held blocks of the chain. Cuts the last run if the chain leaves it.
     fn walk(&mut self, chain: &[u64]) -> usize {
         self.path.clear();
         let mut found = 0;
@@ -110,7 +116,7 @@ impl PrefixCache {
         found
     }
 
-    /// Makes the noted runs the most recently used, the first one the most.
+    /// Makes the recorded runs the most recently used, the first run the most.
     fn renew(&mut self) {
         for i in (0..self.path.len()).rev() {
             let run = self.path[i];
@@ -137,7 +143,7 @@ impl PrefixCache {
         }
     }
 
-    /// A run that is not in the list yet.
+    /// Adds a run that is not in the list yet.
     fn add(&mut self, hashes: impl ExactSizeIterator<Item = u64>) -> u32 {
         let run = self.vacant.pop().unwrap_or_else(|| {
             self.runs.push(Run::default());
@@ -154,7 +160,7 @@ impl PrefixCache {
         self.runs[newer as usize].older = older;
     }
 
-    /// Puts a run right before `newer` (before the ring's start: as the newest).
+    /// Links a run right before `newer` (before the ring's start: as the newest).
     fn link_older(&mut self, newer: u32, run: u32) {
         let older = std::mem::replace(&mut self.runs[newer as usize].older, run);
         self.runs[older as usize].newer = run;
@@ -168,7 +174,7 @@ mod tests {
     use crate::events::KvEvent;
     use proptest::prelude::*;
 
-    /// Block by block: hashes from the least to the most recently used.
+    /// A cache of single blocks: hashes from the least to the most recently used.
     #[derive(Default)]
     struct Naive {
         blocks: Vec<u64>,
@@ -198,7 +204,7 @@ mod tests {
         }
     }
 
-    /// A chain of a family whose members part at `fork`.
+    /// A chain of a family whose members differ from `fork` on.
     fn chain(family: u64, fork: u64, member: u64, length: u64) -> Vec<u64> {
         let hash = |i| {
             if i < fork { family * 1000 + i } else { 100_000 + (family * 9 + member) * 1000 + fork * 50 + i }

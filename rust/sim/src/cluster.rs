@@ -1,14 +1,18 @@
-//! The event loop: requests arrive, the router places them, engines step, and the router learns of it.
+//! The event loop: requests arrive, the router places them, engines step, and the router receives
+//! signals.
 //!
-//! Time moves from one event to the next; at each moment everything that happens then is taken first, then what arrives is
-//! placed, and last the engines that are free begin a step, so that it takes in what came at that very moment.
+//! Time moves from one event to the next. At each moment the loop first takes all events of that
+//! moment and then places new requests. Last, free engines begin a step, so that the step includes
+//! requests of that very moment.
 //!
-//! An engine whose batch only decodes runs through as many steps as nothing changes in, and is an event only when they end.
-//! A request that comes in between cuts them short. What a decision must know of their progress is worked out then.
+//! An engine whose batch only decodes runs through steps while nothing else changes, and produces
+//! an event only at their end. A request that arrives in between cuts them short. The progress that
+//! a decision needs is computed at the decision.
 //!
-//! Whatever is to happen later is an [`Event`] in one queue: moves are kinds of it, failures are to be, not further
-//! loops. A request's way through the cluster begins in `arrive` and is one segment of its plan at a time; `handover` leads from
-//! one to the next.
+//! Everything that happens later is an [`Event`] in one queue. Moves are events, and future
+//! failures shall be events, not further loops. A request's way through the cluster begins in
+//! `arrive` and runs one segment of its plan at a time; `handover` leads from one segment to the
+//! next.
 use crate::engine::order::Order;
 use crate::engine::{Admission, Engine, Preempt, Prompt, Request};
 use crate::gaps::{GapHistogram, Gaps, Makes, TokenGaps, TokenSlo};
@@ -35,100 +39,108 @@ use recompute::{Warming, ahead_of};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// A cluster: its engines, what the router sees of them, and what is recorded.
+/// A cluster: its engines, the router's view of them, and the recorded quantities.
 #[derive(Clone, Debug)]
 pub struct ClusterConfig {
-    /// One for each instance; all of the workload's block size.
+    /// Profiles, one per instance, all with the workload's block size.
     pub profiles: Vec<Profile>,
-    /// What the router takes each instance's steps to cost; none: what its own settings say of all.
+    /// The router's step-time model of each instance; empty: the router's own settings apply to
+    /// all.
     pub step_times: Vec<StepTime>,
-    /// What each instance does; none: all take whole requests.
+    /// Role of each instance; empty: all take whole requests.
     pub roles: Vec<Role>,
-    /// What moving the KV of a prompt costs that is prefilled on one instance and decodes on another.
+    /// Cost of a KV transfer after a prefill on another instance.
     pub transfer: Transfer,
-    /// What pulled prefixes do to their holders; whether there are any is among the router's settings.
+    /// Effects of prefix fetches on their holders. The router's settings turn prefix fetches on.
     pub pulling: Pulling,
     /// How requests get memory.
     pub admission: Admission,
-    /// What the engines order requests by.
+    /// The local order of the engines.
     pub order: Order,
-    /// What becomes of the KV of requests that go back into a queue.
+    /// Handling of the KV of requests that go back into a queue.
     pub preempt: Preempt,
-    /// By what the router gives requests the numbers that the order `priority` goes by; a session is a tenant. `None`: all have 0.
+    /// Source of the numbers for the order `priority`; a session is a tenant. `None`: all requests
+    /// have 0.
     pub priorities: Option<Priorities>,
-    /// Seconds between two times that a router tells those beside it what it has on each instance; `None`: it tells nothing.
+    /// Seconds between two exports of a router's load to its peers; `None`: no exports.
     pub sharing_seconds: Option<Seconds>,
-    /// What the router learns, and when.
+    /// The signals that the router receives, and their delay.
     pub signals: Signals,
-    /// The router's settings; whether its backlog drains by itself follows from the signals, and whether partial blocks
-    /// count from the admission. Where it takes prefills to be unlimited they are: each takes its own time, and no engine's.
+    /// The router's settings. Two of them are derived: the signals decide whether its backlog
+    /// drains by itself, the admission whether partial blocks count. With `unlimited_prefill`, each
+    /// prefill takes its own time and uses no engine.
     pub router: RouterConfig,
-    /// How requests are split that no roles split.
+    /// How to split requests that roles do not split.
     pub split: Split,
-    /// Whether a segment that another follows says nothing until its end, as on stock engines (whose streams never say how to pull what they left);
-    /// else its tokens come as they are made.
+    /// Whether a segment with a successor sends nothing until its end, as on stock engines. (Their
+    /// streams never include the parameters for fetching the KV they left.) Else its tokens stream
+    /// as they are made.
     pub silent_segments: bool,
-    /// Whether the router is told of each request how long its answer will be.
+    /// Whether the router knows the length of each request's answer.
     pub output_known: bool,
-    /// How running requests are moved; `None`: not at all.
+    /// How running requests are moved; `None`: they do not move.
     pub reschedule: Option<RescheduleConfig>,
-    /// How they get to where they move.
+    /// How moving requests get to their target.
     pub move_by: MoveBy,
-    /// Length of the timeline's buckets.
+    /// Length of the timeline's buckets, in seconds.
     pub timeline_seconds: Seconds,
-    /// The longest gap between two output tokens that counts as good, before an answer's and before a thought.
+    /// Longest acceptable gap before an output token: before an answer token and before a reasoning
+    /// token.
     pub token_slo: TokenSlo,
 }
 
-/// What came of a run.
+/// The outcome of a run.
 pub struct Outcome {
-    /// One row a request.
+    /// One row per request.
     pub records: Records,
     /// Load over time.
     pub timeline: Timeline,
-    /// Times that the guard suspected a prefix, and times that it filtered instances.
+    /// Times that the guard suspected a prefix.
     pub guard_alarms: u64,
-    /// See above.
+    /// Times that the guard filtered instances.
     pub guard_filters: u64,
-    /// Choices in which a policy scored no candidate, so that the fewest requests decided.
+    /// Choices in which a policy scored no candidate, so the instance with the fewest requests was
+    /// chosen.
     pub unscored: u64,
-    /// Steps that all engines ran.
+    /// Steps of all engines.
     pub steps: u64,
-    /// Times that an engine ran out of memory, so that a request went back into its queue.
+    /// Preemptions because an engine ran out of memory.
     pub out_of_memory: u64,
-    /// Engines that stand still for ever, beyond what their [`crate::DecodeThroughput`] carries. Their requests have no end, nor
-    /// have those that wait for these.
+    /// Engines that stand still forever, beyond the limits of their [`crate::DecodeThroughput`].
+    /// Their requests never end, nor do the requests that wait for these.
     pub stalled: u64,
-    /// Variance of the decode step's seconds over the instances that decode, mean over the run (STAR, section 6.3), in seconds squared; 0 with one of them.
+    /// Variance of the decode step's seconds over the instances that decode, mean over the run
+    /// (STAR, section 6.3), in seconds squared; 0 with one such instance.
     pub step_variance: f64,
-    /// Gaps between the output tokens of all requests, as clients get them.
+    /// Gaps between the output tokens of all requests, as clients receive them.
     pub gaps: GapHistogram,
-    /// The routers as they were left, with their totals and latest receipts.
+    /// The routers after the run, with their totals and latest decision records.
     pub routers: Vec<Router>,
 }
 
-/// What happens, in the order in which things of one moment are taken.
+/// Events, in the order in which events of one moment are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// The step of an instance is over, or is seen to be, if this is still the `version`th thing known of it.
+    /// The step of an instance has ended, or its end is seen, if this is still the instance's
+    /// `version`.
     Step { instance: u32, version: u32 },
-    /// A segment has ended that another follows.
+    /// A segment with a successor has ended.
     Prefilled { request: u32 },
-    /// An instance whose last step was seen before its end may begin the next one.
+    /// An instance whose last step was seen before its end may begin the next step.
     Free { instance: u32 },
-    /// The KV that a segment left is where the next one is.
+    /// The KV of a segment has arrived at the next segment's instance.
     HandOver { request: u32 },
     /// The holder of a prefix can send it.
     PullBegins { request: u32 },
-    /// The prefix is where it was pulled to.
+    /// A prefix fetch has ended.
     PullEnds { request: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
-    /// A router tells those beside it what it has on each instance.
+    /// A router exports its load to its peers.
     Share { router: u32 },
-    /// The router looks at what it does periodically.
+    /// The router runs its periodic work.
     Tick,
-    /// It looks at what should run elsewhere.
+    /// The router runs a round of rescheduling.
     Reschedule,
     /// Step times are compared over the instances that decode.
     Compare,
@@ -137,7 +149,7 @@ enum Event {
 }
 
 impl Event {
-    /// Whether it comes again and again, and leads to nothing by itself.
+    /// Whether the event repeats forever and leads to nothing by itself.
     fn for_ever(self) -> bool {
         matches!(
             self,
@@ -146,29 +158,29 @@ impl Event {
     }
 }
 
-/// Where an instance stands.
+/// State of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Idle,
     /// Steps are under way.
     Stepping,
-    /// Its last step was seen as ended, and runs on.
+    /// Its last step was seen as ended, but still runs.
     Seen,
 }
 
 struct Instance {
     state: State,
     version: u32,
-    /// Whether it is among those that begin a step once this moment's events are over.
+    /// Whether it is among the instances that begin a step at the end of this moment.
     ready: bool,
-    /// When a step ends that was seen before.
+    /// End of a step that was seen before its end.
     busy_until: Seconds,
-    /// Since when its queue is as long as it is.
+    /// Time at which its queue length last changed.
     queue_since: Seconds,
     queued: u32,
 }
 
-/// A run under way.
+/// The state of a run.
 struct Cluster<'a> {
     config: &'a ClusterConfig,
     workload: &'a Workload,
@@ -176,21 +188,21 @@ struct Cluster<'a> {
     instances: Vec<Instance>,
     routers: Routers,
     links: Links,
-    /// Pulls that have not ended, by request.
+    /// Prefix fetches that have not ended, by request.
     pulls: HashMap<u32, UnderWay>,
-    /// What of each request is at work, and whether its engine has made a token of it.
+    /// The running part of each request, and whether its engine has made a token of it.
     parts: Vec<Part>,
     started: Vec<bool>,
-    /// Whether it was known where each decodes when its prefill began.
+    /// Whether each request's decode instance was known when its prefill began.
     early: Vec<bool>,
-    /// What each goes by in its engine's queue.
+    /// Priority of each request in its engine's queue.
     priorities: Vec<i64>,
     records: Records,
     timeline: Timeline,
     events: BinaryHeap<Reverse<(u64, Event)>>,
     ready: Vec<u32>,
     now: Seconds,
-    /// When each cut request's last token before its cut was there, and the gaps at the cuts.
+    /// Time of each split request's last token before its boundary, and the gaps at the boundaries.
     last_tokens: Vec<Seconds>,
     /// By instance, the requests that leave it when its step ends.
     leaving: Vec<Vec<u32>>,
@@ -199,7 +211,8 @@ struct Cluster<'a> {
     seams: TokenGaps,
     /// Sum and number of the variances of step times.
     variances: (f64, f64),
-    /// Requests that have not ended; events that lead to something (reports and ticks go on for ever).
+    /// Requests that have not ended, and pending events other than reports and ticks, which repeat
+    /// forever.
     left: usize,
     moving: usize,
     guard_alarms: u64,
@@ -207,10 +220,10 @@ struct Cluster<'a> {
     stalled: u64,
 }
 
-/// Plays `workload` over a cluster with one router for each of `policies`: a request comes to one of them, drawn by the router's seed, and they tell each other
-/// nothing. `go_on` is asked now and then; its error ends the run.
+/// Plays `workload` over a cluster with one router per element of `policies`. The router's seed
+/// draws a router for each request. `go_on` is called now and then; its error ends the run.
 ///
-/// Same workload, policies, configuration: same outcome, bit for bit.
+/// The same workload, policies and configuration give the same outcome, bit for bit.
 ///
 /// # Errors
 /// Settings out of range, a request that no engine could ever hold, a policy that cannot score.
@@ -253,13 +266,13 @@ fn bad<T>(what: &str, got: impl ToString, expected: impl Into<String>) -> Result
 }
 
 impl Cluster<'_> {
-    /// Puts an event into the queue. Times are never negative, so their bits are in the order of the numbers.
+    /// Puts an event into the queue. Times are never negative, so their bits sort like the numbers.
     fn at(&mut self, time: Seconds, event: Event) {
         self.moving += usize::from(!event.for_ever());
         self.events.push(Reverse((time.max(0.0).to_bits(), event)));
     }
 
-    /// Takes the next event. False: all requests have ended.
+    /// Takes the next event. Returns false if all requests have ended.
     fn step(&mut self) -> Result<bool, CoreError> {
         let next = self.events.peek().map(|Reverse((time, _))| f64::from_bits(*time));
         if next.is_none_or(|next| next > self.now) && !self.ready.is_empty() {
@@ -269,7 +282,8 @@ impl Cluster<'_> {
         if self.left == 0 {
             return Ok(false);
         }
-        // What comes for ever may come at the very moment at which an engine is about to begin a step.
+        // A repeating event may come at the very moment at which an engine is about to begin a
+        // step.
         let goes_on = self.moving > 0 || !self.ready.is_empty();
         let Some(Reverse((time, event))) = self.events.pop().filter(|_| goes_on) else {
             if self.stalled > 0 {
@@ -312,7 +326,7 @@ impl Cluster<'_> {
 
     fn tick(&mut self) -> Result<(), CoreError> {
         self.routers.catch_up_all(&self.engines, self.now)?;
-        let mut next = f64::INFINITY; // of all alike: they have the same settings
+        let mut next = f64::INFINITY; // equal for all routers: they have the same settings
         for observer in self.routers.each() {
             let (events, at) = observer.router.tick(self.now);
             for event in events.iter().filter(|event| !event.released) {
@@ -327,7 +341,7 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A request arrives: the router places it, and the engine's queue takes it.
+    /// Places an arriving request and puts it into the engine's queue.
     fn arrive(&mut self, request: usize) -> Result<(), CoreError> {
         let observer = self.routers.catch_up(request as u64, &self.engines, self.now)?;
         let shape = &self.workload.shape;
@@ -366,7 +380,7 @@ impl Cluster<'_> {
         self.submit(request, instance)
     }
 
-    /// What of a request is at work comes to an engine.
+    /// Submits the current part of a request to an engine.
     fn submit(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
         let part = self.parts[request];
         let asked = Request {
@@ -381,7 +395,7 @@ impl Cluster<'_> {
         self.put(&asked, instance)
     }
 
-    /// An engine's queue takes a request.
+    /// Puts a request into an engine's queue.
     fn put(&mut self, asked: &Request<'_>, instance: usize) -> Result<(), CoreError> {
         self.engines[instance].submit(asked, self.now)?;
         self.count_queue(instance);
@@ -397,7 +411,7 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// The instance may begin a step once this moment's events are over.
+    /// Lets the instance begin a step at the end of this moment.
     fn free(&mut self, instance: usize) {
         self.instances[instance].state = State::Idle;
         if !std::mem::replace(&mut self.instances[instance].ready, true) {
@@ -450,7 +464,7 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// Steps under way end at `end`: when will that be seen?
+    /// Schedules the event at which the end of the steps under way is seen.
     fn expect(&mut self, instance: usize, end: Seconds) {
         if end.is_infinite() {
             self.stalled += 1;
@@ -465,7 +479,7 @@ impl Cluster<'_> {
         self.at(seen, Event::Step { instance: instance as u32, version });
     }
 
-    /// What the steps under way do is seen.
+    /// Applies the results of the steps under way.
     fn see(&mut self, instance: usize) -> Result<(), CoreError> {
         let kept = self.config.split.keeps_tokens();
         let running = f64::from(self.engines[instance].running());
@@ -476,7 +490,7 @@ impl Cluster<'_> {
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
         for chunk in events.prefilled.iter().filter(|chunk| ahead_of(chunk.id).is_none()) {
             let request = chunk.id as usize;
-            // What a prefill for another instance makes of a first token, nobody gets.
+            // No client receives the first token of a prefill for another instance.
             let (part, prompt) = (&self.parts[request], self.workload.shape.input_tokens[request]);
             let streams = part.streams(prompt, self.config.silent_segments);
             let first = chunk.done && !self.started[request] && streams;
@@ -501,7 +515,8 @@ impl Cluster<'_> {
             let request = id as usize;
             let part = &self.parts[request];
             if part.streams(self.workload.shape.input_tokens[request], self.config.silent_segments) {
-                // The step that makes a token which is made again behind a cut is part of the gap there.
+                // A token behind a boundary is made again. The step that made it first is part of
+                // the gap at the boundary.
                 let again = part.to.filter(|_| !kept).is_some_and(|to| {
                     let slo = self.config.token_slo.of(makes(self.workload, request, to - 1));
                     end - events.last_start > slo
@@ -513,7 +528,7 @@ impl Cluster<'_> {
             let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
             if part.follows(prompt, output, kept) {
                 if part.to.is_some_and(|to| to > prompt) {
-                    // The last token that counts came a step before one that is made again.
+                    // The last token that counts came one step before a token that is made again.
                     let at_end = kept || self.config.silent_segments;
                     self.last_tokens[request] = if at_end { end } else { events.last_start };
                 }
@@ -553,7 +568,7 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// The length of an instance's queue has changed.
+    /// Records a change in the length of an instance's queue.
     fn count_queue(&mut self, instance: usize) {
         let (state, waiting) = (&mut self.instances[instance], self.engines[instance].waiting());
         let (since, queued) = (state.queue_since, state.queued);
@@ -562,7 +577,8 @@ impl Cluster<'_> {
     }
 }
 
-/// The chain of a request's prompt, as far as an engine's cache can hold it: vLLM's keeps full blocks only.
+/// Returns the chain of a request's prompt that an engine's cache can hold: vLLM's holds full
+/// blocks only.
 fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> &'w [u64] {
     let (shape, chain) = (&workload.shape, workload.shape.chain(request));
     match config.admission {
@@ -573,7 +589,7 @@ fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> 
     }
 }
 
-/// What a request's token behind `tokens` of prompt and output is.
+/// Returns the kind of a request's token behind `tokens` of prompt and output.
 fn makes(workload: &Workload, request: usize, tokens: u32) -> Makes {
     let shape = &workload.shape;
     let thought = shape.input_tokens[request] + shape.think_tokens[request];
@@ -588,7 +604,8 @@ fn engine_request<'w>(
 ) -> Request<'w> {
     let (shape, hashes) = (&workload.shape, chain(workload, config, request));
     let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
-    // It computes its prompt up to the cut, and reads what was made before it came like a prompt.
+    // The engine computes the prompt up to the boundary, and reads earlier output tokens like a
+    // prompt.
     let tokens = part.to.map_or(prompt, |to| to.min(prompt)).max(part.from);
     let whole = if tokens < prompt { (tokens / shape.block_tokens) as usize } else { hashes.len() };
     let kept = config.split.keeps_tokens();
@@ -597,12 +614,13 @@ fn engine_request<'w>(
         id: request as u64,
         prompt: Prompt::Chain { hashes: &hashes[..hashes.len().min(whole)], tokens },
         output_tokens: end - tokens,
-        // The token that is made again behind the cut is nobody's: it counts as what came before it.
+        // No client receives the token that is made again behind the boundary: it counts like the
+        // token before it.
         think_tokens: match part.to {
             Some(to) if to <= prompt + shape.think_tokens[request] => end - tokens,
             _ => (prompt + shape.think_tokens[request]).saturating_sub(tokens),
         },
-        priority: 0, // given when it is submitted
+        priority: 0, // set at submission
         salt: None,
         report_cached: false,
         pulled_tokens: part.from.max(part.pulled.min(tokens)),

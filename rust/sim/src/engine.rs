@@ -1,8 +1,9 @@
 //! One engine: a queue, a batch, a cache of KV blocks, and steps.
 //!
-//! Every decoding sequence gets one token in every step. So its length follows from the engine's *tick* (steps run so
-//! far), and a step costs the sequences that prefill, end or cross a block edge, not those that merely decode. Orders that
-//! rank decodes, too, pause some of them (`one_order.rs`); a paused sequence is not among the decoding ones.
+//! Every decoding sequence gets one token in every step. So its length follows from the engine's
+//! *tick* (steps run so far). A step costs time for sequences that prefill, end or cross a block
+//! edge, not for sequences that merely decode. Orders that rank decodes, too, pause some sequences
+//! (`one_order.rs`); a paused sequence is not among the decoding ones.
 use crate::cache::PrefixCache;
 use crate::events::{Counters, KvEvent, KvLog, Load, StepEvents};
 use crate::gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, TokenGaps, TokenSlo};
@@ -30,29 +31,31 @@ use learned::Learned;
 use order::Order;
 pub use put_back::Preempt;
 
-/// How a request gets memory.
+/// How requests get memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// vLLM: blocks are taken as tokens are computed; where none is left, the request of the highest (rank, arrival) in the
-    /// [`Order`] is put back into the queue and computed again later. Full blocks can be found by others at once, generated
-    /// tokens too.
+    /// As in vLLM: blocks are allocated as tokens are computed. If no block is left, the request
+    /// with the highest (rank, arrival) in the [`Order`] goes back into the queue and is computed
+    /// again later. Other requests can find full blocks at once, including blocks of generated
+    /// tokens.
     Vllm,
-    /// Nothing is put back for want of memory: a request enters while the prompt and output tokens of all that run, with its prompt,
-    /// fit the capacity, or alone. The cache lies beside them: a prompt's blocks enter when its prefill is complete,
-    /// its partial last one too where the request names it.
+    /// Requests are never preempted for memory. A request enters if its prompt and the prompt and
+    /// output tokens of all running requests fit the capacity, or if it is alone. The cache is
+    /// separate: a prompt's blocks enter when its prefill is complete, including its partial last
+    /// block if the request names it.
     Reserve,
 }
 
-/// How an engine behaves, its profile apart.
+/// An engine's behavior, apart from its profile.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// How a request gets memory.
     pub admission: Admission,
-    /// What requests are ordered by.
+    /// The local order of requests.
     pub order: Order,
-    /// What becomes of the KV of requests that go back into the queue.
+    /// Handling of the KV of requests that go back into the queue.
     pub preempt: Preempt,
-    /// Whether changes of the cache are kept in [`Engine::kv_log`].
+    /// Whether [`Engine::kv_log`] records changes of the cache.
     pub kv_events: bool,
 }
 
@@ -67,13 +70,14 @@ impl Default for Settings {
     }
 }
 
-/// What a request asks about.
+/// A request's prompt.
 #[derive(Clone, Copy, Debug)]
 pub enum Prompt<'a> {
-    /// Token ids.
+    /// Token IDs.
     Tokens(&'a [u32]),
-    /// A trace's prompt: chained hashes of its blocks (further ones stand for output blocks), and its length in tokens.
-    /// Fewer hashes than blocks: the rest is shared with nobody.
+    /// A trace's prompt: chained hashes of its blocks (further hashes stand for output blocks), and
+    /// its length in tokens. If there are fewer hashes than blocks, no other request shares the
+    /// remaining blocks.
     Chain {
         /// The chained hashes.
         hashes: &'a [u64],
@@ -82,26 +86,29 @@ pub enum Prompt<'a> {
     },
 }
 
-/// A request as it comes.
+/// A submitted request.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// The caller's name for it, unique among the requests in the engine.
+    /// The caller's key, unique among the requests in the engine.
     pub id: u64,
-    /// What it asks about.
+    /// The prompt.
     pub prompt: Prompt<'a>,
-    /// Output tokens it gets, exactly.
+    /// Exact number of output tokens.
     pub output_tokens: u32,
-    /// Of these, the first that are thoughts: their SLO is another ([`TokenSlo`], order `slo`).
+    /// Leading output tokens that are reasoning tokens; they have an SLO of their own
+    /// ([`TokenSlo`], order `slo`).
     pub think_tokens: u32,
-    /// Lower runs earlier under the order `priority`.
+    /// Priority for the order `priority`; lower runs earlier.
     pub priority: i64,
     /// Requests with different salts share no block.
     pub salt: Option<&'a str>,
-    /// The blocks of its prompt that are cached already are told of again, as stored.
+    /// Whether cached blocks of its prompt are reported again, as stored.
     pub report_cached: bool,
-    /// Leading prompt tokens whose KV comes from elsewhere: not computed here, but for the prompt's last token, so that the
-    /// first output token comes from a step of this engine. What the cache holds is not pulled. Lost where the request is put
-    /// back (but see [`Preempt::Swap`]). 0: it computes its prompt itself. (A prefill for another engine is a request of one output token.)
+    /// Leading prompt tokens whose KV comes from another engine. They are not computed here, except
+    /// for the prompt's last token, so that the first output token comes from a step of this
+    /// engine. Tokens in the cache are not fetched. The fetched KV is lost if the request is
+    /// preempted (but see [`Preempt::Swap`]). 0: the engine computes the whole prompt. (A prefill
+    /// for another engine is a request of one output token.)
     pub pulled_tokens: u32,
 }
 
@@ -118,31 +125,32 @@ struct Step {
     start: Seconds,
     end: Seconds,
     steps: u32,
-    /// Seconds of the first of them, and what each further one takes more than the one before.
+    /// Seconds of the first step, and seconds that each further step adds.
     first: Seconds,
     more: Seconds,
 }
 
 impl Step {
-    /// Seconds that the first `steps` steps take.
+    /// Returns the seconds of the first `steps` steps.
     fn lasting(&self, steps: u32) -> Seconds {
         let n = f64::from(steps);
         n * self.first + self.more * n * (n - 1.0) / 2.0
     }
 
-    /// The most steps, 1 to `most`, of which the last begins before `at`.
+    /// Returns the largest number of steps, 1 to `most`, whose last step begins before `at`.
     fn begun(&self, at: Seconds, most: u32) -> u32 {
         plan::steps_within(at - self.start, self.first, self.more, most, |n| self.lasting(n))
     }
 }
 
-/// One engine. It has no clock: `now` comes in, never goes back, and a step's end comes out.
+/// One engine. It has no clock: callers give `now`, which never goes back, and get the end of a
+/// step.
 #[derive(Clone, Debug)]
 pub struct Engine {
     profile: Profile,
     settings: Settings,
     generator: Option<Generator>,
-    /// The blocks under [`Admission::Vllm`], and the cache under [`Admission::Reserve`].
+    /// The blocks under [`Admission::Vllm`], or the cache under [`Admission::Reserve`].
     pool: BlockPool,
     cache: PrefixCache,
     kv: KvLog,
@@ -150,42 +158,48 @@ pub struct Engine {
     counters: Counters,
     gaps: TokenGaps,
     learned: Learned,
-    /// When the latest step began.
+    /// Time at which the latest step began.
     begun: Seconds,
     sequences: Sequences,
     by_id: HashMap<u64, u32>,
-    /// Submitted, and not yet seen by a step: (arrival, slot, order).
+    /// Submitted requests that no step has seen yet: (arrival, slot, order).
     incoming: VecDeque<(Seconds, u32, u64)>,
-    /// (rank, order, slot), lowest first. Entries of aborted requests are skipped when they come up.
+    /// (rank, order, slot), lowest first. Entries of aborted requests are skipped when they come
+    /// up.
     waiting: BinaryHeap<Reverse<(i64, u64, u32)>>,
     waiting_requests: u32,
-    /// (step, slot, order): when who waits gets another rank, first come first.
+    /// (step, slot, order): when waiting requests get another rank, first come first.
     promotions: VecDeque<(u64, u32, u64)>,
     prefilling: Vec<u32>,
     decoding: Vec<u32>,
-    /// Decodes that the latest step leaves out, with their KV in place, and their prompt and output tokens.
+    /// Decodes that the latest step leaves out, with their KV in place, and their prompt and output
+    /// tokens.
     paused: Vec<u32>,
     paused_tokens: u64,
-    /// Paused decodes that the step under way takes up again.
+    /// Paused decodes that the current step resumes.
     resumed: Vec<u32>,
-    /// Under an order that ranks decodes: the number of the latest plan, and the decodes that it has picked so far.
+    /// For orders that rank decodes: the number of the latest plan, and the decodes that it has
+    /// picked so far.
     plan: u64,
     picked: u32,
     tick: u64,
-    /// Prompt and output tokens of the decoding and of the prefilling sequences.
+    /// Prompt and output tokens of the decoding sequences, and of the prefilling sequences.
     context_tokens: u64,
     prefilling_tokens: u64,
-    /// Tokens whose KV waits in the host's memory, and those that the next step copies there or back.
+    /// Tokens whose KV waits in the host's memory, and tokens that the next step copies there or
+    /// back.
     host_tokens: u64,
     copied_tokens: u64,
-    /// What the next step takes longer.
+    /// Extra seconds of the next step.
     held_seconds: Seconds,
-    /// (tick, order, slot) of last tokens. Entries that no longer hold are skipped when they come up.
+    /// (tick, order, slot) of last tokens. Outdated entries are skipped when they come up.
     ends: BinaryHeap<Reverse<(u64, u64, u32)>>,
-    /// The same of thoughts' ends, of those that decode on; and how many of those that decode make an answer's tokens.
+    /// (tick, order, slot) of last reasoning tokens of requests that decode on, and the number of
+    /// decodes that make answer tokens.
     answers: BinaryHeap<Reverse<(u64, u64, u32)>>,
     answering: u32,
-    /// By tick modulo block size: decoding sequences that need a new block in the step at that tick.
+    /// By tick modulo block size: decoding sequences that need a new block in the step at that
+    /// tick.
     crossings: Vec<Vec<u32>>,
     chunks: Vec<Chunk>,
     step: Option<Step>,
@@ -194,7 +208,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An idle engine. With a generator it makes tokens, and takes prompts as token ids only.
+    /// Makes an idle engine. With a generator it makes tokens, and accepts prompts as token IDs
+    /// only.
     pub fn new(
         profile: Profile,
         settings: Settings,
@@ -245,26 +260,27 @@ impl Engine {
         })
     }
 
-    /// The engine's constants.
+    /// Returns the engine's constants.
     pub fn profile(&self) -> &Profile {
         &self.profile
     }
 
-    /// Counts gaps between tokens against another SLO than [`DEFAULT_TOKEN_SLO_SECONDS`], from now on.
+    /// Counts gaps between tokens against this SLO from now on (default:
+    /// [`DEFAULT_TOKEN_SLO_SECONDS`]).
     pub fn set_token_slo(&mut self, slo: TokenSlo) {
         self.gaps = TokenGaps::new(slo);
     }
 
-    /// Gaps between the tokens of all requests.
+    /// Returns the gaps between the tokens of all requests.
     pub fn gaps(&self) -> &GapHistogram {
         self.gaps.histogram()
     }
 
-    /// Puts a request into the queue. A step takes it off if it begins at `now` or later.
+    /// Puts a request into the queue. A step that begins at `now` or later can take it off.
     ///
-    /// Errors: an empty prompt, no output token, an id that is in the engine already, token ids that the generator does
-    /// not know, a prompt without token ids for an engine that makes tokens, and, under [`Admission::Vllm`], more tokens
-    /// than the KV memory holds.
+    /// Errors: an empty prompt, no output token, or an id that is already in the engine. If the
+    /// engine makes tokens: a prompt without token IDs, or IDs outside of its vocabulary. Under
+    /// [`Admission::Vllm`]: more tokens than the KV memory holds.
     pub fn submit(&mut self, request: &Request<'_>, now: Seconds) -> Result<(), CoreError> {
         self.check(request)?;
         let order = self.counters.submitted;
@@ -304,7 +320,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses what [`Engine::submit`] would refuse.
+    /// Returns the errors of [`Engine::submit`].
     pub fn check(&self, request: &Request<'_>) -> Result<(), CoreError> {
         let bad = |what: &str, got: String, expected: String| {
             Err(CoreError::BadValue { what: format!("{what} of request {}", request.id), got, expected })
@@ -340,7 +356,7 @@ impl Engine {
         if self.by_id.contains_key(&request.id) {
             return bad("id", request.id.to_string(), "one that is not in the engine already".into());
         }
-        // The last token is never computed, so it needs no place.
+        // The last token is never computed, so it needs no block.
         let (needed, block) =
             (prompt_tokens + request.output_tokens as usize - 1, self.profile.block_tokens as usize);
         let most = match self.settings.admission {
@@ -357,7 +373,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Drops a request, wherever it is. False: it is not in the engine.
+    /// Drops a request in any state. Returns false if it is not in the engine.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(slot) = self.by_id.get(&id).copied() else { return false };
         if self.sequences[slot].state == State::Waiting {
@@ -370,8 +386,8 @@ impl Engine {
         true
     }
 
-    /// Takes a request out that decodes, between two steps: gives the output tokens that it has made here, and the gaps between them. None: it does not decode
-    /// here now.
+    /// Removes a decoding request, between two steps. Returns the output tokens that it has made
+    /// here, and the gaps between them. None: it does not decode here now.
     pub fn leave(&mut self, id: u64) -> Option<(u32, Gaps)> {
         let slot = self.by_id.get(&id).copied()?;
         let sequence = &self.sequences[slot];
@@ -387,7 +403,8 @@ impl Engine {
         Some((made, gaps))
     }
 
-    /// Output tokens that a decoding request has made here by `at`. None: it does not decode here now.
+    /// Returns the output tokens that a decoding request has made here by `at`. None: it does not
+    /// decode here now.
     pub fn made(&self, id: u64, at: Seconds) -> Option<u32> {
         let sequence = &self.sequences[*self.by_id.get(&id)?];
         let decodes = sequence.state == State::Decode;
@@ -395,14 +412,16 @@ impl Engine {
         decodes.then(|| done + self.progress(at).1)
     }
 
-    /// Starts a step at `now` and gives its end. None: there is nothing to do at `now`. While a step runs, its end; infinite
-    /// where the engine stands still (see [`crate::DecodeThroughput`]).
+    /// Starts a step at `now` and returns its end. None: there is nothing to do at `now`. While a
+    /// step runs, returns its end. The end is infinite if the engine stands still (see
+    /// [`crate::DecodeThroughput`]).
     pub fn start_step(&mut self, now: Seconds) -> Option<Seconds> {
         self.start_steps(now, now)
     }
 
-    /// Starts a step at `now` and, as long as nothing changes but lengths, all further ones that begin before `until`
-    /// and before the next arrival already known; gives the end of the last. An engine that makes tokens starts one.
+    /// Starts a step at `now`, and further steps that begin before `until` and before the next
+    /// known arrival while only lengths change. Returns the end of the last step. An engine that
+    /// makes tokens starts one step.
     pub fn start_steps(&mut self, now: Seconds, until: Seconds) -> Option<Seconds> {
         if let Some(step) = self.step {
             return Some(step.end);
@@ -435,12 +454,12 @@ impl Engine {
             return None;
         }
         let work = self.planned();
-        // A step that copies is one alone: something was put back or admitted in it.
+        // A step that copies is alone: a request was preempted or admitted in it.
         let copied = std::mem::take(&mut self.copied_tokens);
         let held = std::mem::take(&mut self.held_seconds);
         let first = self.profile.step_seconds(&work) + self.copy_seconds(copied) + held;
         let mut step = Step { start: now, end: now + first, steps: 1, first, more: 0.0 };
-        // After a preemption the queue is looked at again in the next step.
+        // After a preemption, the next step looks at the queue again.
         let alone = held > 0.0 || self.generator.is_some() || !self.resumed.is_empty();
         if self.prefilling.is_empty() && self.events.preempted.is_empty() && !alone {
             // Each further step has one more token of context for each sequence.
@@ -453,8 +472,8 @@ impl Engine {
         Some(step.end)
     }
 
-    /// Of the steps under way, leaves out those that begin at `at` or later (the first stays), so that one which begins
-    /// then can take in what came; gives the new end. None: nothing changes.
+    /// Cancels the steps under way that begin at `at` or later (the first stays), so that a step
+    /// that begins then can include new requests. Returns the new end. None: nothing changes.
     pub fn interrupt(&mut self, at: Seconds) -> Option<Seconds> {
         let step = self.step.as_mut()?;
         let steps = step.begun(at, step.steps);
@@ -465,18 +484,20 @@ impl Engine {
         Some(step.end)
     }
 
-    /// When the step ends that runs at `at`.
+    /// Returns the end of the step that runs at `at`.
     pub fn present_step_ends(&self, at: Seconds) -> Option<Seconds> {
         self.step.map(|step| step.start + step.lasting(step.begun(at, step.steps)))
     }
 
-    /// The next step takes so much longer: the engine does something else before it. Nothing is held up where it has nothing to do then.
+    /// Makes the next step take longer by `seconds`: the engine does other work before it. Has no
+    /// effect if the engine has nothing to do then.
     pub fn hold(&mut self, seconds: Seconds) {
         self.held_seconds += seconds;
     }
 
-    /// The first `tokens` of a prompt, which the cache holds, are used now: makes them the most recently used. Gives the blocks that stay for it until
-    /// [`Engine::release_prefix`]; none under [`Admission::Reserve`], where the cache has no users.
+    /// Marks the first `tokens` of a prompt, which the cache holds, as the most recently used.
+    /// Returns the blocks that are pinned until [`Engine::release_prefix`]; none under
+    /// [`Admission::Reserve`], whose cache has no users.
     pub fn use_prefix(&mut self, chain: &[u64], tokens: u32) -> Vec<u32> {
         let blocks = tokens.div_ceil(self.profile.block_tokens) as usize;
         let front = &chain[..chain.len().min(blocks)];
@@ -493,57 +514,61 @@ impl Engine {
         }
     }
 
-    /// Ends a use of blocks, the last first.
+    /// Releases pinned blocks, the last first.
     pub fn release_prefix(&mut self, blocks: &mut Vec<u32>) {
         blocks.drain(..).rev().for_each(|block| self.pool.release(block));
     }
 
-    /// When the last of the steps under way begins.
+    /// Returns the time at which the last of the steps under way begins.
     pub fn last_step_start(&self) -> Option<Seconds> {
         self.step
             .map(|step| if step.steps > 1 { step.start + step.lasting(step.steps - 1) } else { step.start })
     }
 
-    /// Whether the step under way has no end.
+    /// Whether the step under way never ends.
     pub fn stalled(&self) -> bool {
         self.step.is_some_and(|step| step.end.is_infinite())
     }
 
-    /// Of the steps under way, how many have begun before `at` and how many have ended by then.
+    /// Returns how many of the steps under way have begun before `at`, and how many have ended by
+    /// then.
     pub fn progress(&self, at: Seconds) -> (u32, u32) {
         let Some(step) = &self.step else { return (0, 0) };
         let begun = step.begun(at, step.steps);
         (begun, if step.start + step.lasting(begun) <= at { begun } else { begun - 1 })
     }
 
-    /// The decoding requests, and the output tokens each had when the steps under way began.
+    /// Returns the decoding requests, and the output tokens each had when the steps under way
+    /// began.
     pub fn decoding(&self) -> impl Iterator<Item = (u64, u32)> {
         let made = |s: &Sequence, tick| (s.id, s.total_at(tick) - s.prompt_tokens);
         self.decoding.iter().map(move |&slot| made(&self.sequences[slot], self.tick))
     }
 
-    /// Sequences that decode, and their context tokens once so many of the steps under way have run.
+    /// Returns the number of decoding sequences, and their context tokens after this many of the
+    /// steps under way.
     pub fn decode_load(&self, steps: u32) -> (u32, u64) {
         let n = self.decoding.len() as u32;
         (n, self.context_tokens + u64::from(steps) * u64::from(n))
     }
 
-    /// Steps run.
+    /// Returns the number of steps run.
     pub fn steps(&self) -> u64 {
         self.counters.steps
     }
 
-    /// Requests that were taken off the queue: those in the batch, and those that an order which ranks decodes has left out of it.
+    /// Returns the number of admitted requests: requests in the batch, and requests that an order
+    /// which ranks decodes has left out of it.
     pub fn running(&self) -> u32 {
         (self.prefilling.len() + self.decoding.len() + self.paused.len()) as u32
     }
 
-    /// Requests in the queue.
+    /// Returns the number of requests in the queue.
     pub fn waiting(&self) -> u32 {
         self.waiting_requests
     }
 
-    /// Ends the step: gives what happened in it. Its time is the one that `start_step` gave.
+    /// Ends the step at the time that `start_step` returned, and returns its events.
     pub fn finish_step(&mut self) -> &StepEvents {
         let Some(step) = self.step.take() else {
             self.clear_events();
@@ -564,17 +589,19 @@ impl Engine {
         &self.events
     }
 
-    /// What the step under way has done so far (admissions, preemptions), or the last one did.
+    /// Returns the events so far of the step under way (admissions, preemptions), or the events of
+    /// the last step.
     pub fn events(&self) -> &StepEvents {
         &self.events
     }
 
-    /// Changes of the cache since [`KvLog::clear`]: read and clear them after each step.
+    /// Returns the changes of the cache since [`KvLog::clear`]: read and clear them after each
+    /// step.
     pub fn kv_log(&mut self) -> &mut KvLog {
         &mut self.kv
     }
 
-    /// Empties the prefix cache. False, and nothing is done, while a request uses a block.
+    /// Empties the prefix cache. Returns false and does nothing while a request uses a block.
     pub fn reset_cache(&mut self) -> bool {
         let cleared = self.pool.clear();
         self.cache.clear();
@@ -584,12 +611,12 @@ impl Engine {
         cleared
     }
 
-    /// The load when the steps under way began, or now.
+    /// Returns the load at the begin of the steps under way, or now.
     pub fn load(&self) -> Load {
         self.load_after(0)
     }
 
-    /// The load once so many of the steps under way, of which none changes more than lengths, have run.
+    /// Returns the load after this many of the steps under way, if only lengths change in them.
     pub fn load_after(&self, steps: u32) -> Load {
         let memory = f64::from(self.profile.cache_blocks);
         let made = u64::from(steps) * self.decoding.len() as u64;
@@ -611,8 +638,9 @@ impl Engine {
         }
     }
 
-    /// [`Engine::hit_tokens`] of a request that ran here under this id before, its answer's tokens counted: those that it left in the cache, where that keeps such (it
-    /// does under [`Admission::Vllm`]).
+    /// Returns the cached tokens of a request that ran here under this id before, as
+    /// [`Engine::hit_tokens`] but including its answer's tokens. The cache keeps such tokens under
+    /// [`Admission::Vllm`] only.
     pub fn own_tokens(&self, chain: &[u64], id: u64, tokens: u32) -> u32 {
         let mut own = chain.to_vec();
         if self.settings.admission == Admission::Vllm {
@@ -621,7 +649,7 @@ impl Engine {
         self.hit_tokens(&own, tokens)
     }
 
-    /// Tokens of a prompt that the cache holds now, of at most `prompt_tokens - 1`.
+    /// Returns the tokens of a prompt that the cache holds now, at most `prompt_tokens - 1`.
     pub fn hit_tokens(&self, chain: &[u64], prompt_tokens: u32) -> u32 {
         let block = self.profile.block_tokens;
         let found = match self.settings.admission {
@@ -635,7 +663,7 @@ impl Engine {
     }
 }
 
-/// The blocks of a prompt, its partial last one included.
+/// Returns the blocks of a prompt, including its partial last block.
 fn prompt_blocks(chain: &[u64], prompt_tokens: u32, block_tokens: u32) -> &[u64] {
     &chain[..chain.len().min(prompt_tokens.div_ceil(block_tokens) as usize)]
 }

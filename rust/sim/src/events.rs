@@ -1,9 +1,9 @@
-//! What an engine tells: events of a step, events of the KV cache, load.
+//! Output of an engine: events of a step, events of the KV cache, load.
 use crate::gaps::Gaps;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Everything that a step did. The buffers are used again: read them before the next step starts.
+/// The events of a step. The buffers are reused: read them before the next step starts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepEvents {
     /// When the step began.
@@ -20,11 +20,11 @@ pub struct StepEvents {
     pub preempted: Vec<u64>,
     /// Prompt tokens computed, by request.
     pub prefilled: Vec<Prefilled>,
-    /// Tokens made, in batch order. Empty where the engine has no generator.
+    /// Tokens made, in batch order. Empty if the engine has no generator.
     pub tokens: Vec<Token>,
-    /// Requests that ended with this step, and the gaps between the tokens of each.
+    /// Requests that ended with this step.
     pub finished: Vec<u64>,
-    /// See above.
+    /// Gaps between the tokens of each request in `finished`.
     pub gaps: Vec<Gaps>,
 }
 
@@ -35,9 +35,9 @@ pub struct Admitted {
     pub id: u64,
     /// Prompt tokens found in the cache.
     pub cached_tokens: u32,
-    /// Tokens behind them whose KV came from elsewhere: another engine, or the host's memory.
+    /// Tokens behind the cached ones whose KV came from another engine or the host's memory.
     pub pulled_tokens: u32,
-    /// False where it comes back from a preemption.
+    /// False after a preemption.
     pub first_time: bool,
 }
 
@@ -70,28 +70,29 @@ pub struct Token {
 pub enum KvEvent {
     /// Consecutive blocks were stored.
     Stored {
-        /// Hash of the block before the first of them; none where they start the chain.
+        /// Hash of the block before the first block; none if the blocks start the chain.
         parent: Option<u64>,
-        /// Where the blocks' hashes lie in [`KvLog::hashes`].
+        /// Range of the blocks' hashes in [`KvLog::hashes`].
         hashes: Range<usize>,
-        /// Where their token ids lie in [`KvLog::tokens`]; empty where the request came as hashes.
+        /// Range of their token IDs in [`KvLog::tokens`]; empty if the request came as hashes.
         tokens: Range<usize>,
         /// The request's cache salt.
         salt: Option<Arc<str>>,
     },
-    /// One copy of each of these blocks is gone.
+    /// One copy of each of these blocks was removed.
     Removed {
-        /// Where their hashes lie in [`KvLog::hashes`], in the order in which they went.
+        /// Range of their hashes in [`KvLog::hashes`], in the order of removal.
         hashes: Range<usize>,
     },
     /// The whole cache was cleared.
     Cleared,
 }
 
-/// The changes of the KV cache since the log was last cleared, in order. Nothing is kept while it is off.
+/// The changes of the KV cache since the log was last cleared, in order. An inactive log records
+/// nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KvLog {
-    /// Whether changes are kept.
+    /// Whether the log records changes.
     pub on: bool,
     /// The changes.
     pub events: Vec<KvEvent>,
@@ -102,7 +103,7 @@ pub struct KvLog {
 }
 
 impl KvLog {
-    /// Forgets the changes, once they have been read.
+    /// Clears the changes, after they have been read.
     pub fn clear(&mut self) {
         self.events.clear();
         self.hashes.clear();
@@ -142,7 +143,8 @@ impl KvLog {
     }
 }
 
-/// Counts since the engine began. `submitted = finished + aborted + running + waiting` at all times.
+/// Counts since the engine began. `submitted = finished + aborted + running + waiting` at all
+/// times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Requests taken.
@@ -151,15 +153,15 @@ pub struct Counters {
     pub finished: u64,
     /// Requests aborted.
     pub aborted: u64,
-    /// Requests that left while they ran, to go on elsewhere.
+    /// Requests that left while they ran, to move to another engine.
     pub left: u64,
-    /// Times that a running request was put back, for want of blocks or for another.
+    /// Preemptions, for want of blocks or for another request.
     pub preemptions: u64,
-    /// Of these, those for want of blocks.
+    /// Preemptions for want of blocks.
     pub out_of_memory: u64,
     /// Prompt tokens of the requests whose prefill is complete.
     pub prompt_tokens: u64,
-    /// Those among them that came out of the cache.
+    /// Prompt tokens in `prompt_tokens` that came out of the cache.
     pub cached_prompt_tokens: u64,
     /// Output tokens made.
     pub generation_tokens: u64,
@@ -169,9 +171,9 @@ pub struct Counters {
     pub prefix_cache_hits: u64,
     /// Prompt tokens whose KV came from another engine.
     pub pulled_prompt_tokens: u64,
-    /// Tokens whose KV was copied to the host's memory, and back in.
+    /// Tokens whose KV was copied to the host's memory.
     pub swapped_out_tokens: u64,
-    /// See above.
+    /// Tokens whose KV was copied back from the host's memory.
     pub swapped_in_tokens: u64,
     /// Steps run.
     pub steps: u64,
@@ -184,8 +186,8 @@ pub struct Load {
     pub waiting: u32,
     /// Requests in the batch.
     pub running: u32,
-    /// Share of the KV memory in use by running requests, 0 to 1. May pass 1 under reserving admission, where one
-    /// request always runs.
+    /// Share of the KV memory in use by running requests, 0 to 1. It may exceed 1 under reserving
+    /// admission, where one request always runs.
     pub kv_usage: f64,
     /// Prompt tokens that the running requests have yet to compute.
     pub remaining_prefill_tokens: u64,

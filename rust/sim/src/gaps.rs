@@ -1,43 +1,50 @@
-//! Time between tokens (TBT): what each request waited from one output token to the next, and how all such gaps are distributed.
+//! Time between tokens (TBT): each request's waits from one output token to the next, and the
+//! distribution of all these gaps.
 //!
-//! A step gives every decoding request one token, so its length is a gap of each. Nothing is kept by request while it decodes: how many gaps were too long is the
-//! difference of two counts, and the longest stands on a stack of steps of which none is longer than one before it. Thoughts have an SLO of their own, and a count of
-//! their own: a request's gaps are slow by the one as long as it thinks, by the other from then on.
+//! A step gives every decoding request one token, so its length is a gap of each of them. The
+//! engine keeps nothing per request while it decodes. The number of slow gaps is the difference of
+//! two counts. The longest gap is on a stack of steps in which no step is longer than an earlier
+//! step.
+//!
+//! Reasoning tokens have an SLO and a count of their own. A request's gaps count against the
+//! reasoning SLO while it reasons, and against the answer SLO from then on.
 use lmetric_core::ids::Seconds;
 
 /// The token SLO of Libra's evaluation (section 6.1).
 pub const DEFAULT_TOKEN_SLO_SECONDS: Seconds = 0.1;
 
-/// Shortest gap told apart, ratio of two edges, and edges of the histogram: up to 10,000 s.
+/// Shortest gap that the histogram distinguishes, ratio of two edges, and edges of the histogram:
+/// up to 10,000 s.
 const LEAST: Seconds = 1e-4;
 const RATIO: f64 = 1.01;
 const BINS: usize = 1852;
 
-/// What a request makes: tokens that are read as they come, or thoughts before them.
+/// Kind of output tokens: answer tokens that are read as they come, or reasoning tokens before
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Makes {
-    /// Tokens that are read.
+    /// Tokens that the user reads as they come.
     Answer,
-    /// Tokens that nobody reads as they come.
+    /// Reasoning tokens, which nobody reads as they come.
     Thoughts,
 }
 
-/// What is asked of the gap before a token, in seconds.
+/// SLO of the gap before a token, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenSlo {
-    /// Of an answer.
+    /// SLO of answer tokens.
     pub answer_seconds: Seconds,
-    /// Of thoughts.
+    /// SLO of reasoning tokens.
     pub think_seconds: Seconds,
 }
 
 impl TokenSlo {
-    /// One for all tokens.
+    /// Makes one SLO for all tokens.
     pub const fn same(seconds: Seconds) -> TokenSlo {
         TokenSlo { answer_seconds: seconds, think_seconds: seconds }
     }
 
-    /// That of one stage.
+    /// Returns the SLO of one kind of tokens.
     pub fn of(&self, makes: Makes) -> Seconds {
         match makes {
             Makes::Answer => self.answer_seconds,
@@ -49,14 +56,14 @@ impl TokenSlo {
 /// Gaps of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Gaps {
-    /// Those longer than the SLO.
+    /// Gaps longer than the SLO.
     pub slow: u32,
-    /// The longest, in seconds; 0 without any.
+    /// The longest gap, in seconds; 0 without any gap.
     pub worst: Seconds,
 }
 
 impl Gaps {
-    /// Those of both.
+    /// Combines the gaps of both.
     pub fn and(self, other: Gaps) -> Gaps {
         Gaps { slow: self.slow + other.slow, worst: self.worst.max(other.worst) }
     }
@@ -79,22 +86,23 @@ impl GapHistogram {
         (((seconds / LEAST).ln() / RATIO.ln()).max(0.0) as usize).min(BINS - 1)
     }
 
-    /// Upper edge of a bin, in seconds.
+    /// Returns the upper edge of a bin, in seconds.
     pub fn edge(bin: usize) -> Seconds {
         LEAST * RATIO.powi(bin as i32 + 1)
     }
 
-    /// Counts by bin; the last holds all that is longer.
+    /// Returns the counts by bin; the last bin holds all longer gaps.
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// Adds what another counted.
+    /// Adds another histogram's counts.
     pub fn add(&mut self, other: &GapHistogram) {
         self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
     }
 
-    /// Counts `requests` gaps of each of `steps` lengths: `first`, and each further one `more` longer.
+    /// Counts `requests` gaps for each of `steps` steps: the first step lasts `first` seconds, each
+    /// further one `more` longer.
     fn count(&mut self, requests: u64, first: Seconds, more: Seconds, steps: u32) {
         let mut counted = 0;
         let mut bin = GapHistogram::bin(first);
@@ -109,7 +117,7 @@ impl GapHistogram {
     }
 }
 
-/// Of lengths `first`, `first + more` and so on, `steps` in all, how many are at most `limit`.
+/// Returns how many of the `steps` lengths `first`, `first + more`, ... are at most `limit`.
 fn below(limit: Seconds, first: Seconds, more: Seconds, steps: u32) -> u32 {
     if first > limit {
         return 0;
@@ -124,7 +132,7 @@ fn below(limit: Seconds, first: Seconds, more: Seconds, steps: u32) -> u32 {
 #[derive(Clone, Debug)]
 pub struct TokenGaps {
     slo: TokenSlo,
-    /// Decode steps so far that took longer than the SLO of answers, and than that of thoughts.
+    /// Decode steps so far that were longer than the answer SLO, and longer than the reasoning SLO.
     slow_steps: [u64; 2],
     /// (tick after it, seconds) of steps, later ones shorter.
     longest: Vec<(u64, Seconds)>,
@@ -132,30 +140,32 @@ pub struct TokenGaps {
 }
 
 impl TokenGaps {
-    /// None yet.
+    /// Makes an empty recorder.
     pub fn new(slo: TokenSlo) -> TokenGaps {
         TokenGaps { slo, slow_steps: [0; 2], longest: Vec::new(), histogram: GapHistogram::default() }
     }
 
-    /// How they are distributed.
+    /// Returns the distribution of the gaps.
     pub fn histogram(&self) -> &GapHistogram {
         &self.histogram
     }
 
-    /// The count that [`TokenGaps::since`] wants of the moment at which a request begins to make such tokens.
+    /// Returns the count that [`TokenGaps::since`] needs, at the moment at which a request begins
+    /// to make such tokens.
     pub fn mark(&self, makes: Makes) -> u64 {
         self.slow_steps[makes as usize]
     }
 
-    /// Steps since that moment that were too slow for such tokens.
+    /// Returns the steps since that moment that were too slow for such tokens.
     pub fn slow_since(&self, makes: Makes, mark: u64) -> u32 {
         (self.slow_steps[makes as usize] - mark) as u32
     }
 
-    /// `steps` steps, of `first` seconds and each further one `more` longer, gave `requests` requests a token each; `tick`: after the last.
+    /// Records `steps` steps that gave `requests` requests a token each: the first lasts `first`
+    /// seconds, each further one `more` longer. `tick`: after the last step.
     pub fn steps(&mut self, tick: u64, requests: usize, first: Seconds, more: Seconds, steps: u32) {
         if requests == 0 || steps == 0 {
-            self.longest.clear(); // nobody decodes who could ask for them
+            self.longest.clear(); // no decoding request needs them
             return;
         }
         for makes in [Makes::Answer, Makes::Thoughts] {
@@ -170,20 +180,22 @@ impl TokenGaps {
         self.histogram.count(requests as u64, first, more, steps);
     }
 
-    /// The gaps of a request that has decoded since `tick`; those that were too slow since the mark of what it makes was `mark`.
+    /// Returns the gaps of a request that has decoded since `tick`. `mark`: the count of slow steps
+    /// when it began to make tokens of this kind.
     pub fn since(&self, tick: u64, makes: Makes, mark: u64) -> Gaps {
         let place = self.longest.partition_point(|(after, _)| *after <= tick);
         let worst = self.longest.get(place).map_or(0.0, |(_, seconds)| *seconds);
         Gaps { slow: self.slow_since(makes, mark), worst }
     }
 
-    /// The latest step, of `seconds`, ended a longer gap of a request than itself: `gap`, before such a token.
+    /// Replaces the latest step, of `seconds`, by the longer gap `gap` of a request before a token
+    /// of this kind.
     pub fn instead(&mut self, seconds: Seconds, gap: Seconds, makes: Makes) -> Gaps {
         self.histogram.counts[GapHistogram::bin(seconds)] -= 1;
         self.single(gap, makes)
     }
 
-    /// A gap that was no step: a request waited in between, for such a token.
+    /// Records a gap that was no step: a request waited before a token of this kind.
     pub fn single(&mut self, seconds: Seconds, makes: Makes) -> Gaps {
         self.histogram.count(1, seconds, 0.0, 1);
         Gaps { slow: u32::from(seconds > self.slo.of(makes)), worst: seconds }
@@ -243,7 +255,7 @@ mod tests {
             prop_assert!((i64::from(told.slow) - slow).abs() <= runs.len() as i64, "rounding at the SLO alone");
             let counted = gaps.histogram().counts();
             prop_assert_eq!(counted.iter().sum::<u64>(), all.iter().sum::<u64>());
-            // Each within a bin of where it belongs.
+            // Each gap is within a bin of its exact place.
             let (mut a, mut b) = (0u64, 0u64);
             for (bin, (told, own)) in counted.iter().zip(&all).enumerate() {
                 a += told;

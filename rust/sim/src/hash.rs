@@ -1,15 +1,16 @@
 //! The chained hashes that name KV blocks: a block's hash covers everything before it.
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// Where every chain without a salt starts. The same in every engine, so that equal prompts have equal block hashes.
+/// Start of every chain without a salt. Equal in every engine, so that equal prompts have equal
+/// block hashes.
 const ROOT: u64 = 0x6c6d_6574_7269_6331;
 
-/// Where the chains of a request start: requests with different cache salts share nothing.
+/// Returns the start of a request's chains. Requests with different cache salts share no block.
 pub fn root(salt: Option<&str>) -> u64 {
     salt.map_or(ROOT, |salt| xxh3_64_with_seed(salt.as_bytes(), ROOT))
 }
 
-/// The hash of a block behind `previous` (the hash of the block before, or a root).
+/// Returns the hash of a block behind `previous` (the hash of the block before, or a root).
 pub fn block(previous: u64, tokens: &[u32], bytes: &mut Vec<u8>) -> u64 {
     bytes.clear();
     bytes.extend_from_slice(&previous.to_le_bytes());
@@ -17,13 +18,13 @@ pub fn block(previous: u64, tokens: &[u32], bytes: &mut Vec<u8>) -> u64 {
     xxh3_64(bytes)
 }
 
-/// The hash of a block behind `previous` that no other request can have.
+/// Returns a hash behind `previous` that no other request can have.
 pub fn own(previous: u64, request: u64) -> u64 {
     xxh3_64_with_seed(&previous.to_le_bytes(), !request)
 }
 
-/// Extends `chain` to `blocks` blocks by blocks that no other request than this one can have. Without a block, it starts at the
-/// root without a salt.
+/// Extends `chain` to `blocks` blocks, with hashes that only this request can have. An empty chain
+/// starts at the root without a salt.
 pub fn extend_own(chain: &mut Vec<u64>, blocks: usize, request: u64) {
     while chain.len() < blocks {
         chain.push(own(chain.last().copied().unwrap_or(root(None)), request));

@@ -1,8 +1,9 @@
-//! Plays: the engine model (continuous batching, chunked prefill under a token budget, a block prefix cache, preemption),
-//! and whole clusters of it around the real router.
+//! Simulations: the engine model (continuous batching, chunked prefill under a token budget, a
+//! block prefix cache, preemption), and clusters of such engines around the real router.
 //!
-//! [`Engine`] is one instance, without a clock: the caller says what time it is, so that the simulator's event loop and
-//! the emulated engine's real time play the same model. [`Generator`] gives the text of the emulated engines.
+//! [`Engine`] is one instance without a clock: the caller gives the time. So the simulator's event
+//! loop and the emulated engine's real time use the same model. [`Generator`] makes the text of the
+//! emulated engines.
 #![forbid(unsafe_code)]
 
 pub mod cache;

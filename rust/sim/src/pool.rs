@@ -1,17 +1,18 @@
-//! The KV blocks of one engine: who uses them, what they hold, which goes first.
+//! The KV blocks of one engine: their users, their contents, and their order of eviction.
 use crate::events::KvLog;
 use hashbrown::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 const NONE: u32 = u32::MAX;
-/// In `Block::twin`: the block holds nothing that could be found.
+/// In `Block::twin`: the block has no hash under which it could be found.
 const UNNAMED: u32 = u32::MAX - 1;
 
-/// A fixed number of blocks. A block in use is pinned. A free one waits in a list, least recently used first, and can
-/// be found by its hash until it is taken for something else (as in vLLM).
+/// A fixed number of blocks. A block in use is pinned. A free one waits in a list, least recently
+/// used first, and can be found by its hash until it is taken for something else (as in vLLM).
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    /// The blocks; one more closes the free list to a ring: its `next` is the first to go, its `previous` the last.
+    /// The blocks. One more entry closes the free list to a ring: its `next` is evicted first, its
+    /// `previous` last.
     blocks: Vec<Block>,
     by_hash: HashMap<u64, u32, BuildHasherDefault<ChainHasher>>,
     free: u32,
@@ -23,12 +24,13 @@ struct Block {
     users: u32,
     previous: u32,
     next: u32,
-    /// The next block with the same hash (two requests may compute one block at the same time), or a mark.
+    /// The next block with the same hash (two requests may compute one block at the same time), or
+    /// a mark.
     twin: u32,
 }
 
 impl BlockPool {
-    /// A pool of `capacity` empty blocks.
+    /// Makes a pool of `capacity` empty blocks.
     pub fn new(capacity: u32) -> BlockPool {
         let block = |i: u32| Block {
             hash: 0,
@@ -40,17 +42,17 @@ impl BlockPool {
         BlockPool { blocks: (0..=capacity).map(block).collect(), by_hash: HashMap::default(), free: capacity }
     }
 
-    /// Blocks of the pool.
+    /// Returns the number of blocks in the pool.
     pub fn capacity(&self) -> u32 {
         self.blocks.len() as u32 - 1
     }
 
-    /// Blocks that no request uses.
+    /// Returns the number of blocks that no request uses.
     pub fn free(&self) -> u32 {
         self.free
     }
 
-    /// The block that holds what `hash` names.
+    /// Returns the block with this hash.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         self.by_hash.get(&hash).copied()
@@ -75,7 +77,8 @@ impl BlockPool {
         self.blocks[block as usize].users += 1;
     }
 
-    /// Takes the least recently used free block for a new use; what it held is gone. None: every block is in use.
+    /// Takes the least recently used free block for a new use and drops its contents. None: every
+    /// block is in use.
     pub fn take(&mut self, log: &mut KvLog) -> Option<u32> {
         if self.free == 0 {
             return None;
@@ -89,14 +92,15 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Names a block in use: it now holds what `hash` names.
+    /// Gives a block in use its hash.
     pub fn name(&mut self, block: u32, hash: u64) {
         let twin = self.by_hash.insert(hash, block).unwrap_or(NONE);
         let entry = &mut self.blocks[block as usize];
         (entry.hash, entry.twin) = (hash, twin);
     }
 
-    /// Takes a user away. A block without users becomes the last to go, or the first where it holds nothing.
+    /// Removes a user of a block. A block without users is evicted last, or first if it has no
+    /// hash.
     pub fn release(&mut self, block: u32) {
         let entry = &mut self.blocks[block as usize];
         entry.users -= 1;
@@ -112,7 +116,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets what all blocks hold. False, and nothing is done, while any is in use.
+    /// Empties all blocks. Returns false and does nothing while any block is in use.
     pub fn clear(&mut self) -> bool {
         let idle = self.free == self.capacity();
         if idle {
@@ -153,7 +157,8 @@ impl BlockPool {
     }
 }
 
-/// Block hashes are hashes already; one multiplication spreads them over the table whoever made them.
+/// Hasher for block hashes, which are hashes already: one multiplication spreads them over the
+/// table, whatever their source.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ChainHasher(u64);
 
@@ -187,7 +192,7 @@ mod tests {
         let blocks: Vec<u32> = (0..3).map(|_| pool.take(&mut log).unwrap()).collect();
         assert_eq!(pool.take(&mut log), None);
         (0..3).for_each(|i| pool.name(blocks[i], 10 + i as u64));
-        // The tail is released first, so it goes first.
+        // The tail is released first, so it is evicted first.
         blocks.iter().rev().for_each(|&block| pool.release(block));
         pool.share(blocks[2]);
         pool.release(blocks[2]);

@@ -1,54 +1,58 @@
-//! What a model on a GPU costs: the constants of the step time, and the sizes of batch and cache.
+//! Cost of a model on a GPU: the constants of the step time, and the sizes of batch and cache.
 use lmetric_core::CoreError;
 use serde::Deserialize;
 
-/// One engine's constants. The field names are those of the profile files (YAML), whose `source` and `note` say where
-/// the constants come from.
+/// The constants of one engine. The field names are those of the profile files (YAML), whose
+/// `source` and `note` give the origin of the constants.
 ///
-/// A step takes `fixed + a x decode sequences + b x their context tokens + c x prefill tokens + d x attention pairs`,
-/// where a prefill chunk of `g` tokens behind `n` tokens of context has `g x (n + g / 2)` pairs.
+/// A step takes `fixed + a x decode sequences + b x their context tokens + c x prefill tokens + d x
+/// attention pairs`, where a prefill chunk of `g` tokens behind `n` tokens of context has `g x (n +
+/// g / 2)` pairs.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Profile {
     /// Seconds that every step takes.
     pub fixed_seconds: f64,
     /// `a`: seconds for each sequence that decodes.
     pub decode_seconds_per_sequence: f64,
-    /// `b`: seconds for each token of context (prompt and output so far) of the sequences that decode.
+    /// `b`: seconds for each token of context (prompt and output so far) of the sequences that
+    /// decode.
     pub decode_seconds_per_context_token: f64,
     /// `c`: seconds for each prompt token computed.
     pub prefill_seconds_per_token: f64,
     /// `d`: seconds for each attention pair of the prompt tokens computed.
     pub prefill_seconds_per_attention_pair: f64,
-    /// Most tokens of one step, decodes counted first. At least `max_sequences`: every decode gets its token.
+    /// Largest number of tokens in one step, decodes counted first. At least `max_sequences`: every
+    /// decode gets its token.
     pub max_batch_tokens: u32,
-    /// Most sequences that run at once.
+    /// Largest number of sequences that run at once.
     pub max_sequences: u32,
-    /// Tokens of a KV block.
+    /// Tokens per KV block.
     pub block_tokens: u32,
     /// Blocks that the KV memory holds.
     pub cache_blocks: u32,
-    /// Where given, decodes take what this says, in place of `fixed`, `a` and `b`; a step without decodes takes `fixed` still.
+    /// If given, sets the time of decodes instead of `fixed`, `a` and `b`; a step without decodes
+    /// still takes `fixed`.
     #[serde(skip)]
     pub decode_throughput: Option<DecodeThroughput>,
 }
 
-/// Tokens a second that `n` decoding sequences make together: `alpha n^2 + beta n + gamma`, whatever their context (SIBYL,
-/// Eq. 15).
+/// Tokens per second that `n` decoding sequences make together: `alpha n^2 + beta n + gamma`,
+/// whatever their context (SIBYL, Eq. 15).
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 pub struct DecodeThroughput {
-    /// Below 0: the curve has a peak, at `-beta / 2 alpha`.
+    /// Quadratic coefficient, below 0: the curve has a peak, at `-beta / 2 alpha`.
     pub alpha: f64,
-    /// See above.
+    /// Linear coefficient.
     pub beta: f64,
-    /// See above.
+    /// Constant coefficient.
     pub gamma: f64,
-    /// Beyond its peak the curve is held there. As printed it falls below 0, and an engine that gets so far stands still for
-    /// ever.
+    /// Whether the curve keeps its peak value beyond the peak. As printed it falls below 0, and an
+    /// engine that gets so far stands still forever.
     pub hold_peak: bool,
 }
 
 impl DecodeThroughput {
-    /// Tokens a second of `sequences` together; not above 0: they stand still.
+    /// Returns the tokens per second of all `sequences` together; not above 0: they stand still.
     pub fn tokens_per_second(&self, sequences: u32) -> f64 {
         let (peak, mut n) = (-self.beta / (2.0 * self.alpha), f64::from(sequences));
         if self.hold_peak {
@@ -57,19 +61,19 @@ impl DecodeThroughput {
         (self.alpha * n + self.beta) * n + self.gamma
     }
 
-    /// Seconds in which each of them makes a token. Infinite: they stand still.
+    /// Returns the seconds in which each sequence makes a token. Infinite: they stand still.
     pub fn step_seconds(&self, sequences: u32) -> f64 {
         let rate = self.tokens_per_second(sequences);
         if rate > 0.0 { f64::from(sequences) / rate } else { f64::INFINITY }
     }
 }
 
-/// What one step computes.
+/// The work of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepWork {
     /// Sequences that decode one token each.
     pub decode_sequences: u32,
-    /// Their prompt and output tokens so far.
+    /// Prompt and output tokens so far of the decoding sequences.
     pub context_tokens: u64,
     /// Prompt tokens computed.
     pub prefill_tokens: u32,
@@ -86,7 +90,8 @@ impl StepWork {
 }
 
 impl Profile {
-    /// Seconds that a step with this work takes; infinite where a [`DecodeThroughput`] has fallen to nothing.
+    /// Returns the seconds of a step with this work; infinite if a [`DecodeThroughput`] has fallen
+    /// to 0 or below.
     pub fn step_seconds(&self, work: &StepWork) -> f64 {
         let decode = match &self.decode_throughput {
             Some(throughput) if work.decode_sequences > 0 => throughput.step_seconds(work.decode_sequences),
@@ -101,7 +106,8 @@ impl Profile {
             + self.prefill_seconds_per_attention_pair * work.prefill_attention_pairs
     }
 
-    /// What each decode step takes more than the one before, `sequences` having one more token of context each.
+    /// Returns the seconds that each decode step adds to the one before: `sequences` have one more
+    /// token of context each.
     pub fn more_seconds(&self, sequences: u32) -> f64 {
         match self.decode_throughput {
             Some(_) => 0.0,
@@ -109,7 +115,8 @@ impl Profile {
         }
     }
 
-    /// Seconds that a prompt of `tokens` tokens takes alone, in chunks of `max_batch_tokens`.
+    /// Returns the seconds that a prompt of `tokens` tokens takes alone, in chunks of
+    /// `max_batch_tokens`.
     pub fn prefill_seconds(&self, tokens: u32) -> f64 {
         let chunk = self.max_batch_tokens;
         (0..tokens.div_ceil(chunk))
@@ -121,16 +128,19 @@ impl Profile {
             .sum()
     }
 
-    /// Seconds that `tokens` prompt tokens behind `before` others take alone, in chunks of `max_batch_tokens`.
+    /// Returns the seconds that `tokens` prompt tokens behind `before` others take alone, in chunks
+    /// of `max_batch_tokens`.
     pub fn prefill_seconds_behind(&self, before: u32, tokens: u32) -> f64 {
         let mut work = StepWork::default();
         work.add_prefill(before, tokens);
-        // The pairs of the chunks add up to those of the whole, and each chunk takes a step.
+        // The pairs of the chunks add up to the pairs of the whole prompt, and each chunk takes a
+        // step.
         let steps = tokens.div_ceil(self.max_batch_tokens);
         self.step_seconds(&work) + self.fixed_seconds * (f64::from(steps) - 1.0)
     }
 
-    /// Seconds that a request alone takes for `steps` decodes, the first behind `context` tokens.
+    /// Returns the seconds that a request alone takes for `steps` decodes, the first behind
+    /// `context` tokens.
     pub fn decode_seconds(&self, context: u32, steps: u32) -> f64 {
         let first =
             StepWork { decode_sequences: 1, context_tokens: u64::from(context), ..StepWork::default() };
@@ -138,7 +148,7 @@ impl Profile {
         n * self.step_seconds(&first) + self.more_seconds(1) * n * (n - 1.0) / 2.0
     }
 
-    /// Refuses constants that no engine can have.
+    /// Checks the constants. Errors for constants that no engine can have.
     pub fn check(&self) -> Result<(), CoreError> {
         let bad = |field: &str, got: String, expected: String| {
             Err(CoreError::BadValue { what: format!("profile field {field}"), got, expected })
@@ -214,7 +224,8 @@ pub(crate) mod tests {
 
     #[test]
     fn equation_15_by_hand() {
-        // -0.423 n^2 + 44.766 n - 7.753; the peak lies at 52.915 sequences: -7.753 + 44.766^2 / (4 x 0.423).
+        // -0.423 n^2 + 44.766 n - 7.753; the peak lies at 52.915 sequences: -7.753 + 44.766^2 / (4
+        // x 0.423).
         let peak = 1176.6417;
         for (n, printed, held) in [
             (1, 36.59, 36.59),
@@ -240,7 +251,8 @@ pub(crate) mod tests {
         work.add_prefill(0, 20); // 20 x 0.01 + 20 x 10 x 0.0001
         assert!((profile.step_seconds(&work) - 10.0 / eq15(true).tokens_per_second(10) - 0.22).abs() < 1e-12);
         assert_eq!(profile.more_seconds(10), 0.0);
-        // Alone, a prompt of 100 tokens takes a step of 64 and one of 36: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001.
+        // Alone, a prompt of 100 tokens takes a step of 64 and one of 36: 2 x 1 + 100 x 0.01 + 100
+        // x 50 x 0.0001.
         assert!((profile.prefill_seconds(100) - 3.5).abs() < 1e-12);
         assert!((profile.prefill_seconds_behind(0, 100) - 3.5).abs() < 1e-12);
         assert!(

@@ -1,55 +1,58 @@
-//! What is kept of a run: one row a request, and a timeline for each instance.
+//! Records of a run: one row per request, and a timeline for each instance.
 use crate::gaps::Gaps;
 use lmetric_core::ids::Seconds;
 
-/// One column a quantity, one row a request, in the workload's order. Times are simulated seconds.
+/// One column per quantity, one row per request, in the workload's order. Times are simulated
+/// seconds.
 #[derive(Clone, Debug, Default)]
 pub struct Records {
-    /// When it arrived and was placed.
+    /// Arrival and placement.
     pub arrival_seconds: Vec<Seconds>,
-    /// Where it ran.
+    /// Instance on which it first ran.
     pub instance: Vec<i64>,
-    /// Prompt tokens that the router believed were cached there.
+    /// Cached prompt tokens that the router predicted there.
     pub predicted_hit_tokens: Vec<i64>,
-    /// Prompt tokens that were, when it was first admitted.
+    /// Cached prompt tokens at its first admission.
     pub hit_tokens: Vec<i64>,
-    /// Where it pulled a prefix from before it queued; -1: nowhere.
+    /// Holder of the prefix that it fetched before it queued; -1: no prefix fetch.
     pub pull_instance: Vec<i64>,
-    /// Prompt tokens that it had from there when it was first admitted.
+    /// Fetched prompt tokens at its first admission.
     pub pulled_tokens: Vec<i64>,
-    /// What that took, with all that it waited for.
+    /// Seconds of the prefix fetch, including all waits.
     pub pull_seconds: Vec<Seconds>,
-    /// When it was first admitted.
+    /// First admission.
     pub scheduled_seconds: Vec<Seconds>,
-    /// When its first output token was there.
+    /// First output token.
     pub first_token_seconds: Vec<Seconds>,
-    /// When its last one was.
+    /// Last output token.
     pub finished_seconds: Vec<Seconds>,
-    /// Times it was put back into the queue, for want of memory or for another.
+    /// Preemptions, for want of memory or for another request.
     pub preemptions: Vec<i64>,
-    /// Where it decoded last, its prompt being prefilled elsewhere; -1: nowhere else.
+    /// Last instance that decoded it after a prefill on another instance; -1: none.
     pub decode_instance: Vec<i64>,
-    /// When the segment before that ended.
+    /// End of the segment before that.
     pub handoff_seconds: Vec<Seconds>,
-    /// When it was first admitted where it decoded.
+    /// First admission on the instance that decoded it.
     pub decode_start_seconds: Vec<Seconds>,
-    /// Whether, when its prefill ended, no instance for decodes held fewer context tokens than its own (1) or one did (0); -1: no
-    /// hand-over.
+    /// Load of its decode instance at the end of its prefill. 1: no decode instance held fewer
+    /// context tokens. 0: another one held fewer. -1: no KV transfer.
     pub handoff_least_loaded: Vec<i64>,
-    /// The token at which it was first cut where no role cuts it; -1: it was not.
+    /// First segment boundary, in tokens, of a request that roles do not split; -1: not split.
     pub cut_tokens: Vec<i64>,
-    /// The token at which it was cut again, to answer where it had not thought; -1: it was not.
+    /// Second segment boundary, in tokens, if it answers on another instance than it reasoned on;
+    /// -1: none.
     pub answer_cut_tokens: Vec<i64>,
-    /// Times that it moved while it ran.
+    /// Number of moves while it ran.
     pub moves: Vec<i64>,
-    /// Gaps between its output tokens, as its client gets them, that are longer than the SLO of such a token: thought or answer.
+    /// Number of gaps between its output tokens, as its client receives them, that exceed the SLO
+    /// of the token's kind (answer or reasoning).
     pub slow_tokens: Vec<i64>,
-    /// The longest of them.
+    /// The longest of these gaps, in seconds.
     pub worst_gap_seconds: Vec<Seconds>,
 }
 
 impl PartialEq for Records {
-    /// Bit by bit: a time that never came equals another.
+    /// Compares bit by bit: missing times (NaN) are equal.
     fn eq(&self, other: &Records) -> bool {
         let times = |r: &Records| {
             [
@@ -111,7 +114,7 @@ impl Records {
         }
     }
 
-    /// Prompt tokens that a request did not have to compute when it was first admitted.
+    /// Returns the prompt tokens that a request did not have to compute at its first admission.
     pub(crate) fn found_tokens(&self, request: usize) -> u32 {
         (self.hit_tokens[request] + self.pulled_tokens[request]) as u32
     }
@@ -126,11 +129,12 @@ impl Records {
 /// Means over buckets of equal length, for each instance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
-    /// Length of a bucket.
+    /// Length of a bucket, in seconds.
     pub bucket_seconds: Seconds,
-    /// Rows of [`Timeline::column`].
+    /// Number of rows of [`Timeline::column`].
     pub instances: usize,
-    /// By instance, then bucket: integrals of the requests running and waiting, and prompt tokens computed.
+    /// By instance, then bucket: integrals of running and of waiting requests, and computed prompt
+    /// tokens.
     sums: Vec<Vec<[f64; 3]>>,
 }
 
@@ -150,7 +154,7 @@ impl Timeline {
         Timeline { bucket_seconds, instances, sums: vec![Vec::new(); instances] }
     }
 
-    /// Spreads `rate` a second over the buckets between two times.
+    /// Spreads `rate` per second over the buckets between two times.
     pub(crate) fn add(&mut self, instance: usize, quantity: Quantity, from: Seconds, to: Seconds, rate: f64) {
         if rate == 0.0 || to <= from {
             return;
@@ -168,12 +172,12 @@ impl Timeline {
         }
     }
 
-    /// Buckets up to the last event of the run.
+    /// Returns the number of buckets up to the last event of the run.
     pub fn buckets(&self) -> usize {
         self.sums.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// A quantity by instance, then bucket.
+    /// Returns a quantity by instance, then bucket.
     pub fn column(&self, quantity: Quantity) -> Vec<f64> {
         let scale = if quantity == Quantity::PrefillTokens { 1.0 } else { 1.0 / self.bucket_seconds };
         let buckets = self.buckets();

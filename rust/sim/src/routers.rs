@@ -1,5 +1,6 @@
-//! Routers side by side: each request comes to one of them, drawn for it, and only that one knows of it. What engines say all of them hear, and now and then they tell
-//! each other what they have where, or nothing.
+//! Routers side by side. Each request is drawn for one router, and only that router knows it. All
+//! routers receive the engines' signals. From time to time they exchange their load per instance,
+//! or never.
 use crate::engine::Engine;
 use crate::events::KvLog;
 use crate::signals::{Observer, Signals};
@@ -10,11 +11,12 @@ use lmetric_core::router::Router;
 use std::collections::VecDeque;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// What a router decides by.
+/// The policies of a router.
 pub struct Policies {
-    /// Where a request runs.
+    /// Policy that chooses where a request runs.
     pub place: Box<dyn Policy>,
-    /// Where it decodes, if it is prefilled elsewhere; none: the router's own choice.
+    /// Policy that chooses where a request decodes if another instance prefills it; none: the
+    /// router's default.
     pub decode: Option<Box<dyn Policy>>,
 }
 
@@ -24,7 +26,7 @@ impl From<Box<dyn Policy>> for Policies {
     }
 }
 
-/// Changes of a cache on their way.
+/// Delayed changes of a cache.
 struct Late {
     due: Seconds,
     instance: usize,
@@ -41,7 +43,7 @@ pub(crate) struct Routers {
 }
 
 impl Routers {
-    /// `seed` draws which router a request comes to.
+    /// Makes the routers. `seed` draws the router of each request.
     pub fn new(routers: Vec<Router>, signals: Signals, requests: usize, seed: u64) -> Routers {
         Routers {
             all: routers.into_iter().map(|router| Observer::new(router, signals, requests)).collect(),
@@ -52,24 +54,25 @@ impl Routers {
         }
     }
 
-    /// The one that a request comes to.
+    /// Returns the router of a request.
     pub fn of(&mut self, request: u64) -> &mut Observer {
         let routers = self.all.len() as u64;
         let drawn = if routers == 1 { 0 } else { xxh3_64_with_seed(&request.to_le_bytes(), self.seed) };
         &mut self.all[(drawn % routers) as usize]
     }
 
-    /// Each of them.
+    /// Iterates over all routers.
     pub fn each(&mut self) -> impl Iterator<Item = &mut Observer> {
         self.all.iter_mut()
     }
 
-    /// As they are left.
+    /// Returns the routers after the run.
     pub fn into_routers(self) -> Vec<Router> {
         self.all.into_iter().map(|observer| observer.router).collect()
     }
 
-    /// Before the decision on a request: what is due by now, and what only a decision asks for.
+    /// Brings a router up to date before the decision on a request: applies due signals, and reads
+    /// the signals that only decisions need.
     pub fn catch_up(
         &mut self,
         request: u64,
@@ -82,18 +85,18 @@ impl Routers {
         Ok(observer)
     }
 
-    /// The same before all of them look at what they do periodically.
+    /// Brings all routers up to date before their periodic work.
     pub fn catch_up_all(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         self.hear(now);
         self.all.iter_mut().try_for_each(|observer| observer.catch_up(engines, now))
     }
 
-    /// How many there are.
+    /// Returns the number of routers.
     pub fn len(&self) -> usize {
         self.all.len()
     }
 
-    /// One of them tells the others what it has on each instance.
+    /// Exports one router's load on each instance to the other routers.
     pub fn share(&mut self, router: usize, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         self.all[router].catch_up(engines, now)?;
         let (name, told) = (router.to_string(), self.all[router].router.share(now));
@@ -103,12 +106,12 @@ impl Routers {
         Ok(())
     }
 
-    /// An engine's load report.
+    /// Passes an engine's load report to all routers.
     pub fn report(&mut self, instance: usize, engine: &Engine, now: Seconds) -> Result<(), CoreError> {
         self.all.iter_mut().try_for_each(|observer| observer.report(instance, engine, now))
     }
 
-    /// The changes of an instance's cache since the last call.
+    /// Passes the changes of an instance's cache since the last call to all routers.
     pub fn cache_changed(&mut self, instance: usize, log: &mut KvLog, now: Seconds) {
         if log.events.is_empty() {
             return;
@@ -123,7 +126,7 @@ impl Routers {
         }
     }
 
-    /// Changes of caches that are due.
+    /// Applies the changes of caches that are due.
     fn hear(&mut self, now: Seconds) {
         while self.late.front().is_some_and(|late| late.due <= now) {
             let Some(mut late) = self.late.pop_front() else { break };

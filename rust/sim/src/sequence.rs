@@ -1,4 +1,4 @@
-//! One request inside the engine, and the store of them.
+//! A request inside the engine, and the store of these requests.
 use crate::gaps::{Gaps, Makes};
 use crate::text::Rolling;
 use lmetric_core::ids::Seconds;
@@ -11,11 +11,12 @@ pub enum State {
     Waiting,
     Prefill,
     Decode,
-    /// It decodes, but not in this step.
+    /// It decodes, but is left out of this step.
     Paused,
 }
 
-/// A request. While it decodes, its length is not counted up token by token: it follows from the engine's tick.
+/// A request inside the engine. While it decodes, its length is not counted token by token: it
+/// follows from the engine's tick.
 #[derive(Clone, Debug, Default)]
 pub struct Sequence {
     pub state: State,
@@ -23,66 +24,71 @@ pub struct Sequence {
     pub priority: i64,
     /// Its rank in the local order when it last entered the queue.
     pub rank: i64,
-    /// Ordinal of the submission: ties of rank are broken by it, and it tells requests in one slot apart.
+    /// Ordinal of the submission. It breaks ties of rank, and distinguishes requests in one slot.
     pub order: u64,
-    /// When it came, whatever was put back since.
+    /// Time of the submission, even after preemptions.
     pub arrival: Seconds,
     pub prompt_tokens: u32,
     pub output_tokens: u32,
-    /// Of these, the first that are thoughts; while it decodes, the tick from which its tokens are the answer's (none, where it ends before).
+    /// Leading output tokens that are reasoning tokens. While it decodes: the tick from which its
+    /// tokens are answer tokens (none if it ends before).
     pub think_tokens: u32,
     pub answers: u64,
-    /// Prompt and output tokens so far; while decoding, what they were at `since`.
+    /// Prompt and output tokens so far; while decoding, their number at `since`.
     pub total: u32,
     /// Tick at which it began to decode.
     pub since: u64,
-    /// Tick at which its last token comes.
+    /// Tick of its last token.
     pub end: u64,
     /// Tokens whose KV is computed; while decoding, all but the last.
     pub computed: u32,
-    /// Prompt tokens that came out of the cache when it was first admitted.
+    /// Cached prompt tokens at its first admission.
     pub cached: Option<u32>,
-    /// Leading tokens whose KV comes from elsewhere when it is admitted: from another engine, or once it was put back from the host's memory.
+    /// Leading tokens whose KV is copied in at admission: from another engine or, after a
+    /// preemption, from the host's memory.
     pub pulled: u32,
-    /// Tokens whose KV the host's memory holds, while it waits.
+    /// Tokens whose KV the host's memory holds while it waits.
     pub in_host: u32,
-    /// Tokens it did not have to compute when it was first admitted.
+    /// Tokens that it did not have to compute at its first admission.
     pub spared: u32,
-    /// Tokens computed for it before it was last put back, each counted once.
+    /// Tokens computed for it before its last preemption, each counted once.
     pub attained: u32,
-    /// Steps that the engine had run when it last entered the queue, and those that it waited there until it was last taken off.
+    /// Steps that the engine had run when it last entered the queue, and steps that it waited there
+    /// until its last admission.
     pub queued_step: u64,
     pub waited_steps: u64,
-    /// How many steps had been too slow when it began to make what it makes, its gaps before that, and when its last token before that was there.
+    /// Count of slow steps when it began to make tokens of the current kind, its gaps before that,
+    /// and the time of its last token before that.
     pub slow_mark: u64,
     pub gaps: Gaps,
     pub last_token: Option<Seconds>,
-    /// The latest plan that picked it, under an order that ranks decodes.
+    /// The latest plan that picked it, for orders that rank decodes.
     pub plan: u64,
-    /// Place in the list of decoding or of paused sequences, and in the list of those that cross a block edge at the same tick.
+    /// Position in the list of decoding or paused sequences, and in the list of sequences that
+    /// cross a block edge at the same tick.
     pub at: u32,
     pub crossing_at: u32,
-    /// Hashes of its full blocks, as far as known.
+    /// Known hashes of its full blocks.
     pub chain: Vec<u64>,
-    /// Where the chain starts.
+    /// Start of the chain.
     pub root: u64,
     pub salt: Option<Arc<str>>,
     pub report_cached: bool,
-    /// Its blocks, and how many leading ones carry their hash.
+    /// Its blocks, and the number of leading blocks that carry their hash.
     pub blocks: Vec<u32>,
     pub named: usize,
-    /// Token ids, where the request came with them, and what the generator has read.
+    /// Token IDs, if the request came with them, and the generator's state after them.
     pub tokens: Vec<u32>,
     pub read: Rolling,
 }
 
 impl Sequence {
-    /// What the step at `tick` makes for it, where it decodes.
+    /// Returns the kind of token that the step at `tick` makes for it, if it decodes.
     pub fn makes(&self, tick: u64) -> Makes {
         if tick < self.answers { Makes::Thoughts } else { Makes::Answer }
     }
 
-    /// What the prefill of all that it has makes for it.
+    /// Returns the kind of token that a prefill of all its tokens makes.
     pub fn prefill_makes(&self) -> Makes {
         if self.total < self.prompt_tokens + self.think_tokens { Makes::Thoughts } else { Makes::Answer }
     }
@@ -95,7 +101,7 @@ impl Sequence {
     }
 }
 
-/// Sequences by slot. Slots and their buffers are used again.
+/// Sequences by slot. Slots and their buffers are reused.
 #[derive(Clone, Debug, Default)]
 pub struct Sequences {
     slots: Vec<Sequence>,

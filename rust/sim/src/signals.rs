@@ -1,4 +1,5 @@
-//! What the router learns of the engines, and when: one way with settings, from perfect to what a live server sees.
+//! Signals from the engines to the router, and their delay: one code path with settings, from
+//! perfect information to that of a live server.
 use crate::engine::Engine;
 use crate::events::{Admitted, KvEvent, KvLog, Prefilled};
 use hashbrown::HashMap;
@@ -9,25 +10,26 @@ use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Carry, Router, TicketId};
 use lmetric_core::{CoreError, InstanceId};
 
-/// When the router learns what.
+/// Content and delay of the router's signals.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Signals {
-    /// What a step does is known once it runs, as if it had ended; else when it has ended.
+    /// Whether the results of a step are known once it runs, as if it had ended; else they are
+    /// known at its end.
     pub step_end: bool,
-    /// Engines tell what they take off their queues, and each prompt chunk computed; else the router infers its backlog
-    /// from first tokens, as it does live.
+    /// Whether engines report admissions and computed prompt chunks. Else the router infers its
+    /// backlog from first tokens, as it does live.
     pub progress: bool,
-    /// Seconds that changes of the caches take to the router.
+    /// Delay in seconds of changes of the caches.
     pub event_delay_seconds: Seconds,
-    /// Seconds between an engine's load reports. None: whenever the router decides.
+    /// Seconds between an engine's load reports. None: a report for every decision.
     pub report_period_seconds: Option<Seconds>,
-    /// The router hears of an engine's tokens once its batch has run so many more steps. Telling it of each costs, at every decision,
-    /// as much as there are decodes.
+    /// Number of steps of a batch between two reports of its tokens to the router. Reporting every
+    /// token costs time at every decision in proportion to the number of decodes.
     pub token_stride: u32,
 }
 
 impl Signals {
-    /// Everything, at the moment it happens.
+    /// All signals, at the moment they arise.
     pub const EXACT: Signals = Signals {
         step_end: false,
         progress: true,
@@ -35,10 +37,11 @@ impl Signals {
         report_period_seconds: None,
         token_stride: 1,
     };
-    /// Every engine as at the end of the step that runs.
+    /// All engines as at the end of their current step.
     pub const STEP_END: Signals = Signals { step_end: true, ..Signals::EXACT };
 
-    /// As a live server: late cache events, sampled reports, and of its requests what their responses show.
+    /// The signals of a live server: late cache events, sampled load reports, and only the progress
+    /// that responses show.
     pub fn delayed(event_delay_seconds: Seconds, report_period_seconds: Seconds) -> Signals {
         Signals {
             step_end: false,
@@ -73,7 +76,7 @@ impl Signals {
     }
 }
 
-/// Indicators that move with every output token, or that engines report.
+/// Indicators that change with every output token, or that engines report.
 const BY_TOKEN: IndicatorSet = IndicatorSet::of(&[
     Indicator::Tokens,
     Indicator::DecodeTokens,
@@ -98,19 +101,20 @@ const REPORTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::ReportAgeSeconds,
 ]);
 
-/// A request in flight, as the router knows it.
+/// A request in flight, in the router's view.
 #[derive(Clone, Copy, Debug)]
 struct Flight {
     ticket: TicketId,
-    /// Output tokens that the router was told of.
+    /// Output tokens reported to the router.
     told: u32,
-    /// Those that were made before the open segment, and those that count once it has ended.
+    /// Output tokens made before the open segment, and output tokens that count once it has ended.
     before: u32,
     most: u32,
 }
 
 impl Flight {
-    /// `segment` is open now, of a request with so many prompt tokens, of which `before` output tokens were made before it.
+    /// Opens `segment` of a request with `prompt` prompt tokens, of which `before` output tokens
+    /// were made earlier.
     fn open(&mut self, segment: Segment, prompt: u32, before: u32) {
         (self.told, self.before) = (0, before);
         self.most = segment.to_token.map_or(u32::MAX, |to| to.saturating_sub(prompt));
@@ -124,7 +128,7 @@ pub(crate) struct Observer {
     flights: Vec<Option<Flight>>,
     by_ticket: HashMap<TicketId, u64>,
     by_token: bool,
-    /// Steps of each engine up to which the router was told of tokens.
+    /// Steps of each engine up to which tokens were reported to the router.
     told_steps: Vec<u64>,
     reported: bool,
     names: Vec<String>,
@@ -145,7 +149,7 @@ impl Observer {
         }
     }
 
-    /// A request was placed.
+    /// Records that a request was placed.
     pub fn placed(&mut self, request: u64, ticket: TicketId, segment: Segment, prompt: u32) {
         let mut flight = Flight { ticket, told: 0, before: 0, most: 0 };
         flight.open(segment, prompt, 0);
@@ -153,12 +157,12 @@ impl Observer {
         self.by_ticket.insert(ticket, request);
     }
 
-    /// The open segment of its plan goes out.
+    /// Reports that the open segment of a request's plan was sent.
     pub fn sent(&mut self, request: u64, now: Seconds) -> Result<(), CoreError> {
         self.tell(request, Event::Sent, now).map(drop)
     }
 
-    /// What a request was to pull is there, as far as it came.
+    /// Reports the end of a request's prefix fetch, with the tokens that arrived.
     pub fn pulled(
         &mut self,
         request: u64,
@@ -169,7 +173,8 @@ impl Observer {
         self.tell(request, Event::Pulled { tokens, seconds }, now).map(drop)
     }
 
-    /// Before a decision or a tick: what only these ask for.
+    /// Brings the router up to date before a decision or a tick: reads the signals that only these
+    /// need.
     pub fn catch_up(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         if self.by_token {
             self.catch_up_tokens(engines, now)?;
@@ -182,7 +187,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Tells of the tokens made by now.
+    /// Reports the tokens made by now.
     pub fn catch_up_tokens(&mut self, engines: &[Engine], now: Seconds) -> Result<(), CoreError> {
         for (instance, engine) in engines.iter().enumerate() {
             let steps = self.steps_seen(engine, now);
@@ -199,18 +204,18 @@ impl Observer {
         Ok(())
     }
 
-    /// The request of a ticket that is in flight.
+    /// Returns the request of an open ticket.
     pub fn request_of(&self, ticket: TicketId) -> Option<u64> {
         self.by_ticket.get(&ticket).copied()
     }
 
-    /// Of an engine's steps under way, those whose results are seen by now.
+    /// Returns how many of an engine's steps under way have visible results by now.
     fn steps_seen(&self, engine: &Engine, now: Seconds) -> u32 {
         let (begun, ended) = engine.progress(now);
         if self.signals.step_end { begun } else { ended }
     }
 
-    /// An engine's load report.
+    /// Passes an engine's load report to the router.
     pub fn report(&mut self, instance: usize, engine: &Engine, now: Seconds) -> Result<(), CoreError> {
         let load = engine.load_after(self.steps_seen(engine, now));
         let report = Report {
@@ -222,7 +227,7 @@ impl Observer {
         self.router.engine_report(&self.names[instance], report)
     }
 
-    /// A request was taken off a queue.
+    /// Reports that a request was taken off a queue.
     pub fn started(&mut self, admitted: &Admitted, now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
             let there = admitted.cached_tokens + admitted.pulled_tokens;
@@ -231,7 +236,7 @@ impl Observer {
         Ok(())
     }
 
-    /// A prompt chunk was computed. `first`: the request's first output token came with it.
+    /// Reports a computed prompt chunk. `first`: it made the request's first output token.
     pub fn prefilled(&mut self, chunk: &Prefilled, first: bool, now: Seconds) -> Result<(), CoreError> {
         if self.signals.progress {
             self.tell(chunk.id, Event::Prefilled(chunk.tokens), now)?;
@@ -245,7 +250,8 @@ impl Observer {
         Ok(())
     }
 
-    /// The open segment of a request's plan has ended as planned, with `made` output tokens in all so far. Gives the next one.
+    /// Reports that the open segment of a request's plan has ended, with `made` output tokens in
+    /// all so far. Returns the next segment.
     pub fn finished(
         &mut self,
         request: u64,
@@ -261,7 +267,7 @@ impl Observer {
         Ok(next)
     }
 
-    /// A move of a running request begins; it may be given up again.
+    /// Begins the move of a running request, which may be canceled later.
     pub fn begin_move(
         &mut self,
         request: u64,
@@ -275,7 +281,7 @@ impl Observer {
         }
     }
 
-    /// See [`Observer::begin_move`].
+    /// Cancels a move that [`Observer::begin_move`] has begun.
     pub fn cancel_move(&mut self, request: u64, now: Seconds) -> Result<(), CoreError> {
         match &self.flights[request as usize] {
             Some(flight) => self.router.cancel_move(flight.ticket, now),
@@ -283,7 +289,8 @@ impl Observer {
         }
     }
 
-    /// A request has left where it ran, with `made` output tokens so far: where it goes on.
+    /// Reports that a request has left its instance, with `made` output tokens so far. Returns its
+    /// next segment.
     pub fn moved(
         &mut self,
         request: u64,
@@ -298,12 +305,12 @@ impl Observer {
         }
         next.ok_or_else(|| CoreError::BadValue {
             what: "move".into(),
-            got: format!("request {request} that goes nowhere"),
+            got: format!("request {request} without a next segment"),
             expected: "one that is in flight".into(),
         })
     }
 
-    /// A request has all its output tokens.
+    /// Reports that a request has all its output tokens.
     pub fn ended(&mut self, request: u64, usage: Usage, now: Seconds) -> Result<(), CoreError> {
         self.made(request, usage.output_tokens.unwrap_or(0), now)?;
         self.tell(request, Event::Ended(usage), now)?;
@@ -313,13 +320,13 @@ impl Observer {
         Ok(())
     }
 
-    /// The segments that are bound behind a request's open one, in order.
+    /// Returns the segments that are bound behind a request's open one, in order.
     pub fn bound(&mut self, request: u64) -> impl Iterator<Item = Segment> {
         let flight = self.flights[request as usize];
         flight.map(|flight| self.router.bound(flight.ticket)).into_iter().flatten()
     }
 
-    /// An instance's cache has changed.
+    /// Applies the changes of an instance's cache.
     pub fn apply(&mut self, instance: usize, log: &KvLog) {
         let (id, index) = (InstanceId(instance as u32), self.router.index_mut());
         for event in &log.events {
@@ -335,7 +342,8 @@ impl Observer {
         }
     }
 
-    /// The request has `made` output tokens by now; the first one is told of apart.
+    /// Reports that the request has `made` output tokens by now; the first one is an event of its
+    /// own.
     fn made(&mut self, request: u64, made: u32, now: Seconds) -> Result<(), CoreError> {
         let most = self.flights[request as usize].map_or(0, |flight| flight.most);
         let made = made.min(most);

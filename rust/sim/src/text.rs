@@ -1,14 +1,17 @@
-//! The text of the emulated engines: each token depends on all tokens before it and on nothing else.
+//! The text of the emulated engines: each token depends on all tokens before it and on nothing
+//! else.
 //!
-//! So any engine continues any other's answer exactly: a test of failover or migration can compare texts.
+//! So any engine continues any other's answer exactly: a test of failover or migration can compare
+//! texts.
 use lmetric_core::CoreError;
 
-/// What has been read so far, in 64 bits.
+/// A 64-bit state of all tokens read so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rolling(u64);
 
 impl Rolling {
-    /// Reads one more token. For a given token this is a bijection of the state, so nothing read is forgotten at once.
+    /// Reads one more token. For a given token this is a bijection of the state, so no earlier
+    /// token is lost at once.
     #[inline]
     pub fn read(&mut self, token: u32) {
         let mixed = (self.0 ^ u64::from(token))
@@ -31,8 +34,9 @@ pub struct Generator {
 }
 
 impl Generator {
-    /// A generator over `words` (token ids below `vocabulary`, at least one). For the text to survive tokenising again,
-    /// each word must be one token wherever it stands: see `scripts/make_tokenizer.py`.
+    /// Makes a generator over `words` (token IDs below `vocabulary`, at least one). Each word must
+    /// stay one token in any context, so that the text survives a second tokenization: see
+    /// `scripts/make_tokenizer.py`.
     pub fn new(words: Vec<u32>, vocabulary: u32) -> Result<Generator, CoreError> {
         let bad = |got: String| CoreError::BadValue {
             what: "words of the generator".into(),
@@ -46,14 +50,14 @@ impl Generator {
         }
     }
 
-    /// The token that follows what was read.
+    /// Returns the token that follows the tokens read.
     #[inline]
     pub fn next(&self, read: Rolling) -> u32 {
         let spread = read.0.wrapping_mul(0x2545_f491_4f6c_dd1d);
         self.words[((u128::from(spread) * self.words.len() as u128) >> 64) as usize]
     }
 
-    /// Refuses token ids outside of the vocabulary.
+    /// Checks that all token IDs are in the vocabulary.
     pub fn check(&self, tokens: &[u32]) -> Result<(), CoreError> {
         match tokens.iter().find(|&&token| token >= self.vocabulary) {
             None => Ok(()),

@@ -1,39 +1,41 @@
-//! What carries a prompt's KV cache from the engine that computed it to the one that decodes.
+//! KV transfers from the engine that computed a prompt to the engine that decodes.
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
-/// When a transfer may begin.
+/// Earliest start of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Overlap {
-    /// When the prefill has ended (vLLM's NIXL connector: the decode engine pulls).
+    /// The end of the prefill (vLLM's NIXL connector: the decode engine fetches).
     #[default]
     End,
-    /// With the prefill, layer by layer, where the decode instance is known by then: only what the prefill does not hide counts
-    /// (P2P NCCL, SGLang's bootstrap; in the limit of many layers).
+    /// With the prefill, layer by layer, if the decode instance is known by then. Only the time
+    /// beyond the prefill counts (P2P NCCL, SGLang's bootstrap; in the limit of many layers).
     Layers,
-    /// Chunk by chunk of so many tokens, prompt or answer alike, each when it is computed, where the receiver is known by then (Libra,
-    /// section 4.3 and Figure 7): at the end of the first part only the last chunk is left.
+    /// Chunk by chunk of prompt or answer, each when it is computed, if the receiver is known by
+    /// then (Libra, section 4.3 and Figure 7). At the end of the first part, only the last chunk is
+    /// left.
     Chunks {
         /// Tokens of a chunk; the last one may be smaller.
         tokens: u32,
     },
 }
 
-/// What moving KV costs.
+/// Cost of moving KV.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Transfer {
-    /// Seconds a token on a free link: its KV bytes over the link's bytes a second.
+    /// Seconds per token on a free link: its KV bytes over the link's bytes per second.
     pub seconds_per_token: Seconds,
-    /// Seconds that each transfer takes besides.
+    /// Additional seconds per transfer.
     pub fixed_seconds: Seconds,
-    /// When it may begin.
+    /// Earliest start of a transfer.
     pub overlap: Overlap,
-    /// Whether an instance sends and receives any number at once, each as if it were alone.
+    /// Whether an instance sends and receives any number of prompts at once, each as if it were
+    /// alone.
     pub unshared: bool,
 }
 
 impl Transfer {
-    /// Refuses times that cannot be.
+    /// Checks the times. Errors for impossible times.
     pub(crate) fn check(&self) -> Result<(), CoreError> {
         if self.overlap == (Overlap::Chunks { tokens: 0 }) {
             let expected = "1 or more".into();
@@ -63,27 +65,28 @@ impl Transfer {
     }
 }
 
-/// A prompt to be moved.
+/// A prompt whose KV is transferred.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Load {
     /// The sending and the receiving instance.
     pub from: usize,
     pub to: usize,
-    /// Tokens of it that the receiver does not hold.
+    /// Tokens of the prompt that the receiver does not hold.
     pub tokens: u32,
-    /// When its prefill began, where the receiver was known by then, and when it ended.
+    /// Begin of its prefill, if the receiver was known by then, and end of its prefill.
     pub began: Option<Seconds>,
     pub ended: Seconds,
 }
 
-/// Each instance sends one prompt at a time and receives one at a time, in the order in which their prefills end.
+/// The instances' links. Each instance sends one prompt at a time and receives one at a time, in
+/// the order in which the prefills end.
 #[derive(Clone, Debug)]
 pub(crate) struct Links {
     transfer: Transfer,
-    /// Until when each instance sends and receives.
+    /// Time until which each instance sends, and time until which each receives.
     sends: Vec<Seconds>,
     receives: Vec<Seconds>,
-    /// The same of last chunks alone: those that come before may be older than the links' work.
+    /// The same times for last chunks alone: earlier chunks may be older than the links' work.
     last_sent: Vec<Seconds>,
     last_received: Vec<Seconds>,
 }
@@ -100,7 +103,7 @@ impl Links {
         }
     }
 
-    /// Moves a prompt; gives when it is there, which is never before its prefill has ended.
+    /// Transfers a prompt. Returns its arrival, which is never before the end of its prefill.
     pub fn carry(&mut self, load: Load) -> Seconds {
         let Transfer { seconds_per_token, fixed_seconds, overlap, unshared } = self.transfer;
         let seconds = fixed_seconds + seconds_per_token * f64::from(load.tokens);
@@ -121,8 +124,9 @@ impl Links {
         there
     }
 
-    /// Chunks are taken to be done evenly from `began` on (a prompt's come sooner, and wait for nothing). Those of several requests take
-    /// turns on a link, so what it has to do adds up, but a request that computes slowly does not keep it from others.
+    /// Chunks are computed evenly from `began` on (a prompt's chunks come sooner, and wait for
+    /// nothing). Chunks of several requests take turns on a link. So the work of a link adds up,
+    /// but a slow request does not block other requests.
     fn carry_chunks(&mut self, load: &Load, chunk: u32, began: Seconds) -> Seconds {
         let Transfer { seconds_per_token, fixed_seconds, .. } = self.transfer;
         let moving = |tokens: u32| fixed_seconds + seconds_per_token * f64::from(tokens);
@@ -133,10 +137,11 @@ impl Links {
             began + (load.ended - began) * share
         };
         let (from, to) = (load.from, load.to);
-        // All chunks one behind the other, as soon as there is one and the links have time.
+        // All chunks, one behind the other, as soon as there is one and the links have time.
         let full = f64::from(chunks - 1) * moving(chunk) + last;
         let busy = done(1).max(self.sends[from]).max(self.receives[to]) + full;
-        // Or the links wait for the chunks: the wait ends with the last one but one, or with the last.
+        // Or the links wait for the chunks: the wait ends with the last chunk but one, or with the
+        // last.
         let but_one = if chunks > 1 { done(chunks - 1) + moving(chunk) } else { began };
         let tail = load.ended.max(but_one).max(self.last_sent[from]).max(self.last_received[to]) + last;
         let there = busy.max(tail);
@@ -190,22 +195,27 @@ mod tests {
     #[test]
     fn chunk_by_chunk_only_the_last_one_is_left() {
         let chunks = |tokens| links(Overlap::Chunks { tokens });
-        // 100 tokens within 10 s, in chunks of 40: done at 4, 8 and 10 s; the last one, of 20 tokens, takes 0.5 + 0.2 s.
+        // 100 tokens within 10 s, in chunks of 40: done at 4, 8 and 10 s; the last one, of 20
+        // tokens, takes 0.5 + 0.2 s.
         let load = Load { from: 0, to: 2, tokens: 100, began: Some(0.0), ended: 10.0 };
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{a} is not {b}");
         close(chunks(40).carry(load), 10.7);
-        // Computed in 1 s: the first is done at 0.4 s, and all three take 0.9 + 0.9 + 0.7 s one behind the other.
+        // Computed in 1 s: the first is done at 0.4 s, and all three take 0.9 + 0.9 + 0.7 s one
+        // behind the other.
         close(chunks(40).carry(Load { ended: 1.0, ..load }), 2.9);
-        // In 2.5 s: the first moves 1.0 to 1.9 s, the second 2.0 to 2.9 s, and then the last.
+        // Computed in 2.5 s: the first moves 1.0 to 1.9 s, the second 2.0 to 2.9 s, and then the
+        // last.
         close(chunks(40).carry(Load { ended: 2.5, ..load }), 3.6);
-        // One chunk is no overlap, and neither is a receiver that was not known.
+        // There is no overlap with one chunk, or if the receiver was not known.
         close(chunks(100).carry(load), 11.5);
         close(chunks(40).carry(Load { began: None, ..load }), 11.5);
-        // Two that compute side by side share the link: 2.5 s of work each, long done but for the last chunks.
+        // Two that compute side by side share the link: 2.5 s of work each, long done except for
+        // the last chunks.
         let mut shared = chunks(40);
         close(shared.carry(load), 10.7);
         close(shared.carry(load), 11.4);
-        // Another receiver does not help where the sender is the same. With more, the link has no time left: 2.5 s each from 4 s on.
+        // Another receiver does not help if the sender is the same. With more, the link has no time
+        // left: 2.5 s each from 4 s on.
         close(shared.carry(Load { to: 3, ..load }), 12.1);
         close((0..4).map(|_| shared.carry(load)).sum(), 14.0 + 16.5 + 19.0 + 21.5);
         close(shared.carry(load), 4.0 + 8.0 * 2.5);

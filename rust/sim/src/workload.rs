@@ -1,45 +1,48 @@
-//! What is played: requests, and the chained hashes of their prompts' blocks, made once and shared by all runs of a study.
+//! Workloads: requests, and the chained hashes of their prompts' blocks, made once and shared by
+//! all runs of a study.
 use crate::hash;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A trace's requests as columns. `think_tokens`, `previous`, `think_seconds` and `sessions` are empty or of the others' length.
+/// A trace's requests as columns. `think_tokens`, `previous`, `think_seconds` and `sessions` are
+/// empty or as long as the others.
 #[derive(Clone, Debug, Default)]
 pub struct Trace<'a> {
-    /// When each request arrives, seconds from the trace's start.
+    /// Arrival of each request, in seconds from the trace's start.
     pub arrival_seconds: &'a [Seconds],
     /// Prompt tokens, at least 1.
     pub input_tokens: &'a [i64],
     /// Output tokens. The prefill makes one in any case: 0 counts as 1.
     pub output_tokens: &'a [i64],
-    /// Of these, the first that are thoughts: nobody reads them as they come.
+    /// Leading output tokens that are reasoning tokens: nobody reads them as they come.
     pub think_tokens: &'a [i64],
     /// Request `i` owns `hash_ids[hash_offsets[i]..hash_offsets[i + 1]]`.
     pub hash_offsets: &'a [i64],
-    /// Names of blocks of `block_tokens` prompt tokens. Prompts share a block where it and all before it are equal.
+    /// Names of blocks of `block_tokens` prompt tokens. Prompts share a block if the block and all
+    /// blocks before it are equal.
     pub hash_ids: &'a [u64],
     /// Prompt tokens under one id (the last of a prompt may stand for fewer).
     pub block_tokens: u32,
-    /// The request whose end each one waits for, -1: none.
+    /// The request whose end each request waits for; -1: none.
     pub previous: &'a [i64],
     /// Seconds from that end to the arrival, which is never earlier than `arrival_seconds`.
     pub think_seconds: &'a [Seconds],
-    /// The conversation of each request, -1: none.
+    /// The conversation of each request; -1: none.
     pub sessions: &'a [i64],
 }
 
-/// Requests ready to be played on engines of one block size. Cloning shares everything but the arrivals.
+/// Requests prepared for engines of one block size. Cloning shares everything except the arrivals.
 #[derive(Clone, Debug)]
 pub struct Workload {
     pub(crate) arrival_seconds: Vec<Seconds>,
-    /// How many times as fast as in the trace users think.
+    /// Speed of the users' think time, relative to the trace.
     speed: f64,
     pub(crate) shape: Arc<Shape>,
 }
 
-/// All of a workload but its arrivals.
+/// All columns of a workload except its arrivals.
 #[derive(Debug, Default)]
 pub(crate) struct Shape {
     pub block_tokens: u32,
@@ -47,7 +50,8 @@ pub(crate) struct Shape {
     pub output_tokens: Vec<u32>,
     pub think_tokens: Vec<u32>,
     pub sessions: Vec<Option<u64>>,
-    /// For requests that others wait for: the first of these, and for each of them the next (index + 1; 0: none).
+    /// For requests that others wait for: the first follower, and for each follower the next (index
+    /// + 1; 0: none).
     pub first_follower: Vec<u32>,
     pub next_follower: Vec<u32>,
     pub waits: Vec<bool>,
@@ -57,7 +61,7 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// Chained hashes of the blocks of a prompt, its partial last one included.
+    /// Returns the chained hashes of the blocks of a prompt, including its partial last block.
     pub fn chain(&self, request: usize) -> &[u64] {
         &self.chain[self.offsets[request]..self.offsets[request + 1]]
     }
@@ -68,10 +72,11 @@ fn bad<T>(what: String, got: impl ToString, expected: impl Into<String>) -> Resu
 }
 
 impl Workload {
-    /// Reads a trace for engines with blocks of `block_tokens` tokens, of which one must divide the other's.
+    /// Reads a trace for engines with blocks of `block_tokens` tokens. One of the two block sizes
+    /// must divide the other.
     ///
     /// # Errors
-    /// `BadValue` names the column, the request and what would have been right.
+    /// `BadValue` names the column, the request and the expected value.
     pub fn new(trace: &Trace<'_>, block_tokens: u32) -> Result<Workload, CoreError> {
         let n = trace.arrival_seconds.len();
         if n == 0 || n >= u32::MAX as usize {
@@ -141,10 +146,11 @@ impl Workload {
         Ok(Workload { arrival_seconds: trace.arrival_seconds.to_vec(), speed: 1.0, shape: Arc::new(shape) })
     }
 
-    /// The same requests arriving `speed` times as fast, and their users thinking as fast; everything else is shared.
+    /// Returns the same requests with arrivals and think times `speed` times as fast; everything
+    /// else is shared.
     ///
     /// # Errors
-    /// `BadValue` for a speed that is not above 0, or leads to times that cannot be.
+    /// `BadValue` for a speed that is not above 0, or that leads to impossible times.
     pub fn faster(&self, speed: f64) -> Result<Workload, CoreError> {
         if !(speed > 0.0 && speed.is_finite()) {
             return bad("speed".into(), speed, "a finite number above 0");
@@ -154,27 +160,27 @@ impl Workload {
         Ok(Workload { arrival_seconds, speed: self.speed * speed, shape: self.shape.clone() })
     }
 
-    /// Seconds from the end of the answer that a request waits for to the request.
+    /// Returns the seconds from the end of the previous answer to the request.
     pub(crate) fn think_seconds(&self, request: usize) -> Seconds {
         self.shape.think_seconds[request] / self.speed
     }
 
-    /// Requests.
+    /// Returns the number of requests.
     pub fn len(&self) -> usize {
         self.arrival_seconds.len()
     }
 
-    /// Never: a workload has a request.
+    /// Returns false: a workload has a request.
     pub fn is_empty(&self) -> bool {
         self.arrival_seconds.is_empty()
     }
 
-    /// Tokens of the engines' blocks that its prompts are cut into.
+    /// Returns the tokens per block of the engines for which the prompts are cut.
     pub fn block_tokens(&self) -> u32 {
         self.shape.block_tokens
     }
 
-    /// Blocks of all prompts that have a name.
+    /// Returns the number of named blocks over all prompts.
     pub fn blocks(&self) -> usize {
         self.shape.chain.len()
     }
@@ -192,7 +198,7 @@ fn check_arrivals(arrivals: &[Seconds]) -> Result<(), CoreError> {
 }
 
 impl Shape {
-    /// Who waits for whom.
+    /// Links each request to the requests that wait for it.
     fn follow(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {
         let n = self.input_tokens.len();
         self.think_seconds = trace.think_seconds.to_vec();
@@ -217,7 +223,8 @@ impl Shape {
             self.waits[i] = true;
             self.next_follower[i] = std::mem::replace(&mut self.first_follower[before], i as u32 + 1);
         }
-        // Whoever can be reached from a request that waits for none arrives some time; the others wait in a circle.
+        // A request arrives if it can be reached from a request that waits for none; the others
+        // wait in a circle.
         let mut reached: Vec<usize> = (0..n).filter(|&i| !self.waits[i]).collect();
         let mut at = 0;
         while let Some(&i) = reached.get(at) {
@@ -237,7 +244,7 @@ impl Shape {
         Ok(())
     }
 
-    /// The requests that wait for this one's end.
+    /// Returns the requests that wait for this request's end.
     pub fn followers(&self, request: usize) -> impl Iterator<Item = usize> {
         let follower = |next: u32| (next > 0).then(|| next as usize - 1);
         std::iter::successors(follower(self.first_follower[request]), move |&i| {
@@ -245,7 +252,8 @@ impl Shape {
         })
     }
 
-    /// Chains the trace's ids over blocks of the engine's size: several ids make a block, or an id makes several.
+    /// Chains the trace's ids over blocks of the engine's size: several ids make a block, or an id
+    /// makes several blocks.
     fn hash(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {
         let (trace_block, block) = (u64::from(trace.block_tokens), u64::from(self.block_tokens));
         let (per_block, per_id) = ((block / trace_block).max(1) as usize, (trace_block / block).max(1));
@@ -268,7 +276,8 @@ impl Shape {
                 let expected = format!("at most {} for {tokens} tokens", tokens.div_ceil(trace_block));
                 return bad(format!("hash_ids of request {i}"), format!("{} ids", ids.len()), expected);
             }
-            // A block of which only the front is named is like no other, unless the prompt ends in it.
+            // A block with a name for its front only equals no other block, unless the prompt ends
+            // in it.
             let covered = ids.len() as u64 * trace_block;
             let named = if covered < tokens { covered / block } else { tokens.div_ceil(block) } as usize;
             let end = self.chain.len() + named;
@@ -321,7 +330,7 @@ mod tests {
 
     #[test]
     fn chains_cover_what_came_before_at_any_block_size() {
-        // The second differs from the first in its second id only, the third in its first.
+        // The second prompt differs from the first in its second id only, the third in its first.
         let prompts: [(i64, &[u64]); 3] = [(30, &[1, 2, 3, 4]), (30, &[1, 9, 3, 4]), (30, &[9, 2, 3, 4])];
         for (block, blocks, common) in [(8, 4, 1), (2, 15, 4), (16, 2, 0), (32, 1, 0)] {
             let w = workload(block, &prompts).unwrap();

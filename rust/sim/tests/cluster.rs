@@ -28,7 +28,7 @@ struct Ask {
     ids: Vec<u64>,
     previous: i64,
     think: f64,
-    /// Of `output`.
+    /// Number of reasoning tokens in `output`.
     thoughts: i64,
 }
 
@@ -58,7 +58,7 @@ fn workload(asks: &[Ask]) -> Workload {
 }
 
 fn play(workload: &Workload, policy: &str, config: &ClusterConfig) -> Result<Outcome, CoreError> {
-    // Where prompts are prefilled apart, the policy places both halves.
+    // With roles, the policy chooses both the prefill and the decode instance.
     let decode = if config.roles.is_empty() { None } else { Some(REGISTRY.policy(policy, &[])?) };
     let policies = Policies { place: REGISTRY.policy(policy, &[])?, decode };
     simulate(workload, vec![policies], config, || Ok(()))
@@ -73,12 +73,15 @@ fn close(got: &[f64], expected: &[f64]) {
 
 #[test]
 fn two_requests_on_one_engine_by_hand() {
-    // The second comes in the first's second decode step, so that a jump over three of them is cut short.
+    // The second arrives in the first's second decode step, so that a jump over three of them is
+    // cut short.
     let w = workload(&[ask(0.0, 20, 4, &[1, 2]), ask(3.0, 26, 2, &[1, 3])]);
     let out = play(&w, "round_robin", &config(1)).unwrap();
     let r = &out.records;
-    // Prefill: 1 + 0.2. Decode of 21 and 22 tokens: 1.121 and 1.122, to 3.443. Then 10 new tokens of the second (16 are
-    // cached) beside a decode of 23 tokens: 1 + 0.1 + 0.023 + 0.1. Then a decode of 27 tokens alone.
+    // Prefill: 1 + 0.2 s. Decode of 21 and 22 tokens: 1.121 and 1.122 s, so it ends at 3.443 s.
+    //
+    // The next step has 10 new tokens of the second (16 are cached) and a decode of 23 tokens:
+    // 1 + 0.1 + 0.023 + 0.1 s. The last step has a decode of 27 tokens alone.
     let joined = 1.2 + 1.121 + 1.122;
     close(&r.scheduled_seconds, &[0.0, joined]);
     close(&r.first_token_seconds, &[1.2, joined + 1.223]);
@@ -93,7 +96,7 @@ fn two_requests_on_one_engine_by_hand() {
     close(&out.timeline.column(Quantity::PrefillTokens), &[30.0]);
 }
 
-/// Instances that prefill, then instances that decode.
+/// Prefill instances, then decode instances.
 fn pools(prefill: usize, decode: usize) -> ClusterConfig {
     let roles = [vec![Role::Prefill; prefill], vec![Role::Decode; decode]].concat();
     ClusterConfig { roles, ..config(prefill + decode) }
@@ -108,8 +111,8 @@ fn requests_cut_at_any_token_by_hand() {
         config.split = REGISTRY.split("force", &[("at", fraction)]).unwrap();
         play(one, "round_robin", &config).unwrap()
     };
-    // At 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which counts for nothing. To be moved: 0.5 + 22 x 0.02. Then steps
-    // with 22 and 23 tokens of context.
+    // Split at 22 of 24 tokens. Prefill: 1 + 0.2. Decodes of 21 and 22 tokens, the last of which
+    // does not count. Transfer: 0.5 + 22 x 0.02. Then steps with 22 and 23 tokens of context.
     let ended = 1.2 + 1.121 + 1.122;
     for (silent, first_token) in [(false, 1.2), (true, ended)] {
         let out = cut_at(0.9, silent, &one);
@@ -119,20 +122,22 @@ fn requests_cut_at_any_token_by_hand() {
         close(&r.handoff_seconds, &[ended]);
         close(&r.decode_start_seconds, &[ended + 0.94]);
         close(&r.finished_seconds, &[ended + 0.94 + 1.122 + 1.123]);
-        // Between its tokens: 1.121, the seam, 1.123. What comes at once has no gaps.
+        // Between its tokens: 1.121, the segment boundary, 1.123. Tokens that arrive at once have
+        // no gaps.
         let seam = 1.122 + 0.94 + 1.122;
         close(&r.worst_gap_seconds, &[if silent { 0.94 + 1.122 } else { seam }]);
         assert_eq!(r.slow_tokens, [if silent { 2 } else { 3 }]);
         assert_eq!((out.routers[0].totals().split, out.routers[0].totals().output_tokens), (1, 4));
     }
-    // At 12: a prefill of 12 tokens, 0.5 + 12 x 0.02 of moving, a prefill of the other 8.
+    // Split at 12: a prefill of 12 tokens, a transfer of 0.5 + 12 x 0.02, a prefill of the other 8.
     let r = cut_at(0.5, false, &one).records;
     let there = 1.12 + 0.74;
     close(&r.decode_start_seconds, &[there]);
     close(&r.first_token_seconds, &[there + 1.08]);
     close(&r.finished_seconds, &[there + 1.08 + 1.121 + 1.122 + 1.123]);
     assert_eq!(r.cut_tokens, [12]);
-    // Where the first segment makes the last token, too, nothing follows it; a request of one token stays whole.
+    // If the first segment makes the last token, too, no segment follows it; a request of one token
+    // is not split.
     let r = cut_at(0.95, false, &one).records;
     close(&r.finished_seconds, &[ended + 1.123]);
     assert_eq!((r.cut_tokens[0], r.handoff_seconds[0].is_nan()), (-1, true));
@@ -146,11 +151,12 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
         let mut config = config(2);
         config.transfer = Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, ..Transfer::default() };
         config.split = apart(most_stall_seconds);
-        // It begins where steps are said to take ten times as long.
+        // It begins on the instance whose steps supposedly take ten times as long.
         config.step_times = vec![StepTime { fixed_seconds: 10.0, ..STEP }, STEP];
         play(w, "round_robin", &config).unwrap()
     };
-    // Prefill: 1 + 0.2. To be moved: 0.5 + 20 x 0.02. Then steps with 21, 22 and 23 tokens of context; or with 20, too, for the first token.
+    // Prefill: 1 + 0.2. Transfer: 0.5 + 20 x 0.02. Then steps with 21, 22 and 23 tokens of context;
+    // or with 20, too, for the first token.
     for (most, cut, first, ends) in [
         (10.0, 21, 1.2, 2.1 + 1.121 + 1.122 + 1.123),
         (0.0, 20, 2.1 + 1.12, 2.1 + 1.12 + 1.121 + 1.122 + 1.123),
@@ -162,12 +168,12 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
         close(&r.decode_start_seconds, &[2.1]);
         close(&r.first_token_seconds, &[first]);
         close(&r.finished_seconds, &[ends]);
-        // The way is a gap in the answer once it has begun.
+        // The transfer is a gap in the answer once the answer has begun.
         close(&r.worst_gap_seconds, &[if cut == 21 { 0.9 + 1.121 } else { 1.123 }]);
         assert_eq!(r.slow_tokens, [3]);
         assert_eq!(out.routers[0].totals().output_tokens, 4);
     }
-    // Its only token is the prefill's: nothing goes on, whatever was expected.
+    // Its only token is the prefill's: no segment follows, despite the expected length.
     let out = play(10.0, &one(1));
     close(&out.records.finished_seconds, &[1.2]);
     assert!(out.records.handoff_seconds[0].is_nan());
@@ -178,7 +184,8 @@ fn an_answer_apart_begins_with_the_prefills_own_token_by_hand() {
 fn a_prompt_prefilled_elsewhere_by_hand() {
     let transfer =
         |overlap| Transfer { seconds_per_token: 0.02, fixed_seconds: 0.5, overlap, unshared: false };
-    // Prefill: 1 + 0.2. To be moved: 0.5 + 20 x 0.02 = 0.9 s, of which the prefill hides all but nothing (layers) or nothing (end).
+    // Prefill: 1 + 0.2. Transfer: 0.5 + 20 x 0.02 = 0.9 s. The prefill hides almost all of it
+    // (layers) or no part (end).
     for (transfer, binding, there) in [
         (Transfer::default(), Binding::Early, 1.2),
         (transfer(Overlap::End), Binding::Early, 2.1),
@@ -223,7 +230,8 @@ fn engines_that_stand_still_end_the_run_and_are_told_of() {
     for profile in &mut config.profiles {
         profile.decode_throughput = Some(curve);
     }
-    // Alternately: three requests come together on one engine, which makes no token of them; the other has two, and goes on.
+    // Alternately: three requests come together on one engine, which makes no token of them; the
+    // other engine has two, and continues.
     let asks = [0.0, 0.0, 0.0, 0.0, 0.0].map(|at| ask(at, 20, 3, &[]));
     let out = play(&workload(&asks), "round_robin", &config).unwrap();
     assert_eq!(out.stalled, 1);
@@ -264,8 +272,9 @@ fn two_requests_at_one_moment_share_a_step_and_two_engines_do_not() {
 
 #[test]
 fn a_step_that_runs_is_seen_as_the_signals_say() {
-    // A computes 64 of 100 tokens from 0 to 1.64, B all 60 from 0 to 1.6; 38 tokens come to B at 0.5 and wait. At 1.0, 100
-    // tokens are left on A and 98 on B; once these steps have ended, 36 and 38.
+    // A computes 64 of 100 tokens from 0 to 1.64, B all 60 from 0 to 1.6; 38 tokens come to B at
+    // 0.5 and wait. At 1.0, 100 tokens are left on A and 98 on B; once these steps have ended, 36
+    // and 38.
     let asks = [ask(0.0, 100, 1, &[]), ask(0.0, 60, 1, &[]), ask(0.5, 38, 1, &[]), ask(1.0, 16, 1, &[])];
     for (signals, expected) in [(Signals::EXACT, 1), (Signals::STEP_END, 0)] {
         for seed in 0..4 {
@@ -281,7 +290,8 @@ fn a_step_that_runs_is_seen_as_the_signals_say() {
 
 #[test]
 fn late_cache_events_are_not_seen_early() {
-    // The first prompt is cached at 1.2; the second comes a second later, and its engine finds what the router does not know of yet.
+    // The first prompt is cached at 1.2. The second arrives a second later, and its engine finds
+    // blocks that the router does not know yet.
     let w = workload(&[ask(0.0, 20, 1, &[1, 2]), ask(2.2, 40, 1, &[1, 3, 4])]);
     for (delay, predicted) in [(0.9, 16), (1.1, 0)] {
         let config = ClusterConfig { signals: Signals::delayed(delay, 1.0), ..config(1) };
@@ -311,11 +321,11 @@ fn asks() -> impl Strategy<Value = Vec<Ask>> {
     prop::collection::vec(one, 1..50).prop_map(|all| {
         let mut asks = Vec::new();
         for (i, (at, input, output, family, shared, turn, think)) in all.into_iter().enumerate() {
-            // Prompts of a family share up to `shared` blocks; the rest of each is its own.
+            // Prompts of a family share up to `shared` blocks; the rest of each prompt is its own.
             let id = |b| if b < shared { family * 100 + b } else { 10_000 + i as u64 * 100 + b };
             let ids: Vec<u64> = (0..(input as u64).div_ceil(16)).map(id).collect();
             let previous = if turn && i > 0 { (i as i64 * 7) % i as i64 } else { -1 };
-            // None, some, or all of the answer.
+            // None, some, or all of the answer are reasoning tokens.
             let thoughts = output * shared.min(5) as i64 / 5;
             asks.push(Ask { at, input, output, ids, previous, think, thoughts });
         }
@@ -333,13 +343,14 @@ const STEP: StepTime = StepTime {
     max_sequences: f64::INFINITY,
 };
 
-/// Three parts for whoever thinks, two for others, wherever there is a balance.
+/// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
     let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
     REGISTRY.split("libra_three", &settings).unwrap()
 }
 
-/// Answers decode where all lose least, wherever that gains anything; nobody knows how long they get.
+/// Decode placement on the instance where all requests lose least, if that gains anything; lengths
+/// are unknown.
 fn apart(most_stall_seconds: f64) -> Split {
     let settings = [
         ("most_stall_seconds", most_stall_seconds),
@@ -453,7 +464,8 @@ proptest! {
                 prop_assert!(cut + i64::from(!kept) < ask.input + ask.output.max(1));
                 prop_assert!(r.scheduled_seconds[i] < r.handoff_seconds[i]);
                 prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
-                // Its answer begins on the first engine where that makes some of it, and is whole only on the second.
+                // Its answer begins on the first engine if that engine makes a part of it, and is
+                // whole only on the second.
                 let begun = if config.silent_segments { r.handoff_seconds[i] } else { r.first_token_seconds[i] };
                 prop_assert!(again >= 0 || (cut > ask.input) == (r.first_token_seconds[i] <= r.handoff_seconds[i].min(begun)));
                 prop_assert!(r.decode_start_seconds[i] < r.finished_seconds[i]);
@@ -467,7 +479,7 @@ proptest! {
                 prop_assert!(r.handoff_seconds[i] <= r.decode_start_seconds[i]);
                 prop_assert!(r.decode_start_seconds[i] < r.first_token_seconds[i]);
                 prop_assert!([0, 1].contains(&r.handoff_least_loaded[i]));
-                // Its last prompt token is computed again where it decodes.
+                // Its last prompt token is computed again on the decode instance.
                 prefilled += 1.0;
                 running -= r.decode_start_seconds[i] - r.handoff_seconds[i];
                 waiting += r.decode_start_seconds[i] - r.handoff_seconds[i];
@@ -481,7 +493,8 @@ proptest! {
             prop_assert!((0..ask.input).contains(&(r.hit_tokens[i] + r.pulled_tokens[i])));
             if r.pull_instance[i] >= 0 {
                 prop_assert!(r.pull_instance[i] != r.instance[i] && r.pull_seconds[i] >= 0.0);
-                // It queues once that is over. (Its seconds are a difference of times that are rounded.)
+                // It queues after the prefix fetch. (Its seconds are a difference of times that are
+                // rounded.)
                 prop_assert!(r.scheduled_seconds[i] >= r.arrival_seconds[i] + r.pull_seconds[i] - 1e-9);
             } else {
                 prop_assert!(r.pulled_tokens[i] == 0 && r.pull_seconds[i].is_nan());
@@ -490,7 +503,7 @@ proptest! {
             running += r.finished_seconds[i] - r.scheduled_seconds[i];
             waiting += r.scheduled_seconds[i] - r.arrival_seconds[i];
         }
-        // Tokens and time are conserved; what was put back computes and waits again.
+        // Tokens and time are conserved; preempted requests compute and wait again.
         let total = |quantity, scale: f64| out.timeline.column(quantity).iter().sum::<f64>() * scale;
         let preempted = r.preemptions.iter().sum::<i64>() > 0;
         prop_assert!(!(preempted && config.admission == Admission::Reserve));
@@ -498,23 +511,23 @@ proptest! {
             (total(Quantity::PrefillTokens, 1.0), prefilled),
             (total(Quantity::Running, 10.0) + total(Quantity::Waiting, 10.0), running + waiting),
         ] {
-            // The rest of a prompt may be cached where it is computed.
+            // The rest of a prompt may be cached on its instance.
             if config.split.planner().is_some() {
                 continue;
             }
-            // What moves between instances is in no queue.
+            // Requests that move between instances are in no queue.
             if config.transfer != Transfer::default() && sum < expected {
                 continue;
             }
             prop_assert!((sum - expected).abs() < 1e-6 * expected || preempted && sum > expected - 1e-6, "{sum} {expected}");
         }
-        // The router's books are empty, and all ended well.
+        // The router's in-flight ledger is empty, and all requests ended successfully.
         let router = &mut out.routers[0];
         prop_assert_eq!((router.in_flight(), router.totals().finished), (0, asks.len() as u64));
         router.derive_all(1e9);
         for id in ["bs", "q_bs", "r_bs", "queued_prefill_tokens", "tokens", "decode_tokens", "bound_tokens", "remaining_tokens", "pulls"] {
             let column = router.columns().get(lmetric_core::indicators::Indicator::from_name(id).unwrap());
-            // What foreign load a report saw stays until the next one.
+            // External load in a report stays until the next report.
             let foreign = config.signals.report_period_seconds.is_some() && id.ends_with("bs");
             prop_assert!(foreign || column.iter().all(|x| *x == 0.0), "{id}: {column:?}");
         }
@@ -536,7 +549,7 @@ proptest! {
         });
     }
 
-    /// What a router that looks at nothing is told changes nothing.
+    /// Signals that the policy does not read change nothing.
     #[test]
     fn signals_do_not_move_engines(asks in asks(), config in configs()) {
         let w = workload(&asks);
@@ -544,11 +557,14 @@ proptest! {
             let mut config = ClusterConfig { signals, ..config.clone() };
             config.router.index_feed = index_feed;
             config.router.guard.on = false;
-            // Who is chosen when a prefill is seen to end depends on when that is seen.
+            // With late binding, the choice at the end of a prefill depends on the moment at which
+            // the router sees it.
             config.router.binding = Binding::Early;
-            // And an engine that is seen at the end of its step holds by then what that step computes: less to move.
+            // An engine seen at the end of its step already holds that step's tokens, so fewer
+            // tokens are transferred.
             config.transfer.seconds_per_token = 0.0;
-            // Where a cut request goes on is chosen by the load, and who pulls what by all that is known.
+            // The load decides where a split request continues, and all known values decide about
+            // prefix fetches.
             config.split = Split::NONE;
             config.router.pull = None;
             let r = play(&w, "round_robin", &config).unwrap().records;
@@ -559,16 +575,16 @@ proptest! {
         prop_assert_eq!(&exact, &times(Signals::delayed(0.3, 1.0), IndexFeed::Approximate));
     }
 
-    /// Twice as slow a world is the same world: bit for bit, as doubling rounds nothing.
+    /// A world that is twice as slow is the same world, bit for bit: doubling rounds nothing.
     #[test]
     fn time_has_no_scale(asks in asks(), mut config in configs()) {
         if config.signals.report_period_seconds.is_some()
             && matches!(config.split.planner().map(|spec| spec.name), Some("libra_three" | "apart"))
         {
-            config.split = Split::NONE; // it reads backlogs that are inferred, with time constants
+            config.split = Split::NONE; // it reads inferred backlogs, with time constants
         }
         if config.signals.report_period_seconds.is_some() {
-            config.router.pull = None; // it reads an index whose events are late by what is not doubled
+            config.router.pull = None; // it reads an index whose event delay is not doubled
         }
         let mut slow = config.clone();
         for profile in &mut slow.profiles {
@@ -607,10 +623,11 @@ proptest! {
         prop_assert_eq!(twice(&a.finished_seconds), b.finished_seconds);
     }
 
-    /// One request at a time, in order: faster engines, or more of them, serve nobody later.
+    /// One request at a time, in order: faster engines, or more of them, serve no request later.
     #[test]
     fn more_and_faster_engines_never_hurt_a_queue(mut asks in asks(), instances in 1usize..4, faster in 0.3f64..1.0) {
-        // Without turns, whose arrivals would move, and without a cache that others could have filled.
+        // Without turns, whose arrivals would move, and without a cache that other requests could
+        // have filled.
         asks.iter_mut().for_each(|a| (a.previous, a.ids) = (-1, Vec::new()));
         let w = workload(&asks);
         let ends = |instances, factor: f64| {
@@ -635,7 +652,8 @@ proptest! {
 fn one_that_came_later_may_run_earlier() {
     let w = workload(&[ask(0.0, 10, 9, &[]), ask(1.0, 60, 9, &[]), ask(4.1, 10, 2, &[])]);
     let one = Profile { max_sequences: 1, decode_seconds_per_context_token: 0.0, ..round() };
-    // The guard looks every second: under sjf at the moment at which the only engine ends a step, and nothing else is to come.
+    // The guard ticks every second: under sjf at the moment at which the only engine ends a step,
+    // with no other event pending.
     let guard = GuardConfig { on: true, period_seconds: 1.0, ..GuardConfig::default() };
     for (order, ends) in [("fcfs", [9.9, 20.3, 22.5]), ("sjf", [9.9, 22.5, 12.1])] {
         let mut config = ClusterConfig { profiles: vec![one.clone()], ..config(1) };

@@ -40,7 +40,7 @@ fn close(a: f64, b: f64) {
     assert!((a - b).abs() < 1e-9, "{a} is not {b}");
 }
 
-/// Prompts of `n` tokens, told apart by their first token.
+/// Prompts of `n` tokens that differ in their first token.
 fn prompt(first: u32, n: u32) -> Vec<u32> {
     (0..n).map(|i| if i == 0 { first } else { i }).collect()
 }
@@ -130,7 +130,8 @@ fn a_decode_takes_a_block_when_it_crosses_an_edge_and_the_full_one_is_stored_the
         engine.finish_step();
         seen.push((blocks, engine.kv_log().hashes.len()));
     }
-    // The prefill computes positions 0 to 29, each further step the next one: position 32 opens the third block.
+    // The prefill computes positions 0 to 29, each further step the next one: position 32 opens the
+    // third block.
     assert_eq!(seen, [(2.0, 1), (2.0, 1), (2.0, 1), (3.0, 2), (3.0, 2), (3.0, 2)]);
 }
 
@@ -162,7 +163,8 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     let stored = log.hashes[hashes.clone()].to_vec();
     log.clear();
 
-    // Three of four blocks: the empty ones go first (one never used, one that held two tokens), then the tail.
+    // Three of four blocks: the empty blocks are evicted first (an unused block, then a block of
+    // two tokens), then the tail.
     let second = prompt(8, 40);
     engine.submit(&ask(2, &second, 1), 0.0).unwrap();
     engine.start_step(0.0).unwrap();
@@ -173,7 +175,7 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     assert!(matches!(log.events[1], KvEvent::Stored { parent: None, .. }));
     log.clear();
 
-    // The next turn of the second: behind its two blocks, so the parent is named.
+    // The next turn of the second request: behind its two blocks, so the event names the parent.
     let third = prompt(8, 50);
     engine.submit(&ask(3, &third, 1), 0.0).unwrap();
     engine.start_step(0.0).unwrap();
@@ -185,7 +187,8 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     assert_eq!((hashes.len(), &log.tokens[tokens.clone()]), (1, &third[32..48]));
     log.clear();
 
-    // A reuse is told again only where that was asked for: all three full blocks but the one of the last token.
+    // Reuse is reported only if requested: all three full blocks except the block of the last
+    // token.
     for (id, report_cached, told) in [(4, false, 0), (5, true, 1)] {
         engine.submit(&Request { report_cached, ..ask(id, &third, 1) }, 0.0).unwrap();
         engine.start_step(0.0).unwrap();
@@ -284,7 +287,8 @@ fn reserving_admission_lets_in_what_fits_and_one_always() {
     engine.start_step(jump).unwrap();
     assert_eq!(engine.finish_step().admitted[0].id, 3);
 
-    // Five blocks went into a cache of four. Of [1, 2] (then partial), [1, 3, 4]: the first of a chain is the newest.
+    // Five blocks went into a cache of four. Of [1, 2] (with a partial block), [1, 3, 4]: the first
+    // block of a chain is the newest.
     assert_eq!([engine.hit_tokens(&[1, 2], 20), engine.hit_tokens(&[1, 3, 4], 44)], [19, 43]);
     assert_eq!(engine.hit_tokens(&[1, 3, 5], 60), 32);
 }
@@ -352,7 +356,7 @@ fn what_cannot_be_is_refused_with_reasons() {
         let message = engine.submit(&request, 0.0).unwrap_err().to_string();
         assert!(message.contains(reason), "{message}");
     }
-    engine.submit(&ask(2, &long, 1), 0.0).unwrap(); // the last token needs no place
+    engine.submit(&ask(2, &long, 1), 0.0).unwrap(); // the last token needs no block
     assert_eq!(engine.load().counters.submitted, 2);
 }
 
@@ -366,7 +370,8 @@ fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
         let settings = Settings { admission, kv_events: true, ..Settings::default() };
         let mut engine = Engine::new(round(), settings, None).unwrap();
         engine.submit(&Request { pulled_tokens: 100, ..chain(1, &[1, 2, 3, 4, 5, 6], 100, 3) }, 0.0).unwrap();
-        // Three tokens at 100, 101 and 102 tokens of context: 1 + 0.1 + 0.1, and so on. Nothing is prefilled.
+        // Three tokens at 100, 101 and 102 tokens of context: 1 + 0.1 + 0.1, and so on. There is no
+        // prefill.
         let end = engine.start_step(0.0).unwrap();
         close(end, 1.2);
         assert_eq!(
@@ -380,7 +385,7 @@ fn a_pulled_prompt_computes_its_last_token_as_a_decode_does() {
         let last = engine.start_steps(end, f64::INFINITY).unwrap();
         close(last - end, 1.201 + 1.202);
         assert_eq!(engine.finish_step().finished, [1]);
-        // What was pulled can be found: the next one pulls only what is behind it.
+        // Fetched blocks can be found: the next request fetches only the tokens behind them.
         assert_eq!(engine.hit_tokens(&[1, 2, 3, 4, 5, 6], 100), 96);
         let next = chain(2, &[1, 2, 3, 4, 5, 6, 7, 8], 128, 1);
         engine.submit(&Request { pulled_tokens: 128, ..next }, last).unwrap();
@@ -427,11 +432,11 @@ fn a_pulled_request_waits_for_a_place_in_the_batch_and_for_memory() {
 fn what_was_pulled_is_lost_with_a_preemption() {
     // 4 blocks: both fit with 2 blocks each, until the first needs its third one.
     assert_eq!(pulled_again(Preempt::Recompute), (2, 0));
-    // The host keeps 32 tokens of it, of which the cache had to give up the second block.
+    // The host keeps 32 of its tokens. The cache had to evict the second block.
     assert_eq!(pulled_again(Preempt::Swap { seconds_per_token: 0.1, host_tokens: 40 }), (2, 32));
 }
 
-/// What the request that went back pulls when it returns.
+/// Returns the preemptions, and the tokens that the preempted request copies in when it returns.
 fn pulled_again(preempt: Preempt) -> (u64, u32) {
     let settings = Settings { preempt, ..Settings::default() };
     let mut engine = Engine::new(Profile { cache_blocks: 4, ..round() }, settings, None).unwrap();

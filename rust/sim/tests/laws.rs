@@ -1,4 +1,5 @@
-//! Laws that hold for any load: nothing is lost, memory is bounded and comes back, same inputs give same events.
+//! Laws that hold for any load: no request is lost, memory is bounded and is released, the same
+//! inputs give the same events.
 use lmetric_sim::{
     Admission, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings, StepEvents,
     TOKEN_SECONDS, TokenSlo,
@@ -18,7 +19,7 @@ fn action() -> impl Strategy<Value = Do> {
     prop_oneof![
         3 => (0u32..3, 0u32..40, 1u32..20, 1u32..30, -1i64..2, 0u32..60).prop_map(
             |(family, shared, own, output, priority, pulled)| {
-                // Half of them compute their prompts, the others pull some or all of them.
+                // Half of them compute their prompts, the others fetch some or all tokens.
                 let pulled = if pulled < 30 { 0 } else { (pulled * 2).min(shared + own) };
                 Do::Submit { family, shared, own, output, priority, pulled }
             }
@@ -64,7 +65,7 @@ fn settings() -> impl Strategy<Value = Settings> {
     })
 }
 
-/// What a cache index that follows the log holds: copies by hash; and what stands before each block.
+/// A cache index that follows the log: copies by hash, and the block before each block.
 #[derive(Default)]
 struct Follower(HashMap<u64, i64>, HashMap<u64, Option<u64>>);
 
@@ -90,7 +91,7 @@ impl Follower {
     }
 }
 
-/// Plays actions, then steps until nothing is left; checks the laws all along.
+/// Plays actions, then steps until no request is left; checks the laws after each step.
 fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<StepEvents>, TestCaseError> {
     let generator = Generator::new((0..50).collect(), 1000).unwrap();
     let mut engine = Engine::new(profile.clone(), settings.clone(), Some(generator)).unwrap();
@@ -165,9 +166,10 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
     let load = engine.load();
     prop_assert_eq!((load.running, load.waiting, load.kv_usage, load.context_tokens), (0, 0, 0.0, 0));
     prop_assert_eq!(load.host_tokens, 0);
-    // Whoever followed the log knows exactly what can be found.
+    // A follower of the log knows exactly which blocks can be found.
     for (&hash, &copies) in &follower.0 {
-        // A pool of blocks finds each by itself, a reserving engine the whole front of a prompt.
+        // A pool of blocks finds each block by itself, a reserving engine the whole front of a
+        // prompt.
         let mut chain = vec![hash];
         while let (Admission::Reserve, Some(&Some(before))) = (settings.admission, follower.1.get(&chain[0]))
         {
@@ -191,7 +193,7 @@ proptest! {
         prop_assert_eq!(first, play(&profile, settings, &actions)?);
     }
 
-    /// The simulator's jumps over steps that are alike change nothing but the rounding of times.
+    /// The simulator's jumps over equal steps change only the rounding of times.
     #[test]
     fn jumps_equal_steps(
         profile in profile(), settings in settings(),

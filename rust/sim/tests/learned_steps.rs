@@ -1,4 +1,5 @@
-//! The router learns from its own traffic what the engine model's steps cost, told nothing but what a live server sees.
+//! The router learns the costs of the engine model's steps from its own traffic, with only the
+//! signals of a live server.
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
@@ -29,10 +30,10 @@ fn profile(f: [f64; 5], max_batch_tokens: u32) -> Profile {
     }
 }
 
-/// Arrival in seconds, prompt tokens, of them known to the engine, output tokens.
+/// Arrival in seconds, prompt tokens, prompt tokens that the engine has cached, output tokens.
 type Ask = (f64, u32, u32, u32);
 
-/// Plays requests over one engine and returns the router. Tokens come back `jitter` late, by turns of their order.
+/// Plays requests over one engine and returns the router. Tokens arrive `jitter` late, in turns.
 fn play(profile: &Profile, asks: &[Ask], jitter: f64) -> Router {
     let mut router = Router::new(REGISTRY.policy("lmetric", &[]).unwrap(), RouterConfig::default()).unwrap();
     router.add_instance("a", Role::Both, Some(profile.cache_blocks)).unwrap();
@@ -119,8 +120,9 @@ fn model(profile: &Profile) -> StepTime {
     }
 }
 
-/// Sessions of varied prompts, shared prefixes and answers, with bursts and with idle times, on engines of varied costs: always the same draws, for what is
-/// learned of a few requests is an estimate, and of many draws some are off.
+/// Sessions of varied prompts, shared prefixes and answers, with bursts and idle times, on engines
+/// of varied costs. The draws are fixed, because values learned from a few requests are estimates,
+/// and some of many random draws would be off.
 #[test]
 fn learns_what_steps_cost() {
     let drawn = (
@@ -134,7 +136,7 @@ fn learns_what_steps_cost() {
     for _ in 0..cases {
         let (factors, budget, jitter, gaps) = drawn.new_tree(&mut runner).unwrap().current();
         let profile = profile(factors, budget);
-        // A load of a third or so, whatever the costs are.
+        // About a third of the engine's capacity, whatever its costs are.
         let truth = model(&profile);
         let seconds = |g: &Ask| {
             truth.ttft(0.0, 0.0, f64::from(g.1), 0.0, 0.0) + 0.1 * f64::from(g.3) * truth.fixed_seconds
@@ -154,7 +156,7 @@ fn learns_what_steps_cost() {
             assert!((is / should - 1.0).abs() < 0.05, "{is} {should}");
         }
         let step = router.step_time(InstanceId(0)).unwrap();
-        // What a step holds beyond 2,048 tokens shows only where prompts are long and many.
+        // Effects of a step beyond 2,048 tokens show only if prompts are long and many.
         let tolerance = if budget == 2048 { 0.15 } else { 0.4 };
         for (hit, new) in [(0.0, 2000.0), (0.0, 5000.0), (3000.0, 2000.0)] {
             let [is, should] = [step, truth].map(|model| model.ttft(0.0, hit, new, 4.0, 12_000.0));
@@ -167,7 +169,7 @@ fn learns_what_steps_cost() {
     assert!(far.len() <= 3 * cases / 20, "{far:?}");
 }
 
-/// Nobody streams: nothing is learned of steps, and nothing is made up.
+/// Without streams, the router learns no step times and invents none.
 #[test]
 fn without_streams_step_times_stay_absent() {
     let profile = profile([1.0; 5], 2048);

@@ -1,4 +1,5 @@
-//! Local orders: cases by hand, laws that hold for each, and what queueing theory says of them.
+//! Local orders: cases worked out by hand, laws that hold for each order, and results of queueing
+//! theory.
 use lmetric_sim::{
     Admission, Engine, Order, Preempt, Profile, Prompt, Request, Settings, TOKEN_SECONDS, TokenSlo,
 };
@@ -11,7 +12,7 @@ struct Ask {
     at: f64,
     prompt: u32,
     output: u32,
-    /// Leading tokens of its prompt that equal those of all others, as far as blocks are full.
+    /// Leading tokens of its prompt that equal those of all others, in full blocks.
     shared: u32,
 }
 
@@ -35,14 +36,14 @@ fn round(max_sequences: u32) -> Profile {
     }
 }
 
-/// What came of each request, and of the engine.
+/// The outcome of each request, and of the engine.
 #[derive(Debug, Default)]
 struct Played {
     first_token: Vec<f64>,
     end: Vec<f64>,
     worst_gap: Vec<f64>,
     put_back: Vec<u32>,
-    /// Who, one after the other.
+    /// Preempted requests, in order.
     went_back: Vec<u64>,
     steps: u64,
 }
@@ -59,7 +60,8 @@ impl Played {
     }
 }
 
-/// Plays requests to their ends; checks all along that memory is bounded and that nothing is lost.
+/// Plays requests to their ends. Checks at every step that memory is bounded and that no request is
+/// lost.
 fn play(profile: &Profile, admission: Admission, order: &str, asks: &[Ask], jumps: bool) -> Played {
     play_by(profile, admission, Order::named(order, 1, TokenSlo::same(TOKEN_SECONDS)).unwrap(), asks, jumps)
 }
@@ -107,9 +109,10 @@ fn play_with(profile: &Profile, settings: Settings, asks: &[Ask], jumps: bool) -
         for &id in &engine.events().preempted {
             out.put_back[id as usize] += 1;
             out.went_back.push(id);
-            assert!(!admitted.iter().any(|admitted| admitted.id == id), "{id} is back at once");
+            assert!(!admitted.iter().any(|admitted| admitted.id == id), "{id} is readmitted at once");
         }
-        // Reserving admission lets decodes grow past the memory, as nothing goes back for want of it; but nothing enters then.
+        // Reserving admission lets decodes grow past the memory, as no request is preempted for
+        // memory; but then no request enters.
         let load = engine.load();
         let full = load.running > 1 && !admitted.is_empty();
         assert!(load.kv_usage <= 1.0 || (reserve && !full), "{load:?}");
@@ -147,7 +150,7 @@ fn close(got: &[f64], expected: &[f64]) {
     }
 }
 
-/// A long request has the only place when a short one and a shorter one come.
+/// A long request has the only slot when a short one and a shorter one arrive.
 const THREE: [Ask; 3] = [ask(0.0, 50, 20), ask(3.0, 60, 3), ask(3.1, 64, 2)];
 
 #[test]
@@ -164,9 +167,10 @@ fn who_gets_the_only_place_by_hand() {
         // The shorter prompt first.
         close(&run("spf").end, &fcfs.end);
         assert_eq!((sjf.put_back, fcfs.put_back), (vec![0; 3], vec![0; 3]));
-        // After two decodes, at 3.5, the second has 3.6 s of work and the third 2.64; the first, with 17 s left, would lose 1.52. What it
-        // has then, 50 + 3 tokens, takes 1.53 to compute again; of that comes its fourth token, and 16 decodes are left. The vLLM engine
-        // finds the 48 tokens of its full blocks again.
+        // This is after two decodes, at 3.5. The second has 3.6 s of work and the third 2.64. The
+        // first, with 17 s left, would lose 1.52. Its tokens by then, 50 + 3, take 1.53 to compute
+        // again; that makes its fourth token, and 16 decodes are left. The vLLM engine finds the 48
+        // tokens of its full blocks again.
         let srpt = run("srpt");
         let again = if admission == Admission::Vllm { 1.05 } else { 1.53 };
         let (third, second) = (3.5 + 2.64, 3.5 + 2.64 + 3.6);
@@ -178,7 +182,7 @@ fn who_gets_the_only_place_by_hand() {
 
 #[test]
 fn swapping_by_hand() {
-    // As under srpt above, in five blocks: the third's take all that the cache kept of the first.
+    // The case of srpt, in five blocks: the third's take all that the cache kept of the first.
     let profile = Profile { cache_blocks: 5, ..round(1) };
     let order = Order::named("srpt", 1, TokenSlo::same(TOKEN_SECONDS)).unwrap();
     let run = |host_tokens| {
@@ -186,14 +190,15 @@ fn swapping_by_hand() {
         let settings = Settings { preempt, order: order.clone(), ..Settings::default() };
         play_with(&profile, settings, &THREE, true)
     };
-    // At 3.5 the first has the KV of 52 tokens: 0.52 s out, in the step with the third's prompt. Back in they take 0.52 s, in the step that makes its fourth token.
+    // At 3.5 the first has the KV of 52 tokens: 0.52 s out, in the step with the third's prompt.
+    // Back in they take 0.52 s, in the step that makes its fourth token.
     let (swapped, third) = (run(52), 3.5 + 0.52 + 2.64);
     close(&swapped.end, &[third + 3.6 + 0.52 + 1.0 + 16.0, third + 3.6, third]);
     assert_eq!(swapped.put_back, [1, 0, 0]);
     // The host has no room for them: they are computed again.
     let (computed, third) = (run(51), 3.5 + 2.64);
     close(&computed.end, &[third + 3.6 + 1.53 + 16.0, third + 3.6, third]);
-    // A copy that takes longer than what is gained: nobody goes back.
+    // A copy that takes longer than the gain: no request is preempted.
     let preempt = Preempt::Swap { seconds_per_token: 0.2, host_tokens: 1000 };
     let dear = play_with(&profile, Settings { preempt, order, ..Settings::default() }, &THREE, true);
     assert_eq!(dear.put_back, [0; 3]);
@@ -218,10 +223,12 @@ fn least_attained_service_by_hand() {
     let asks = [ask(0.0, 200, 400), ask(10.0, 64, 3)];
     for admission in ADMISSIONS {
         let run = play(&round(1), admission, "las", &asks, true);
-        // The prompt takes four steps, 3 x 1.64 + 1.08. The first level ends with what 256 decodes take.
+        // The prompt takes four steps, 3 x 1.64 + 1.08. The first level ends at the time of 256
+        // decodes.
         let turn = 6.0 + 250.0;
         let ended = turn + 1.64 + 2.0;
-        // It has 451 tokens. The vLLM engine finds 448 of them again, the reserving one takes 8 steps, with 0.01 a token.
+        // It has 451 tokens. The vLLM engine finds 448 of them again; the reserving engine takes 8
+        // steps, with 0.01 per token.
         let again = if admission == Admission::Vllm { 1.03 } else { 12.51 };
         close(&run.end, &[ended + again + 400.0 - 252.0, ended]);
         assert_eq!(run.put_back, [1, 0]);
@@ -230,7 +237,8 @@ fn least_attained_service_by_hand() {
 
 #[test]
 fn prompts_share_the_budget_by_rank() {
-    // Both have places. Orders that preempt let the second's prompt go before the rest of the first's, which keeps what it has.
+    // Both have slots. Orders that preempt let the second's prompt go before the rest of the
+    // first's, which keeps its tokens.
     let asks = [ask(0.0, 400, 2), ask(0.5, 40, 2)];
     for order in ["fcfs", "spf"] {
         let run = play(&round(2), Admission::Reserve, order, &asks, true);
@@ -252,13 +260,14 @@ fn requests_go_back_for_memory_only_where_that_is_enough() {
         ..round(3)
     };
     let long = |at| Ask { shared: 64, ..ask(at, 65, 10) };
-    // The second finds four of the first's five blocks, so that going back the first leaves one.
+    // The second finds four of the first's five blocks, so preempting the first frees one.
     let two_and = |prompt| [long(0.0), long(326.5), ask(331.0, prompt, 2)];
     for (cache_blocks, max_batch_tokens, prompt, put_back) in [
         // Six blocks in use; three are needed.
         (7, 66, 33, 0),
         (8, 66, 33, 1),
-        // One is free; a budget of 16 tokens, but of 17 where a decode goes back, which need two.
+        // One is free. A budget of 16 tokens, but of 17 if a decode is preempted, and these need
+        // two blocks.
         (6, 18, 40, 0),
         (7, 18, 40, 1),
     ] {
@@ -266,12 +275,12 @@ fn requests_go_back_for_memory_only_where_that_is_enough() {
         let run = play(&profile, Admission::Vllm, "las", &two_and(prompt), true);
         assert_eq!(run.put_back[0], put_back, "{cache_blocks} blocks, {run:?}");
     }
-    // What goes back leaves nine blocks where three are needed.
+    // Preemption frees nine blocks, and three are needed.
     let run = play(&slow(10, 66), Admission::Vllm, "las", &[ask(0.0, 129, 10), ask(648.5, 33, 2)], true);
     assert_eq!(run.put_back, [1, 0], "{run:?}");
 }
 
-/// Every order, and those that can rank decodes with that setting.
+/// Returns every order, and the orders that can rank decodes with that setting.
 fn orders() -> Vec<String> {
     let ranked = Order::specs().filter(|spec| spec.settings.contains(&"decodes_wait"));
     let ranked: Vec<String> = ranked.map(|spec| format!("{}(decodes_wait=1)", spec.name)).collect();
@@ -281,7 +290,8 @@ fn orders() -> Vec<String> {
 
 #[test]
 fn decodes_wait_for_tokens_of_the_budget_by_hand() {
-    // 1.64 s for the first prompt's 64 tokens, twice. At 3.28 its work is 3.3 s and that of the second, of 64 tokens, 1.6 s.
+    // 1.64 s for the first prompt's 64 tokens, twice. At 3.28 its work is 3.3 s and the work of the
+    // second, of 64 tokens, 1.6 s.
     let asks = [ask(0.0, 128, 4), ask(3.0, 64, 3)];
     for admission in ADMISSIONS {
         let run = |order| play(&round(4), admission, order, &asks, true);
@@ -300,7 +310,8 @@ fn decodes_wait_for_tokens_of_the_budget_by_hand() {
 
 #[test]
 fn decodes_wait_for_places_of_the_batch_by_hand() {
-    // A place for one. When the second comes, with half the work, the first has two tokens. It pauses with its memory, and makes its other 18 then.
+    // One slot. When the second arrives, with half the work, the first has two tokens. It pauses
+    // with its memory, and makes its other 18 later.
     let asks = [ask(0.0, 64, 20), ask(2.0, 32, 3)];
     for admission in ADMISSIONS {
         let run = play(&round(1), admission, "uniboost_base(decodes_wait=1)", &asks, true);
@@ -308,7 +319,7 @@ fn decodes_wait_for_places_of_the_batch_by_hand() {
         close(&run.end, &[2.64 + 3.32 + 18.0, 2.64 + 3.32]);
         close(&run.worst_gap, &[3.32 + 1.0, 1.0]);
         assert_eq!(run.put_back, [0, 0]);
-        // Else it must leave the batch, and what it had is computed again.
+        // Else it must leave the batch, and its tokens are computed again.
         let left = play(&round(1), admission, "uniboost_base", &asks, true);
         assert_eq!(left.put_back, [1, 0]);
         assert!(left.end[0] > run.end[0], "{left:?}");
@@ -320,7 +331,8 @@ fn decodes_wait_for_places_of_the_batch_by_hand() {
 
 #[test]
 fn paused_decodes_go_back_first_for_memory() {
-    // Blocks of 16. The first has 66 tokens in five of seven blocks and pauses; the second needs three.
+    // Blocks of 16. The first has 66 tokens in five of seven blocks and pauses; the second needs
+    // three.
     let profile = Profile { cache_blocks: 7, ..round(1) };
     let asks = [ask(0.0, 64, 20), ask(2.0, 33, 3)];
     let order = Order::named("uniboost_base(decodes_wait=1)", 0, TokenSlo::same(TOKEN_SECONDS)).unwrap();
@@ -362,8 +374,9 @@ fn asks() -> impl Strategy<Value = Vec<Ask>> {
 
 #[test]
 fn a_token_slo_shares_a_prompt_out_over_steps() {
-    // The first has its token after 1 + 0.1 s. Then 20 tokens of the second's prompt go with each of its decodes: 5 steps of 1.2 s, and none of them
-    // is late; in order of arrival 63 and 37 tokens did, in steps of 1.63 and 1.37 s.
+    // The first has its token after 1 + 0.1 s. Then 20 tokens of the second's prompt go with each
+    // of its decodes: 5 steps of 1.2 s, and none of its tokens is late. In order of arrival 63 and
+    // 37 tokens did, in steps of 1.63 and 1.37 s.
     let asks = [ask(0.0, 10, 20), ask(0.5, 100, 4)];
     for admission in ADMISSIONS {
         let slo = Order::named("slo", 0, TokenSlo::same(1.2)).unwrap();
@@ -373,11 +386,12 @@ fn a_token_slo_shares_a_prompt_out_over_steps() {
         close(&[kept.end[0]], &[21.1]);
         let fcfs = play(&round(8), admission, "fcfs", &asks, true);
         close(&[fcfs.first_token[1]], &[4.1]);
-        // With an SLO that no step misses it is the same.
+        // With an SLO that no step misses, the result is the same.
         let loose =
             play_by(&round(8), admission, Order::named("slo", 0, TokenSlo::same(9.0)).unwrap(), &asks, true);
         assert_eq!((loose.first_token, loose.end), (fcfs.first_token, fcfs.end));
-        // One that the decodes miss alone keeps nobody waiting for ever: 16 tokens a step, and 4 in the seventh.
+        // With an SLO that the decodes alone miss, no prompt waits forever: 16 tokens per step, and
+        // 4 in the seventh.
         let tight =
             play_by(&round(8), admission, Order::named("slo", 0, TokenSlo::same(0.5)).unwrap(), &asks, true);
         close(&[tight.first_token[1]], &[1.1 + 6.0 * 1.16 + 1.04]);
@@ -386,8 +400,9 @@ fn a_token_slo_shares_a_prompt_out_over_steps() {
 
 #[test]
 fn a_jump_ends_where_another_becomes_the_last() {
-    // Three places. The third has the most work left when a short one comes, and too much to lose. Its context is the longest, so that its decodes take longer than the first's, which
-    // has 400 tokens less to lose, and becomes the last after some of them.
+    // Three slots. The third has the most work left when a short one arrives, and too much to lose.
+    // Its context is the longest, so its decodes take longer than the first's. The first has 400
+    // tokens less to lose, and becomes the last after some of them.
     let profile = Profile {
         fixed_seconds: 0.01,
         decode_seconds_per_sequence: 1e-4,
@@ -425,7 +440,7 @@ proptest! {
         for (a, b) in jumped.end.iter().zip(&stepped.end) {
             prop_assert!((a - b).abs() < 1e-6, "{a} {b}");
         }
-        // Where memory is reserved, only orders put requests back; and levels do so once each at most.
+        // If memory is reserved, only orders preempt requests; and levels do so at most once each.
         let guarded = ["uniboost_memguard", "uniboost", "uniboost(decodes_wait=1)"].contains(&order);
         let preempts = Order::named(order, 1, TokenSlo::same(TOKEN_SECONDS)).unwrap().preempts();
         for (ask, &times) in asks.iter().zip(&jumped.put_back).filter(|_| reserve) {
@@ -447,7 +462,8 @@ proptest! {
         let asks: Vec<Ask> = arrivals.into_iter().map(|at| ask(at, prompt, output)).collect();
         let admission = ADMISSIONS[usize::from(!reserve)];
         let fcfs = play(&profile, admission, "fcfs", &asks, true);
-        // All stay within the first level, of 256 decodes. Predictions of equal lengths differ, so srpt_noisy is left out.
+        // All stay within the first level, of 256 decodes. Predictions of equal lengths differ, so
+        // srpt_noisy is left out.
         for order in ["priority", "sjf", "spf", "srpt", "las", "distboost", "uniboost_memguard", "uniboost"] {
             let run = play(&profile, admission, order, &asks, true);
             prop_assert_eq!(&run.end, &fcfs.end, "{}", order);
@@ -464,7 +480,8 @@ proptest! {
         profile in profile(), asks in asks(), reserve: bool, swap: bool,
         rung in prop::sample::select(vec!["distboost", "uniboost_base", "uniboost_memguard"]),
     ) {
-        // Where memory runs out MEMGUARD weighs what bringing one back costs against its arrival: here nothing.
+        // If memory runs out, MEMGUARD weighs the cost of bringing a request back against its
+        // arrival: here 0.
         let free = !reserve && (swap || rung == "uniboost_memguard");
         let preempt = if free { FREE } else { Preempt::Recompute };
         let settings = Settings { admission: ADMISSIONS[usize::from(!reserve)], preempt, ..Settings::default() };
@@ -473,19 +490,21 @@ proptest! {
         let run = play_with(&profile, Settings { order, ..settings }, &asks, true);
         prop_assert_eq!(run.put_back, fcfs.put_back);
         for (a, b) in run.end.iter().zip(&fcfs.end) {
-            // Jumps end where a priority changes, which rounds times otherwise.
+            // Jumps end when a priority changes, which changes the rounding of times.
             prop_assert!((a - b).abs() < 1e-9, "{a} {b}");
         }
     }
 }
 
-/// A host with room for all, to which copies take no time.
+/// A host with room for all, and copies that take no time.
 const FREE: Preempt = Preempt::Swap { seconds_per_token: 0.0, host_tokens: 1_000_000 };
 
 #[test]
 fn where_memory_runs_out_the_last_goes_less_what_it_costs_to_bring_it_back() {
-    // Steps of 10 ms and of 16 tokens; boosts are nothing. From 0.97 s on, when 42 steps have computed the third's prompt beside two decodes, all three make a token a step, and
-    // after 4.49 s they have 449, 420 and 931: all of the memory. To compute those again takes 29, 27 and 59 steps, so that the arrivals less that are -0.29, 0.03 and -0.04.
+    // Steps of 10 ms and of 16 tokens; boosts are 0. From 0.97 s on, when 42 steps have computed
+    // the third's prompt beside two decodes, all three make a token per step. After 4.49 s they
+    // have 449, 420 and 931 tokens: all of the memory. Computing those again takes 29, 27 and 59
+    // steps, so the arrivals less that are -0.29, 0.03 and -0.04.
     let profile = Profile {
         prefill_seconds_per_token: 0.0,
         fixed_seconds: 0.01,
@@ -512,25 +531,27 @@ fn boost(name: &str, settings: &[(&str, f64)]) -> Order {
 
 #[test]
 fn least_work_first_helps_where_a_long_one_blocks_and_harms_in_a_burst() {
-    // Figure 3, a place for one, a second for each step, nothing lost in going back.
+    // Figure 3: one slot, one second per step, preemption without loss.
     let profile = Profile { prefill_seconds_per_token: 0.0, ..round(1) };
     let run = |asks: &[Ask], gamma| {
         play_by(&profile, Admission::Reserve, boost("uniboost_base", &[("gamma", gamma)]), asks, true)
     };
-    // Left: A of 8 tokens, then one of 2 every second. From its third token on A is more work than those that wait.
+    // Left: A of 8 tokens, then one of 2 every second. From its third token on A is more work than
+    // the waiting ones.
     let staggered = [0, 1, 2, 3, 4].map(|i| ask(f64::from(i), 2, if i == 0 { 8 } else { 2 }));
     let (first, least) = (run(&staggered, 1e6), run(&staggered, 1e-6));
     close(&first.end, &[8.0, 10.0, 12.0, 14.0, 16.0]);
     close(&least.end, &[16.0, 4.0, 6.0, 8.0, 10.0]);
     assert_eq!((first.put_back[0], least.put_back[0]), (0, 1));
     assert!(Played::mean(&least.end, &staggered) < 0.7 * Played::mean(&first.end, &staggered));
-    // Right: all come at once, and A is hardly longer: it pays, and nobody gains.
+    // Right: all arrive at once, and A is hardly longer: the exchange pays, and no request gains.
     let burst = [ask(0.0, 3, 3), ask(1.0, 3, 2), ask(1.0, 3, 2), ask(1.0, 3, 2)];
     let (first, least) = (run(&burst, 1e6), run(&burst, 1e-6));
     close(&first.end, &[3.0, 5.0, 7.0, 9.0]);
     close(&least.end, &[9.0, 4.0, 6.0, 8.0]);
     assert!(Played::mean(&least.end, &burst) > Played::mean(&first.end, &burst));
-    // In between: A has waited for 10 s when the last comes, whose two tokens are worth less at this gamma.
+    // In between: A has waited for 10 s when the last arrives, whose two tokens are worth less at
+    // this gamma.
     let late = [ask(0.0, 2, 30), ask(1.0, 2, 2), ask(20.0, 2, 2)];
     let between = run(&late, 0.3);
     close(&between.end, &[32.0, 4.0, 34.0]);
@@ -538,7 +559,8 @@ fn least_work_first_helps_where_a_long_one_blocks_and_harms_in_a_burst() {
 
 #[test]
 fn who_goes_back_is_who_is_cheap_to_bring_back() {
-    // 10 ms a step. When the third comes the first has 64 + 65 tokens and the second 16 + 65: bins of 128 and 64, boosts of about 64 and 71 s. The third is ahead of both.
+    // 10 ms per step. When the third arrives the first has 64 + 65 tokens and the second 16 + 65:
+    // bins of 128 and 64, boosts of about 64 and 71 s. The third is ahead of both.
     let profile =
         Profile { fixed_seconds: 0.01, prefill_seconds_per_token: 0.0, max_batch_tokens: 80, ..round(2) };
     let asks = [ask(0.0, 64, 100), ask(0.0, 16, 100), ask(0.655, 16, 2)];
@@ -557,14 +579,15 @@ fn who_goes_back_is_who_is_cheap_to_bring_back() {
 
 #[test]
 fn who_has_made_most_of_its_answer_is_not_put_back_by_hand() {
-    // As under srpt above: at 3.5 the first has 3 of 20 tokens, or of 5.
+    // The case of srpt: at 3.5 the first has 3 of 20 tokens, or of 5.
     let long = play(&round(1), Admission::Reserve, "trail", &THREE, true);
     assert_eq!(long.put_back, [1, 0, 0]);
     let short = [ask(0.0, 50, 5), THREE[1], THREE[2]];
     let ends = |order| play_by(&round(1), Admission::Reserve, order, &short, true);
-    // 2 s are left of it, and 2.64 s of the third. With other work than that, it is safe from 3 tokens on.
+    // 2 s of it are left, and 2.64 s of the third. With other work than that, it is safe from 3
+    // tokens on.
     close(&ends(boost("trail", &[])).end[..1], &[5.5]);
-    // What comes is shorter than the rest; at three tokens it is safe, or not yet.
+    // The new request is shorter than the rest; at three tokens the first is safe, or not yet.
     let quick = [ask(0.0, 50, 5), ask(3.1, 1, 1)];
     let safe = |threshold| {
         play_by(&round(1), Admission::Reserve, boost("trail", &[("threshold", threshold)]), &quick, true)
@@ -575,7 +598,8 @@ fn who_has_made_most_of_its_answer_is_not_put_back_by_hand() {
 
 #[test]
 fn who_starves_is_promoted_by_hand() {
-    // A place for one; short ones come all along, and the second is long. It waits from 1.0 on, and each short one takes two steps.
+    // One slot; short requests arrive all the time, and the second is long. It waits from 1.0 on,
+    // and each short one takes two steps.
     let mut asks = vec![ask(0.0, 10, 2), ask(1.0, 10, 9)];
     asks.extend((0..12).map(|i| ask(1.0 + f64::from(i), 10, 2)));
     for (steps, before) in [(1000.0, 12), (9.0, 4)] {
@@ -590,8 +614,9 @@ fn who_starves_is_promoted_by_hand() {
 
 #[test]
 fn lengths_that_were_seen_tell_who_is_about_to_end() {
-    // One place. 32 answers of 60 and of 300 tokens by turns, and then a long one, when a short one comes: at its 30th token, 100th, 280th. Who has outlived 64 tokens is one
-    // of the long, and goes back; who has 256 is about to end, and stays.
+    // One slot. 32 answers of 60 and of 300 tokens by turns, and then a long one, when a short one
+    // arrives: at its 30th token, 100th, 280th. A request that has outlived 64 tokens is a long
+    // one, and is preempted; a request with 256 is about to end, and stays.
     let mut asks: Vec<Ask> = (0..32).map(|i| ask(0.0, 10, if i % 2 == 0 { 60 } else { 300 })).collect();
     let begin = 32.0 * 190.0;
     asks.push(ask(begin, 10, 300));
@@ -634,7 +659,7 @@ fn settings_are_those_of_the_order() {
     }
 }
 
-/// Poisson arrivals of answers whose lengths are what `output` makes of a number in (0, 1).
+/// Poisson arrivals of answers; `output` makes their lengths from a number in (0, 1).
 fn arriving(requests: usize, per_second: f64, seed: u64, output: impl Fn(f64) -> f64) -> Vec<Ask> {
     let mut state = seed;
     let mut uniform = move || {
@@ -659,7 +684,7 @@ fn heavy_tailed(requests: usize, per_second: f64, seed: u64) -> Vec<Ask> {
 #[test]
 fn on_heavy_tails_theory_holds() {
     let profile = quick();
-    // One place, as in theory, and a batch. Both are busy for three quarters of the time.
+    // One slot, as in theory, and a batch. Both are busy for three quarters of the time.
     for (admission, places, per_second) in
         ADMISSIONS.into_iter().flat_map(|admission| [(admission, 1, 0.75), (admission, 8, 6.0)])
     {
@@ -704,7 +729,8 @@ fn quick() -> Profile {
     }
 }
 
-/// Four of five are answers of some 60 tokens, the fifth of some 1,500: what a request has got tells soon which of the two it is.
+/// Four of five answers have about 60 tokens, the fifth about 1,500: a request's tokens so far soon
+/// show which of the two it is.
 fn mixed(requests: usize, per_second: f64, seed: u64) -> Vec<Ask> {
     arriving(
         requests,
@@ -716,7 +742,7 @@ fn mixed(requests: usize, per_second: f64, seed: u64) -> Vec<Ask> {
 
 #[test]
 fn boosts_spare_the_short_without_harming_the_tail() {
-    // Some 85% and 80% busy; going back costs what copying a usual model's KV does.
+    // About 85% and 80% busy; preemption costs the time of copying a usual model's KV.
     let preempt = Preempt::Swap { seconds_per_token: 5e-6, host_tokens: 1_000_000 };
     for (places, per_second) in [(1, 0.22), (8, 1.65)] {
         for seed in 1..4 {
@@ -730,9 +756,9 @@ fn boosts_spare_the_short_without_harming_the_tail() {
                 (mean, p99)
             });
             assert!(uniboost.0 < fcfs.0, "mean");
-            // One place, as in theory: the tail is shorter, too. In a batch it is as long.
+            // One slot, as in theory: the tail is shorter, too. In a batch it is as long.
             assert!(uniboost.1 < if places == 1 { 0.99 } else { 1.05 } * fcfs.1, "P99");
-            assert!(las.1 > 1.4 * fcfs.1, "P99 where the least service goes first");
+            assert!(las.1 > 1.4 * fcfs.1, "P99 with the least service first");
         }
     }
 }

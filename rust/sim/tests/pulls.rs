@@ -1,4 +1,5 @@
-//! Prefix pulls, worked out by hand: what they take, what they wait for, what is gone by the time, and what they cost the holder.
+//! Prefix fetches, worked out by hand: their duration, their waits, evicted blocks, and their cost
+//! for the holder.
 #[path = "common/cluster.rs"]
 mod common;
 
@@ -9,7 +10,7 @@ use lmetric_sim::{
 };
 use lmetric_study::REGISTRY;
 
-/// A pull takes 0.5 s, and 0.01 s a token. The router takes each to pay.
+/// A prefix fetch takes 0.5 s, and 0.01 s per token. The router expects each to pay.
 fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
     let pull = PullConfig {
         seconds_per_token: 1e-4,
@@ -24,7 +25,8 @@ fn config(instances: usize, cache_blocks: u32) -> ClusterConfig {
     config
 }
 
-/// (arrival, prompt tokens, output tokens, family): prompts of a family are each other's prefixes. They go to the engines in turn.
+/// (arrival, prompt tokens, output tokens, family): prompts of a family are each other's prefixes.
+/// They go to the engines in turn.
 fn play(asks: &[(f64, i64, i64, u64)], config: &ClusterConfig) -> Outcome {
     let (mut offsets, mut ids) = (vec![0], Vec::new());
     for &(_, input, _, family) in asks {
@@ -50,7 +52,8 @@ fn close(got: f64, expected: f64) {
     assert!((got - expected).abs() < 1e-9, "{got} instead of {expected}");
 }
 
-/// What came of the request `i`: holder, tokens from there, when it had them, when its first token came.
+/// Checks the outcome of request `i`: holder, fetched tokens, time of their arrival, time of its
+/// first token.
 #[track_caller]
 fn pulled(out: &Outcome, i: usize, tokens: i64, there: f64, first_token: f64) {
     let r = &out.records;
@@ -65,7 +68,8 @@ const OTHER: (f64, i64, i64, u64) = (0.0, 16, 1, 2); // engine 1's turn
 #[test]
 fn an_idle_holder_sends_at_once() {
     let out = play(&[LONG, (10.0, 49, 2, 1)], &config(2, 32));
-    // 48 tokens take 0.98 s; what is left to compute is one token behind 48, a decode: 1.149 s. The next has 50 tokens of context.
+    // 48 tokens take 0.98 s; one token behind 48 is left to compute, a decode: 1.149 s. The next
+    // has 50 tokens of context.
     pulled(&out, 1, 48, 10.98, 12.129);
     close(out.records.finished_seconds[1], 13.279);
     assert_eq!(out.routers[0].totals().pulled_tokens, 48);
@@ -77,7 +81,8 @@ fn an_idle_holder_sends_at_once() {
 
 #[test]
 fn it_goes_on_behind_a_prefix_of_its_own() {
-    // The one holds 64 tokens of it, the other 32; 32 are pulled, and 17 computed: 0.82 s and 1.17 s.
+    // One engine holds 64 of its tokens, the other 32; 32 are fetched, and 17 computed: 0.82 s and
+    // 1.17 s.
     let out = play(&[(0.0, 64, 1, 1), (0.0, 32, 1, 1), (5.0, 16, 1, 3), (10.0, 81, 1, 1)], &config(2, 32));
     let r = &out.records;
     assert_eq!((r.pull_instance[3], r.hit_tokens[3], r.pulled_tokens[3]), (0, 32, 32));
@@ -97,11 +102,11 @@ fn a_busy_holder_sends_when_its_step_has_ended() {
     let out = play(&asks, &config);
     pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
     close(out.records.finished_seconds[2], 13.895);
-    // Read without its doing, from 11.5 s on.
+    // Read without the engine's help, from 11.5 s on.
     config.pulling = Pulling { waits: false, ..Pulling::default() };
     pulled(&play(&asks, &config), 3, 48, 11.5 + 0.98, 11.5 + 0.98 + 1.149);
     config.pulling = Pulling { holder_seconds: 0.5, ..Pulling::default() };
-    // As an engine is seen whose step's results are known at its beginning.
+    // With STEP_END, an engine's results are seen at the beginning of a step.
     config.signals = Signals::STEP_END;
     let out = play(&asks, &config);
     pulled(&out, 3, 48, 12.277 + 0.98, 12.277 + 0.98 + 1.149);
@@ -129,7 +134,8 @@ fn what_is_evicted_on_the_way_came_only_where_it_is_pinned() {
 
 #[test]
 fn blocks_that_are_pinned_are_in_use() {
-    // vLLM's blocks: the prompt of 65 tokens needs all five, of which three are being sent until 12.4 s.
+    // vLLM's blocks: the prompt of 65 tokens needs all five, but three of them are being sent until
+    // 12.4 s.
     let asks = [LONG, OTHER, (10.2, 65, 1, 3), (10.0, 49, 1, 1)];
     let mut config = config(2, 5);
     config.admission = Admission::Vllm;
@@ -137,7 +143,7 @@ fn blocks_that_are_pinned_are_in_use() {
     let order = |pinned| {
         let mut config = config.clone();
         config.pulling.pinned = pinned;
-        // In the order of their arrival it is engine 0's turn, then 1's: a filler makes it 1's.
+        // In the order of arrival it is engine 0's turn, then 1's: a filler makes it 1's.
         let mut asks = asks.to_vec();
         asks.insert(2, (8.0, 1, 1, 4));
         play(&asks, &config)
@@ -162,7 +168,7 @@ fn a_holder_sends_one_at_a_time_unless_links_are_not_shared() {
     config.transfer.unshared = true;
     let out = play(&asks, &config);
     pulled(&out, 5, 48, 20.98, 20.98 + 1.149);
-    // With one at a time per holder the router lets the second compute.
+    // With one fetch at a time per holder, the router lets the second compute.
     config.router.pull.as_mut().unwrap().most_pulls = 1;
     let out = play(&asks, &config);
     assert_eq!(out.records.pull_instance[5], -1);
@@ -176,7 +182,7 @@ fn settings_that_cannot_be_are_named() {
     let mut alone = config(2, 8);
     alone.roles = vec![Role::Prefill, Role::Decode];
     alone.router.unlimited_prefill = true;
-    for (config, part) in [(bad, "holder_seconds"), (alone, "wait for nobody")] {
+    for (config, part) in [(bad, "holder_seconds"), (alone, "none with unlimited_prefill")] {
         let trace = Trace {
             arrival_seconds: &[0.0],
             input_tokens: &[1],

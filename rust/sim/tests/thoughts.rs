@@ -1,4 +1,5 @@
-//! Thoughts: their own token SLO, in counts and in batches, and requests that go on elsewhere to answer (Libra, section 4.4).
+//! Reasoning tokens: their own token SLO, in counts and in batches, and requests that answer on
+//! another instance (Libra, section 4.4).
 #[path = "common/cluster.rs"]
 mod common;
 
@@ -12,15 +13,15 @@ use lmetric_study::REGISTRY;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-/// Round constants: a step takes 1 s, 0.1 s a decode and 0.01 s a prompt token.
+/// Round constants: a step takes 1 s, 0.1 s per decode and 0.01 s per prompt token.
 fn round() -> Profile {
     Profile { decode_seconds_per_context_token: 0.0, cache_blocks: 64, ..common::round() }
 }
 
-/// Prompt tokens, output tokens and, of these, thoughts.
+/// Prompt tokens, output tokens and, among these, reasoning tokens.
 type Ask = (u32, u32, u32);
 
-/// The gaps of each request on one engine, all submitted at the times given.
+/// Returns the gaps of each request on one engine, all submitted at the times given.
 fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blocks: u32) -> Vec<Gaps> {
     let mut engine = Engine::new(Profile { cache_blocks: blocks, ..round() }, settings, None).unwrap();
     engine.set_token_slo(slo);
@@ -58,7 +59,8 @@ fn gaps(settings: Settings, slo: TokenSlo, asks: &[(f64, Ask)], jumps: bool, blo
 
 #[test]
 fn a_thought_is_slow_by_its_own_slo_only() {
-    // Ten tokens, each 1.1 s behind the one before; from the 5th second on with another decode, 1.2 s. Six are thoughts: five gaps of theirs, four of the answer.
+    // Ten tokens, each 1.1 s behind the one before; from the 5th second on with another decode, 1.2
+    // s. Six are reasoning tokens: five gaps of theirs, four of the answer.
     let slo = |answer_seconds, think_seconds| TokenSlo { answer_seconds, think_seconds };
     let alone = |slo| gaps(Settings::default(), slo, &[(0.0, (16, 10, 6))], true, 64)[0];
     assert_eq!(alone(slo(1.0, 1.0)).slow, 9);
@@ -75,7 +77,8 @@ fn a_thought_is_slow_by_its_own_slo_only() {
 
 #[test]
 fn thoughts_alone_let_a_step_take_longer() {
-    // One decodes when a prompt of 200 tokens comes. Answers allow 1.4 s: 1.1 for the decode, 30 tokens. Thoughts allow 1.5 s: 40 tokens.
+    // A request decodes when a prompt of 200 tokens arrives. Answers allow 1.4 s: 1.1 for the
+    // decode, 30 tokens. Reasoning allows 1.5 s: 40 tokens.
     let slo = TokenSlo { answer_seconds: 1.4, think_seconds: 1.5 };
     let settings = Settings { order: Order::named("slo", 0, slo).unwrap(), ..Settings::default() };
     let counted = TokenSlo { answer_seconds: 1.401, think_seconds: 1.501 };
@@ -86,7 +89,8 @@ fn thoughts_alone_let_a_step_take_longer() {
         |found: Gaps, worst: f64| assert!((found.worst - worst).abs() < 1e-9 && found.slow == 0, "{found:?}");
     near(worst(0), 1.4);
     near(worst(40), 1.5);
-    // It answers from its fourth token on: by then a step of thoughts has run beside the prompt, and the rest are short.
+    // It answers from its fourth token on. By then a step of reasoning tokens has run beside the
+    // prompt, and the rest are short.
     let crosses = worst(4);
     near(crosses, 1.5);
     let two = [(0.0, (16, 40, 40)), (0.0, (16, 40, 0)), (2.5, (200, 1, 0))];
@@ -115,7 +119,8 @@ proptest! {
             prop_assert_eq!(a.slow, b.slow);
             prop_assert!((a.worst - b.worst).abs() < 1e-9);
         }
-        // All of one kind: as if that were the only SLO. Without a difference, thoughts are nothing special.
+        // All of one kind: as if that were the only SLO. With equal SLOs, reasoning tokens make no
+        // difference.
         let as_thoughts = |share: u32| asks.iter().map(|(at, (p, o, _))| (*at, (*p, *o, o * share))).collect::<Vec<_>>();
         let same = TokenSlo::same(think_seconds);
         let plain = Settings { order: Order::default(), ..settings };
@@ -170,19 +175,21 @@ fn an_answer_that_comes_back_moves_only_what_was_thought_elsewhere() {
     let (s, t) = (r.cut_tokens[0] as u32, r.answer_cut_tokens[0] as u32);
     assert!((44..90).contains(&s) && t == 90, "{s} {t}");
     assert_eq!((r.instance[0], r.decode_instance[0]), (r.instance[0], r.instance[0]));
-    // Its prompt in 1.4 s, then a step a token, and one that is made again at each cut.
+    // Its prompt in 1.4 s, then a step per token. A token is made again at each boundary.
     let thought = 1.4 + 1.1 * f64::from(s - 40);
     let there = thought + 0.5 + 0.02 * f64::from(s);
     let end = there + 1.1 * f64::from(t - s + 1);
     assert!((r.handoff_seconds[0] - end).abs() < 1e-6, "{} is not {end}", r.handoff_seconds[0]);
-    // Full blocks of the first part are where it comes back to.
+    // It comes back to the full blocks of the first part.
     let back = end + 0.5 + 0.02 * f64::from(t - s / 16 * 16);
     assert!((r.decode_start_seconds[0] - back).abs() < 1e-6, "{} is not {back}", r.decode_start_seconds[0]);
     assert!((r.finished_seconds[0] - (back + 11.0)).abs() < 1e-6);
-    // Thoughts have 20 s, and the first token none; of the answer, ten come too late: nine of 1.1 s and the first, behind the hand-over.
+    // Reasoning tokens have 20 s, and the first token has no gap. Ten answer tokens are too late:
+    // nine of 1.1 s and the first, behind the KV transfer.
     assert_eq!(r.slow_tokens[0], 10);
     assert_eq!(out.routers[0].totals().output_tokens, 60);
-    // A token that is made again takes a step, which is part of the gap: the answer's first waits for it, too.
+    // A token that is made again takes a step, which is part of the gap: the answer's first token
+    // waits for it, too.
     let seam = back + 1.1 - (end - 1.1);
     assert!((r.worst_gap_seconds[0] - seam.max(there + 1.1 - (thought - 1.1))).abs() < 1e-6);
 }

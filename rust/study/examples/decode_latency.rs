@@ -1,6 +1,8 @@
-//! What the choice of a decode instance takes, by policy: `cargo run --release --example decode_latency [instances [requests on each]]`.
+//! Times the choice of a decode instance, by policy: `cargo run --release --example decode_latency
+//! [instances [requests on each]]`.
 //!
-//! Each decision has its prefill instance chosen and booked, too; `round_robin` shows what that alone takes. Microseconds.
+//! Each decision also chooses a prefill instance and counts the request there; `round_robin` shows
+//! the time of that alone. Microseconds.
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::Request;
@@ -25,7 +27,8 @@ fn main() {
     }
 }
 
-/// p50 and p99 of decisions over a fleet with so many requests on each decode instance, one in eight of them still in prefill.
+/// Returns p50 and p99 of decisions over a fleet with `requests` requests on each decode instance,
+/// one in eight of them still in prefill.
 fn measure(policy: &str, instances: usize, requests: usize) -> (f64, f64) {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let least = REGISTRY.policy("least_requests", &[]).expect("known");
@@ -42,7 +45,7 @@ fn measure(policy: &str, instances: usize, requests: usize) -> (f64, f64) {
         let prompt_tokens = rng.random_range(100..4000);
         let output = rng.random_range(1..8000);
         let request = Request { prompt_tokens, tokens_per_block: 16.0, ..Request::default() };
-        (router.route(&request, now).expect("somebody takes it"), output)
+        (router.route(&request, now).expect("an instance takes it"), output)
     };
     let mut open = Vec::new();
     for i in 0..2 * instances * requests {

@@ -1,8 +1,10 @@
-//! What a search for a cut takes (`lmetric_core::split`), by loads and lengths drawn at random; and what a decision takes as a whole
-//! ([`Router::route`], from chained hashes to the receipt), with cuts and without.
+//! Times a search for a segment boundary (`lmetric_core::split`), over random loads and lengths.
+//! Also times whole decisions ([`Router::route`], from chained hashes to the decision record), with
+//! and without splits.
 //!
-//! `cargo run --release -p lmetric-study --example split_latency`. Each sample is one call between two readings of the clock, so that the tail is seen;
-//! the clock's own share is printed first.
+//! Run `cargo run --release -p lmetric-study --example split_latency`. Each sample is one call
+//! between two readings of the clock, so the tail is visible; the clock's own time is printed
+//! first.
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
@@ -19,7 +21,7 @@ use std::time::Instant;
 
 const SAMPLES: usize = 200_000;
 
-/// The profile `llama-3.1-8b-a100`, about.
+/// Approximately the profile `llama-3.1-8b-a100`.
 const STEP: StepTime = StepTime {
     fixed_seconds: 0.01,
     decode_seconds_per_sequence: 2e-5,
@@ -70,10 +72,10 @@ fn measure(name: &str, cases: &[Case], mut call: impl FnMut(&Case)) {
 }
 
 const DECISIONS: usize = 20_000;
-/// Decode on each instance meanwhile.
+/// Number of decodes that run on each instance meanwhile.
 const RUNNING: usize = 32;
 
-/// Whole decisions for prompts of 64 to 16,384 tokens that nobody has seen, on instances that are at work.
+/// Times whole decisions for uncached prompts of 64 to 16,384 tokens, on busy instances.
 fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
     let mut rng = Pcg64::seed_from_u64(2);
     let pull = (policy == "planner").then(PullConfig::default);
@@ -110,7 +112,7 @@ fn decisions(instances: usize, policy: &str, split: Split, name: &str) {
         router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
     }
     report(&format!("{name}, {instances} instances"), nanoseconds);
-    println!("{:<36} {cut} of {DECISIONS} cut", "");
+    println!("{:<36} {cut} of {DECISIONS} split", "");
 }
 
 fn report(name: &str, mut nanoseconds: Vec<u64>) {
@@ -144,7 +146,7 @@ fn main() {
     let found: Vec<Found> = cases.iter().map(|case| run(case, &settings)).collect();
     let cut = found.iter().filter(|found| found.cut_token.is_some()).count();
     let probes: u32 = found.iter().map(|found| found.probes).sum();
-    println!("{cut} of {SAMPLES} cut, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
+    println!("{cut} of {SAMPLES} split, {:.2} probes each", f64::from(probes) / SAMPLES as f64);
     let libra = REGISTRY.split("libra", &[("lengths_given", 1.0)]).expect("good settings");
     for instances in [2, 256] {
         let apart = REGISTRY.split("apart", &[]).expect("good settings");

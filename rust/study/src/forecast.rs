@@ -1,23 +1,26 @@
-//! Forecasts made from the true lengths, which only a simulation knows: an oracle, and predictors that err as those of STAR do.
+//! Forecasts made from the true lengths, which only a simulation knows: an oracle, and predictors
+//! with the errors of STAR's predictors.
 //!
-//! [`Given`] is the oracle, [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by a mean absolute error (MAE): of Table 1 for the rivals, of section 4.3 for STAR's own.
-//! The paper gives averages and a few points; what is assumed between them is said at each. No state: an error is a hash of seed, request and interval.
+//! [`Given`] is the oracle, [`Bins`] are the coarse predictors of Table 3. [`LengthError`] errs by
+//! a mean absolute error (MAE): from Table 1 for the rivals, from section 4.3 for STAR's own. The
+//! paper gives averages and a few points; each predictor documents its assumptions between them. No
+//! state: an error is a hash of seed, request and interval.
 use lmetric_core::CoreError;
 use lmetric_core::estimate::remaining::{Remaining, RemainingCurve};
 use lmetric_core::reschedule::{Forecast, Running};
 use std::f64::consts::{PI, TAU};
 
-/// Share of a predictor's error that is a request's own and stays; the paper does not say.
+/// Share of a predictor's error that belongs to the request and stays; not in the paper.
 const PERSISTENCE: f64 = 0.5;
 
-/// Names that [`named`] takes.
+/// The names that [`named`] takes.
 pub const NAMES: [&str; 8] =
     ["given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_serve", "tetri_infer"];
 
-/// The forecast of that name; `seed` draws the errors of those that err at random.
+/// Returns the forecast of that name; `seed` draws the errors of random predictors.
 ///
 /// # Errors
-/// `BadValue` for another name, with all that there are, `curve` of the core included.
+/// `BadValue` for another name, with all known names, including the core's `curve`.
 pub fn named(name: &str, seed: u64) -> Result<Box<dyn Forecast>, CoreError> {
     let errs = |predictor| LengthError::new(predictor, PERSISTENCE, seed);
     Ok(match name {
@@ -37,11 +40,11 @@ pub fn named(name: &str, seed: u64) -> Result<Box<dyn Forecast>, CoreError> {
     })
 }
 
-/// The oracle: the request says its length.
+/// The oracle: the true length.
 #[derive(Clone, Copy, Debug)]
 pub struct Given;
 
-/// A forecast that keeps nothing and predicts each request by itself, from its true length.
+/// A stateless forecast that predicts each request by itself, from its true length.
 trait FromTruth: Forecast + Clone + 'static {
     fn one(&self, running: &Running) -> Remaining;
 }
@@ -86,7 +89,7 @@ macro_rules! forecasts {
 
 forecasts!(Given, Bins, LengthError);
 
-/// A predictor that knows only in which bin the remaining length lies (STAR section 6.5, Table 3).
+/// A predictor that knows only the bin of the remaining length (STAR section 6.5, Table 3).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bins {
     /// Lower edges in tokens, rising, the first 0; and the end of the last bin.
@@ -98,7 +101,8 @@ pub struct Bins {
 }
 
 impl Bins {
-    /// Table 3's settings of 2, 4 or 6 bins up to 32K tokens (K = 1,024); a prediction is the middle of its bin.
+    /// Table 3's settings of 2, 4 or 6 bins up to 32K tokens (K = 1,024); a prediction is the
+    /// middle of its bin.
     ///
     /// # Errors
     /// `BadValue` for another number of bins.
@@ -112,10 +116,10 @@ impl Bins {
         Bins::new(edges.iter().map(|k| k * 1024.0).collect())
     }
 
-    /// Bins between these edges, in tokens.
+    /// Makes bins between these edges, in tokens.
     ///
     /// # Errors
-    /// `BadValue` unless there are two or more, finite and rising from 0.
+    /// `BadValue` unless there are two or more edges, finite and rising from 0.
     pub fn new(edges: Vec<f64>) -> Result<Bins, CoreError> {
         let rising = edges.windows(2).all(|w| w[0] < w[1]) && edges.iter().all(|e| e.is_finite());
         if edges.len() < 2 || edges[0] != 0.0 || !rising {
@@ -130,7 +134,8 @@ impl Bins {
         self.edges[1..self.values.len()].partition_point(|edge| *edge <= remaining)
     }
 
-    /// The prediction for a request that truly has `remaining` tokens to come; more than the last edge counts as in the last bin.
+    /// Returns the prediction for a request that truly has `remaining` tokens to come. Lengths
+    /// beyond the last edge count as in the last bin.
     pub fn predict_one(&self, remaining: f64) -> Remaining {
         let bin = self.bin(remaining);
         Remaining { tokens: self.values[bin], deviation: self.deviations[bin] }
@@ -140,22 +145,26 @@ impl Bins {
 /// The predictors of STAR's Table 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Predictor {
-    /// STAR's own, from the model's last hidden state: MAE 3,873.2 on average. Figure 7's 18,256 tokens before the first token and 2,929 after 8,000, both for
-    /// answers of 30-32K tokens, are taken as parts of the answer's length (of 31K); an exponential runs between them, and its value at 8,000 holds after.
+    /// STAR's own, from the model's last hidden state: MAE 3,873.2 on average. Figure 7's 18,256
+    /// tokens before the first token and 2,929 after 8,000, both for answers of 30-32K tokens, are
+    /// taken as fractions of the answer's length (of 31K). An exponential runs between them, and
+    /// its value at 8,000 holds after that.
     LlmNative,
-    /// PiA, the model asked in the prompt: 14,169.3 at any time.
+    /// PiA, which asks the model in the prompt: 14,169.3 at any time.
     Pia,
-    /// mu-Serve, bert: 8,165.8 on average over contexts up to 32K, with the growth of section 2.3 (3.2 times from 4K to 32K, a straight line).
+    /// mu-Serve, bert: 8,165.8 on average over contexts up to 32K, with the growth of section 2.3
+    /// (3.2 times from 4K to 32K, a straight line).
     MuServe,
     /// TetriInfer, opt-125m: 7,658.1, as mu-Serve.
     TetriInfer,
 }
 
 impl Predictor {
-    /// Mean absolute error in tokens for an answer of `total` tokens of which `generated` are there.
+    /// Returns the mean absolute error in tokens for an answer of `total` tokens with `generated`
+    /// tokens so far.
     pub fn mae(self, generated: f64, total: f64) -> f64 {
         const LONG: f64 = 31_000.0;
-        // Mean over contexts of 0 to 32K of 1 up to 4K and a line to 3.2 from there.
+        // Mean over contexts of 0 to 32K: 1 up to 4K, and a line to 3.2 from there.
         const MEAN_GROWTH: f64 = (4.0 + 28.0 * 2.1) / 32.0;
         let growth = 1.0 + 2.2 * ((generated / 1024.0 - 4.0) / 28.0).clamp(0.0, 1.0);
         match self {
@@ -170,10 +179,12 @@ impl Predictor {
     }
 }
 
-/// A predictor that errs by a normal error with the predictor's MAE.
+/// A predictor with a normal error of the predictor's MAE.
 ///
-/// Part of the error is a request's own and stays, the rest is drawn anew each interval (`persistence`, 0 to 1; not in the paper: a predictor that reads much the
-/// same state errs much the same way). Predictions below 0 are 0, which makes the error at short lengths smaller than the MAE says.
+/// Part of the error belongs to the request and stays; the rest is drawn anew in each interval.
+/// (`persistence`, 0 to 1; not in the paper: a predictor that reads much the same state errs much
+/// the same way.) Predictions below 0 become 0, which makes the error at short lengths smaller than
+/// the MAE.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LengthError {
     predictor: Predictor,
@@ -182,6 +193,8 @@ pub struct LengthError {
 }
 
 impl LengthError {
+    /// Makes a predictor.
+    ///
     /// # Errors
     /// `BadValue` for a persistence outside of 0 to 1.
     pub fn new(predictor: Predictor, persistence: f64, seed: u64) -> Result<LengthError, CoreError> {
@@ -191,7 +204,8 @@ impl LengthError {
         Ok(LengthError { predictor, persistence, seed })
     }
 
-    /// The prediction in the request's `interval`-th interval, for an answer that has `generated` tokens and truly `remaining` to come.
+    /// Returns the prediction in the request's `interval`-th interval, for an answer that has
+    /// `generated` tokens and truly `remaining` to come.
     pub fn predict_one(&self, request: u64, interval: u64, generated: f64, remaining: f64) -> Remaining {
         // A normal error's standard deviation is sqrt(pi / 2) times its mean absolute value.
         let deviation = self.predictor.mae(generated, generated + remaining) * (PI / 2.0).sqrt();
@@ -202,7 +216,7 @@ impl LengthError {
     }
 }
 
-/// A number without a pattern from each number (SplitMix64's finaliser).
+/// Returns a number without a pattern for each number (SplitMix64's finalizer).
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -210,7 +224,7 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// A standard normal number from a hash (Box and Muller).
+/// Returns a standard normal number from a hash (Box and Muller).
 fn normal(hash: u64) -> f64 {
     let unit = |bits: u64| ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
     (-2.0 * unit(hash).ln()).sqrt() * (TAU * unit(mix(hash))).cos()

@@ -1,5 +1,5 @@
-//! Parts of the router for studies alone: oracles, ablations, negative controls, and rules of papers
-//! that gain nothing.
+//! Parts of the router for studies only: oracles, ablations, negative controls, and rules of papers
+//! without a gain.
 //!
 //! Simulations and studies offer them. The server does not: `lmetric-core` does not depend on this
 //! crate.
@@ -16,7 +16,7 @@ use lmetric_core::registry::{CORE, Rows};
 /// The rows of this crate.
 static STUDY: Rows = Rows { policies: policy::POLICIES, planners: planner::PLANNERS };
 
-/// All policies and planners, those for studies among them.
+/// All policies and planners, including those for studies.
 pub const REGISTRY: Registry = Registry::of(ROWS);
 
 const ROWS: &[&Rows] = &[&CORE, &STUDY];

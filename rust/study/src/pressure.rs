@@ -1,14 +1,20 @@
-//! What a request weighs on the instance that decodes it, by how far it is.
+//! Weight of a request on the instance that decodes it, by its progress.
 //!
-//! Rules such as least requests or least tokens sum something over the requests of an instance: 1, or the context. A request that joins adds
-//! `G(t) = S(t) (a + b (prompt + t))` to each step of its instance `t` tokens later, with `a` and `b` of the step-time model. A rule that looks at the present
-//! load alone corrects today what will be gone tomorrow, and its own cohorts come back to it; one that looks at all that is still to come is slow. Seen as
-//! control with the arrivals as the only input, the rule with the least variance of the load for a small price on correcting weighs the expected load `m` tokens
-//! ahead by the impulse response of `G / C`, where C is the minimum-phase filter with `|C|^2 = |G|^2 + PRICE max |G|^2`. A request then counts for
-//! `sum over m of w(m) S(g + m) / S(g) (a + b (prompt + g + m))`.
+//! Rules such as least requests or least tokens sum a value over the requests of an instance: 1, or
+//! the context. A request that joins adds `G(t) = S(t) (a + b (prompt + t))` to each step of its
+//! instance `t` tokens later, with `a` and `b` of the step-time model. A rule that reads only the
+//! present load corrects load today that will be gone tomorrow, and its own cohorts come back to
+//! it. A rule that reads all future load is slow.
 //!
-//! What is chosen now is load from the moment on at which the new request starts to decode, so all others are seen as they will be then, as in SIBYL's three
-//! types: those that decode so much older, and there by their chance to be; bound ones begun by then, or still to come, by the weights that are left.
+//! Take the arrivals as the only control input. The rule with the least variance of the load, for a
+//! small price on correcting, weighs the expected load `m` tokens ahead by the impulse response of
+//! `G / C`. Here C is the minimum-phase filter with `|C|^2 = |G|^2 + PRICE max |G|^2`. A request
+//! then counts for `sum over m of w(m) S(g + m) / S(g) (a + b (prompt + g + m))`.
+//!
+//! A new request is load from the moment at which it starts to decode. So all other requests count
+//! as they will be at that moment, in SIBYL's three types. Decoding requests are that much older,
+//! weighted by their chance to last. Bound requests have begun by then, or begin later and count
+//! with the remaining weights.
 use lmetric_core::estimate::survival::{BUCKET_TOKENS, BUCKETS, Survival};
 use lmetric_core::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
 use multiversion::multiversion;
@@ -16,18 +22,18 @@ use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
 use std::sync::Arc;
 
-/// Price of correcting, of the largest gain of the load's response.
+/// Price of correcting, as a fraction of the largest gain of the load's response.
 const PRICE: f64 = 1e-3;
-/// Chance of an answer that is longer, where a life is taken to end.
+/// Chance of a longer answer at which a life counts as ended.
 const FEW: f64 = 1e-3;
-/// Tokens between two samples of a life; twice as many where it has more than [`SAMPLES`].
+/// Tokens between two samples of a life; twice as many if it has more than [`SAMPLES`].
 const SAMPLE_TOKENS: f64 = 16.0;
-/// Samples of a life at most.
+/// Largest number of samples of a life.
 const SAMPLES: usize = 1024;
 /// Points of the transforms: a life, and room for the response to end in.
 const POINTS: usize = 8 * SAMPLES;
 
-/// What requests weigh: a part of each, and one of each token of its context.
+/// Weights of requests: a part for each request, and a part for each token of its context.
 #[derive(Clone, Debug, PartialEq)]
 struct Curve {
     requests: Vec<f64>,
@@ -40,7 +46,7 @@ impl Curve {
         Curve { requests, context }
     }
 
-    /// With `context` tokens, so many tokens along the curve.
+    /// Returns the weight with `context` tokens, `tokens` tokens along the curve.
     fn at(&self, tokens: f64, context: f64) -> f64 {
         let last = self.requests.len() - 1;
         let place = (tokens / BUCKET_TOKENS).clamp(0.0, last as f64);
@@ -51,23 +57,25 @@ impl Curve {
     }
 }
 
-/// What the requests of an instance weigh, in requests that begin behind no prompt.
+/// Weights of the requests of an instance, in units of requests without a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pressure {
-    /// By age, at the boundaries of buckets, times the chance to get so old; and 1 over that chance in the middle of each bucket.
+    /// Weights of decoding requests by age, at the boundaries of buckets, times the chance to get
+    /// so old; and 1 over that chance in the middle of each bucket.
     running: Curve,
     inverse: Vec<f64>,
-    /// Of a request that begins later, by how many tokens later.
+    /// Weights of a request that begins later, by the number of tokens until then.
     coming: Curve,
-    /// Cost of a request and of a token of its context, and sums over the first lags of their weights and of weights times lags, at lags
-    /// `sample` tokens apart: with them what a request of known length weighs.
+    /// Cost of a request and of a token of its context. Sums over the first lags of their weights
+    /// and of weights times lags, at lags `sample` tokens apart: they give the weight of a request
+    /// of known length.
     cost: DecodeCost,
     sample: f64,
     sums: Vec<(f64, f64)>,
 }
 
 impl Pressure {
-    /// The weights for answers of these lengths behind prompts of `prompt_tokens` on average.
+    /// Makes the weights for answers of these lengths behind prompts of `prompt_tokens` on average.
     pub fn new(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Pressure {
         let curve = survival.boundaries();
         let last = (1..curve.len()).rev().find(|&i| curve[i] >= FEW).map_or(1, |i| (i + 1).min(BUCKETS));
@@ -87,7 +95,8 @@ impl Pressure {
         let mut weights = inner(&response);
         weights.truncate(samples);
         let later: Vec<f64> = weights.iter().enumerate().map(|(i, weight)| weight * lag(i)).collect();
-        // Of a request with so many buckets of tokens, times the chance to get there: what it weighs without and for each token of its context.
+        // For a request with `bucket` buckets of tokens, times the chance to get there: its weight
+        // without context, and per token of its context.
         let of = |bucket: usize| {
             let alive = &alive[(bucket * stride).min(samples)..];
             let token = b * dot(&weights, alive);
@@ -95,7 +104,7 @@ impl Pressure {
         };
         let scale = 1.0 / of(0).0.abs().max(f64::MIN_POSITIVE);
         let scaled = |(request, token): (f64, f64)| (request * scale, token * scale);
-        // Longer than answers are: as those that are nearly as long.
+        // Longer than any answer: as the nearly longest answers.
         let (request, token) = scaled(of(last - 1));
         let oldest = 1.0 / curve[last - 1];
         let running = Curve::of((0..=BUCKETS).map(|i| match i < last {
@@ -120,18 +129,18 @@ impl Pressure {
         Pressure { running, inverse, coming, cost, sample, sums }
     }
 
-    /// The weights as they are for a request that starts to decode then.
+    /// Returns the weights for a request that starts to decode at the time of `outlook`.
     pub fn towards(&self, outlook: Outlook) -> Ahead<'_> {
         Ahead { pressure: self, running: self.table(outlook.further()), outlook }
     }
 
-    /// Of requests that decode now, by bucket, with every one `further` tokens on.
+    /// Returns the weights of decoding requests, by bucket, with every request `further` tokens on.
     fn table(&self, further: f64) -> Curve {
         let place = 0.5 + (further / BUCKET_TOKENS).min(BUCKETS as f64);
         let (shift, part) = (place as usize, place - place.floor());
         let (ones, tokens) = (&self.running.requests, &self.running.context);
         Curve::of(self.inverse.iter().enumerate().map(|(bucket, inverse)| {
-            // Beyond the curves' ends they stay what they are there.
+            // Beyond their ends, the curves keep their last values.
             let (low, high) = ((bucket + shift).min(BUCKETS), (bucket + shift + 1).min(BUCKETS));
             let one = ones[low] * (1.0 - part) + ones[high] * part;
             let token = tokens[low] * (1.0 - part) + tokens[high] * part;
@@ -139,7 +148,8 @@ impl Pressure {
         }))
     }
 
-    /// A bound request that will have made `age` tokens by then; below 0: that starts so many tokens later.
+    /// Returns the weight of a bound request that will have made `age` tokens by then; below 0: it
+    /// starts that many tokens later.
     fn bound(&self, prompt_tokens: f64, age: f64) -> f64 {
         match age >= 0.0 {
             true => self.running.at(age, prompt_tokens + age),
@@ -147,7 +157,8 @@ impl Pressure {
         }
     }
 
-    /// A request that starts `wait` tokens later with `context` tokens and makes `left` more.
+    /// Returns the weight of a request that starts `wait` tokens later with `context` tokens and
+    /// makes `left` more.
     fn of_length(&self, context: f64, wait: f64, left: f64) -> f64 {
         let at = |tokens: f64| {
             let last = self.sums.len() - 1;
@@ -163,24 +174,24 @@ impl Pressure {
     }
 }
 
-/// What requests will weigh when a new one starts to decode.
+/// Weights at the time at which a new request starts to decode.
 pub struct Ahead<'a> {
     pressure: &'a Pressure,
-    /// Those that decode now, by bucket.
+    /// Weights of decoding requests, by bucket.
     running: Curve,
     outlook: Outlook,
 }
 
 impl Ahead<'_> {
-    /// The requests that decode on an instance and those bound to it.
+    /// Returns the weight of the requests that decode on an instance or are bound to it.
     pub fn of(&self, load: &DecodeLoad) -> f64 {
         let running = load.decoding().weighed(&self.running.requests, &self.running.context);
         let bound = load.pending().map(|p| self.pressure.bound(p.prompt_tokens, self.outlook.age(p.start)));
         running + bound.sum::<f64>()
     }
 
-    /// The requests of an instance if it is known how long each answer will be. `left`: the requests
-    /// that decode, by the tokens they will still make.
+    /// Returns the weight of the requests of an instance if the length of each answer is known.
+    /// `left`: the decoding requests, by the tokens they will still make.
     pub fn of_known(&self, left: &Histogram, load: &DecodeLoad) -> f64 {
         let (requests, context) = left.buckets();
         let further = self.outlook.further();
@@ -219,12 +230,12 @@ impl DecodeWeights for Pressure {
     }
 }
 
-/// The weights of what was learned.
+/// Returns the weights for learned lengths.
 pub fn weights_of(survival: &Survival, cost: DecodeCost, prompt_tokens: f64) -> Arc<dyn DecodeWeights> {
     Arc::new(Pressure::new(survival, cost, prompt_tokens))
 }
 
-/// Sum of products, as far as both reach.
+/// Returns the sum of products over the length of the shorter slice.
 #[multiversion(targets("x86_64+avx2"))]
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let n = a.len().min(b.len());
@@ -240,7 +251,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum()
 }
 
-/// Impulse response of `G / C` for the first [`SAMPLES`] samples.
+/// Returns the impulse response of `G / C` for the first [`SAMPLES`] samples.
 fn inner(response: &[f64]) -> Vec<f64> {
     let mut planner = FftPlanner::new();
     let (forward, back) = (planner.plan_fft_forward(POINTS), planner.plan_fft_inverse(POINTS));
@@ -248,7 +259,8 @@ fn inner(response: &[f64]) -> Vec<f64> {
     g.iter_mut().zip(response).for_each(|(g, x)| g.re = *x);
     forward.process(&mut g);
     let largest = g.iter().map(|g| g.norm_sqr()).fold(0.0, f64::max);
-    // The minimum-phase filter of a given gain: its logarithm's transform is causal (cepstrum folded onto positive times).
+    // The minimum-phase filter of a given gain: its logarithm's transform is causal (cepstrum
+    // folded onto positive times).
     let mut log: Vec<Complex<f64>> =
         g.iter().map(|g| Complex::new(0.5 * (g.norm_sqr() + PRICE * largest).ln(), 0.0)).collect();
     back.process(&mut log);
@@ -285,18 +297,19 @@ mod tests {
 
     #[test]
     fn a_filter_that_is_minimum_phase_passes_everything_at_once() {
-        // 1 + z/2 is its own minimum-phase filter: G / C is 1, but for the small price.
+        // 1 + z/2 is its own minimum-phase filter: G / C is 1, except for the small price.
         let weights = inner(&[1.0, 0.5]);
         assert!((weights[0] - 1.0).abs() < 0.01, "{:?}", &weights[..4]);
         assert!(weights[1..].iter().all(|w| w.abs() < 0.01), "{:?}", &weights[..4]);
-        // z/2 behind nothing and then 1: the response comes a sample later than it could, and so do the weights.
+        // z/2 behind 0 and then 1: the response comes a sample later than it could, and so do the
+        // weights.
         let late = inner(&[0.5, 1.0]);
         assert!((late[0] - 0.5).abs() < 0.01 && (late[1] - 0.75).abs() < 0.01, "{:?}", &late[..4]);
     }
 
     const HERE: Outlook = Outlook { now: 0.0, then: 0.0, rate: 0.0 };
 
-    /// A request with so many tokens that decodes.
+    /// Returns the weight of one decoding request with `generated` tokens.
     fn one(pressure: &Pressure, generated: f64, prompt: f64, outlook: Outlook) -> f64 {
         let mut load = DecodeLoad::default();
         load.enter(prompt, generated);
@@ -327,12 +340,12 @@ mod tests {
         let survival = lengths((0..4000).map(|i| 500 + i % 4000));
         let pressure = Pressure::new(&survival, COST, 1000.0);
         let later = Outlook { now: 0.0, then: 20.0, rate: 32.0 };
-        // One that decodes: 640 tokens older, if it lasts.
+        // A request that decodes: 640 tokens older, if it lasts.
         let lasts = survival.at(2144.0) / survival.at(1504.0);
         let expected = one(&pressure, 2144.0, 1000.0, HERE) * lasts;
         assert!((one(&pressure, 1504.0, 1000.0, later) - expected).abs() < 0.01, "{expected}");
-        // One that starts in between has made 8 s x 32 tokens; one that starts at the same time none; one that starts later weighs
-        // less, the later the less.
+        // A request that starts in between has made 8 s x 32 tokens; a request that starts at the
+        // same time, none. A request that starts later weighs less, the later the less.
         let at = |start: f64| bound(&pressure, 800.0, start, later);
         let expected = one(&pressure, 256.0, 800.0, HERE) * survival.at(256.0);
         assert!((at(12.0) - expected).abs() < 0.02 * expected, "{} {expected}", at(12.0));
@@ -348,7 +361,7 @@ mod tests {
 
     #[test]
     fn a_known_length_weighs_what_is_left_of_it() {
-        // All answers have 1,000 tokens: what is known adds nothing.
+        // All answers have 1,000 tokens: known lengths add no information.
         let survival = lengths((0..2000).map(|_| 1000));
         let pressure = Pressure::new(&survival, COST, 500.0);
         let of = |left: f64, context: f64, outlook: Outlook| {
@@ -376,7 +389,8 @@ mod tests {
 
     #[test]
     fn where_answers_end_at_once_as_often_as_ever_age_does_not_matter() {
-        // Geometric lengths without context costs: what is still to come is the same at every age, and so is the weight.
+        // Geometric lengths without context costs: the expected rest is the same at every age, and
+        // so is the weight.
         let mut x = 1u64;
         let survival = lengths((0..20_000).map(|_| {
             x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -1,4 +1,4 @@
-//! A policy that is replaced while requests are in flight.
+//! Replacing a policy while requests are in flight.
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator::{self, *};
 use lmetric_core::plan::{Event, Usage};
@@ -61,7 +61,7 @@ fn shown(router: &mut Router, now: f64) -> Vec<(Indicator, Vec<f64>)> {
     SHOWN.iter().map(|id| (*id, columns.get(*id).to_vec())).collect()
 }
 
-/// A load's text without the starts of bound segments, which are estimated anew.
+/// Returns a load's text without the starts of bound segments, which are estimated anew.
 fn without_starts(load: &str) -> String {
     let parts = load.split("start: ").enumerate();
     parts.map(|(i, part)| if i == 0 { part } else { part.split_once(' ').unwrap().1 }).collect()
@@ -71,7 +71,8 @@ fn without_starts(load: &str) -> String {
 fn a_policy_that_looks_ahead_sees_the_requests_that_were_there_before_it() {
     for roles in [[Role::Both; 3], [Role::Prefill, Role::Decode, Role::Decode]] {
         let build = |name| REGISTRY.policy(name, &[]).unwrap();
-        // One has looked ahead since before its first request, for a policy that was replaced.
+        // One router has looked ahead since before its first request, for a policy that was
+        // replaced.
         let mut always = router("sibyl", "least_requests", &roles);
         always.set_policy(build("round_robin")).unwrap();
         let mut late = router("round_robin", "least_requests", &roles);
@@ -83,11 +84,11 @@ fn a_policy_that_looks_ahead_sees_the_requests_that_were_there_before_it() {
             (0..3).map(|slot| without_starts(&format!("{:?}", ahead.load(slot)))).collect::<Vec<_>>()
         };
         assert_eq!(loads(&late), loads(&always));
-        // Another that asks for more.
+        // Another policy that reads more.
         let oracle = REGISTRY.policy("sibyl_plus", &[("oracle".into(), 1.0)]).unwrap();
         always.set_decode_policy(oracle).unwrap();
         assert_eq!(loads(&late), loads(&always));
-        // All of them end: nothing is left.
+        // All requests end: the ledger is empty.
         for (router, open) in [&mut always, &mut late].into_iter().zip(open) {
             open.into_iter().for_each(|ticket| router.drop_ticket(ticket));
             for (id, column) in shown(router, 9.0) {

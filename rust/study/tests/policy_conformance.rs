@@ -1,4 +1,4 @@
-//! What every registered policy must do, whatever its formula.
+//! Requirements on every registered policy, whatever its formula.
 #[path = "../../core/tests/common/fleet.rs"]
 mod fleet;
 
@@ -9,7 +9,7 @@ use lmetric_study::REGISTRY;
 use rand::{RngExt, SeedableRng, seq::SliceRandom};
 use std::collections::BTreeSet;
 
-/// Load is not their business, or turned upside down.
+/// Policies that ignore load, or invert it.
 const BLIND_TO_LOAD: [&str; 3] = ["round_robin", "random", "always_worst"];
 
 /// Indicators that may be absent.
@@ -33,7 +33,8 @@ fn every(check: impl Fn(&'static PolicySpec, &dyn Policy)) {
     }
 }
 
-/// A fleet of whole numbers, small ones (so that instances tie) or large ones, with nothing absent.
+/// Returns a fleet of whole numbers, small ones (so that instances tie) or large ones, with no
+/// value absent.
 fn arbitrary(slots: usize, seed: u64) -> Fleet {
     let mut rng = PolicyRng::seed_from_u64(seed);
     let scale = [4, 100, 100_000][rng.random_range(0..3)];
@@ -63,7 +64,7 @@ fn fleets() -> impl Iterator<Item = Fleet> {
     (0..60).map(|seed| arbitrary([1, 2, 3, 7, 16, 64][seed as usize % 6], seed))
 }
 
-/// Scores and tie-breaks of a slot.
+/// Returns the score and tie-breaks of a slot.
 fn of(scores: &Scores, slot: usize) -> Vec<f64> {
     [scores.score[slot]].into_iter().chain(scores.then[..scores.then_count].iter().map(|c| c[slot])).collect()
 }
@@ -79,7 +80,7 @@ fn all_same(a: &Scores, b: &Scores, slots: usize) -> bool {
     a.prefer == b.prefer && (0..slots).all(|slot| same(&of(a, slot), &of(b, slot)))
 }
 
-/// The slots that no score or tie-break tells from the best.
+/// Returns the slots whose scores and tie-breaks equal the best.
 fn tie_set(fleet: &Fleet, scores: &Scores) -> BTreeSet<usize> {
     let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
     let key = |slot: usize| {
@@ -250,7 +251,7 @@ fn an_absent_indicator_leaves_out_no_more_than_its_instance() {
 
 #[test]
 fn a_full_hit_does_not_hide_the_load() {
-    // sglang's port of a score by misses alone: a full hit scores 0 however long its queue.
+    // sglang's port scores by misses alone: a full hit scores 0 however long its queue.
     for load in [1.0, 40.0, 1000.0] {
         let busy = |share: f64| [load * share, 0.0];
         let fleet = [
@@ -331,7 +332,8 @@ fn both_ends_of_every_knob_build_and_score() {
     }
 }
 
-/// Knobs of the learned length curve: they change indicators, not the score of given indicators.
+/// Parameters of the learned length curve: they change indicators, not the score of given
+/// indicators.
 const OF_THE_CURVE: [&str; 2] = ["alpha", "bucket_tokens"];
 
 #[test]

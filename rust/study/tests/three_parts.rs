@@ -1,4 +1,5 @@
-//! Requests that think: cut into three by the router, with their books, receipts and failures (Libra, section 4.4).
+//! Reasoning requests in three parts: in-flight ledger, decision records and failures (Libra,
+//! section 4.4).
 #[path = "../../core/tests/common/router.rs"]
 mod common;
 
@@ -28,7 +29,7 @@ fn fleet(split: Split, instances: usize) -> Router {
     router
 }
 
-/// 512 prompt tokens, 1,200 thoughts, 336 answer tokens.
+/// 512 prompt tokens, 1,200 reasoning tokens, 336 answer tokens.
 const THINKS: Request<'static> = Request {
     chain: &[],
     prompt_tokens: 512,
@@ -64,7 +65,7 @@ fn each_part_is_on_an_instance_of_its_own_and_the_receipt_says_which() {
     let [a, b, c] = plan[..] else { panic!("{plan:?}") };
     assert!(a.instance != b.instance && b.instance != c.instance && a.instance != c.instance);
     assert_eq!((a.to_token, b.to_token, c.to_token), (Some(b.from_token), Some(c.from_token), None));
-    // No answer token is made where thoughts are.
+    // No answer token is made on the reasoning instance.
     assert!(c.from_token <= 1712 && b.from_token < c.from_token);
     router.derive_all(0.0);
     let bound =
@@ -98,7 +99,7 @@ fn with_two_instances_the_answer_comes_back_to_the_first() {
     let (first, second) = (plan[0].instance.index(), plan[1].instance.index());
     router.derive_all(0.0);
     assert_eq!(router.columns().get(Indicator::BoundBs)[first], 2.0, "to begin with, and to come back");
-    // Both of its segments there are known apart, by when they are expected to decode.
+    // Both of its segments there have separate entries, by their expected decode times.
     let pending = |router: &Router, slot| router.ahead().unwrap().load(slot).pending().count();
     assert_eq!(pending(&router, second), 1);
     let before = pending(&router, first);
@@ -171,7 +172,8 @@ fn who_takes_the_request_whole_leaves_nothing_to_those_bound_behind() {
     let mut router = fleet(libra(3), 3);
     let d = router.route(&THINKS, 0.0).unwrap();
     let plan = segments(&mut router, &d);
-    // Nobody takes over where the thoughts were to be; the third may take requests, but hands none over.
+    // No instance accepts transfers for the reasoning part; the third may take requests, but
+    // transfers none.
     (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::Nowhere).unwrap());
     router.fleet_mut().set_healthy(plan[1].instance, false).unwrap();
     let next = router.advance(d.ticket, DONE, 1.0).unwrap().unwrap();
@@ -201,7 +203,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     }
     let unknown = Request { expected_output_tokens: None, ..THINKS };
     let (pieces, why) = parts(&mut router, &unknown);
-    assert_eq!((pieces, why.as_deref()), (1, Some("nothing is known of the length of answers")));
+    assert_eq!((pieces, why.as_deref()), (1, Some("output lengths are unknown")));
     (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
     let cannot = "in three parts: its instances cannot transfer KV".to_string();
     assert_eq!(parts(&mut router, &THINKS), (2, Some(cannot)));
@@ -217,7 +219,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
         ("quantile", 1.5),
     ] {
         let error = REGISTRY.split("libra_three", &[bad]).unwrap_err().to_string();
-        assert!(error.contains(&format!("knob {} of split libra_three", bad.0)), "{error}");
+        assert!(error.contains(&format!("parameter {} of split libra_three", bad.0)), "{error}");
     }
 }
 
@@ -248,6 +250,6 @@ fn lengths_are_learned_by_class_once_enough_of_it_have_ended() {
     end(&mut router, codes, 300);
     assert_eq!(expects(&mut router, codes), 303.0, "the upper edge of 300's bucket");
     assert_eq!(expects(&mut router, Some(9)), 12.0, "a class of which nothing is known");
-    // Prompts of another length are others, even of that class.
+    // Prompts of another length are separate, even within that class.
     assert_eq!(expects_of(&mut router, &Request { prompt_tokens: 40, ..request(codes) }), 0.0);
 }

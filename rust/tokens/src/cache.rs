@@ -1,13 +1,14 @@
-//! Token ids by segment: bounded in bytes, the least recently used leave first.
+//! A cache of token IDs by segment, bounded in bytes. It evicts the least recently used segments
+//! first.
 use lru::LruCache;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-/// Bytes of an entry beside its ids: its node (key, ids and two links), two pointers in a table at its emptiest (just doubled),
-/// the counts of the `Arc`, and what the allocator keeps of both.
+/// Bytes of an entry beside its IDs: its node (key, IDs and two links), the counts of the `Arc`,
+/// and the allocator's overhead of both. A table at its emptiest (just doubled) adds two pointers.
 const ENTRY_BYTES: usize = size_of::<(u128, Arc<[u32]>, [usize; 2])>() + 40 + 16 + 2 * 16;
 
-/// A key is a hash already: its low half picks the bucket.
+/// Hasher for keys that are hashes already: the low half picks the bucket.
 #[derive(Default)]
 struct Low(u64);
 
@@ -23,18 +24,18 @@ impl Hasher for Low {
     }
 }
 
-/// What a cache holds and what it was asked.
+/// Contents and use of a cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
     /// Segments held.
     pub segments: usize,
     /// Memory they take, in bytes; never above the bound.
     pub bytes: usize,
-    /// Segments that left to keep the bound.
+    /// Segments evicted to keep the bound.
     pub evicted: u64,
-    /// Bytes of text whose ids were found.
+    /// Bytes of text whose IDs were found.
     pub found_bytes: u64,
-    /// Bytes of text that had to be tokenised.
+    /// Bytes of text that had to be tokenized.
     pub new_bytes: u64,
 }
 
@@ -56,12 +57,12 @@ impl Cache {
         Cache { entries, limit, stats: CacheStats::default() }
     }
 
-    /// The ids of a segment, which becomes the newest.
+    /// Returns the IDs of a segment and makes it the newest entry.
     pub(crate) fn get(&mut self, key: u128) -> Option<Arc<[u32]>> {
         self.entries.get(&key).cloned()
     }
 
-    /// Keeps a segment's ids, unless they alone are over the bound.
+    /// Keeps a segment's IDs, unless they alone exceed the bound.
     pub(crate) fn put(&mut self, key: u128, ids: Arc<[u32]>) {
         let bytes = size(&ids);
         if bytes > self.limit || self.entries.contains(&key) {
@@ -97,7 +98,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a plain list, newest first.
+        /// Compares the cache with a plain list, newest first.
         #[test]
         fn it_is_a_bounded_list_of_the_most_recent(
             limit in 0usize..2000,

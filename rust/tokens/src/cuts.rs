@@ -1,31 +1,36 @@
-//! Where a text may be cut, so that the ids of its parts are the parts of its ids.
+//! Positions at which a text may be cut, so that the IDs of its parts are the parts of its IDs.
 //!
-//! A tokenizer first splits a text at its added tokens, from left to right, the longest first; every piece between two of them
-//! is normalised, split and tokenised for itself. So a text may be cut *before* a special token: the special token opens the
-//! right part, which keeps its pieces away from the start of the text (some tokenizers put a space before the first piece only).
-//! What would look over the cut is left alone: tokens that take the space on their left, and tokens that match as single words
-//! only.
+//! A tokenizer first splits a text at its added tokens, from left to right, the longest first. It
+//! then normalizes, splits and tokenizes every piece between two added tokens by itself.
+//!
+//! So a text may be cut *before* a special token. The special token opens the right part and keeps
+//! its pieces away from the start of the text (some tokenizers put a space before the first piece
+//! only).
+//!
+//! Tokens that depend on text across the cut are excluded: tokens that take the space on their
+//! left, and tokens that match as single words only.
 use aho_corasick::{AhoCorasick, MatchKind};
 use std::ops::Range;
 use tokenizers::AddedToken;
 
-/// Shortest segment, in bytes: a text of nothing but special tokens must not cost much more than another of its length.
+/// Shortest segment, in bytes: a text of special tokens alone must not cost much more than other
+/// texts of its length.
 const SHORTEST: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Cuts {
     finder: AhoCorasick,
-    /// By pattern: whether a text may be cut before it.
+    /// For each pattern: whether a text may be cut before it.
     before: Vec<bool>,
 }
 
 impl Cuts {
-    /// The cuts for these added tokens; the reason where there are none.
+    /// Returns the cuts for these added tokens, or the reason why there are none.
     pub(crate) fn new(added: &[AddedToken]) -> Result<Cuts, String> {
         if let Some(token) = added.iter().find(|t| t.single_word) {
             return Err(format!("added token {:?} matches as a single word only", token.content));
         }
-        // Normalised tokens are looked for inside the pieces, later.
+        // Normalized tokens are searched inside the pieces, later.
         let patterns: Vec<&AddedToken> =
             added.iter().filter(|t| !t.normalized && !t.content.is_empty()).collect();
         let starts_with_space = |token: &AddedToken| token.content.starts_with(char::is_whitespace);
@@ -41,7 +46,8 @@ impl Cuts {
         Ok(Cuts { finder, before })
     }
 
-    /// The segments of `text`, in order; together they are the text. Those of a prefix are those of the text, but for the last.
+    /// Returns the segments of `text`, in order; together they are the text. A prefix of a text has
+    /// the segments of the text, except for its last segment.
     pub(crate) fn segments(&self, text: &str, out: &mut Vec<Range<usize>>) {
         let mut start = 0;
         for found in self.finder.find_iter(text) {

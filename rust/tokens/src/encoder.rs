@@ -1,4 +1,4 @@
-//! A tokenizer with a cache of what it tokenised before.
+//! A tokenizer with a cache of tokenized segments.
 use crate::TokensError;
 use crate::cache::{Cache, CacheStats};
 use crate::cuts::Cuts;
@@ -15,33 +15,38 @@ const PROBES: [&str; 9] =
     ["", " ", "a", " a", "a ", "\n\n", "Ünïcode 日本語 ", "a b\tc  d\n", "don't 123456 §½ ﬁ"];
 /// Text longer than the shortest segment.
 const FILLER: &str = "some words, so that what comes next is cut off from what was before them";
-/// Texts up to this size are looked at while the caller's event loop waits: two milliseconds.
+/// Texts up to this size are checked while the caller's event loop waits: two milliseconds.
 const AT_ONCE_BYTES: usize = 1 << 20;
-/// Segments asked for or kept at a time, while other threads wait.
+/// Segments read or written at a time, while other threads wait.
 const BATCH: usize = 512;
-/// Special tokens that the check uses at most.
+/// Largest number of special tokens that the check uses.
 const PROBED_TOKENS: usize = 24;
 
-/// Ids before and after every text.
+/// IDs before and after every text.
 type Around = (Vec<u32>, Vec<u32>);
 
-/// Turns texts into token ids. Threads may share it.
+/// Encodes texts as token IDs. Threads may share an encoder.
 pub struct Encoder {
     libraries: Libraries,
     cuts: Result<Cuts, String>,
-    /// What the tokenizer puts before and after a text where it is told to; `None`: it does something else.
+    /// IDs that the tokenizer adds before and after a text with `add_special_tokens`; `None`: it
+    /// changes the text in another way.
     around: Option<Around>,
     seed: u64,
     cache: Mutex<Cache>,
 }
 
 impl Encoder {
-    /// A tokenizer from the bytes of a `tokenizer.json`, with further added tokens (a JSON list of objects as there under
-    /// `added_tokens`; in their order), and a cache of at most `cache_bytes`. `around`: names of the tokens put before and after a
-    /// text, in place of what the tokenizer itself would put.
+    /// Loads a tokenizer from the bytes of a `tokenizer.json`, with a cache of at most
+    /// `cache_bytes`.
+    ///
+    /// The JSON list of `added_tokens` adds tokens in its order, as objects like those under
+    /// `added_tokens` in the file. `around`: names of the tokens before and after a text, instead
+    /// of the tokenizer's own.
     ///
     /// # Errors
-    /// `Unusable`: it is no tokenizer, a name in `around` is none of its tokens, or its ids are left to chance (BPE dropout).
+    /// `Unusable`: the file is no tokenizer, a name in `around` is not one of its tokens, or its
+    /// IDs are random (BPE dropout).
     pub fn load(
         json: &[u8],
         added: &[u8],
@@ -61,7 +66,7 @@ impl Encoder {
                 if special { tokenizer.add_special_tokens([token]) } else { tokenizer.add_tokens([token]) };
             result.map_err(|e| unusable(&e))?;
         }
-        // Both are the engine's to decide, by request.
+        // The engine decides about truncation and padding, by request.
         tokenizer.with_truncation(None).map_err(|e| unusable(&e))?;
         tokenizer.with_padding(None);
         let mut known: Vec<(u32, AddedToken)> = tokenizer.get_added_tokens_decoder().into_iter().collect();
@@ -85,40 +90,44 @@ impl Encoder {
         Ok(encoder)
     }
 
-    /// Why texts are tokenised whole, where they are: a conversation then pays for all its turns again.
+    /// Why texts are tokenized whole, if they are: then each turn of a conversation tokenizes all
+    /// earlier turns again.
     pub fn whole_because(&self) -> Option<&str> {
         self.cuts.as_ref().err().map(String::as_str)
     }
 
-    /// Whether the faster of the two libraries is used.
+    /// Whether the faster library is in use.
     pub fn is_fast(&self) -> bool {
         self.libraries.is_fast()
     }
 
-    /// What the cache holds and was asked.
+    /// Returns the contents and use of the cache.
     pub fn stats(&self) -> CacheStats {
         self.cache.lock().stats
     }
 
-    /// The id of an added token or a word of the vocabulary.
+    /// Returns the ID of an added token or a word of the vocabulary.
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.libraries.tokenizer.token_to_id(token)
     }
 
-    /// The text of ids. Those that no token has are left out, and what is no whole character is U+FFFD.
+    /// Returns the text of IDs. IDs without a token are left out, and incomplete characters become
+    /// U+FFFD.
     ///
     /// # Errors
-    /// `Failed`: the tokenizer has no text for these ids.
+    /// `Failed`: the tokenizer cannot decode these IDs.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TokensError> {
         self.libraries.decode(ids, skip_special_tokens)
     }
 
-    /// The ids of `text`; `None` where more than `at_most` bytes of it would have to be tokenised, or (with a bound) where it is so
-    /// long that finding that out takes long. `add_special_tokens`: with
-    /// what the tokenizer puts around a text (BOS), as engines do for completions; chat templates write it themselves.
+    /// Returns the IDs of `text`. Returns `None` if more than `at_most` bytes of it would have to
+    /// be tokenized, or (with a bound) if the text is so long that this check takes long.
+    ///
+    /// `add_special_tokens`: includes the tokens that the tokenizer puts around a text (BOS), as
+    /// engines do for completions; chat templates write these tokens themselves.
     ///
     /// # Errors
-    /// `Failed`: the tokenizer has no ids for this text.
+    /// `Failed`: the tokenizer cannot encode this text.
     pub fn encode(
         &self,
         text: &str,
@@ -128,11 +137,12 @@ impl Encoder {
         self.encode_in(0, text, add_special_tokens, at_most)
     }
 
-    /// [`encode`](Self::encode) with a part of the cache of its own: texts of different scopes share no entry, so the time that this
-    /// takes says nothing about the texts of another scope.
+    /// Encodes a text as [`encode`](Self::encode) does, in a scope of the cache. Texts of different
+    /// scopes share no entry, so the duration of a call reveals nothing about the texts of another
+    /// scope.
     ///
     /// # Errors
-    /// `Failed`: the tokenizer has no ids for this text.
+    /// `Failed`: the tokenizer cannot encode this text.
     pub fn encode_in(
         &self,
         scope: u64,
@@ -181,11 +191,11 @@ impl Encoder {
     }
 
     fn ids_of(&self, names: Vec<String>) -> Result<Vec<u32>, TokensError> {
-        let id = |name: &String| self.id_of(name).ok_or(format!("{name:?} is none of its tokens"));
+        let id = |name: &String| self.id_of(name).ok_or(format!("{name:?} is not one of its tokens"));
         names.iter().map(id).collect::<Result<_, _>>().map_err(TokensError::Unusable)
     }
 
-    /// What is known of each segment, and the bytes of those that are not.
+    /// Returns the cached IDs of each segment, and the bytes of segments that are not cached.
     fn look_up(&self, segments: &[Range<usize>], keys: &[u128]) -> (Vec<Option<Arc<[u32]>>>, usize) {
         let mut found = Vec::with_capacity(keys.len());
         for batch in keys.chunks(BATCH) {
@@ -214,7 +224,7 @@ impl Encoder {
         Ok(ids)
     }
 
-    /// What stands around every text, found by trying.
+    /// Finds the IDs that stand around every text, by trial.
     fn find_around(&self) -> Result<Option<Around>, TokensError> {
         let reference = |text, special| self.libraries.by_reference(text, special);
         let (inner, outer) = (reference("a", false)?, reference("a", true)?);
@@ -229,8 +239,8 @@ impl Encoder {
         Ok(Some(around))
     }
 
-    /// Whether cutting gives the ids of the whole text: true by construction for what is known of tokenizers; tried here for what
-    /// is not.
+    /// Checks that cutting gives the IDs of the whole text. For known tokenizers this holds by
+    /// construction; the trial covers unknown tokenizers.
     fn check_cuts(&self, probes: &[String]) -> Result<Result<(), String>, TokensError> {
         let Ok(cuts) = &self.cuts else { return Ok(Ok(())) };
         for text in probes {
@@ -248,7 +258,7 @@ impl Encoder {
     }
 }
 
-/// Texts with added tokens between what could matter to them.
+/// Texts with added tokens between characters that could matter to them.
 fn probes(added: &[AddedToken]) -> Vec<String> {
     let special = added.iter().filter(|t| t.special).take(PROBED_TOKENS);
     let others = added.iter().filter(|t| !t.special).take(PROBED_TOKENS);
@@ -258,7 +268,7 @@ fn probes(added: &[AddedToken]) -> Vec<String> {
         let next = tokens[(i + 1) % tokens.len()];
         for (j, probe) in PROBES.iter().enumerate() {
             let other = PROBES[(i + j) % PROBES.len()];
-            // Once as it is, once with segments long enough to be cut.
+            // Once unchanged, and once with segments long enough to be cut.
             texts.push(format!("{probe}{token}{other}{next}{probe}{token}"));
             texts.push(format!("{FILLER}{probe}{token}{other}{FILLER}{other}{next}{FILLER}{probe}{token}"));
         }

@@ -6,7 +6,7 @@ mod library {
     use super::Tokenizer;
     use tokenizers_fast::pipeline::{EncodeOptions, PipelineToken, PipelineTokenizer};
 
-    /// A tokenizer as the faster library read it.
+    /// A tokenizer as read by the faster library.
     pub(crate) struct Fast(PipelineTokenizer);
 
     impl Fast {
@@ -16,7 +16,8 @@ mod library {
             tokenizers_fast::from_json(&json).ok().map(Fast)
         }
 
-        /// The ids of a text, without what the tokenizer puts around it; `None`: the library failed.
+        /// Returns the IDs of a text, without the tokens that the tokenizer puts around it; `None`:
+        /// the library failed.
         pub(crate) fn encode(&self, text: &str) -> Option<impl Iterator<Item = u32> + use<>> {
             let mut ids = Vec::with_capacity(text.len() / 3);
             self.0.encode_into(text, &EncodeOptions::no_specials(), &mut ids).ok()?;

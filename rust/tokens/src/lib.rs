@@ -1,5 +1,6 @@
-//! Prompts to token ids. A text is cut at special tokens into segments whose ids do not depend on what stands around them
-//! (checked when a tokenizer is loaded); a segment seen before costs a hash and a copy. No I/O, no Python.
+//! Encodes prompts as token IDs. A text is cut at special tokens into segments whose IDs do not
+//! depend on their neighbors (checked when a tokenizer is loaded). A cached segment costs a hash
+//! and a copy. No I/O, no Python.
 #![forbid(unsafe_code)]
 mod cache;
 mod cuts;
@@ -13,13 +14,13 @@ pub use encoder::Encoder;
 /// Whether the feature `fast-tokenizer` is compiled in.
 pub const FAST_TOKENIZER: bool = cfg!(feature = "fast-tokenizer");
 
-/// What keeps a tokenizer from being loaded, or a text from being tokenised.
+/// An error in loading a tokenizer or in tokenizing a text.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum TokensError {
     /// The file is not a tokenizer that can be used.
     #[error("{0}")]
     Unusable(String),
-    /// The tokenizer has no ids for a text.
+    /// The tokenizer cannot encode a text.
     #[error("the tokenizer failed: {0}")]
     Failed(String),
 }

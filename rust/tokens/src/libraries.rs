@@ -1,12 +1,12 @@
-//! One tokenizer in the library that engines use and, with the feature `fast-tokenizer`, in that library's successor. The
-//! successor is tens of times as fast. It does not read every tokenizer, and is used only if both make the same ids of
-//! everything tried.
+//! A tokenizer in the library that engines use and, with the feature `fast-tokenizer`, in that
+//! library's successor. The successor is tens of times as fast. It does not read every tokenizer,
+//! and is used only if both libraries return the same IDs in all trials.
 use crate::TokensError;
 use crate::fast::Fast;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tokenizers::Tokenizer;
 
-/// Words of the vocabulary that both are held against each other on.
+/// Number of words of the vocabulary on which the two libraries are compared.
 const COMPARED_WORDS: u32 = 6000;
 
 pub(crate) struct Libraries {
@@ -15,7 +15,7 @@ pub(crate) struct Libraries {
 }
 
 impl Libraries {
-    /// Compares both on `texts` and on words of the vocabulary.
+    /// Compares the two libraries on `texts` and on words of the vocabulary.
     pub(crate) fn new(tokenizer: Tokenizer, texts: &[String]) -> Libraries {
         let fast = catch_unwind(AssertUnwindSafe(|| Fast::load(&tokenizer))).ok().flatten();
         let mut libraries = Libraries { tokenizer, fast };
@@ -26,12 +26,12 @@ impl Libraries {
         libraries
     }
 
-    /// Whether the fast one is used.
+    /// Whether the faster library is in use.
     pub(crate) fn is_fast(&self) -> bool {
         self.fast.is_some()
     }
 
-    /// Appends the ids of a text, without what the tokenizer puts around it.
+    /// Appends the IDs of a text, without the tokens that the tokenizer puts around it.
     pub(crate) fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), TokensError> {
         match self.by_fast(text) {
             Some(ids) => out.extend(ids),
@@ -40,9 +40,9 @@ impl Libraries {
         Ok(())
     }
 
-    /// The ids as engines make them.
+    /// Returns the IDs as engines make them.
     pub(crate) fn by_reference(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokensError> {
-        // The library has panics of its own; one text must not take its caller down.
+        // The library can panic; one text must not crash the caller.
         let encode = || self.tokenizer.encode_fast(text, add_special_tokens);
         match catch_unwind(AssertUnwindSafe(encode)) {
             Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
@@ -51,7 +51,7 @@ impl Libraries {
         }
     }
 
-    /// The text of ids, as engines make it.
+    /// Returns the text of IDs, as engines make it.
     pub(crate) fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TokensError> {
         let decode = || self.tokenizer.decode(ids, skip_special_tokens);
         match catch_unwind(AssertUnwindSafe(decode)) {
@@ -71,7 +71,7 @@ impl Libraries {
         fast.is_some() && fast == self.by_reference(text, false).ok()
     }
 
-    /// Words from all over the vocabulary, a few hundred a text.
+    /// Returns words from the whole vocabulary, a few hundred per text.
     fn words(&self) -> Vec<String> {
         let size = self.tokenizer.get_vocab_size(true) as u32;
         let ids: Vec<u32> = (0..size).step_by((size / COMPARED_WORDS).max(1) as usize).collect();

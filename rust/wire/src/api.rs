@@ -1,7 +1,7 @@
-//! The OpenAI API as far as a router needs it: what a request asks for.
+//! The parts of the OpenAI API that a router reads.
 //!
-//! Only what routing needs is checked; the rest is the engine's to judge. Fields with which engines talk among themselves
-//! are refused: from a client they could stop one.
+//! Checks only the fields that routing needs; the engine checks the other fields. Fields for
+//! messages between engines are refused: from a client, they could stop an engine.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,8 @@ use crate::tree::{Json, Members};
 pub const CHAT: &str = "/v1/chat/completions";
 /// The path of completions.
 pub const COMPLETIONS: &str = "/v1/completions";
-/// Texts in one completion request: more would hold the server's event loop while they are looked at.
+/// Largest number of texts in one completion request. More texts would block the server's event
+/// loop while they are read.
 pub const MAX_PROMPTS: usize = 10_000;
 /// Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
 pub const INTERNAL_FIELDS: [&str; 10] = [
@@ -28,12 +29,12 @@ pub const INTERNAL_FIELDS: [&str; 10] = [
     "nvext",
 ];
 
-/// Why a body is refused.
+/// The reason for refusing a body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// What is wrong, for the client.
+    /// Message for the client.
     pub message: String,
-    /// The field that is; `None`: the body as a whole.
+    /// The wrong field; `None`: the whole body.
     pub param: Option<String>,
 }
 
@@ -44,16 +45,16 @@ fn refusal<T>(message: String, param: impl Into<String>) -> Result<T, Refusal> {
 /// The prompt that the router matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt<'a> {
-    /// There is none that the router knows.
+    /// No prompt that the router can match.
     None,
-    /// Text. Of a conversation: its messages in the order in which a chat template writes them, so that equal prefixes
-    /// stay equal.
+    /// Text. For a conversation: its messages in the order in which a chat template writes them, so
+    /// that equal prefixes stay equal.
     Text(Cow<'a, str>),
     /// Token ids.
     Tokens(Vec<u32>),
 }
 
-/// What a request's body asks for, as far as routing goes.
+/// The fields of a request's body that routing needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiRequest<'a> {
     /// `model`.
@@ -64,15 +65,15 @@ pub struct ApiRequest<'a> {
     pub session: Option<Cow<'a, str>>,
     /// `cache_salt`.
     pub salt: Option<Cow<'a, str>>,
-    /// Most tokens of the answer.
+    /// Largest number of answer tokens.
     pub max_tokens: Option<u32>,
-    /// Its prompt, or the first of several.
+    /// The prompt, or the first of several prompts.
     pub prompt: Prompt<'a>,
-    /// Bytes of its further prompts, which count as load and are not matched.
+    /// Bytes of further prompts, which count as load and match no prefix.
     pub more_bytes: usize,
-    /// Tokens of its further prompts.
+    /// Tokens of further prompts.
     pub more_tokens: usize,
-    /// `priority`; NaN if the field is there and is no number.
+    /// `priority`; NaN if the field is not a number.
     pub priority: Option<f64>,
 }
 
@@ -80,7 +81,7 @@ impl<'a> ApiRequest<'a> {
     /// Reads the body of a request for `path`.
     ///
     /// # Errors
-    /// A [`Refusal`] that names the place of what is wrong.
+    /// A [`Refusal`] that names the wrong field.
     pub fn read(path: &str, body: &'a [u8]) -> Result<Self, Refusal> {
         let mut fields = object(body)?;
         internal(&fields, "")?;
@@ -125,7 +126,7 @@ impl<'a> ApiRequest<'a> {
         Ok(read)
     }
 
-    /// A completion's prompt: a text, token ids, or a list of either.
+    /// Reads a completion's prompt: a text, token IDs, or a list of either.
     fn completion_prompt(&mut self, prompt: Json<'a>) -> Result<(), Refusal> {
         let list = match prompt {
             Json::Text(text) => {
@@ -181,7 +182,7 @@ impl<'a> ApiRequest<'a> {
         Ok(())
     }
 
-    /// The prompt of another API's request, as far as there is one; its shape is the engine's to judge.
+    /// Reads the prompt of another API's request, if it has one. The engine checks its shape.
     fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) -> Result<(), Refusal> {
         if let Json::List(messages) = fields.take("messages") {
             let system = fields.get("system").and_then(Json::as_str).unwrap_or_default();
@@ -209,10 +210,10 @@ impl<'a> ApiRequest<'a> {
     }
 }
 
-/// Makes sure that a body is a JSON object whose shape is within bounds.
+/// Checks that a body is a JSON object whose shape is within bounds.
 ///
 /// # Errors
-/// A [`Refusal`] that names the place of what is wrong.
+/// A [`Refusal`] that names the place of the error.
 pub fn check_object(body: &[u8]) -> Result<(), Refusal> {
     object(body).map(|_| ())
 }
@@ -252,7 +253,7 @@ fn text<'a>(fields: &mut Members<'a>, name: &str) -> Result<Option<Cow<'a, str>>
     }
 }
 
-/// The first limit that is given; the others are the engine's to judge.
+/// Returns the first limit that is present; the engine checks the other limits.
 fn max_tokens(fields: &mut Members<'_>) -> Result<Option<u32>, Refusal> {
     for name in ["max_completion_tokens", "max_tokens", "max_output_tokens"] {
         let value = fields.take(name);
@@ -280,7 +281,8 @@ fn token_ids(list: &[Json<'_>], place: &str) -> Result<Vec<u32>, Refusal> {
     list.iter().enumerate().map(id).collect()
 }
 
-/// Appends a conversation to `text`, in the order in which a chat template writes it. `size`: of the body.
+/// Appends a conversation to `text`, in the order in which a chat template writes it. `size`: bytes
+/// of the body.
 fn render(
     mut text: String,
     messages: &[Json<'_>],
@@ -328,7 +330,7 @@ fn content_parts(text: &mut String, parts: &[Json<'_>], message: usize) -> Resul
         let said = if let Json::Object(fields) = part { fields.get("text") } else { Some(part) };
         match (part, said) {
             (_, Some(Json::Text(said))) => text.push_str(said),
-            // An image or sound counts by its identity, not its bytes.
+            // An image or sound counts by its digest, not by its bytes.
             (Json::Object(_), _) => text.push_str(&format!("\x1f{:032x}", part.digest())),
             _ => return must_be(&format!("messages[{message}].content[{index}]"), "an object", part),
         }

@@ -1,10 +1,10 @@
 //! Message body framing (RFC 9112, section 6): length, chunked, until close.
 use crate::WireError;
 
-/// How a response's body ends.
+/// The end of a response's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framing {
-    /// `content-length`, or 0 where the status allows no body.
+    /// `content-length`, or 0 if the status allows no body.
     Length(u64),
     /// `transfer-encoding: chunked`.
     Chunked,
@@ -12,7 +12,7 @@ pub(crate) enum Framing {
     Close,
 }
 
-/// Bytes of chunk extensions or trailers that are read over before the response counts as malformed.
+/// Bytes of chunk extensions or trailers that are skipped before the response counts as malformed.
 const OVERHEAD_LIMIT: u32 = 16 * 1024;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ enum State {
 pub(crate) struct Body {
     state: State,
     overhead: u32,
-    /// Trailers were seen (and are dropped).
+    /// Trailers were seen (and dropped).
     pub(crate) trailers: bool,
 }
 
@@ -58,12 +58,13 @@ impl Body {
         self.state == State::Done
     }
 
-    /// Whether what comes next starts a chunk, or is free of framing: a place where the stream may be cut or extended.
+    /// Whether the next byte starts a chunk, or the body has no framing: the stream may be cut or
+    /// extended here.
     pub(crate) fn at_boundary(&self) -> bool {
         matches!(self.state, State::Done | State::UntilClose | State::Left(_)) || self.state == START
     }
 
-    /// The payload of `input`, where that is just one chunk (and not the last one) and nothing else.
+    /// Returns the payload of `input` if `input` is exactly one chunk, but not the last one.
     pub(crate) fn whole_chunk<'a>(&self, input: &'a [u8]) -> Option<&'a [u8]> {
         if self.state != START {
             return None;
@@ -77,7 +78,7 @@ impl Body {
         (size > 0 && payload.len() == size).then_some(payload)
     }
 
-    /// The connection ended: whether the body may end so.
+    /// Ends the body at the end of the connection. Errors if the body may not end there.
     pub(crate) fn eof(&mut self) -> Result<(), WireError> {
         match self.state {
             State::Done | State::UntilClose => {
@@ -88,7 +89,8 @@ impl Body {
         }
     }
 
-    /// Reads `input` and hands each piece of payload to `sink`. Returns the bytes read: fewer than given once done.
+    /// Reads `input` and passes each piece of payload to `sink`. Returns the bytes read: fewer than
+    /// given at the end of the body.
     pub(crate) fn feed(&mut self, input: &[u8], mut sink: impl FnMut(&[u8])) -> Result<usize, WireError> {
         let mut at = 0;
         while at < input.len() {

@@ -1,9 +1,9 @@
-//! Response heads: read, judged, and written anew for the client.
+//! Response heads: parsed, checked, and rewritten for the client.
 use crate::WireError;
 use crate::body::Framing;
 use std::mem::MaybeUninit;
 
-/// Header fields that belong to one connection or that the router sets itself; never passed on.
+/// Header fields of one connection, and fields that the router sets itself; never passed on.
 const DROPPED: [&str; 12] = [
     "connection",
     "content-length",
@@ -19,8 +19,8 @@ const DROPPED: [&str; 12] = [
     "x-request-id",
 ];
 
-/// Header fields that are for the far end, so that `connection` cannot name them (RFC 9110, 7.6.1): without them a body
-/// means something else, or the request is somebody else's.
+/// Header fields for the far end, so that `connection` cannot name them (RFC 9110, 7.6.1). Without
+/// them, the body changes its meaning, or the request its sender.
 const END_TO_END: [&[u8]; 22] = [
     b"accept",
     b"accept-language",
@@ -53,7 +53,7 @@ pub(crate) fn end_to_end(name: &[u8]) -> bool {
 
 const MAX_HEADERS: usize = 128;
 
-/// What a response head says.
+/// A parsed response head.
 #[derive(Debug)]
 pub(crate) struct Head {
     pub(crate) status: u16,
@@ -61,14 +61,14 @@ pub(crate) struct Head {
     pub(crate) keep_alive: bool,
     pub(crate) event_stream: bool,
     pub(crate) json: bool,
-    /// The `endpoint-load-metrics` header (ORCA), where the engine sent one.
+    /// The `endpoint-load-metrics` header (ORCA), if the engine sent one.
     pub(crate) load: Option<String>,
     /// Status line and the fields to pass on, each with its line end.
     pub(crate) lines: Vec<u8>,
 }
 
-/// Reads the head at the start of `input`: `None` while incomplete, else the head and its length.
-/// `bodiless`: the response to HEAD.
+/// Reads the head at the start of `input`: `None` if incomplete, else the head and its length.
+/// `bodiless`: the response answers HEAD.
 pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)>, WireError> {
     let mut fields = [MaybeUninit::uninit(); MAX_HEADERS];
     let mut response = httparse::Response::new(&mut []);
@@ -166,7 +166,7 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
 }
 
 pub(crate) fn length_value(value: &[u8]) -> Result<u64, WireError> {
-    // Digits only: `str::parse` alone would take a sign.
+    // Digits only: `str::parse` alone would accept a sign.
     let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
     let parsed = std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok());
     parsed.ok_or_else(|| WireError::malformed(format!("content-length {:?}", String::from_utf8_lossy(value))))

@@ -1,6 +1,7 @@
-//! A probe for the few facts a router needs from an engine's JSON, read byte by byte as it comes: no tree, no buffer.
+//! A probe that reads the few values a router needs from an engine's JSON, byte by byte: no tree,
+//! no buffer.
 //!
-//! It is no validator: of malformed JSON it just finds less.
+//! The probe does not validate: in malformed JSON it finds fewer values.
 
 /// How a generation ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,10 +15,11 @@ pub enum Finish {
     Aborted,
 }
 
-/// Tokens that one answer can tell of: more than any model's context. A higher count is an error of its engine.
+/// Largest token count of one answer: more than any model's context. A higher count is an engine
+/// error.
 pub const MAX_TOKENS: u64 = 1 << 24;
 
-/// Token counts of a `usage` object; each `None` where absent or null.
+/// Token counts of a `usage` object; each `None` if absent or null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// `prompt_tokens` or `input_tokens`.
@@ -29,7 +31,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// The counts that can be true, and whether all can.
+    /// Returns the counts without impossible values, and whether all were possible.
     pub fn plausible(self) -> (Self, bool) {
         let bounded = |count: Option<u64>| count.filter(|&count| count <= MAX_TOKENS);
         let prompt = bounded(self.prompt);
@@ -40,7 +42,7 @@ impl Usage {
     }
 }
 
-/// What one JSON document (a plain answer, or the data of one SSE event) says.
+/// Values found in one JSON document (a plain answer, or the data of one SSE event).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// `choices` has an element.
@@ -49,7 +51,7 @@ pub struct Found {
     pub content: bool,
     /// Some choice's delta names a role.
     pub role: bool,
-    /// Number of `token_ids` over all choices, where the engine lists them.
+    /// Number of `token_ids` over all choices, if the engine lists them.
     pub token_ids: Option<u64>,
     /// The last `finish_reason`.
     pub finish: Finish,
@@ -62,8 +64,9 @@ pub struct Found {
 }
 
 impl Found {
-    /// Output tokens the document stands for when it is a stream's event. Engines hold back incomplete UTF-8, so an
-    /// event with empty text counts too, unless it only opens or ends a choice.
+    /// Output tokens that the document counts as, for an event of a stream. Engines withhold
+    /// incomplete UTF-8. So an event with empty text counts too, unless it only opens or ends a
+    /// choice.
     pub fn tokens(&self) -> u64 {
         match self.token_ids {
             Some(n) => n,
@@ -144,21 +147,21 @@ enum Lex {
 }
 
 const WORD: usize = 24;
-/// Deepest nesting of places of interest: Top, Choices, Choice, Delta, ToolCalls.
+/// Deepest nesting of known places: Top, Choices, Choice, Delta, ToolCalls.
 const DEPTH: usize = 6;
 
-/// The probe. Feed it a document in any pieces, then [`Probe::take`] what was found.
+/// The probe. Feed it a document in any pieces, then call [`Probe::take`] for the values found.
 #[derive(Debug)]
 pub(crate) struct Probe {
     places: [Place; DEPTH],
     depth: usize,
-    /// Nesting inside a place of no interest.
+    /// Nesting depth inside an unknown place.
     other: u64,
     lex: Lex,
     want_key: bool,
     key: Key,
     word: [u8; WORD],
-    /// Length of the string or word so far; what goes beyond `WORD` is counted and not kept.
+    /// Length of the string or word so far; bytes beyond `WORD` are counted but not kept.
     length: usize,
     found: Found,
 }
@@ -188,7 +191,7 @@ impl Probe {
                 Lex::Between => self.between(rest),
                 Lex::Text { key } => self.text(key, rest),
                 Lex::Escape { key } => {
-                    // No word of interest has an escape: make it longer than any of them.
+                    // No known word has an escape: make this word longer than any known word.
                     self.length += WORD;
                     self.lex = Lex::Text { key };
                     1
@@ -198,7 +201,7 @@ impl Probe {
         }
     }
 
-    /// The rest of a string, as far as `rest` has it. Returns the bytes read, as its neighbours do.
+    /// Reads on in a string, up to the end of `rest`. Returns the bytes read.
     fn text(&mut self, key: bool, rest: &[u8]) -> usize {
         let end = text_end(rest);
         let n = end.unwrap_or(rest.len());
@@ -227,7 +230,7 @@ impl Probe {
         n + 1
     }
 
-    /// The rest of a number or name, as far as `rest` has it.
+    /// Reads on in a number or name, up to the end of `rest`. Returns the bytes read.
     fn letters(&mut self, rest: &[u8]) -> usize {
         let word = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'-' | b'.');
         match rest.iter().position(|b| !word(b)) {
@@ -243,7 +246,8 @@ impl Probe {
         }
     }
 
-    /// Calls `then` with the word that ends with `part` (`None` where it is longer than `WORD`) and its length.
+    /// Calls `then` with the word that ends with `part` (`None` if longer than `WORD`) and its
+    /// length.
     fn whole(&mut self, part: &[u8], then: impl FnOnce(&mut Self, Option<&[u8]>, usize)) {
         if self.length == 0 {
             return then(self, Some(part).filter(|part| part.len() <= WORD), part.len());
@@ -378,10 +382,11 @@ impl Probe {
     }
 }
 
-/// Where the first quote or backslash is. Most strings are short: 16 bytes at once cost less than a call of `memchr2`.
+/// Position of the first quote or backslash. Most strings are short: comparing 16 bytes at once
+/// costs less than a call of `memchr2`.
 fn text_end(rest: &[u8]) -> Option<usize> {
     const ONES: u128 = u128::MAX / 0xff;
-    // Sets the top bit of the first byte that is 0, and maybe of some after it.
+    // Sets the top bit of the first zero byte, and maybe of some bytes after it.
     let zeros = |x: u128| x.wrapping_sub(ONES) & !x & (ONES << 7);
     let Some((first, after)) = rest.split_first_chunk() else { return memchr::memchr2(b'"', b'\\', rest) };
     let x = u128::from_le_bytes(*first);

@@ -1,6 +1,7 @@
-//! Reads HTTP/1.1 bytes as they come: of requests heads, and bodies that are whole; of responses heads, body framing, SSE
-//! events, and of the JSON inside only what a router needs (errors, tokens, usage). No I/O; memory is bounded whatever
-//! arrives; every result is independent of how the bytes were cut into pieces.
+//! Incremental readers of HTTP/1.1: request heads and whole bodies; response heads, body framing
+//! and SSE events. Of the JSON inside, they read only the values that a router needs (errors,
+//! tokens, usage). No I/O; memory is bounded for any input; no result depends on how the bytes were
+//! cut into pieces.
 #![forbid(unsafe_code)]
 mod api;
 mod body;
@@ -21,10 +22,10 @@ pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, OBSERVED_LIMIT, Scanner, Step};
 pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 pub use sse::split;
 
-/// What makes a message unusable.
+/// A reason why a message is unusable.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum WireError {
-    /// The bytes are not the HTTP/1.1 message they should be.
+    /// The bytes are not a valid HTTP/1.1 message.
     #[error("malformed: {0}")]
     Malformed(String),
     /// The connection ended before the message did.

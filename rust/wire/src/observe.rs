@@ -1,6 +1,7 @@
-//! What a stream of completions says, noted while it passes to the client, and what of it the client is not to see.
+//! Observes a stream of completions while it passes to the client, and removes values that the
+//! client must not see.
 //!
-//! Only whole events are read, each once and where it lies: nothing of it is copied but its text and its token ids.
+//! Reads only whole events, each once and in place, and copies only their text and token IDs.
 use crate::scanner::OBSERVED_LIMIT;
 use crate::sse;
 use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
@@ -10,9 +11,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-const NOT_ONE_CHOICE: &str = "the leg's answer has not one choice";
+const NOT_ONE_CHOICE: &str = "the segment's answer does not have exactly one choice";
 const NO_IDS: &str = "the engine does not tell token ids (return_token_ids)";
-const BAD_IDS: &str = "the engine tells token ids that are none";
+const BAD_IDS: &str = "the engine reports invalid token ids";
 const TOO_LONG: &str = "an event is too long to be followed";
 const SEVERAL_LINES: &str = "an event is in several lines";
 const DECLARED: &str = "its length is declared";
@@ -21,11 +22,11 @@ fn no_completion(why: impl fmt::Display) -> String {
     format!("an event of the stream is not a completion's: {why}")
 }
 
-/// What was noted of one stream.
+/// Values recorded from one stream.
 #[derive(Debug, Default)]
 pub struct Observer {
     hide_ids: bool,
-    /// The stream can be neither noted nor rewritten.
+    /// The stream can be neither observed nor rewritten.
     off: bool,
     prompt: Option<Vec<u32>>,
     ids: Vec<u32>,
@@ -33,11 +34,11 @@ pub struct Observer {
     frame: Option<String>,
     over: bool,
     lost: Option<String>,
-    /// That it is lost was told.
+    /// The loss was reported.
     told: bool,
-    /// An event went to the client in part: the last byte of that part.
+    /// Part of an event went to the client: the last byte of that part.
     cut: Option<u8>,
-    /// What is to become null of the events that were read last.
+    /// Values of the events read last that become null.
     hidden: Vec<Range<usize>>,
 }
 
@@ -46,17 +47,17 @@ impl Observer {
         Self { hide_ids, ..Self::default() }
     }
 
-    /// The prompt's token ids, where the engine tells them.
+    /// The prompt's token IDs, if the engine reports them.
     pub fn prompt(&self) -> Option<&[u32]> {
         self.prompt.as_deref()
     }
 
-    /// The answer's token ids.
+    /// The answer's token IDs.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// The answer's text, as the engine tells it.
+    /// The answer's text, as the engine sends it.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -66,34 +67,34 @@ impl Observer {
         self.frame.as_deref()
     }
 
-    /// Whether a `finish_reason` was told.
+    /// Whether a `finish_reason` was seen.
     pub fn over(&self) -> bool {
         self.over
     }
 
-    /// Why nothing more is noted; `None`: all is.
+    /// Why the stream is no longer observed; `None`: it is observed.
     pub fn lost(&self) -> Option<&str> {
         self.lost.as_deref()
     }
 
-    /// Whether it was lost since this was last asked.
+    /// Whether the stream was lost since the last call.
     pub(crate) fn newly_lost(&mut self) -> bool {
         self.lost.is_some() && !std::mem::replace(&mut self.told, true)
     }
 
-    /// The stream's length is declared: it passes as it is.
+    /// Records that the stream's length is declared, so it passes unchanged.
     pub(crate) fn declared(&mut self) {
         self.off = true;
         self.lose(DECLARED);
     }
 
-    /// A part of an event goes to the client, as the event is too long.
+    /// Records that a part of an event goes to the client, because the event is too long.
     pub(crate) fn part(&mut self, part: &[u8]) {
         self.cut = part.last().copied().or(self.cut);
         self.lose(TOO_LONG);
     }
 
-    /// Reads `blocks`, which end where an event ends. Returns whether they are to be rewritten.
+    /// Reads `blocks`, which end at the end of an event. Returns whether they must be rewritten.
     pub(crate) fn read(&mut self, blocks: &[u8]) -> bool {
         self.hidden.clear();
         if self.off {
@@ -129,7 +130,7 @@ impl Observer {
         !self.hidden.is_empty()
     }
 
-    /// Appends to `out` what the client gets of the blocks that were read last.
+    /// Appends the client's version of the blocks read last to `out`.
     pub(crate) fn write(&self, blocks: &[u8], out: &mut Vec<u8>) {
         let mut at = 0;
         for hidden in &self.hidden {
@@ -215,7 +216,7 @@ impl Observer {
     }
 }
 
-/// Where in `blocks` the event ends that began before them, in a part that ended with `last`.
+/// End, within `blocks`, of an event that began before them; its earlier part ended with `last`.
 fn rest_of_block(blocks: &[u8], last: u8) -> Option<usize> {
     let mut inside = !matches!(last, b'\n' | b'\r');
     let start = usize::from(last == b'\r' && blocks.first() == Some(&b'\n'));
@@ -228,12 +229,12 @@ fn rest_of_block(blocks: &[u8], last: u8) -> Option<usize> {
     None
 }
 
-/// What stands between the brackets of a list.
+/// Returns the text between the brackets of a list.
 fn list(value: &RawValue) -> Option<&str> {
     value.get().strip_prefix('[')?.strip_suffix(']').map(str::trim_ascii)
 }
 
-/// Appends the ids of a list, all or none.
+/// Appends the IDs of a list, all or none.
 fn read_ids(list: &str, ids: &mut Vec<u32>) -> Result<(), String> {
     let before = ids.len();
     for id in list.split(',').filter(|_| !list.is_empty()) {
@@ -246,7 +247,8 @@ fn read_ids(list: &str, ids: &mut Vec<u32>) -> Result<(), String> {
     Ok(())
 }
 
-// An event as far as it is read. Structs made by serde's macro would take lists for objects, too.
+// The parts of an event that are read. Structs made by serde's macro would accept lists for
+// objects, too.
 
 #[derive(Default)]
 struct Event<'a> {
@@ -273,7 +275,7 @@ struct Delta<'a> {
     content: Option<Text<'a>>,
 }
 
-/// Takes the members of an object.
+/// Reads the members of an object.
 trait Members<'a>: Default {
     fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error>;
 }
@@ -315,7 +317,8 @@ impl<'a> Members<'a> for Delta<'a> {
     }
 }
 
-/// Takes a member's value, null as none. What comes twice is an error: readers disagree on which one counts.
+/// Reads a member's value; null counts as absent. A repeated member is an error: readers disagree
+/// on which value counts.
 fn once<'a, T, M>(slot: &mut Option<T>, name: &'static str, map: &mut M) -> Result<(), M::Error>
 where
     T: Deserialize<'a>,
@@ -354,7 +357,7 @@ impl<'a, T: Members<'a>> Deserialize<'a> for Object<T> {
     }
 }
 
-/// A string, copied only where it has escapes.
+/// A string, copied only if it has escapes.
 struct Text<'a>(Cow<'a, str>);
 
 impl<'a> Deserialize<'a> for Text<'a> {
@@ -385,7 +388,7 @@ impl<'a> Deserialize<'a> for Text<'a> {
 mod tests {
     use super::*;
 
-    /// An observer that read these events, and what the client gets of them.
+    /// Returns an observer that read these events, and the client's version of the events.
     fn read(hide_ids: bool, events: &[&str]) -> (Observer, String) {
         let blocks: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
         let (mut observer, mut out) = (Observer::new(hide_ids), Vec::new());

@@ -1,16 +1,17 @@
-//! Request heads of clients: what they say, and what of them goes to an engine.
+//! Clients' request heads, and the parts of them that go to an engine.
 use crate::WireError;
 use crate::head::end_to_end;
 use memchr::{memchr, memchr_iter};
 use std::mem::MaybeUninit;
 
-/// Longest head that is read here; aiohttp refuses longer lines, and judges longer heads.
+/// Longest head that is read here; aiohttp refuses longer lines and checks longer heads.
 pub const REQUEST_HEAD_LIMIT: usize = 8190;
-/// Longest request id that is passed on, bytes.
+/// Longest request id that is passed on, in bytes.
 pub const REQUEST_ID_LIMIT: usize = 256;
 const MAX_HEADERS: usize = 128;
 
-/// Header fields that belong to one connection, that the router sets itself, or that only a router may send.
+/// Header fields that belong to one connection, that the router sets itself, or that only a router
+/// may send.
 const DROPPED: [&[u8]; 20] = [
     b"accept-encoding",
     b"connection",
@@ -34,27 +35,28 @@ const DROPPED: [&[u8]; 20] = [
     b"x-vllm-priority",
 ];
 
-/// The fields of a request. Of fields that come twice the first counts.
+/// The fields of a request. If a field occurs twice, the first one counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fields {
-    /// What goes on to the engine, each field with its line end.
+    /// Fields for the engine, each with its line end.
     pub lines: Vec<u8>,
     /// `x-request-id`, at most [`REQUEST_ID_LIMIT`] bytes.
     pub request_id: Option<Vec<u8>>,
-    /// `x-session-id`, which also goes on.
+    /// `x-session-id`, which is also passed on.
     pub session: Option<Vec<u8>>,
-    /// `authorization`, which goes on unless the router has keys of its own.
+    /// `authorization`, which is passed on unless the router has keys of its own.
     pub authorization: Option<Vec<u8>>,
     /// `x-api-key`.
     pub api_key: Option<Vec<u8>>,
-    /// `x-vllm-priority`, which goes on unless the router gives one.
+    /// `x-vllm-priority`, which is passed on unless the router sets a priority.
     pub priority: Option<Vec<u8>>,
-    /// `x-tenant`, which is for the router alone.
+    /// `x-tenant`, which is for the router only.
     pub tenant: Option<Vec<u8>>,
 }
 
 impl Fields {
-    /// Sorts fields given as name and trimmed value. `own_keys`: `authorization` is meant for the router, not the engine.
+    /// Sorts fields given as name and trimmed value. `own_keys`: `authorization` is for the router,
+    /// not the engine.
     pub fn sort<'a>(fields: impl Iterator<Item = (&'a [u8], &'a [u8])> + Clone, own_keys: bool) -> Self {
         let mut found = Self::default();
         let mut named: Vec<&[u8]> = Vec::new();
@@ -92,22 +94,22 @@ impl Fields {
     }
 }
 
-/// How a request's end is found.
+/// Kind of a request, by the framing of its body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A POST over HTTP/1.1 of a path, with one `host` and one `content-length`, and nothing that asks for more than an
-    /// answer.
+    /// A POST over HTTP/1.1 of a path, with one `host` and one `content-length`, and no other
+    /// expectations.
     Plain,
-    /// Another request over HTTP/1.1 whose length is known.
+    /// Another request over HTTP/1.1 with a known length.
     Framed,
-    /// Any other; [`Request::length`] is 0.
+    /// Any other request; [`Request::length`] is 0.
     Other,
 }
 
 /// The head of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// How its end is found.
+    /// How the end of the request is found.
     pub kind: Kind,
     /// Bytes of the head.
     pub start: usize,
@@ -115,17 +117,17 @@ pub struct Request {
     pub length: u64,
     /// The request target.
     pub target: Vec<u8>,
-    /// The client did not ask for the connection's end.
+    /// The client did not ask to close the connection.
     pub keep_alive: bool,
     /// The header fields.
     pub fields: Fields,
 }
 
 impl Request {
-    /// Reads the head at the start of `input`: `None` while incomplete.
+    /// Reads the head at the start of `input`: `None` if incomplete.
     ///
     /// # Errors
-    /// [`WireError::Malformed`] where it is none, or longer than [`REQUEST_HEAD_LIMIT`].
+    /// [`WireError::Malformed`] if the head is invalid, or longer than [`REQUEST_HEAD_LIMIT`].
     pub fn read(input: &[u8], own_keys: bool) -> Result<Option<Self>, WireError> {
         let mut fields = [MaybeUninit::uninit(); MAX_HEADERS];
         let mut request = httparse::Request::new(&mut []);
@@ -138,7 +140,8 @@ impl Request {
             Ok(httparse::Status::Complete(n)) => n,
             Err(error) => return Err(WireError::malformed(format!("head: {error}"))),
         };
-        // httparse takes a bare line feed as a line's end; others may not, and see another request.
+        // httparse accepts a bare line feed as a line's end. Other parsers may not, and would see
+        // another request.
         let head = &input[..start];
         if memchr_iter(b'\n', head).any(|at| at == 0 || head[at - 1] != b'\r') {
             return Err(WireError::malformed("head: a line feed without carriage return"));
@@ -205,7 +208,7 @@ impl Request {
     }
 }
 
-/// Lines of header fields without any `authorization` among them.
+/// Returns the lines of header fields without any `authorization`.
 pub fn without_authorization(lines: &[u8]) -> Vec<u8> {
     let named = |line: &&[u8]| {
         line.split(|byte| *byte == b':').next().is_some_and(|n| n.eq_ignore_ascii_case(b"authorization"))
@@ -223,7 +226,7 @@ static IN_URI: [bool; 256] = of_bytes(b"!$%&'()*+,-./:;=?@_~");
 /// Bytes that `host` may hold (RFC 3986, 3.2.2 and 3.2.3).
 static IN_HOST: [bool; 256] = of_bytes(b"!$%&'()*+,-.:;=[]_~");
 
-/// A table of letters, digits and these bytes.
+/// Makes a table of letters, digits and these bytes.
 const fn of_bytes(more: &[u8]) -> [bool; 256] {
     let mut table = [false; 256];
     let mut at = 0;
@@ -239,8 +242,8 @@ const fn of_bytes(more: &[u8]) -> [bool; 256] {
     table
 }
 
-/// A bit for each field that must not come twice, and that has no other meaning here; 0 for other fields. aiohttp refuses
-/// requests with two of them.
+/// Returns a bit for each field that must not occur twice and has no other meaning here; 0 for
+/// other fields. aiohttp refuses requests with two of them.
 fn single(name: &str) -> u8 {
     let (other, bit) = match name.len() {
         4 => ("etag", 1),
@@ -362,7 +365,7 @@ mod tests {
         assert_eq!(without_authorization(b""), b"");
     }
 
-    /// The rules again, one at a time and without regard for speed.
+    /// The same rules, implemented one at a time and without regard for speed.
     fn naive(fields: &[(String, String)], own_keys: bool) -> Fields {
         let lower: Vec<(String, String)> =
             fields.iter().map(|(n, v)| (n.to_ascii_lowercase(), v.trim().to_string())).collect();

@@ -1,10 +1,13 @@
 //! One response, from the engine's bytes to the client's.
 //!
-//! The scanner holds a response back until it is worth committing to (a plain JSON answer: when it is whole; an event
-//! stream: at its first token or error; others: at the head), so that until then another engine can be tried. Comments
-//! that come before that are no sign of life: they are dropped, and later comments pass.
-//! After [`Scanner::commit`] bytes pass as they come: the very same bytes where a piece starts and ends between chunks and
-//! events, else framed anew. So a client has only ever seen whole events, and a broken stream can be ended cleanly.
+//! The scanner withholds a response until it can be committed, so that the router can try another
+//! engine until then. It commits a plain JSON answer when it is whole, an event stream at its first
+//! token or error, and other responses at the head. Comments before the commit are no sign of life:
+//! they are dropped, and later comments pass.
+//!
+//! After [`Scanner::commit`] bytes pass as they arrive. A piece that starts and ends between chunks
+//! and events passes unchanged; other pieces get a new frame. So a client sees whole events only,
+//! and a broken stream can end cleanly.
 use crate::WireError;
 use crate::body::{Body, Framing};
 use crate::head::{self, Head};
@@ -15,27 +18,30 @@ use std::ops::Range;
 
 /// Longest response head, bytes.
 pub const HEAD_LIMIT: usize = 64 * 1024;
-/// Longest plain answer that is held back until whole, and longest event that is held back until its end, bytes.
+/// Longest plain answer that is withheld until it is whole, and longest event that is withheld
+/// until its end, in bytes.
 pub const HOLD_LIMIT: usize = 256 * 1024;
-/// The same of an event in a stream that is observed, bytes: its first one repeats the prompt as token ids.
+/// Longest event of an observed stream that is withheld until its end, in bytes: its first event
+/// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
 
-/// What a piece of input brought.
+/// The result of reading one piece of input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// The answer is worth committing to; [`Scanner::commit`] may be called.
+    /// The answer can be committed; [`Scanner::commit`] may be called.
     pub ready: bool,
     /// The message ended.
     pub end: bool,
-    /// The input is what the client should get, unchanged.
+    /// The client receives the input unchanged.
     pub pass: bool,
     /// [`Scanner::take`] has bytes for the client.
     pub out: bool,
     /// The engine reported an error inside the body.
     pub error: bool,
-    /// A stream's end came before any `finish_reason`; it was not passed on, and what follows is dropped.
+    /// The stream ended without any `finish_reason`; its end is withheld, and later bytes are
+    /// dropped.
     pub incomplete: bool,
-    /// The stream can no longer be observed; [`Observer::lost`] says why.
+    /// The stream can no longer be observed; [`Observer::lost`] has the reason.
     pub unseen: bool,
     /// Output tokens of the events that ended in this piece.
     pub tokens: u32,
@@ -48,7 +54,7 @@ enum Out {
     Close,
 }
 
-/// What the answer said so far.
+/// Values found in the answer so far.
 #[derive(Debug, Default)]
 struct Said {
     ready: bool,
@@ -65,7 +71,8 @@ impl Said {
         self.tokens += tokens;
         step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
         self.note(found, step);
-        // A chat stream opens with a chunk that only names the role: not yet a sign of life of the model.
+        // A chat stream opens with a chunk that only names the role: not yet a sign of life from
+        // the model.
         self.ready |= !found.choices || tokens > 0 || found.finish != Finish::Open || found.error;
     }
 
@@ -85,16 +92,16 @@ impl Said {
     }
 }
 
-/// Where events end in a piece of payload.
+/// Ends of events in a piece of payload.
 #[derive(Debug, PartialEq, Eq)]
 struct Ends {
     /// The end of the last whole event.
     last: Option<usize>,
-    /// The start of a `[DONE]` that comes too early.
+    /// The start of a `[DONE]` that arrives too early.
     halt: Option<usize>,
 }
 
-/// Reads one response after the other from one connection.
+/// Reads the responses of one connection, one after the other.
 #[derive(Debug)]
 pub struct Scanner {
     http11: bool,
@@ -106,7 +113,7 @@ pub struct Scanner {
     out: Out,
     events: Events,
     probe: Probe,
-    /// Where the piece that is read has comments that are to be dropped.
+    /// Positions of comments to drop in the current piece.
     fillers: Vec<Range<usize>>,
     /// Payload after the last whole event.
     pending: Vec<u8>,
@@ -115,13 +122,13 @@ pub struct Scanner {
     written: Vec<u8>,
     said: Said,
     observer: Option<Box<Observer>>,
-    /// Of the piece that is read something became null.
+    /// A value in the current piece became null.
     rewritten: bool,
     committed: bool,
-    /// There is no client: the payload is taken as it is.
+    /// There is no client: the payload is taken without framing.
     alone: bool,
     halted: bool,
-    /// The message's end was handed out.
+    /// The message's end was returned.
     closed: bool,
     extra: bool,
 }
@@ -155,8 +162,9 @@ impl Default for Scanner {
 }
 
 impl Scanner {
-    /// Starts the next response. `http11`: the client speaks HTTP/1.1 (else nothing is chunked towards it);
-    /// `require_finish`: a stream without any `finish_reason` is incomplete; `bodiless`: the request was HEAD.
+    /// Starts the next response. `http11`: the client speaks HTTP/1.1 (else nothing is chunked for
+    /// it). `require_finish`: a stream without any `finish_reason` is incomplete. `bodiless`: the
+    /// request was HEAD.
     pub fn begin(&mut self, http11: bool, require_finish: bool, bodiless: bool) {
         let (mut pending, mut released) =
             (std::mem::take(&mut self.pending), std::mem::take(&mut self.released));
@@ -178,13 +186,14 @@ impl Scanner {
         };
     }
 
-    /// Has the response that [`Scanner::begin`] began observed, where it is a stream of status 200: what its events say is
-    /// noted, and `kv_transfer_params` become null. `hide_ids`: `prompt_token_ids` and `token_ids`, too.
+    /// Observes the response that [`Scanner::begin`] started, if it is a stream of status 200: the
+    /// observer records its events, and `kv_transfer_params` become null. `hide_ids`:
+    /// `prompt_token_ids` and `token_ids` become null, too.
     pub fn observe(&mut self, hide_ids: bool) {
         self.observer = Some(Box::new(Observer::new(hide_ids)));
     }
 
-    /// What was observed; `None` where nothing is to be.
+    /// The observer; `None` if the response is not observed.
     pub fn observer(&self) -> Option<&Observer> {
         self.observer.as_deref()
     }
@@ -194,7 +203,7 @@ impl Scanner {
         self.head.as_ref().map_or(0, |head| head.status)
     }
 
-    /// Whether the connection may serve another request once this message ended.
+    /// Whether the connection may serve another request after this message.
     pub fn keep_alive(&self) -> bool {
         self.body.done() && !self.extra && self.head.as_ref().is_some_and(|head| head.keep_alive)
     }
@@ -214,22 +223,22 @@ impl Scanner {
         self.head.as_ref().and_then(|head| head.load.as_deref())
     }
 
-    /// How the generation ended, as far as the answer says.
+    /// How the generation ended, by the answer so far.
     pub fn finish(&self) -> Finish {
         self.said.finish
     }
 
-    /// Numeric code of the error in the body, where it had one.
+    /// Numeric code of the error in the body, if it has one.
     pub fn error_code(&self) -> Option<u64> {
         self.said.error_code
     }
 
-    /// The last usage seen, without counts that cannot be true.
+    /// The last usage, without impossible counts.
     pub fn usage(&self) -> Usage {
         self.said.usage.plausible().0
     }
 
-    /// Whether the last usage seen has a count that cannot be true.
+    /// Whether the last usage has an impossible count.
     pub fn implausible_usage(&self) -> bool {
         !self.said.usage.plausible().1
     }
@@ -242,7 +251,8 @@ impl Scanner {
     /// Reads a piece of input.
     ///
     /// # Errors
-    /// [`WireError::Malformed`] where the bytes are no HTTP/1.1 response; the connection is then unusable.
+    /// [`WireError::Malformed`] if the bytes are no HTTP/1.1 response; the connection is then
+    /// unusable.
     pub fn feed(&mut self, input: &[u8]) -> Result<Step, WireError> {
         let clean = self.committed
             && !self.alone
@@ -251,7 +261,7 @@ impl Scanner {
             && self.released.is_empty();
         let mut step = Step::default();
         self.rewritten = false;
-        // Engines mostly send a chunk of whole events at a time: it is read where it lies, and passes.
+        // Engines mostly send a chunk of whole events at a time: it is read in place, and passes.
         if clean
             && self.out == Out::Chunked
             && self.event_stream()
@@ -273,7 +283,7 @@ impl Scanner {
             return Ok(step);
         }
         let mut rest = input;
-        // The head's bytes are moved aside so that payload can be read while the scanner changes.
+        // The head's bytes move aside so that payload can be read while the scanner changes.
         let mut held = std::mem::take(&mut self.raw_head);
         if self.head.is_none() {
             if !held.is_empty() {
@@ -317,10 +327,11 @@ impl Scanner {
         Ok(step)
     }
 
-    /// The connection ended. Tells what a last piece of input would have.
+    /// Ends the response at the end of the connection. Returns the step that a last piece of input
+    /// would return.
     ///
     /// # Errors
-    /// [`WireError::CutOff`] where the message was not whole.
+    /// [`WireError::CutOff`] if the message is incomplete.
     pub fn eof(&mut self) -> Result<Step, WireError> {
         if self.head.is_none() {
             let inside = !self.raw_head.is_empty();
@@ -340,8 +351,8 @@ impl Scanner {
         Ok(step)
     }
 
-    /// Commits to this answer: the head for the client, with `extra` header lines, and what was held back.
-    /// `close`: the client's connection will close after it.
+    /// Commits to this answer. Returns the head for the client, with `extra` header lines, and the
+    /// withheld bytes. `close`: the client's connection closes after the answer.
     pub fn commit(&mut self, extra: &[u8], close: bool) -> &[u8] {
         self.committed = true;
         self.written.clear();
@@ -365,20 +376,20 @@ impl Scanner {
         &self.written
     }
 
-    /// What goes to the client now, framed.
+    /// Returns the bytes for the client, framed.
     pub fn take(&mut self) -> &[u8] {
         self.written.clear();
         self.frame();
         &self.written
     }
 
-    /// Commits to this answer for the router's own use: there is no client. From now on no step tells of what may pass, and
-    /// [`Scanner::take_payload`] has all of it.
+    /// Commits to this answer for the router's own use, without a client. From now on no step
+    /// reports bytes that may pass, and [`Scanner::take_payload`] returns the whole payload.
     pub fn commit_alone(&mut self) {
         (self.committed, self.alone) = (true, true);
     }
 
-    /// The payload that came, without a frame.
+    /// Returns the payload so far, without framing.
     pub fn take_payload(&mut self) -> &[u8] {
         self.written.clear();
         self.written.append(&mut self.released);
@@ -386,8 +397,9 @@ impl Scanner {
         &self.written
     }
 
-    /// Ends a committed stream early: `event` is the last event's data. Empty where the framing does not allow it (a
-    /// declared length): then only closing the client's connection tells it.
+    /// Ends a committed stream early: `event` is the last event's data. Returns nothing if the
+    /// framing does not allow it (a declared length); then only closing the client's connection
+    /// ends the stream.
     pub fn end_with(&mut self, event: &[u8]) -> &[u8] {
         self.written.clear();
         if self.event_stream() && !matches!(self.out, Out::Length(_)) && !self.closed {
@@ -465,7 +477,8 @@ impl Scanner {
         Ends { last, halt }
     }
 
-    /// Drops the comments found in a piece: what is left of it, and where its events end in that.
+    /// Drops the comments found in a piece. Returns the rest of the piece, and the ends of its
+    /// events.
     fn without_fillers(&mut self, piece: &[u8], ends: &Ends) -> (Vec<u8>, Ends) {
         let fillers = std::mem::take(&mut self.fillers);
         let moved = |at: usize| {
@@ -485,7 +498,7 @@ impl Scanner {
         (kept, Ends { last: ends.last.map(moved), halt: ends.halt.map(moved) })
     }
 
-    /// Keeps payload of an event stream: what of it is whole may go to the client.
+    /// Keeps payload of an event stream; whole events may go to the client.
     fn keep_events(&mut self, piece: &[u8], ends: &Ends, step: &mut Step) {
         let kept;
         let (piece, ends) = if self.fillers.is_empty() {
@@ -495,7 +508,7 @@ impl Scanner {
             (kept.0.as_slice(), &kept.1)
         };
         if let Some(start) = ends.halt {
-            // All before the `[DONE]` that comes too early still goes out; a part of it may lie in `pending`.
+            // All bytes before the early `[DONE]` still go out; a part of them may be in `pending`.
             if start > 0 {
                 self.release(&piece[..start]);
             }
@@ -518,7 +531,7 @@ impl Scanner {
         }
     }
 
-    /// Lets go what is pending and `more`, which ends an event.
+    /// Releases the pending bytes and `more`, which ends an event.
     fn release(&mut self, more: &[u8]) {
         let Some(observer) = &mut self.observer else {
             self.released.append(&mut self.pending);
@@ -536,7 +549,7 @@ impl Scanner {
         self.pending.clear();
     }
 
-    /// Longest event that is held back until its end, bytes.
+    /// Longest event that is withheld until its end, in bytes.
     fn hold_limit(&self) -> usize {
         if self.observer.is_some() { OBSERVED_LIMIT } else { HOLD_LIMIT }
     }
@@ -545,7 +558,7 @@ impl Scanner {
         self.observer.as_mut().is_some_and(|observer| observer.newly_lost())
     }
 
-    /// The body is whole.
+    /// Ends the body.
     fn end(&mut self, step: &mut Step) {
         if self.event_stream() {
             if self.halted {
@@ -569,7 +582,7 @@ impl Scanner {
         step.end = true;
     }
 
-    /// The stream ended too early.
+    /// Ends a stream that ended too early.
     fn halt(&mut self, step: &mut Step) {
         self.halted = true;
         self.said.ready = true;
@@ -581,7 +594,7 @@ impl Scanner {
             && !self.said.ready
         {
             self.said.ready = match (head.event_stream, head.json) {
-                // A comment that began before this is dropped to its end.
+                // A comment that began earlier is dropped to its end.
                 (true, _) => {
                     self.released.len() + self.pending.len() > self.hold_limit()
                         && !self.events.inside_filler()

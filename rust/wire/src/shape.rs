@@ -1,6 +1,6 @@
-//! Bounds on the shape of a JSON document, checked before anything parses it. A parser holds
-//! Python's global lock and some of its users recurse, so a small document with an absurd shape
-//! can block every other request.
+//! Bounds on the shape of a JSON document, checked before any parser reads it. A parser holds
+//! Python's global lock, and some of its users recurse. So a small document with an absurd shape
+//! could block every other request.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ pub enum Excess {
     Values,
 }
 
-/// In words for the document's sender.
+/// Text for the document's sender.
 impl fmt::Display for Excess {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (bound, what) = match self {
@@ -41,11 +41,11 @@ impl fmt::Display for Excess {
     }
 }
 
-/// Returns the first bound that `data` exceeds. Malformed JSON is judged by the brackets that lie
-/// outside of strings; parsing it fails afterwards.
+/// Returns the first bound that `data` exceeds. Malformed JSON is checked by its brackets outside
+/// of strings; parsing it fails afterwards.
 #[must_use]
 pub fn excess(data: &[u8]) -> Option<Excess> {
-    // Upper bounds, found by vector instructions: almost every document is done here.
+    // Upper bounds, found by vector instructions: they settle almost every document.
     let openings = memchr2_iter(b'[', b'{', data).take(MAX_DEPTH + 1).count();
     let few = |byte: u8, max: usize| data.len() <= max || memchr_iter(byte, data).count() <= max;
     if openings <= MAX_DEPTH && few(b':', MAX_MEMBERS) && few(b',', MAX_VALUES - MAX_DEPTH) {
@@ -88,7 +88,7 @@ fn exact(data: &[u8]) -> Option<Excess> {
     None
 }
 
-/// The place behind the quote that ends the string whose content begins at `at`.
+/// Returns the position behind the quote that ends the string whose content begins at `at`.
 fn string_end(data: &[u8], mut at: usize) -> usize {
     loop {
         let Some(found) = data.get(at..).and_then(|rest| memchr2(b'"', b'\\', rest)) else {
@@ -137,7 +137,7 @@ mod tests {
     }
 
     proptest! {
-        /// The quick count never lets anything pass that the exact one refuses.
+        /// The quick count never passes a document that the exact count refuses.
         #[test]
         fn the_quick_check_agrees_with_the_exact_one(
             data in proptest::collection::vec(

@@ -3,13 +3,13 @@ use crate::json::{Found, Probe};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// What ended in a piece of a stream.
+/// An element that ended in a piece of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// Bytes that carry nothing, up to `end` in the input: a piece of a comment line, or of the blank line after
-    /// comments alone. Engines send comments to keep the connection alive.
+    /// Bytes without content, up to `end` in the input: a piece of a comment line, or of the blank
+    /// line after comments alone. Engines send comments to keep the connection alive.
     Filler { end: usize },
-    /// An event with data; what its JSON says.
+    /// An event with data, and the values found in its JSON.
     Data(Found),
     /// The event `[DONE]`.
     Done,
@@ -17,7 +17,7 @@ pub(crate) enum Event {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Line {
-    /// So many bytes of `data:` matched.
+    /// Number of bytes of `data:` matched.
     Prefix(usize),
     AfterColon,
     Data,
@@ -36,12 +36,12 @@ pub(crate) struct Events {
     after_cr: bool,
     /// The line before `after_cr` was filler.
     after_filler: bool,
-    /// Nothing of a next event was read.
+    /// No byte of the next event was read.
     idle: bool,
     /// The event has no line yet, except comments.
     bare: bool,
     has_data: bool,
-    /// Bytes of the event's data, as far as they equal `[DONE]`; `None`: they do not.
+    /// Number of bytes of the event's data that equal `[DONE]`; `None`: they differ.
     done: Option<usize>,
     probe: Probe,
 }
@@ -63,9 +63,9 @@ impl Default for Events {
 }
 
 impl Events {
-    /// Reads `input`, calls `on(event, start)` at the end of each event and for all filler, and returns the end of the last
-    /// whole event (or blank line) in `input`, if there is one. `start`: where in `input` the event or filler starts, 0 if
-    /// before it.
+    /// Reads `input` and calls `on(event, start)` at the end of each event and for all filler.
+    /// Returns the end of the last whole event (or blank line) in `input`, if there is one.
+    /// `start`: start of the event or filler in `input`, 0 if before it.
     pub(crate) fn feed(&mut self, input: &[u8], mut on: impl FnMut(Event, usize)) -> Option<usize> {
         let (mut at, mut boundary) = (0, None);
         while at < input.len() {
@@ -158,8 +158,8 @@ impl Events {
     }
 }
 
-/// The lines of `bytes` from `at` on, without their ends, and where the next begins. What follows the last end of a line
-/// is one, too, unless it is empty.
+/// Returns the lines of `bytes` from `at` on, without their ends, and the start of the next line.
+/// Bytes after the last line end are a line, too.
 pub(crate) fn lines(bytes: &[u8], mut at: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
     std::iter::from_fn(move || {
         let rest = bytes.get(at..).filter(|rest| !rest.is_empty())?;
@@ -177,8 +177,8 @@ pub(crate) fn data_of(line: &[u8]) -> Option<&[u8]> {
     Some(value.strip_prefix(b" ").unwrap_or(value))
 }
 
-/// Calls `on` with the data of each event of `payload`, but for `[DONE]`, and with each comment line, which begins with a
-/// colon. An event that the payload ends in counts as one that ends there.
+/// Calls `on` with the data of each event of `payload` except `[DONE]`, and with each comment line,
+/// which begins with a colon. An event that is incomplete at the end of `payload` counts as whole.
 pub fn split(payload: &[u8], mut on: impl FnMut(&[u8])) {
     let mut event: Option<Cow<'_, [u8]>> = None;
     let mut whole = |event: &mut Option<Cow<'_, [u8]>>, comment: Option<&[u8]>| {

@@ -8,7 +8,7 @@ use serde_core::ser::{Serialize, Serializer};
 use serde_json::Number;
 use xxhash_rust::xxh3::Xxh3;
 
-/// A value. Serialized, it is compact JSON with its members in their order.
+/// A value. It serializes to compact JSON with its members in their order.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Json<'a> {
     Null,
@@ -19,7 +19,7 @@ pub(crate) enum Json<'a> {
     Object(Members<'a>),
 }
 
-/// An object. Where two members have the same name, the last counts.
+/// An object. If two members have the same name, the last one counts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Members<'a>(Vec<(Cow<'a, str>, Json<'a>)>);
 
@@ -28,7 +28,7 @@ impl<'a> Members<'a> {
         self.0.iter().rev().find(|(own, _)| own == name).map(|(_, value)| value)
     }
 
-    /// A member's value, which is null from then on; null if there is none.
+    /// Returns a member's value and replaces it with null; null if there is no such member.
     pub(crate) fn take(&mut self, name: &str) -> Json<'a> {
         let found = self.0.iter_mut().rev().find(|(own, _)| own == name);
         found.map_or(Json::Null, |(_, value)| std::mem::replace(value, Json::Null))
@@ -57,7 +57,7 @@ impl<'a> Json<'a> {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 
-    /// Whether it is something: not null, false, 0 or empty.
+    /// Whether the value is not null, false, 0 or empty.
     pub(crate) fn is_something(&self) -> bool {
         match self {
             Self::Null => false,
@@ -69,7 +69,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// A number for its content, whatever the order of members.
+    /// A digest of the value that does not depend on the order of members.
     pub(crate) fn digest(&self) -> u128 {
         let mut hash = Xxh3::new();
         self.hash(&mut hash);
@@ -77,7 +77,8 @@ impl<'a> Json<'a> {
     }
 
     fn hash(&self, hash: &mut Xxh3) {
-        // Each value begins with its kind and its length, so that no two values give the same bytes.
+        // Each value begins with its kind and its length, so that no two values give the same
+        // bytes.
         let mut put = |kind: u8, length: usize, bytes: &[u8]| {
             hash.update(&[kind]);
             hash.update(&length.to_le_bytes());
@@ -115,7 +116,7 @@ impl<'a> Json<'a> {
     }
 }
 
-/// Its kind, in JSON's words, for errors.
+/// The kind of a value, in JSON's words, for errors.
 impl fmt::Display for Json<'_> {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,8 +1,8 @@
-//! Whatever the cuts between pieces: the same facts, the same payload to the client, and never a panic.
+//! For any cuts between pieces: the same facts, the same payload to the client, and no panic.
 use lmetric_wire::{Finish, HOLD_LIMIT, OBSERVED_LIMIT, Observer, Scanner, Step, Usage, WireError, split};
 use proptest::prelude::*;
 
-/// All that can be told from outside after one response.
+/// The observable results of one response.
 #[derive(Debug, Default, PartialEq)]
 struct Outcome {
     status: u16,
@@ -18,7 +18,7 @@ struct Outcome {
     observed: Option<Observed>,
 }
 
-/// All that was observed of one response.
+/// The recorded values of one response.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Observed {
     prompt: Option<Vec<u32>>,
@@ -49,7 +49,7 @@ struct Run {
     passed: usize,
 }
 
-/// `response` cut at `cuts`.
+/// Returns `response` cut at `cuts`.
 fn pieces<'a>(response: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
     let mut bounds: Vec<usize> = cuts.iter().map(|cut| cut % (response.len() + 1)).collect();
     bounds.extend([0, response.len()]);
@@ -57,8 +57,8 @@ fn pieces<'a>(response: &'a [u8], cuts: &[usize]) -> Vec<&'a [u8]> {
     bounds.windows(2).map(|w| &response[w[0]..w[1]]).collect()
 }
 
-/// Plays `response` cut at `cuts` through a scanner as the relay does; the client commits as soon as it may. `observe`:
-/// whether ids are hidden.
+/// Plays `response` cut at `cuts` through a scanner as the relay does; the client commits as soon
+/// as possible. `observe`: whether IDs are hidden.
 fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool, observe: Option<bool>) -> Run {
     let mut run =
         Run { scanner: Scanner::default(), outcome: Outcome::default(), to_client: Vec::new(), passed: 0 };
@@ -104,14 +104,15 @@ fn play(response: &[u8], cuts: &[usize], http11: bool, eof: bool, observe: Optio
     run.outcome.finish = run.scanner.finish();
     run.outcome.observed = run.scanner.observer().map(Observed::from);
     let lost = run.outcome.observed.as_ref().is_some_and(|observed| observed.lost.is_some());
-    assert!(unseen == usize::from(lost) || run.outcome.failure, "told {unseen} times");
+    assert!(unseen == usize::from(lost) || run.outcome.failure, "reported {unseen} times");
     if committed {
         run.outcome.payload = deframe(&run.to_client, run.outcome.ended);
     }
     run
 }
 
-/// The events of `response` cut at `cuts`, as one gets them who merges them.
+/// Returns the events of `response` cut at `cuts`, as the router receives them when it merges
+/// segments.
 fn merged(response: &[u8], cuts: &[usize], eof: bool) -> Vec<String> {
     let mut scanner = Scanner::default();
     scanner.begin(false, true, false);
@@ -139,7 +140,7 @@ fn merged(response: &[u8], cuts: &[usize], eof: bool) -> Vec<String> {
     events
 }
 
-/// The payload a strict client reads.
+/// Returns the payload that a strict client reads.
 fn deframe(bytes: &[u8], ended: bool) -> Vec<u8> {
     let head = bytes.windows(4).position(|w| w == b"\r\n\r\n").expect("a head") + 4;
     let lines = std::str::from_utf8(&bytes[..head]).expect("text").to_lowercase();
@@ -186,7 +187,7 @@ fn frame(head: &str, payload: &[u8], framing: usize, chunk: usize) -> Vec<u8> {
     out
 }
 
-/// A stream without comment lines, and without the blank lines that follow nothing else.
+/// Returns a stream without comment lines, and without the blank lines that follow nothing else.
 fn without_comments(payload: &str) -> String {
     let (mut kept, mut rest, mut bare) = (String::new(), payload, true);
     while let Some(at) = rest.find(['\n', '\r']) {
@@ -218,7 +219,8 @@ fn event() -> impl Strategy<Value = String> {
     ]
 }
 
-/// An event as engines send it, as the client gets it with and without ids, and what it adds to what is observed.
+/// An event as engines send it, as the client receives it with and without IDs, and its addition to
+/// the observed values.
 #[derive(Clone, Debug)]
 struct Told {
     sent: String,
@@ -257,7 +259,7 @@ fn told() -> impl Strategy<Value = Told> {
         let mut adds = Observed::default();
         match kind {
             0..=2 => {}
-            5 => adds.lost = Some("the leg's answer has not one choice".into()),
+            5 => adds.lost = Some("the segment's answer does not have exactly one choice".into()),
             6 => adds.lost = Some("the engine does not tell token ids (return_token_ids)".into()),
             7 => {
                 let why = "EOF while parsing a string at line 1 column 18";
@@ -310,7 +312,7 @@ proptest! {
             payload = all(|event| &event.sent);
         }
         let response = frame("content-type: text/event-stream\r\n", all(|event| &event.sent).as_bytes(), framing, chunk);
-        // Where nothing is framed: between events.
+        // Positions between events, if there is no framing.
         let mut at = response.len().saturating_sub(all(|event| &event.sent).len()) + first.len();
         let mut between = vec![at];
         for event in &events {
@@ -430,7 +432,7 @@ fn whole_chunks_pass_untouched_and_cut_ones_are_framed_anew() {
     assert!(step.pass && step.tokens == 2);
     let (front, back) = chunk.split_at(10);
     let step = scanner.feed(front).unwrap();
-    assert!(!step.pass && !step.out, "half an event is held back");
+    assert!(!step.pass && !step.out, "half an event is withheld");
     let step = scanner.feed(back).unwrap();
     assert!(step.out && step.tokens == 1);
     assert_eq!(scanner.take(), chunk);
@@ -456,7 +458,7 @@ fn an_early_done_is_withheld_and_a_cut_is_told() {
     assert!(matches!(scanner.eof(), Err(WireError::CutOff(_))));
 }
 
-/// Reliability M7: comments are no sign that the model works.
+/// Comments are no sign that the model works.
 #[test]
 fn comments_before_the_first_token_do_not_commit_and_are_dropped() {
     let event = b"data: {\"choices\":[{\"text\":\"a\"}]}\n\n".as_slice();
@@ -469,7 +471,7 @@ fn comments_before_the_first_token_do_not_commit_and_are_dropped() {
         let mut scanner = Scanner::default();
         scanner.begin(false, false, false);
         assert_eq!(scanner.feed(head.as_bytes()).unwrap(), Step::default());
-        // More than is ever held back, in one comment and in many lines.
+        // More bytes than are ever withheld, in one comment and in many lines.
         let endless =
             [b":".as_slice(), &vec![b'a'; HOLD_LIMIT - 2], b"\n", &vec![b'\n'; HOLD_LIMIT]].concat();
         for piece in [ping, &endless, role, ping, b": pi", b"ng\n\n"] {
@@ -496,7 +498,7 @@ fn memory_is_bounded() {
     for _ in 0..10 {
         ready |= scanner.feed(&vec![b'a'; HOLD_LIMIT / 8]).unwrap().ready;
     }
-    assert!(ready, "an event without end is let through");
+    assert!(ready, "an event without end passes");
 }
 
 #[test]
@@ -517,7 +519,7 @@ fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
             assert!(run.outcome.payload == shown("null").as_bytes(), "{end:?}, cut at {cut}");
         }
     }
-    // One that is just short enough is.
+    // An event that is just short enough is observed.
     let room = OBSERVED_LIMIT - event("[1]").len();
     let response = [
         "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n",

@@ -1,1 +1,1 @@
-"""The clients' API: requests, errors, keys, tenants."""
+"""The API for clients: requests, errors, keys, tenants."""

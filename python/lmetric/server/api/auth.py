@@ -1,4 +1,4 @@
-"""API keys and their tenants, the admin token, and who may use which of the router's own pages."""
+"""API keys and their tenants, the admin token, and access to the router's own pages."""
 
 import hashlib
 import hmac
@@ -14,7 +14,7 @@ _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 def bearer(authorization: str | None) -> str | None:
-    """The token of an `authorization` header; None: it is of another scheme."""
+    """Returns the token of an `authorization` header; None if its scheme is not `Bearer`."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
@@ -29,7 +29,7 @@ class BearerToken:
         self._digest = _digest(token)
 
     def matches(self, authorization: str | None) -> bool:
-        """Whether an `authorization` header carries the token."""
+        """Returns whether an `authorization` header carries the token."""
         given = bearer(authorization)
         return given is not None and hmac.compare_digest(_digest(given), self._digest)
 
@@ -39,7 +39,10 @@ def _digest(token: str) -> bytes:
 
 
 class Keys:
-    """Known keys. Only digests are kept, and only digests are compared: timing tells nothing of a key."""
+    """The known API keys.
+
+    Only digests are stored and compared, so timing reveals nothing of a key.
+    """
 
     def __init__(self, tenants: dict[bytes, str] | None) -> None:
         self._tenants = tenants
@@ -47,7 +50,9 @@ class Keys:
 
     @classmethod
     def load(cls, file: Path | None) -> "Keys":
-        """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant. Without a file everybody may ask.
+        """Reads a YAML mapping of key, or ``sha256:HEX``, to tenant.
+
+        Without a file no key is needed.
 
         Raises ConfigError.
         """
@@ -55,26 +60,30 @@ class Keys:
             return cls(None)
         tenants: dict[bytes, str] = {}
         for place, (key, tenant) in enumerate(read_yaml_mapping(file).items(), 1):
-            # Keys are secrets: an error names the entry by its place.
+            # Keys are secrets, so an error names the entry by its position.
             if not isinstance(key, str) or not isinstance(tenant, str) or not key or not tenant:
-                raise ConfigError(f"{file}: entry {place}: expected a key and a tenant's name, both strings")
+                raise ConfigError(
+                    f"{file}: entry {place}: expected a key and a tenant's name, both non-empty strings"
+                )
             hashed = _SHA256.fullmatch(key)
             if key.startswith("sha256:") and not hashed:
                 raise ConfigError(f"{file}: entry {place}: sha256: takes 64 hexadecimal digits")
             digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
             tenants[digest] = tenant
         if not tenants:
-            raise ConfigError(f"{file}: no keys in it; leave out auth.keys_file to run without keys")
+            raise ConfigError(f"{file}: there are no keys in it; unset auth.keys_file to run without keys")
         return cls(tenants)
 
     def changes(self, newer: "Keys") -> tuple[int, int]:
-        """How many keys another set of keys adds, and how many it takes away. A key with another tenant
-        counts as both."""
+        """Returns the numbers of keys that `newer` adds and removes.
+
+        A key with another tenant counts as both.
+        """
         old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
         return len(new - old), len(old - new)
 
     def tenant(self, authorization: str | None, api_key: str | None = None) -> str:
-        """The tenant of a request with these headers. Raises ApiError (401)."""
+        """Returns the tenant of a request with these headers. Raises ApiError (401)."""
         if self._tenants is None:
             return NO_TENANT
         token = bearer(authorization)
@@ -94,7 +103,10 @@ class Keys:
 
 
 class PageAccess:
-    """Decides who may use the router's own pages; docs/access.md has the table. Raises ConfigError."""
+    """Checks access to the router's own pages, by the table in docs/access.md.
+
+    Raises ConfigError.
+    """
 
     def __init__(self, config: ServerConfig, keys: Keys) -> None:
         self._keys = keys
@@ -105,7 +117,7 @@ class PageAccess:
         self._token = BearerToken(token) if token is not None else None
 
     def is_admin(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request may use /admin and /debug."""
+        """Returns whether a request may use /admin and /debug."""
         if self._open:
             # A web page can make a browser send requests to loopback; its POSTs carry its origin.
             return "origin" not in headers
@@ -121,7 +133,7 @@ class PageAccess:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
         if self._keys.on:
             self._tenant_of_key(headers)  # 401 for a key that is unknown
-            raise ApiError(403, f"an API key does not open {path}; send the admin token", code="not_admin")
+            raise ApiError(403, f"API keys have no access to {path}; send the admin token", code="not_admin")
         raise ApiError(
             401,
             f"{path} needs the admin token; send it as Authorization: Bearer TOKEN",
@@ -134,11 +146,14 @@ class PageAccess:
             self.require_admin(headers, path)
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """The tenant that a request for one of the router's own pages belongs to. Raises ApiError (401)."""
+        """Returns the tenant of a request for one of the router's own pages.
+
+        Raises ApiError (401).
+        """
         if self._keys.on:
             return self._tenant_of_key(headers)
         named = headers.get("x-tenant", "")
-        return named if named in self._tenants else NO_TENANT  # without keys, clients are believed
+        return named if named in self._tenants else NO_TENANT  # without keys, the header is trusted
 
     def _tenant_of_key(self, headers: Mapping[str, str]) -> str:
         return self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))

@@ -1,4 +1,4 @@
-"""Errors for clients, in the shape that OpenAI's API gives them."""
+"""Errors for clients, in the format of OpenAI's API."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -26,7 +26,8 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 class ApiError(Exception):
     """An error for the client: an HTTP status and an OpenAI error object.
 
-    ``engines``: what engines did, with their names; it follows the message unless clients are not to see it.
+    ``engines``: details with engine names. They follow the message unless they are hidden from
+    clients.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, show_engines: bool = True) -> bytes:
-        """The error object, as JSON."""
+        """Returns the error object as JSON."""
         kind = _TYPES.get(self.status, "server_error")
         shown = f" ({self.engines})" if self.engines and show_engines else ""
         error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
@@ -63,7 +64,10 @@ def whole_answer(
     show_engines: bool = True,
     more_fields: bytes = b"",
 ) -> bytes:
-    """An error as the bytes of an HTTP answer, with its head; `more_fields`: further lines of the head."""
+    """Returns an error as the bytes of an HTTP response.
+
+    `more_fields`: further lines of its head.
+    """
     body = error.body(show_engines)
     fields = {"content-type": "application/json", "content-length": str(len(body))}
     if request_id is not None:
@@ -72,23 +76,26 @@ def whole_answer(
     if not keep_alive:
         fields["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    phrase = _PHRASES.get(error.status, "")  # engines send statuses that no standard names
+    phrase = _PHRASES.get(error.status, "")  # engines also send statuses that no standard defines
     head = f"HTTP/1.1 {error.status} {phrase}\r\n{lines}".encode("latin-1")
     return b"%b%b\r\n%b" % (head, more_fields, body)
 
 
 def no_engine_error(model: str, error: NoInstanceError, unusable: str | None) -> ApiError:
-    """No engine of a model can take a request now. ``unusable``: why, if none of them is usable."""
+    """Returns the 503 for a model without an engine that can accept a request now.
+
+    ``unusable``: the reason if no engine is usable, else None.
+    """
     why = "no usable engine" if unusable else str(error)
     return ApiError(503, f"{model}: {why}", engines=unusable, code="no_engine", headers={"retry-after": "2"})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """A 400 for what the client sent."""
+    """Returns a 400 for an invalid request."""
     return ApiError(400, message, param=param)
 
 
 def not_valid(error: ValidationError) -> ApiError:
-    """What is wrong with a body that a model describes: the first thing of it."""
+    """Returns a 400 with the first problem that pydantic found in a body."""
     first = error.errors(include_url=False, include_input=False)[0]
     return bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")

@@ -1,10 +1,10 @@
-"""Tenant isolation: cache salts that keep a tenant's prompts apart from those of all other tenants.
+"""Tenant isolation: cache salts that separate a tenant's prompts from those of all other tenants.
 
-Engines reuse the KV cache of an equal prompt, so a tenant can guess another tenant's prompt and read from
-`cached_tokens`, or from the time to the first token, whether the guess was right. The prompts of an isolated
-tenant get a salt that nobody else has: a hash of the tenant's name under a secret, which routers side by
-side share. A `cache_salt` of the client goes into the hash: it separates the tenant's own users and cannot
-lead to the salt of another tenant.
+Engines reuse the KV cache of an equal prompt, so a tenant can guess another tenant's prompt. Then
+`cached_tokens`, or the time to the first token, reveals whether the guess was right. The prompts of
+an isolated tenant get a salt of their own: a hash of the tenant's name under a secret, which all
+routers of a fleet share. The client's own `cache_salt` goes into the hash. It separates the
+tenant's own users and cannot lead to the salt of another tenant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 
-# Paths whose bodies take `cache_salt` (vLLM 0.32; of these SGLang 0.5.23 reads it on the first three).
+# Paths that accept `cache_salt` in vLLM 0.32. SGLang 0.5.23 reads it on the first three of them.
 _SALTED = frozenset(
     {
         *(CHAT, COMPLETIONS, "/v1/responses"),
@@ -27,7 +27,7 @@ _SALTED = frozenset(
         *("/v1/rerank", "/v2/rerank", "/rerank"),
     }
 )
-# Paths that compute no prompt, so that they leave nothing in a cache.
+# Paths that compute no prompt, so they leave nothing in a cache.
 _WITHOUT_CACHE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 
 log = structlog.get_logger("lmetric.isolation")
@@ -36,7 +36,7 @@ log = structlog.get_logger("lmetric.isolation")
 class Isolation:
     """The salts of isolated tenants. Raises ConfigError if their secret cannot be read.
 
-    ``random_secret``: of this process, used if the configuration has no secret.
+    ``random_secret``: a secret of this process, used if the configuration has none.
     """
 
     def __init__(self, config: ServerConfig, random_secret: bytes) -> None:
@@ -58,23 +58,26 @@ class Isolation:
         self._keys = {name: blake2b(name.encode(), key=secret, digest_size=32).digest() for name in names}
 
     def salt(self, tenant: str, given: str | None) -> str:
-        """The cache salt of an isolated tenant's prompt; ``given``: the client's own."""
+        """Returns the cache salt of an isolated tenant's prompt.
+
+        ``given``: the client's own salt.
+        """
         data = b"" if given is None else b"+" + given.encode()
         return blake2b(data, key=self._keys[tenant], digest_size=16).hexdigest()
 
     def scope(self, tenant: str) -> int:
-        """The part of the tokenizer's cache that an isolated tenant's prompts have to themselves."""
+        """Returns the id of the tokenizer cache partition of an isolated tenant."""
         return int.from_bytes(blake2b(b"tokens", key=self._keys[tenant], digest_size=8).digest())
 
     def apply(self, tenant: str, path: str, call: ParsedRequest) -> None:
-        """Salts an isolated tenant's request, for the index and for the engine.
+        """Adds the salt to an isolated tenant's request, for the index and for the engine.
 
-        Raises ApiError (403) for a path on which engines would ignore the salt.
+        Raises ApiError (403) if engines would ignore the salt on this path.
         """
         if path not in _SALTED and path not in _WITHOUT_CACHE:
             raise ApiError(
                 403,
-                f"tenant {tenant!r} is isolated and {path} takes no cache_salt; use {CHAT}",
+                f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
                 code="not_isolated",
             )
         call.salt = self.salt(tenant, call.salt)

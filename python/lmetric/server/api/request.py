@@ -1,5 +1,7 @@
-"""A client's request, as far as routing needs it. Rust reads the body once, and it is passed on as it came.
-Python parses it only to change it, or for a chat template.
+"""The parts of a client's request that routing needs.
+
+Rust reads the body once, and the engine gets its bytes unchanged. Python parses the body only to
+change it, or for a chat template.
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
 
-# Further paths of which an engine may know one or the other; each takes a JSON object by POST.
+# Further paths that some engines serve. Each accepts a JSON object by POST.
 PASSED_PATHS = (
     "/v1/responses",
     "/v1/messages",
@@ -33,41 +35,42 @@ PASSED_PATHS = (
 
 
 class ParsedRequest(Struct, eq=False, gc=False):
-    """What a request's body asks for, as far as routing goes."""
+    """The fields of a request's body that routing needs."""
 
-    body: bytes  # as the client sent it, until it is changed
+    body: bytes  # as the client sent it, until `replace`
     chat: bool
-    generates: bool  # it is a chat or a completion
+    generates: bool  # the request is a chat or a completion
     model: str | None
     stream: bool
     session: str | None
     salt: str | None
     max_tokens: int | None
-    # The prompt, as text in UTF-8 or as tokens: a chat or a text may become tokens when its model is known.
+    # The prompt as UTF-8 text or as tokens. The tokenizer of its model may turn the text into
+    # tokens.
     text: bytes | None
     tokens: Tokens | None
-    # Further prompts of the same request, which count as load and are not matched.
+    # Sizes of the request's further prompts. They count as load and are not matched.
     more_bytes: int
     more_tokens: int
-    priority: float | None  # NaN: there is a field `priority` that is no number
-    # The part of the tokenizer's cache that its prompt shares; 0: the part of all other tenants.
+    priority: float | None  # NaN: the field `priority` is not a number
+    # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
     _fields: JSON | None = None
 
     @property
     def request(self) -> JSON:
-        """The body's fields."""
+        """The fields of the body, parsed on first use."""
         if self._fields is None:
             self._fields = orjson.loads(self.body)
         return self._fields
 
     def replace(self, body: bytes, fields: JSON) -> None:
-        """Takes another body, whose fields these are."""
+        """Replaces the body. ``fields``: the parsed fields of the new body."""
         self.body, self._fields = body, fields
 
 
 def parse(path: str, body: bytes) -> ParsedRequest:
-    """Reads a body. Raises ApiError (400), which names the place."""
+    """Reads the body of a request. Raises ApiError (400), which names the position of the fault."""
     try:
         return ParsedRequest(*read_request(path, body))
     except BadRequestError as error:
@@ -75,7 +78,10 @@ def parse(path: str, body: bytes) -> ParsedRequest:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The fields of a request to the router itself. Raises ApiError (400), which names the place."""
+    """Returns the fields of a request to the router itself.
+
+    Raises ApiError (400), which names the position of the fault.
+    """
     try:
         check_object(body)
     except BadRequestError as error:

@@ -1,1 +1,1 @@
-"""What runs beside requests: checks of health and load, other replicas."""
+"""Background tasks: checks of health and load, exchange with other routers."""

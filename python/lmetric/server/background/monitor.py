@@ -1,4 +1,4 @@
-"""What runs beside the requests: checks of the engines, their load, time limits, the guard."""
+"""Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rescheduling."""
 
 import asyncio
 import math
@@ -17,18 +17,18 @@ from lmetric.server.observe.metrics import Metrics
 from lmetric.server.upstream.connection import UpstreamError
 
 LAG_PERIOD_SECONDS = 0.1
-REMINDER_SECONDS = 30.0  # between two warnings that there is no usable engine
+REMINDER_SECONDS = 30.0  # time between two warnings about a model without a usable engine
 GROWTH_LOG_SECONDS = 60.0
 POLICY_WATCH_SECONDS = 1.0
 
 log = structlog.get_logger("lmetric.health")
 
-# How often the wall clock is read for priorities, which routers must agree on.
+# Priorities follow the wall clock, so that all routers compute the same ones.
 CLOCK_SECONDS = 10.0
 
 
 class _Polls:
-    """Requests to engines of one kind: at most one to an engine at a time."""
+    """Polls of one kind. Each engine has at most one poll in flight."""
 
     def __init__(self, name: str, poll: Callable[[Engine], Awaitable[None]]) -> None:
         self.running: dict[Engine, asyncio.Task[None]] = {}
@@ -36,7 +36,7 @@ class _Polls:
         self._poll = poll
 
     def begin(self, engine: Engine) -> asyncio.Task[None]:
-        """Polls an engine; returns the poll on its way if there is one."""
+        """Starts a poll of an engine, or returns the one in flight."""
         task = self.running.get(engine)
         if task is None:
             task = self.running[engine] = asyncio.create_task(self._run(engine), name=self._name)
@@ -52,26 +52,27 @@ class _Polls:
 
 
 class Monitor:
-    """The periodic tasks."""
+    """The periodic tasks of a router."""
 
     def __init__(self, fleet: Fleet, overdue: Callable[[float], None], metrics: Metrics) -> None:
         self.fleet = fleet
-        self._overdue = overdue  # ends requests that take too long at a time of the monotonic clock
+        self._overdue = overdue  # ends requests past their limits; argument: the monotonic clock, s
         self.metrics = metrics
         self.config = fleet.config
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = _Polls("check", self._check)
         self._reads = _Polls("load", self._load_of)
         self._warn_again_at = 0.0
-        self._reminded: dict[str | None, float] = {}  # by model without a usable engine, when it was logged
+        # By model without a usable engine: the time of its last warning.
+        self._reminded: dict[str | None, float] = {}
 
     async def check_all(self) -> None:
-        """Checks all engines now, all at once, and waits for the results."""
+        """Checks all engines at once and waits for the results."""
         await self.check(list(self.fleet.engines()))
         self._remind(time.monotonic())
 
     def _remind(self, now: float) -> None:
-        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS` while that lasts."""
+        """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS`."""
         reasons: dict[str | None, str | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
         if not reasons:
             reasons[None] = unusable(self.fleet.engines())
@@ -85,7 +86,7 @@ class Monitor:
             del self._reminded[model]
 
     async def check(self, engines: Iterable[Engine]) -> None:
-        """Checks these engines now, all at once, and waits for the results."""
+        """Checks these engines at once and waits for the results."""
         checks = [self._checks.begin(engine) for engine in engines]
         if checks:
             await asyncio.wait(checks)
@@ -111,7 +112,7 @@ class Monitor:
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
 
     async def stop(self) -> None:
-        """Stops them."""
+        """Stops the periodic tasks."""
         tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
         for task in tasks:
             task.cancel()
@@ -129,7 +130,7 @@ class Monitor:
         self._tasks.append(asyncio.create_task(forever(), name=name))
 
     async def _begin_checks(self) -> None:
-        """Begins a check of each engine whose last one is over: a slow engine delays no other."""
+        """Starts a check of each engine whose last check is over. A slow engine delays no other."""
         now = time.monotonic()
         self.fleet.forget_unserved(now)
         self._remind(now)
@@ -145,7 +146,7 @@ class Monitor:
             if not engine.identified or time.monotonic() >= engine.ask_again_at:
                 await self.fleet.identify(engine)
             if engine.unfit is not None:
-                engine.ask_anew()  # it may be started again with what it needs
+                engine.ask_anew()  # it may have been restarted with the missing setting
                 raise ValueError(engine.unfit)
         except (UpstreamError, ValueError) as error:
             reason = str(error)
@@ -164,10 +165,10 @@ class Monitor:
         now = time.monotonic()
         if now >= self._warn_again_at:
             self._warn_again_at = now + 60.0
-            log.error("the router lacks resources; engines keep their state", reason=reason)
+            log.error("the router lacks resources to check engines; they keep their state", reason=reason)
 
     async def _load(self) -> None:
-        """Begins to read the load of each healthy engine whose last page came or failed."""
+        """Starts to read the load of each healthy engine whose last read is over."""
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
                 if engine.healthy and engine.load_pages:
@@ -200,7 +201,7 @@ class Monitor:
             engine.upstream.expire(now)
 
     async def _measure_lag(self) -> None:
-        """Measures how late the loop is, all the time."""
+        """Measures the delay of the event loop, forever."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + LAG_PERIOD_SECONDS
@@ -215,7 +216,7 @@ class Monitor:
                 try:
                     events, deadline = pool.router.tick(now)
                 except Exception:
-                    log.exception("the guard failed", model=pool.name)
+                    log.exception("the hot-spot guard failed", model=pool.name)
                     continue
                 following = min(following, deadline)
                 self._log_growth(pool, now)
@@ -227,13 +228,16 @@ class Monitor:
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 
     def _log_growth(self, pool: Pool, now: float) -> None:
-        """Logs, each at most once a minute, decisions in which a policy of the model scored no engine or
-        failed."""
+        """Logs, at most once a minute, decisions in which a policy scored no engine or failed."""
         fallbacks = pool.router.policy_fallbacks()
         for message, count, details in (
-            ("policy scored no engine; the fewest requests decided", pool.router.unscored, {}),
             (
-                "policy failed; its fallback decided",
+                "policy scored no engine; used the engine with the fewest requests",
+                pool.router.unscored,
+                {},
+            ),
+            (
+                "policy failed; used its fallback",
                 pool.fallbacks(fallbacks),
                 {"reason": fallbacks["problem"]},
             ),
@@ -253,11 +257,13 @@ class Monitor:
                 pool.replace_policies(Policies(pool.policies.settings))
             except LmetricError as error:
                 log.error(
-                    "a policy's file cannot be used; the old policy stays", model=pool.name, reason=str(error)
+                    "cannot use a changed policy file; the old policy stays in use",
+                    model=pool.name,
+                    reason=str(error),
                 )
 
     async def _reschedule(self) -> None:
-        """Rounds of rescheduling, each pool's in its own time."""
+        """Runs the rescheduling rounds of each pool when they are due, forever."""
         while True:
             now = time.monotonic()
             following = now + 1.0

@@ -1,7 +1,8 @@
-"""Routers side by side: each tells the others what it has on each engine, and counts what they tell.
+"""Load exchange between routers: each publishes its in-flight load and adds the load of the others.
 
-Without it two routers see of each other what engines report, once a second, and send the next requests to the
-same idle engine. Told directly, over HTTP: there is no store between them that could fail.
+Without the exchange, routers see each other's requests only in engine reports, once a second, and
+send the next requests to the same idle engine. Routers send messages directly over HTTP: no shared
+store between them can fail.
 """
 
 import asyncio
@@ -29,24 +30,24 @@ log = structlog.get_logger("lmetric.replicas")
 
 PATH = "/replicas"
 RESOLVE_SECONDS = 5.0
-# Most addresses that are told; the core listens to as many.
+# Limit on the routers that this one sends to and receives from; the core has the same limit.
 MOST_ADDRESSES = 64
 
 Name = Annotated[str, Field(max_length=200)]
 
 
 class Told(BaseModel):
-    """What one router tells another."""
+    """A load message from one router to another."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     router: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
-    names: list[str]  # of the numbers
-    models: dict[str, list[tuple[Name, list[float]]]]  # by model: engines and their numbers
+    names: list[str]  # names of the load values, in order
+    models: dict[str, list[tuple[Name, list[float]]]]  # by model: engines and their load values
 
 
 class Address:
-    """Where another router, or this one, listens."""
+    """An address of another router, or of this one."""
 
     def __init__(self, url: str, ip: str, port: int) -> None:
         parts = urlsplit(url)
@@ -61,14 +62,14 @@ class Address:
 
 
 class Replicas:
-    """The routers beside this one: told and heard."""
+    """The exchange of load with the other routers of the fleet."""
 
     def __init__(self, config: ReplicasConfig, fleet: Fleet) -> None:
         self.config = config
         self.fleet = fleet
         self.id = token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
-        self.heard: dict[str, float] = {}  # router: when, on the monotonic clock
+        self.heard: dict[str, float] = {}  # by router: time of its last message, monotonic clock
         self._counts: Counter[tuple[str, str]] = Counter()
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
@@ -78,11 +79,11 @@ class Replicas:
 
     @property
     def on(self) -> bool:
-        """Whether there are others."""
+        """Whether other routers are configured."""
         return bool(self.config.urls)
 
     async def start(self) -> None:
-        """Begins to tell. Called once the router listens."""
+        """Starts to send load messages. Called once the router listens."""
         if not self.on:
             return
         self._session = aiohttp.ClientSession(
@@ -97,7 +98,7 @@ class Replicas:
         ]
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stops the exchange and closes its connections."""
         telling = [address.telling for address in self.addresses.values() if address.telling is not None]
         for task in [*self._tasks, *telling]:
             task.cancel()
@@ -106,12 +107,19 @@ class Replicas:
             await self._session.close()
 
     def authorize(self, authorization: str | None) -> None:
-        """Raises ApiError (401) unless the header carries the replicas' token, or there is none."""
+        """Raises ApiError (401) unless the header carries the token of the replicas.
+
+        Without a configured token, every message is accepted.
+        """
         if self._expected is not None and not self._expected.matches(authorization):
-            raise ApiError(401, "not the token of these replicas", headers={"www-authenticate": "Bearer"})
+            raise ApiError(
+                401,
+                "wrong replica token; set the same replicas.token on all routers",
+                headers={"www-authenticate": "Bearer"},
+            )
 
     def hear(self, body: bytes) -> dict[str, str]:
-        """Takes in what another router tells; the answer to it. Raises ApiError."""
+        """Applies a load message from another router. Returns the answer to it. Raises ApiError."""
         try:
             told = Told.model_validate_json(body)
         except ValidationError as error:
@@ -123,10 +131,19 @@ class Replicas:
     def _take_in(self, told: Told) -> None:
         if told.names != SHARE_NAMES:
             self._counts["heard", "other_version"] += 1
-            raise ApiError(409, f"this version tells {', '.join(SHARE_NAMES)}", code="other_version")
+            raise ApiError(
+                409,
+                f"unknown load values: this version uses {', '.join(SHARE_NAMES)}; "
+                "run the same version on all routers",
+                code="other_version",
+            )
         if told.router not in self.heard and len(self.heard) >= MOST_ADDRESSES:
             self._counts["heard", "refused"] += 1
-            raise ApiError(409, f"{MOST_ADDRESSES} routers are heard already", code="too_many")
+            raise ApiError(
+                409,
+                f"this router already receives load from {MOST_ADDRESSES} routers, the limit",
+                code="too_many",
+            )
         try:
             for pool in self.fleet.pools:
                 pool.router.import_load(told.router, told.models.get(pool.name, []))
@@ -134,7 +151,7 @@ class Replicas:
             self._counts["heard", "refused"] += 1
             raise bad(str(error)) from None
         if told.router not in self.heard:
-            log.info("a router beside this one", router=told.router)
+            log.info("another router sends its load", router=told.router)
         self.heard[told.router] = time.monotonic()
         self._counts["heard", "taken_in"] += 1
 
@@ -147,20 +164,20 @@ class Replicas:
                 log.exception("periodic task failed", task="replicas")
 
     async def _round(self) -> None:
-        """Tells all once, and forgets who is silent."""
+        """Sends one message to each router, and drops the load of silent routers."""
         for pool in self.fleet.pools:
             pool.router.expire_peers(self.config.silent_after)
         now = time.monotonic()
         for router, at in list(self.heard.items()):
             if now - at > self.config.silent_after:
                 del self.heard[router]
-                log.warning("a router beside this one is silent", router=router)
+                log.warning("another router is silent; its load counts no longer", router=router)
         message: bytes | None = None
         for address in self.addresses.values():
             if address.own:
                 continue
             if address.telling is not None and not address.telling.done():
-                self._counts["told", "busy"] += 1  # it has not answered the last time yet
+                self._counts["told", "busy"] += 1  # the last message has no answer yet
                 continue
             if message is None:
                 message = self._message()
@@ -185,18 +202,18 @@ class Replicas:
             reason = str(error) or type(error).__name__
             self._counts["told", "failed"] += 1
             if address.reached is not False:
-                log.warning("a router beside this one is not reached", address=address.place, reason=reason)
+                log.warning("cannot reach another router", address=address.place, reason=reason)
             address.reached, address.error = False, reason
         else:
             if address.own:
                 return
             self._counts["told", "taken_in"] += 1
             if address.reached is False:
-                log.info("a router beside this one is reached again", address=address.place)
+                log.info("another router is reachable again", address=address.place)
             address.reached, address.error = True, None
 
     async def _resolve(self) -> None:
-        """Finds the addresses; those of a name that cannot be looked up now stay."""
+        """Looks up the addresses of all routers. If a look-up fails, the old addresses stay."""
         loop = asyncio.get_running_loop()
         found: dict[tuple[str, str], Address] = {}
         for url in self.config.urls:
@@ -207,7 +224,7 @@ class Replicas:
             except OSError as error:
                 if self._problems.get(url) != str(error):
                     self._problems[url] = str(error)
-                    log.warning("replicas cannot be looked up", url=url, reason=str(error))
+                    log.warning("cannot look up the address of replicas", url=url, reason=str(error))
                 found |= {key: known for key, known in self.addresses.items() if key[0] == url}
                 continue
             self._problems.pop(url, None)
@@ -215,7 +232,7 @@ class Replicas:
                 key = (url, str(sockaddr[0]))
                 found[key] = self.addresses.get(key) or Address(url, key[1], port)
         if len(found) > MOST_ADDRESSES:
-            log.warning("more replicas than one listens to", found=len(found), most=MOST_ADDRESSES)
+            log.warning("too many replicas; the rest is ignored", found=len(found), most=MOST_ADDRESSES)
             found = dict(sorted(found.items())[:MOST_ADDRESSES])
         for key, gone in self.addresses.items():
             if key not in found and gone.telling is not None:
@@ -223,7 +240,7 @@ class Replicas:
         self.addresses = found
 
     def state(self) -> dict[str, Any]:
-        """For /debug/replicas."""
+        """Returns the content of /debug/replicas."""
         now = time.monotonic()
         return {
             "router": self.id,
@@ -236,13 +253,13 @@ class Replicas:
         }
 
     def metrics(self) -> Iterator[Metric]:
-        """For /metrics."""
-        heard = GaugeMetricFamily("lmetric_replicas", "Routers beside this one whose requests count here")
+        """Yields the metrics of the exchange."""
+        heard = GaugeMetricFamily("lmetric_replicas", "Other routers whose in-flight load counts here")
         heard.add_metric((), len(self.heard))
         yield heard
         messages = CounterMetricFamily(
             "lmetric_replica_messages",
-            "Messages between routers: told and heard, by what came of them",
+            "Load messages between routers: sent (told) and received (heard), by outcome",
             labels=("direction", "outcome"),
         )
         for (direction, outcome), count in self._counts.items():

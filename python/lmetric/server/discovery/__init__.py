@@ -1,7 +1,8 @@
-"""Which engines there are: from the configuration, an administrator, files, DNS and Kubernetes.
+"""Service discovery: engines from the configuration, an administrator, files, DNS and Kubernetes.
 
-A *source* tells of all engines it knows, again whenever that changes. `Members` makes one fleet of what all
-of them tell; `Discovery` runs the sources. A further kind of source is one file with a class with `follow`.
+A *source* reports all engines it knows, and reports them again after each change. `Members` merges
+the reports into one fleet; `Discovery` runs the sources. To add a kind of source, write a class
+with `follow`.
 """
 
 from lmetric.server.discovery.follow import Discovery

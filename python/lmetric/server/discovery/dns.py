@@ -1,7 +1,7 @@
 """Engines behind a DNS name: an engine for each address, or for each SRV record.
 
-Names are resolved with the system's name servers and search list (`/etc/resolv.conf`; not `/etc/hosts`), so
-that the answers' time to live is known.
+Names are resolved with the system's name servers and search list (`/etc/resolv.conf`), because
+these give the time to live of the answers. `/etc/hosts` is not read.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ import dns.resolver
 from lmetric.config import DiscoverySource, DnsSource, EngineConfig
 from lmetric.server.discovery.source import Found, Sink, SourceError
 
-LOOK_UP_SECONDS = 5.0  # that one look-up may take, all name servers and tries together
-SHORTEST_SECONDS = 1.0  # between two look-ups, whatever the time to live
+LOOK_UP_SECONDS = 5.0  # time limit of one look-up, over all name servers and retries
+SHORTEST_SECONDS = 1.0  # shortest time between two look-ups
 
 
 class DnsNames:
-    """A source: the addresses, or the SRV records, of a name.
+    """A source: the addresses, or the SRV records, of a DNS name.
 
-    A look-up that fails, or finds no records, changes nothing until ``grace`` seconds have passed since the
-    last good one; then there are no engines.
+    A look-up that fails or finds no records keeps the engines for ``grace`` seconds after the last
+    good look-up. Then the source has no engines.
     """
 
     def __init__(self, config: DnsSource, defaults: DiscoverySource) -> None:
@@ -34,7 +34,10 @@ class DnsNames:
         self._good_until = 0.0
 
     async def follow(self, sink: Sink) -> None:
-        """As `Source.follow`."""
+        """Reports the engines to ``sink`` after each look-up, until canceled.
+
+        Raises SourceError.
+        """
         config = self._config
         resolver = _resolver(config.nameservers)
         while True:
@@ -48,7 +51,7 @@ class DnsNames:
                     wait = left
                 elif left <= 0 < self._good_until:
                     self._good_until = 0.0
-                    sink.found([], f"{config.type} of {config.name}: nothing for {config.grace:g} s")
+                    sink.found([], f"{config.type} of {config.name}: no records for {config.grace:g} s")
             else:
                 self._good_until = time.monotonic() + max(config.grace, 1e-3)
                 sink.found(engines, wrong)
@@ -56,7 +59,7 @@ class DnsNames:
             await asyncio.sleep(wait)
 
     async def _look_up(self, resolver: dns.asyncresolver.Resolver) -> tuple[list[Found], float, str | None]:
-        """The engines, how long that holds (seconds), and what is wrong with others."""
+        """Returns the engines, their time to live (s), and the problem of other records or None."""
         config = self._config
         answer = await resolver.resolve(config.name, config.type, search=True)
         seconds = float(answer.rrset.ttl if answer.rrset is not None else 0)
@@ -93,7 +96,7 @@ def _resolver(nameservers: list[str]) -> dns.asyncresolver.Resolver:
     try:
         resolver = dns.asyncresolver.Resolver(configure=not nameservers)
     except dns.resolver.NoResolverConfiguration as error:
-        raise SourceError(f"the system's name servers are not known ({error}); set nameservers") from None
+        raise SourceError(f"cannot find the system's name servers ({error}); set nameservers") from None
     resolver.lifetime = LOOK_UP_SECONDS
     if nameservers:
         resolver.nameservers = [_nameserver(text) for text in nameservers]
@@ -101,7 +104,7 @@ def _resolver(nameservers: list[str]) -> dns.asyncresolver.Resolver:
 
 
 def _nameserver(text: str) -> dns.nameserver.Nameserver:
-    """``IP`` or ``IP:PORT``, as the configuration has checked."""
+    """Parses ``IP`` or ``IP:PORT``, which the configuration has checked."""
     try:
         return dns.nameserver.Do53Nameserver(str(ipaddress.ip_address(text)))
     except ValueError:
@@ -110,7 +113,7 @@ def _nameserver(text: str) -> dns.nameserver.Nameserver:
 
 
 def _reason(error: dns.exception.DNSException) -> str:
-    # A timeout's own text holds times, and so is never the same twice.
+    # The text of a timeout holds measured times, so each one would be logged as a new problem.
     if isinstance(error, dns.exception.Timeout):
         return f"no answer within {LOOK_UP_SECONDS:g} s"
     return str(error)

@@ -1,4 +1,4 @@
-"""Engines from a file that is watched: YAML or JSON, a list of engines or ``{engines: [...]}``."""
+"""Engines from a watched file: YAML or JSON, a list of engines or ``{engines: [...]}``."""
 
 import asyncio
 from pathlib import Path
@@ -12,8 +12,8 @@ from watchfiles import awatch
 from lmetric.config import ConfigError, DiscoverySource, EngineConfig, UniqueKeys, explain, reading
 from lmetric.server.discovery.source import Found, Sink, SourceError
 
-# A file is read when nothing changed for SETTLE_MS. Where the system tells of no changes (some network file
-# systems), every POLL_MS.
+# A changed file is read after SETTLE_MS without a further change, and every POLL_MS in any case:
+# some network file systems report no changes.
 SETTLE_MS = 50
 POLL_MS = 10_000
 
@@ -21,14 +21,14 @@ POLL_MS = 10_000
 class ListedEngine(EngineConfig):
     """One engine of the file."""
 
-    model: str | None = Field(None, min_length=1, description="its model; default: the source's")
+    model: str | None = Field(None, min_length=1, description="its model; default: the model of the source")
 
 
 class WatchedFile:
-    """A source: the engines in a file. An invalid file changes nothing; the last good one stands.
+    """A source: the engines in a file. If the file becomes invalid, the last valid engines stay.
 
-    The folder is watched, not the file, so that a file that is replaced (an editor, a renamed file, a mounted
-    ConfigMap) is seen as well as one written in place.
+    The folder is watched, not the file, to see replaced files too (an editor, a renamed file, a
+    mounted ConfigMap).
     """
 
     def __init__(self, file: Path, defaults: DiscoverySource) -> None:
@@ -37,7 +37,10 @@ class WatchedFile:
         self._read: bytes | None = None
 
     async def follow(self, sink: Sink) -> None:
-        """As `Source.follow`."""
+        """Reports the engines to ``sink`` after each change of the file, until canceled.
+
+        Raises SourceError.
+        """
         self._read = None
         if not await asyncio.to_thread(self._file.parent.is_dir):
             raise SourceError(f"{self._file}: cannot be read: there is no folder {self._file.parent}")
@@ -52,7 +55,7 @@ class WatchedFile:
         change: asyncio.Task[Any] | None = None
         try:
             while True:
-                # The watch begins before the file is read: no change falls in between.
+                # The watch begins before the read, so no change is missed.
                 change = asyncio.ensure_future(anext(changes))
                 await asyncio.sleep(0)
                 try:
@@ -72,7 +75,10 @@ class WatchedFile:
             await changes.aclose()
 
     def _changed(self) -> list[Found] | None:
-        """The engines, None where the file is as it was when it was last good. Raises ConfigError."""
+        """Returns the engines; None if the file equals its last valid content.
+
+        Raises ConfigError.
+        """
         before, self._read = self._read, None
         with reading(self._file):
             content = self._file.read_bytes()
@@ -103,7 +109,7 @@ _SHAPE = "expected a list of engines, or {engines: [...]} (no engines: [])"
 
 
 def _of_yaml(text: str) -> list[tuple[str, Any]]:
-    """The list's entries with their places. Raises YAMLError."""
+    """Returns the entries of the list, each with its position in the file. Raises YAMLError."""
     loader = UniqueKeys(text)
     try:
         node = loader.get_single_node()
@@ -119,7 +125,10 @@ def _of_yaml(text: str) -> list[tuple[str, Any]]:
 
 
 def _of_json(text: str) -> list[tuple[str, Any]]:
-    """The list's entries with their places. Raises JSONDecodeError, YAMLError."""
+    """Returns the entries of the list, each with its position.
+
+    Raises JSONDecodeError, YAMLError.
+    """
     content = orjson.loads(text)
     if isinstance(content, dict) and content.keys() == {"engines"}:
         content = content["engines"]

@@ -1,4 +1,4 @@
-"""The sources at work: each followed by a task, begun again with a growing pause where it fails."""
+"""Runs the discovery sources, one task each. A failed source is restarted after a growing pause."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ from lmetric.server.fleet.fleet import Fleet
 
 log = structlog.get_logger("lmetric.discovery")
 
-FIRST_SECONDS = 5.0  # that the start waits for what the sources tell first
-_PAUSES = (1.0, 30.0)  # between two tries to follow a source: first, longest
+FIRST_SECONDS = 5.0  # longest wait at start for the first report of each source
+_PAUSES = (1.0, 30.0)  # pauses before a source is restarted: first, longest
 
 
 def make_source(config: DiscoverySource) -> Source:
-    """The source that a section describes. Raises ConfigError where a package is missing."""
-    # Imported where used: most routers need one of them, and Kubernetes' client is an extra.
+    """Returns the source that a section describes. Raises ConfigError if a package is missing."""
+    # Imported here because most routers need only one source, and Kubernetes' client is optional.
     if config.dns is not None:
         from lmetric.server.discovery.dns import DnsNames
 
@@ -46,7 +46,7 @@ def _with_key(found: Found, key: SecretStr | None) -> Found:
 
 
 class _Followed:
-    """A source with what is known of it; the sink that it tells."""
+    """A source with its state. It is the sink that receives the source's reports."""
 
     def __init__(self, name: str, source: Source, members: Members) -> None:
         self.name = name
@@ -55,18 +55,21 @@ class _Followed:
         self.failures = 0
         self.updated_at: float | None = None
         self.wrong: str | None = None
-        self.told = asyncio.Event()  # of engines, or of a problem
+        self.told = asyncio.Event()  # set at the first report, of engines or of a problem
         self._members = members
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
-        """As `Sink.found`."""
+        """Replaces all engines of the source.
+
+        ``problem``: the fault of entries left out, or None.
+        """
         self.updates += 1
         self.updated_at = time.monotonic()
         self._members.update(self.name, engines)
         self._say(problem)
 
     def problem(self, reason: str) -> None:
-        """As `Sink.problem`."""
+        """Records that the source cannot be read now. Its last engines stay."""
         self.failures += 1
         self._say(reason)
 
@@ -80,7 +83,7 @@ class _Followed:
         self.told.set()
 
     async def forever(self) -> None:
-        """Follows the source; after a failure again."""
+        """Follows the source, and restarts it after failures."""
         pause, longest = _PAUSES
         while True:
             updates = self.updates
@@ -89,22 +92,22 @@ class _Followed:
             except SourceError as error:
                 self.problem(str(error))
             except Exception as error:
-                log.exception("a source failed in a way that was not foreseen", source=self.name)
-                self.problem(f"{type(error).__name__}; the log says more")
+                log.exception("a source failed unexpectedly", source=self.name)
+                self.problem(f"{type(error).__name__}; see the log")
             if self.updates > updates:
                 pause = _PAUSES[0]
-            # Spread, so that the routers of a fleet do not ask all at once.
+            # The pause varies, so that the routers of a fleet do not all retry at once.
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))
             pause = min(2 * pause, longest)
 
 
 class Discovery:
-    """The members of the fleet, and the sources that tell of them.
+    """The members of the fleet, and the sources that report them.
 
     Args:
-        check: checks engines; called for those that come.
+        check: checks engines. It is called with each batch of new engines.
 
-    Raises ConfigError where a source needs a package that is not installed.
+    Raises ConfigError if a source needs a package that is not installed.
     """
 
     def __init__(
@@ -119,7 +122,10 @@ class Discovery:
         self._checks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Follows the sources; returns when all have told and their engines are checked, or soon."""
+        """Starts the sources, and waits for their first reports and the checks of their engines.
+
+        Each wait takes at most `FIRST_SECONDS`.
+        """
         for source in self._sources:
             self._tasks.append(asyncio.create_task(source.forever(), name=f"discovery {source.name}"))
         with contextlib.suppress(TimeoutError):
@@ -130,7 +136,7 @@ class Discovery:
             await asyncio.wait(self._checks, timeout=FIRST_SECONDS)
 
     async def stop(self) -> None:
-        """Ends all of it; the fleet stays as it is."""
+        """Stops all sources. The fleet keeps its engines."""
         tasks = [*self._tasks, *self._checks]
         for task in tasks:
             task.cancel()
@@ -138,9 +144,11 @@ class Discovery:
         await self.members.stop()
 
     def set_keys(self, config: ServerConfig) -> list[str]:
-        """Takes over the engines' API keys from a configuration read anew; names of engines with another key.
+        """Applies the engines' API keys of a new configuration.
 
-        Other settings of engines stay, and so do engines that only one of the configurations has.
+        Returns the engines whose key changed.
+
+        Other settings stay, and so do engines that only one of the two configurations lists.
         """
         members = self.members
         before = {engine.name: engine.config.api_key for engine in members.fleet.engines()}
@@ -177,10 +185,10 @@ class Discovery:
         try:
             await self._check(engines)
         except Exception:
-            log.exception("new engines could not be checked")
+            log.exception("cannot check new engines")
 
     def state(self) -> list[dict[str, Any]]:
-        """For /debug/discovery: a row for each source."""
+        """Returns the content of /debug/discovery: one row per source."""
         now = time.monotonic()
         return [
             {
@@ -197,18 +205,20 @@ class Discovery:
         ]
 
     def metrics(self) -> Iterator[Metric]:
-        """For /metrics."""
+        """Yields the metrics of discovery."""
         engines = GaugeMetricFamily(
-            "lmetric_discovery_engines", "Engines that a source told of last", labels=("source",)
+            "lmetric_discovery_engines", "Engines in the last report of a source", labels=("source",)
         )
         working = GaugeMetricFamily(
-            "lmetric_discovery_up", "Whether a source could be read in full last", labels=("source",)
+            "lmetric_discovery_up",
+            "1 if the last read of a source had no problem, else 0",
+            labels=("source",),
         )
         updates = CounterMetricFamily(
-            "lmetric_discovery_updates", "How often a source told of its engines", labels=("source",)
+            "lmetric_discovery_updates", "Reports of engines from a source", labels=("source",)
         )
         failures = CounterMetricFamily(
-            "lmetric_discovery_failures", "How often a source could not be read", labels=("source",)
+            "lmetric_discovery_failures", "Failed reads of a source", labels=("source",)
         )
         for source in self._sources:
             label = (source.name,)
@@ -218,7 +228,7 @@ class Discovery:
             failures.add_metric(label, source.failures)
         yield from (engines, working, updates, failures)
         for name, text, value in (
-            ("lmetric_engines_added", "Engines that came while the router ran", self.members.added),
-            ("lmetric_engines_removed", "Engines that were forgotten", self.members.removed),
+            ("lmetric_engines_added", "Engines added while the router ran", self.members.added),
+            ("lmetric_engines_removed", "Engines removed while the router ran", self.members.removed),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -1,7 +1,7 @@
-"""Engines in the pods of a Kubernetes cluster, found by a label selector: listed once, then watched.
+"""Engines in Kubernetes pods, found by a label selector: listed once, then watched.
 
-Pods that run and have an address are engines. One that is not ready (its condition ``Ready``) gets no
-requests but stays known, with its cache; one that is being deleted is an engine no more.
+Running pods with an address are engines. A pod that is not ready (its condition ``Ready``) gets no
+requests but stays in the fleet, with its cache. A pod that is being deleted leaves the fleet.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ except ImportError as missing:
     ) from None
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-WATCH_SECONDS = 240  # of one watch; the next one goes on where it ended
-PATIENCE_SECONDS = 10.0  # for a connection, and for the end of a watch that should have ended
-PACE_SECONDS = 1.0  # at least, from one request to the API server to the next
+WATCH_SECONDS = 240  # length of one watch; the next watch continues after its last event
+PATIENCE_SECONDS = 10.0  # limit for a connection, and for a watch to end after WATCH_SECONDS
+PACE_SECONDS = 1.0  # shortest time between two requests to the API server
 _HINTS = {
     401: "; the credentials are not accepted",
-    403: "; the router's service account needs a Role that allows to list and watch pods",
+    403: "; give the router's service account a Role that allows list and watch on pods",
 }
 
 
 class Pods:
     """A source: the pods that a label selector matches in one namespace.
 
-    Where the API server cannot be reached, refuses or forgets, the engines known last stay.
+    If the API server is not reachable, refuses, or has lost its history, the last engines stay.
     """
 
     def __init__(self, config: KubernetesSource, defaults: DiscoverySource) -> None:
@@ -55,7 +55,10 @@ class Pods:
         self._asked_at = float("-inf")
 
     async def follow(self, sink: Sink) -> None:
-        """As `Source.follow`."""
+        """Reports the engines to ``sink`` after each change of a pod, until canceled.
+
+        Raises SourceError.
+        """
         settings = client.Configuration()
         namespace = await self._load(settings)
         try:
@@ -67,10 +70,10 @@ class Pods:
             why = str(error) or type(error).__name__
             raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"the API server at {settings.host} answers strangely: {error!r}") from None
+            raise SourceError(f"invalid answer of the API server at {settings.host}: {error!r}") from None
 
     async def _load(self, settings: Any) -> str:
-        """Loads the credentials, anew whenever following begins; returns the namespace."""
+        """Loads the credentials, again at each start of `follow`. Returns the namespace."""
         config = self._config
         try:
             if config.kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -85,7 +88,7 @@ class Pods:
             raise SourceError(f"no credentials for the API server: {error}") from None
 
     async def _follow(self, sink: Sink, request: Any, namespace: str) -> None:
-        """Lists, then watches until the API server says that it remembers no more."""
+        """Lists and watches the pods until the API server has dropped its history (status 410)."""
         pods: dict[str, Found | str | None] = {}
         answer = await self._ask(request, namespace)
         async with answer:
@@ -105,7 +108,7 @@ class Pods:
     async def _events(
         self, request: Any, namespace: str, version: str
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Kind and pod of each change since ``version``; ends where that is too long ago."""
+        """Yields kind and pod of each change since ``version``; ends if ``version`` is too old."""
         while True:
             answer = await self._ask(
                 *(request, namespace),
@@ -136,7 +139,7 @@ class Pods:
         answer: aiohttp.ClientResponse = await request(
             namespace,
             label_selector=self._config.selector,
-            _preload_content=False,  # the client's own parsing makes objects of everything in a pod
+            _preload_content=False,  # the client's parser makes objects of all parts of a pod
             _request_timeout=(PATIENCE_SECONDS, silence),
             **options,
         )
@@ -160,7 +163,7 @@ class Pods:
         )
 
     def _found(self, pod: dict[str, Any]) -> Found | str | None:
-        """The engine in a pod, None where there is none, or why it cannot be used."""
+        """Returns the engine of a pod, None if it has none, or the reason why it is not usable."""
         metadata, status = pod["metadata"], pod.get("status") or {}
         address = status.get("podIP")
         if metadata.get("deletionTimestamp") or status.get("phase") != "Running" or not address:
@@ -199,8 +202,11 @@ class Pods:
 
 
 def _kubeconfigs(given: Path | None) -> str:
-    """The kubeconfig, or kubectl's, which may be several. Raises FileNotFoundError where none exists."""
+    """Returns the path of the kubeconfig, by default kubectl's (one or more files).
+
+    Raises FileNotFoundError if none of the files exists.
+    """
     files = str(given or KUBE_CONFIG_DEFAULT_LOCATION)
     if not any(os.path.exists(os.path.expanduser(file)) for file in files.split(os.pathsep)):
-        raise FileNotFoundError(f"this is no pod, and there is no {files}")
+        raise FileNotFoundError(f"not running in a pod, and there is no {files}")
     return files

@@ -1,9 +1,9 @@
-"""One fleet of what all sources tell: which engine is whose, which come and which leave.
+"""Merges the reports of all sources into one fleet: owners of engines, arrivals and departures.
 
-An engine that two sources name, by its name or its URL (for the same model), is one engine: that of the
-first, in the order configuration, administrator, `discovery`. One that no source names any more gets no
-further requests; it is forgotten as soon as none runs there, or after the time that draining may take.
-Requests that still run then run on; nothing here ever cuts one.
+Two sources that list the same name, or the same URL for the same model, mean one engine. Its owner
+is the first source in the order configuration, administrator, `discovery`. When no source lists an
+engine any more, the router sends it no new requests. It is removed once it is idle, or after the
+drain time. Requests that still run then continue: removal never aborts a request.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from lmetric.server.fleet.fleet import Fleet
 
 log = structlog.get_logger("lmetric.discovery")
 
-_LOOK_SECONDS = 0.05  # between two looks at whether a leaving engine is idle
+_LOOK_SECONDS = 0.05  # time between two checks whether a leaving engine is idle
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class _Leave:
 
 
 class Members:
-    """Keeps the fleet what its sources say.
+    """Keeps the fleet equal to the reports of its sources.
 
     Args:
-        on_new: is told of engines that came.
+        on_new: called with each batch of new engines.
     """
 
     def __init__(self, config: ServerConfig, fleet: Fleet, on_new: Callable[[list[Engine]], None]) -> None:
@@ -55,11 +55,15 @@ class Members:
         self._sweeper: asyncio.Task[None] | None = None
 
     def of(self, source: str) -> Sequence[Found]:
-        """What a source told last."""
+        """Returns the engines in the last report of a source."""
         return self._lists[source]
 
     def update(self, source: str, found: Sequence[Found], drain_seconds: float | None = None) -> None:
-        """Takes in all engines of a source. ``drain_seconds``: that those which are gone may drain."""
+        """Replaces all engines of a source.
+
+        ``drain_seconds``: drain time of engines that are no longer listed; None:
+        `timeouts.engine_drain`.
+        """
         self._lists[source] = found
         wanted, refused = self._wanted()
         here = {engine.name: engine for engine in self.fleet.engines()}
@@ -72,7 +76,8 @@ class Members:
             if old is not None and old.config.api_key != each.config.api_key:
                 old.set_key(each.config.api_key)
             if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
-                # Another engine under the same name: the requests of the old one run on without it.
+                # Another engine has the same name. Requests of the old engine still run to their
+                # end.
                 self._forget(old)
                 old = None
             if old is not None:
@@ -81,13 +86,13 @@ class Members:
             try:
                 engine = self.fleet.add(each.config, owner, each.model)
             except LmetricError as error:
-                refused.add(f"engine {name} of {owner} cannot be taken in: {error}")
+                refused.add(f"cannot add engine {name} of {owner}: {error}")
                 continue
             engine.ready = each.ready
             engine.hold()
             new.append(engine)
         for reason in sorted(refused - self._refused):
-            log.warning("engine left out", reason=reason)
+            log.warning("engine ignored", reason=reason)
         self._refused = refused
         if new:
             self.added += len(new)
@@ -99,7 +104,7 @@ class Members:
         return self.fleet.config.model
 
     def _wanted(self) -> tuple[dict[str, tuple[str, Found]], set[str]]:
-        """The engines there should be, with whose they are; and what was wrong with others."""
+        """Returns the engines to keep with their owners, by name, and the problems of others."""
         wanted: dict[str, tuple[str, Found]] = {}
         at: dict[str, list[tuple[str, Found]]] = {}
         refused: set[str] = set()
@@ -110,7 +115,7 @@ class Members:
                     owner, first = wanted[name]
                     rank = first.config.data_parallel_rank
                     if (first.config.url, rank) != (url, each.config.data_parallel_rank):
-                        refused.add(f"{source} and {owner} both name an engine {name}: {owner}'s is taken")
+                        refused.add(f"{source} and {owner} both list an engine {name}; {owner}'s is used")
                 elif not any(owner != source and each.is_also(first) for owner, first in at.get(url, ())):
                     wanted[name] = (source, each)
                     at.setdefault(url, []).append((source, each))
@@ -120,7 +125,7 @@ class Members:
         leave = self._leaving.pop(engine, None)
         if leave is not None:
             leave.over.set()
-            log.info("engine is back", source=source, engine=engine.name)
+            log.info("engine is listed again", source=source, engine=engine.name)
         held = engine.held
         engine.source, engine.ready, engine.leaving = source, ready, False
         if engine.held != held:
@@ -134,7 +139,7 @@ class Members:
         if not engine.running or seconds <= 0:
             self._forget(engine)
             return
-        log.info("engine leaves", source=engine.source, engine=engine.name, running=engine.running)
+        log.info("engine drains", source=engine.source, engine=engine.name, running=engine.running)
         self._leaving[engine] = _Leave(time.monotonic() + seconds)
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.create_task(self._sweep(), name="leaving engines")
@@ -156,13 +161,13 @@ class Members:
         log.info("engine removed", source=engine.source, engine=engine.name, running=engine.running)
 
     async def settled(self, engine: Engine) -> None:
-        """Waits until an engine that leaves is forgotten, or stays after all."""
+        """Waits until a leaving engine is removed or listed again."""
         leave = self._leaving.get(engine)
         if leave is not None:
             await leave.over.wait()
 
     async def stop(self) -> None:
-        """Looks after leaving engines no more."""
+        """Stops the checks of leaving engines."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

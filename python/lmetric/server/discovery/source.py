@@ -1,4 +1,4 @@
-"""What a source of engines is."""
+"""The interface of a source of engines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,17 @@ from lmetric.config import DiscoverySource, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An engine of a source: its ``model`` (None: to be asked), and whether it may get requests."""
+    """An engine that a source reports.
+
+    ``model``: its model; None: the router asks the engine. ``ready``: whether it may get requests.
+    """
 
     config: EngineConfig
     model: str | None = None
     ready: bool = True
 
     def is_also(self, other: "Found") -> bool:
-        """Whether both may be one engine, by URL, data-parallel rank and model.
+        """Returns whether both may be one engine, by URL, data-parallel rank and model.
 
         A server of two models is two engines. An entry without a rank is all ranks.
         """
@@ -28,27 +31,32 @@ class Found:
 
 
 class SourceError(LmetricError):
-    """A source cannot be followed now; the message says which thing failed, and why."""
+    """A source cannot be followed now. The message names the failed part and the reason."""
 
 
 class Sink(Protocol):
-    """Who is told of a source's engines."""
+    """Receiver of a source's reports."""
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
-        """These are all engines of the source now; ``problem``: what is wrong with others."""
+        """Receives all present engines of the source.
+
+        ``problem``: the fault of entries left out.
+        """
 
     def problem(self, reason: str) -> None:
-        """What the source knows cannot be read now; the engines it told of last stay."""
+        """Receives the reason why the source cannot be read now. Its last engines stay."""
 
 
 class Source(Protocol):
-    """A place that knows engines. ``defaults``: its section of the configuration, with the API key of engines
-    that name none."""
+    """A place that lists engines.
+
+    ``defaults``: its section of the configuration, with the API key of engines that set none.
+    """
 
     defaults: DiscoverySource
 
     async def follow(self, sink: Sink) -> None:
-        """Tells ``sink`` of the engines, at once and whenever they change, until cancelled.
+        """Reports the engines to ``sink`` at once and after each change, until canceled.
 
-        Raises SourceError where that ends; it is called again after a while.
+        Raises SourceError if the source fails; the caller calls `follow` again after a pause.
         """

@@ -1,1 +1,1 @@
-"""Models, their engines, and what the router knows of each."""
+"""Models, their engines, and the state of each engine."""

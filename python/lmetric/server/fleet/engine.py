@@ -1,4 +1,4 @@
-"""One engine: its connections, its health, what it is and can do."""
+"""One engine: its connections, health and capabilities."""
 
 import math
 from collections import Counter
@@ -21,14 +21,14 @@ from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
 from lmetric.tokens import PromptTokenizer
 
-NAMED_ENGINES = 5  # in one message, with the reason of each
+NAMED_ENGINES = 5  # most engines named in one message
 
 
 log = structlog.get_logger("lmetric.fleet")
 
 
 class ServedModel(Protocol):
-    """What an engine needs of the model that it serves."""
+    """The properties of a model that its engines need."""
 
     name: str
     settings: PoolSettings
@@ -38,11 +38,11 @@ class ServedModel(Protocol):
 
 
 class Engine:
-    """One engine of a pool: its connections, its health, what it is and can do.
+    """One engine of a pool: its connections, health and capabilities.
 
-    ``source`` names who told of it, ``model`` is the model it was told to serve (None: it is asked). It gets
-    no requests while it is ``draining`` (an administrator said so), ``leaving`` (its source names it no
-    more), or not ``ready`` (its source says so).
+    ``source``: the source that listed it. ``model``: its configured model; None: the router asks
+    the engine. It gets no requests while it is ``draining`` (set by an administrator), ``leaving``
+    (its source no longer lists it), or not ``ready`` (reported by its source).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Engine:
         self.upstream = Upstream(config, server, allowed)
         self.health = server.health
         self.pool: ServedModel | None = None
-        # What it told when it was last asked; it is asked again when it comes back.
+        # The results of the last identification, which is repeated when the engine comes back.
         self.identified = False
         self.ask_again_at = math.inf
         self.adapter: Adapter = UNKNOWN
@@ -65,18 +65,18 @@ class Engine:
         self.mode = UNASKED
         self.refill: KvBackfill | None = None
         self.role_set: Role | None = None  # by an administrator
-        self.connector: Connector | None = None  # where it serves halves of requests
-        self.unfit: str | None = None  # why it cannot do what its role asks for
-        # Of which prompt it makes other tokens than the tokenizer that it was last held against.
+        self.connector: Connector | None = None  # set if it serves segments of requests
+        self.unfit: str | None = None  # reason why it cannot serve its role
+        # A prompt that it tokenizes differently from the tokenizer it was last compared with.
         self.tokens_differ: str | None = None
         self.compared: PromptTokenizer | None = None
-        self.lost_blocks = False  # taken for gone, so its blocks were forgotten
-        self.load_reports: Counter[str] = Counter()  # by where they came from
+        self.lost_blocks = False  # its process seemed gone, so its blocks left the index
+        self.load_reports: Counter[str] = Counter()  # by source
         self.load_error: str | None = None
-        self.missing_metrics: list[str] = []  # of indicators, on its last page
+        self.missing_metrics: list[str] = []  # metrics of indicators missing on its last page
         self.healthy = False
         self.draining = False
-        self.switches = 0  # of its role, on their way: it gets no requests meanwhile
+        self.switches = 0  # role switches in progress; it gets no requests meanwhile
         self.leaving = False
         self.ready = True
         self.failures = 0
@@ -85,12 +85,12 @@ class Engine:
 
     @property
     def role(self) -> Role:
-        """What it is asked to do: as an administrator or the configuration says, else as it tells."""
+        """Its role: set by an administrator or the configuration, else reported by the engine."""
         return self.role_set or self.config.role or self.capabilities.role or "both"
 
     @property
     def handover(self) -> Handover | None:
-        """How it hands KV caches over: as it tells, else as the configuration says."""
+        """Its KV transfer: reported by the engine, unless the configuration sets a connector."""
         told, asked = self.capabilities.handover, self.pool.settings.handover if self.pool else "auto"
         if asked == "auto" or (told is not None and told.connector == asked):
             return told
@@ -98,17 +98,17 @@ class Engine:
 
     @property
     def runs_halves_at_once(self) -> bool:
-        """Whether it serves halves of requests only, both of which are sent at once."""
+        """Whether it serves one of two segments, and both must be sent at once."""
         return self.connector is not None and self.connector.at_once
 
     @property
     def held(self) -> bool:
-        """Whether it gets no new requests, however healthy."""
+        """Whether it gets no new requests, for a reason other than its health."""
         return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
     def unusable(self) -> str | None:
-        """Why it gets no new requests; None: it gets them."""
+        """The reason why it gets no new requests; None: it gets them."""
         if self.draining:
             return "draining"
         if self.leaving:
@@ -119,21 +119,21 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests of ours on their way to it and back."""
+        """The number of this router's requests in flight at the engine."""
         return self.upstream.in_use
 
     def set_key(self, key: SecretStr | None) -> None:
-        """Has it sent another API key from the next request on."""
+        """Sets its API key for new requests."""
         self.config = self.config.model_copy(update={"api_key": key})
         self.upstream.set_key(key)
 
     def hold(self) -> None:
-        """Tells the router whether it is held; to be called when that changed."""
+        """Updates the core router after a change of `held`."""
         if self.pool is not None:
             self.pool.router.update_instance(self.name, draining=self.held)
 
     def succeeded(self) -> None:
-        """A good check or answer."""
+        """Records a successful check or answer."""
         self.failures = 0
         if not self.healthy:
             self.successes += 1
@@ -141,8 +141,11 @@ class Engine:
                 self._turn(True, None)
 
     def failed(self, kind: str, reason: str) -> None:
-        """A failed check or request. A refusal takes the engine out at once, others when they repeat; a lack
-        of the router's own resources says nothing of the engine."""
+        """Records a failed check or request.
+
+        A refused connection marks the engine as down at once, other failures when they repeat. A
+        lack of the router's own resources is ignored.
+        """
         if kind == "resources":
             return
         self.successes = 0
@@ -155,7 +158,7 @@ class Engine:
 
     @property
     def load_pages(self) -> list[str]:
-        """The paths of the pages with its load and with its indicators."""
+        """The paths of its pages with load and indicators."""
         path = self.capabilities.load_path
         pages = [] if path is None else [path]
         if self.pool is not None and self.pool.indicators.read_metrics and path != METRICS_PAGE:
@@ -169,7 +172,7 @@ class Engine:
         load, indicators = Load(), self.pool.indicators
         if path == self.capabilities.load_path:
             load = self.adapter.load(page)
-            self.load_error = None if load else f"GET {path}: no load under a known name"
+            self.load_error = None if load else f"GET {path}: no load metric with a known name"
         elif self.capabilities.load_path is None:
             self.load_error = None
         values: Values = {}
@@ -185,11 +188,14 @@ class Engine:
         if self.pool is not None and self.missing_metrics:
             metrics = ", ".join(self.missing_metrics)
             log.warning(
-                "metrics of indicators missing", model=self.pool.name, engine=self.name, metrics=metrics
+                "the engine lacks metrics of indicators",
+                model=self.pool.name,
+                engine=self.name,
+                metrics=metrics,
             )
 
     def report_header(self, header: str) -> None:
-        """Reports the load and the indicators in the load header of an answer."""
+        """Reports the load and the indicators in a load header of an answer."""
         if self.pool is not None:
             values = self.pool.indicators.of_header(header)
             self._report(self.adapter.load_of_header(header), "header", values)
@@ -208,12 +214,12 @@ class Engine:
         )
 
     def ask_anew(self) -> None:
-        """To be called where it may be another process: with other blocks, another version, other tokens."""
+        """Requests a new identification: the process may be another one, with other settings."""
         self.identified = False
         self.compared = None
 
     def _forget(self) -> None:
-        """Nobody listens there: the process is gone, and with it its cache and what others asked of it."""
+        """Clears its blocks and load: no process listens there, so cache and requests are gone."""
         if self.pool is not None:
             self.pool.router.blocks_cleared(self.name)
             gone = self.pool.indicators.of_nobody()
@@ -234,7 +240,7 @@ class Engine:
 
 
 def unusable(engines: Iterable[Engine]) -> str | None:
-    """Why none of these engines gets new requests, engine by engine; None: one does."""
+    """Returns the reasons why none of these engines gets new requests; None: one of them does."""
     reasons = []
     for engine in engines:
         reason = engine.unusable

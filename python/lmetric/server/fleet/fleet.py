@@ -1,4 +1,4 @@
-"""Models and their engines: one router per model, the engines' health, and who serves what."""
+"""Models and their engines: one core router per model."""
 
 import asyncio
 import difflib
@@ -22,15 +22,16 @@ from lmetric.server.fleet.policies import RELOADED, Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.upstream.connection import UpstreamError
 
-ASK_AGAIN_SECONDS = 30.0  # where a page of an engine did not answer
+ASK_AGAIN_SECONDS = 30.0  # pause before a repeated identification, if a page did not answer
 
 log = structlog.get_logger("lmetric.fleet")
 
-# A near name is looked for if the unknown one is at most this long, among at most so many.
+# Limits for the search of a similar model name: characters of the unknown name, known names.
 HINT_NAME_LENGTH = 200
 HINT_NAMES = 500
 
-# That a model is answered for with 503 when no engine serves it: longer than engines take to load one.
+# A model without engines is forgotten after this time (until then: 503). Loading a model takes
+# less.
 UNSERVED_SECONDS = 3600.0
 
 
@@ -45,7 +46,10 @@ class Fleet:
     pools_made: int = 0
 
     def build(self) -> None:
-        """Sets up what the configuration names. Raises LmetricError for an unknown policy or knob."""
+        """Builds pools and engines of the configuration.
+
+        Raises LmetricError if a policy is invalid.
+        """
         config = self.config
         for model in config.models:
             pool = self.pool(model.name, model)
@@ -57,13 +61,16 @@ class Fleet:
             self.add(engine)
         pools = list(self.pools)
         if not self.pools or self.unplaced or config.discovery:
-            # A policy that cannot be built should be told now, not when the first engine answers.
+            # An invalid policy fails here, not when the first engine answers.
             pools.append(Pool(0, "", [], config.pool_settings()))
-        for pool in pools:  # those made later have the settings of one of them
+        for pool in pools:  # later pools have the settings of one of these
             pool.report_policy()
 
     def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
-        """Takes in an engine; one whose model is not known is asked for it. Raises LmetricError."""
+        """Adds an engine.
+
+        If its model is not known, the router asks the engine. Raises LmetricError.
+        """
         model = model or self.config.model
         engine = Engine(config, self.config, source, model)
         if model is None:
@@ -73,7 +80,7 @@ class Fleet:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """Forgets an engine; its running requests end as they end."""
+        """Removes an engine. Its running requests continue."""
         pool = self.pool_of(engine)
         if pool is not None:
             pool.remove(engine.name)
@@ -82,8 +89,10 @@ class Fleet:
             engine.upstream.close()
 
     def policies_of(self, config: ServerConfig) -> dict[str | None, Policies]:
-        """The policies of a configuration by model, and (None) of the other models. The start decides whether
-        experimental ones are accepted. Raises LmetricError."""
+        """Returns the policies of a configuration by model; key None: of models without a section.
+
+        Whether experimental policies are accepted is fixed at the start. Raises LmetricError.
+        """
         config = config.model_copy(update={"experimental": self.config.experimental})
         made: dict[str | None, Policies] = {}
         for model in (None, *config.models):
@@ -93,8 +102,10 @@ class Fleet:
         return made
 
     def reload_policies(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
-        """Takes over the policies of a configuration read anew (`policies_of`), and its indicators. Raises
-        LmetricError."""
+        """Applies the policies (`policies_of`) and the indicators of a new configuration.
+
+        Raises LmetricError.
+        """
         for pool in self.pools:
             new = policies.get(pool.name, policies[None])
             pool.replace_indicators(new.settings.indicators)
@@ -102,7 +113,10 @@ class Fleet:
         self.config = self.config.model_copy(update={name: getattr(config, name) for name in RELOADED})
 
     def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
-        """Replaces policies of a model, or of all models; returns their pools. Raises LmetricError."""
+        """Replaces policies of one model, or of all (None).
+
+        Returns the pools. Raises LmetricError.
+        """
         pools = self.pools if model is None else [self.find(model)[0]]
         before = [pool.policies for pool in pools]
         made = [Policies(policies.settings.model_copy(update=dict(changes))) for policies in before]
@@ -119,11 +133,11 @@ class Fleet:
         return pools
 
     def pool_of(self, engine: Engine) -> Pool | None:
-        """The pool that an engine is in; None: its model is not known, or it was removed."""
+        """Returns the pool of an engine; None if its model is not known or it was removed."""
         return next((pool for pool in self.pools if pool.engines.get(engine.name) is engine), None)
 
     def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
-        """The pool of a model, made where it is new."""
+        """Returns the pool of a model, and creates it for a new model."""
         if name in self.names:
             return self.names[name][0]
         adapters = model.adapters if model else []
@@ -136,7 +150,7 @@ class Fleet:
         return pool
 
     def forget_unserved(self, now: float) -> None:
-        """Drops models that had no engine for long and that the configuration does not name."""
+        """Removes models without engines for `UNSERVED_SECONDS`, except configured ones."""
         named = {self.config.model, *(model.name for model in self.config.models)}
         for pool in list(self.pools):
             since = pool.unserved_since
@@ -146,16 +160,19 @@ class Fleet:
                 self.pools.remove(pool)
                 pool.kv.close()
                 self.names = {name: known for name, known in self.names.items() if known[0] is not pool}
-                log.info("model forgotten", model=pool.name, unserved_seconds=round(now - since))
+                log.info("model removed", model=pool.name, unserved_seconds=round(now - since))
 
     def engines(self) -> Iterator[Engine]:
-        """All engines, placed or not."""
+        """Yields all engines, with or without a known model."""
         for pool in self.pools:
             yield from pool.engines.values()
         yield from self.unplaced
 
     def find(self, model: str | None) -> tuple[Pool, str | None]:
-        """The pool of a model, and the adapter where the name means one. Raises ApiError (400, 404, 503)."""
+        """Returns the pool of a model name, and the adapter if the name is an adapter's.
+
+        Raises ApiError (400, 404, 503).
+        """
         known = self.names.get(model) if model is not None else None
         if known is not None:
             return known
@@ -171,7 +188,7 @@ class Fleet:
             if len(self.pools) == 1:
                 return self.pools[0], None
             raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
-        # difflib takes time in proportion to both: a client chooses the one, and adapters may be many.
+        # The time of difflib grows with both: clients choose the length, and adapters may be many.
         comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
         near = difflib.get_close_matches(model, self.names, n=1) if comparable else []
         hint = f"did you mean {near[0]!r}?" if near else f"served here: {self._list()}"
@@ -183,11 +200,11 @@ class Fleet:
         return ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
 
     async def identify(self, engine: Engine) -> None:
-        """Asks an engine what it is, places it where its model was not known, and wires it.
+        """Identifies an engine, adds it to the pool of its model, and sets up its events and role.
 
-        A page that does not answer counts as missing, and is asked for again later. Raises ValueError where
-        the engine's model was to be asked for and cannot be told, and UpstreamError where there is no
-        connection to it.
+        A page that does not answer counts as missing and is requested again later. Raises
+        ValueError if the engine's model is not configured and not reported, UpstreamError if no
+        connection is possible.
         """
 
         unanswered = []
@@ -206,7 +223,7 @@ class Fleet:
             async with asyncio.timeout(3 * self.config.health.timeout):
                 engine.adapter, engine.capabilities = await identify(ask, engine.config.data_parallel_rank)
         except (ValueError, TimeoutError) as error:
-            reason = str(error) or f"its pages took longer than {3 * self.config.health.timeout:g} s"
+            reason = str(error) or f"its pages did not answer within {3 * self.config.health.timeout:g} s"
             if engine.pool is None:
                 raise ValueError(reason) from None
             unanswered.append(reason)
@@ -245,10 +262,12 @@ class Fleet:
             role=engine.role,
         )
         if engine.handover is not None and (fault := engine.handover.fault) is not None:
-            log.warning("engine hands over at a risk", engine=engine.name, model=pool.name, why=fault)
+            log.warning(
+                "KV transfers of the engine are at risk", engine=engine.name, model=pool.name, why=fault
+            )
         if not engine.adapter.cache_salt and any(each.isolate for each in self.config.tenants.values()):
             log.warning(
-                "the engine is not known to take cache_salt: isolated tenants may share its prefix cache",
+                "the engine may ignore cache_salt: isolated tenants may share its prefix cache",
                 engine=engine.name,
                 model=pool.name,
                 kind=told.engine,
@@ -260,7 +279,7 @@ class Fleet:
             )
 
     def _place(self, engine: Engine) -> None:
-        """Puts an engine into the pool of the model that it told."""
+        """Moves an engine into the pool of the model that it reported."""
         if engine not in self.unplaced:
             return  # removed meanwhile
         base = engine.capabilities.base()
@@ -274,11 +293,11 @@ class Fleet:
         pool.add(engine)
 
     def ready(self) -> bool:
-        """At least one engine can take requests."""
+        """Returns whether at least one engine can accept requests."""
         return any(engine.healthy and not engine.held for p in self.pools for engine in p.engines.values())
 
     def models(self) -> bytes:
-        """The answer to GET /v1/models."""
+        """Returns the JSON answer to GET /v1/models."""
         data = [
             {
                 "id": name,

@@ -1,4 +1,4 @@
-"""Indicators that the configuration declares, and where their values come from."""
+"""Indicators that the configuration declares, and the sources of their values."""
 
 from collections.abc import Collection, Mapping
 
@@ -10,12 +10,14 @@ from lmetric.expr import indicator
 METRICS_PAGE = "/metrics"
 
 Values = dict[str, float | None]
-"""Values by indicator, as `Router.report_load` takes them; None: no longer known."""
+"""Values by indicator, for `Router.report_load`. None: no longer known."""
 
 
 class Indicators:
-    """The declared indicators of a model. Raises `lmetric.BadValueError` for a declaration that the core
-    refuses, such as a name that is taken."""
+    """The declared indicators of a model.
+
+    Raises `lmetric.BadValueError` if the core refuses a declaration, such as a name that is in use.
+    """
 
     def __init__(self, declared: Mapping[str, IndicatorConfig]) -> None:
         self.declared = dict(declared)
@@ -39,29 +41,29 @@ class Indicators:
         return bool(self._metrics)
 
     def of_page(self, page: bytes) -> Values:
-        """The values on a page of metrics, each summed over its labels."""
+        """Returns the values on a page of metrics, each summed over its labels."""
         found: dict[str, float] = {}
         for metric, _, number in samples(page, "", self._searched, negative=True) if self._metrics else ():
             found[metric] = found.get(metric, 0.0) + number
         return {name: finite(found.get(metric)) for name, metric in self._metrics.items()}
 
     def of_header(self, header: str) -> Values:
-        """The values in an `endpoint-load-metrics` header."""
+        """Returns the values in an `endpoint-load-metrics` header."""
         if not self._fields:
             return {}
         values = header_values(header)
         return {name: finite(values.get(field)) for name, field in self._fields.items()}
 
     def missing(self, values: Values) -> list[str]:
-        """The metrics of the indicators without a value."""
+        """Returns the metrics of the indicators without a value."""
         return [self._metrics[name] for name, value in values.items() if value is None]
 
     def of_nobody(self) -> Values:
-        """The values after the end of an engine's process. Pushed values stay: others report those."""
+        """Returns the values after the end of an engine's process. Pushed values stay."""
         return dict.fromkeys([*self._metrics, *self._fields])
 
     def check_push(self, names: Collection[str]) -> None:
-        """Raises ValueError for the name of an indicator that takes no pushed values."""
+        """Raises ValueError for a name that is not an indicator with the source push."""
         for name in names:
             if name not in self.pushed:
                 known = ", ".join(self.pushed) or "none"

@@ -1,4 +1,4 @@
-"""Filling an index with holes: the engine is asked to tell the cached prefixes of the requests it gets."""
+"""Backfill of the KV index: asks an engine to report the cached prefixes of its requests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import orjson
 
 from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 
-# Each request that asks for it costs its engine an event as long as its prompt, so there are bounds.
+# Each such request costs its engine an event as long as the prompt, hence the limits.
 REFILL_REQUESTS = 4096
 REFILL_SECONDS = 600.0
 
 
 class KvBackfill:
-    """Adds an engine's field for a full report to its requests, until a time and a number are reached."""
+    """Adds an engine's full-report field to its requests, up to a time limit and a count limit."""
 
     __slots__ = ("_field", "_least", "left", "until")
 
@@ -26,12 +26,15 @@ class KvBackfill:
         self.left = REFILL_REQUESTS
 
     def over(self, now: float) -> bool:
-        """Whether a bound is reached."""
+        """Returns whether a limit is reached."""
         return now >= self.until or self.left <= 0
 
     def body(self, path: str, body: bytes, unknown_tokens: int) -> bytes:
-        """The body to send: with the field, where so many tokens of its prompt are not known to be cached
-        that there may be blocks among them. A client's own field of that name stays as it is."""
+        """Returns the body, with the field if at least two blocks of its prompt are unknown.
+
+        ``unknown_tokens``: prompt tokens not known to be cached. A client's own field of that name
+        stays.
+        """
         if unknown_tokens < self._least or self.left <= 0 or path not in (CHAT, COMPLETIONS):
             return body
         if not self._field.keys().isdisjoint(orjson.loads(body)):

@@ -1,4 +1,4 @@
-"""Who feeds a pool's KV index: its engines' events, or what the router sent them; watched, with reasons."""
+"""The KV event feed of a pool: subscriptions to its engines' events, and their supervision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription, choose, mismatch
 
-# An engine is silent that computed so many blocks of prompts without a word, for so long.
+# An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16
 SILENT_SECONDS = 5.0
 _WINDOW_SECONDS = 180.0  # time constant of the indicator window_prefill_tokens
@@ -30,7 +30,7 @@ log = structlog.get_logger("lmetric.kv")
 
 @dataclass(slots=True)
 class _Heard:
-    """An engine whose events are subscribed to, and what was last seen of them."""
+    """The subscriptions of one engine, and the state of its events at the last check."""
 
     subscriptions: tuple[Subscription, ...]
     exact: Mode
@@ -38,8 +38,8 @@ class _Heard:
     connected_at: float
     batches: int = 0
     restarts: int = 0
-    refilled: tuple[int, int] | None = None  # the loss for which a refill was begun
-    # Of the last look; since the last batch, the prompt tokens placed there as not cached.
+    refilled: tuple[int, int] | None = None  # the loss that the last backfill was started for
+    # At the last check. `untold_tokens`: uncached prompt tokens placed there since the last batch.
     looked_at: float = 0.0
     window: float = 0.0
     decisions: int = 0
@@ -52,10 +52,14 @@ class _Heard:
         return ", ".join(one.endpoint for one in self.subscriptions)
 
     def is_silent(self, came: bool, row: InstanceStats, now: float) -> bool:
-        """Whether blocks must have been stored of which nothing was heard. (An idle engine says nothing.)"""
+        """Returns whether the engine must have stored blocks but sent no events.
+
+        Idle engines send no events either, so the router counts the uncached tokens it has placed
+        there.
+        """
         window, decisions, size = row["window_prefill_tokens"], row["decisions"], self.pooled.block_size
         faded = self.window * math.exp((self.looked_at - now) / _WINDOW_SECONDS)
-        # A request leaves up to a block of tokens that never becomes a block, however much of it is cached.
+        # Each request leaves up to one partial block, which produces no event.
         placed = window - faded - size * (decisions - self.decisions)
         first = self.looked_at == 0.0
         self.looked_at, self.window, self.decisions = now, window, decisions
@@ -67,14 +71,14 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """A feed's status over an engine's ranks."""
+    """A feed's status, summarized over an engine's ranks."""
 
     connected: bool
-    other_topic: str | None  # under which something came instead
+    other_topic: str | None  # another topic under which messages came
     incomplete: bool
     batches: int
     restarts: int
-    losses: tuple[int, int]  # changes when blocks were forgotten that the engine still holds
+    losses: tuple[int, int]  # changes when the index has dropped blocks that the engine still holds
     block_size: int | None
 
     @staticmethod
@@ -100,12 +104,12 @@ class KvFeed:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._feed: EventFeed | None = None  # made, with its thread, at the first subscription
+        self._feed: EventFeed | None = None  # created, with its thread, at the first subscription
         self._heard: dict[str, _Heard] = {}
-        self._pushed: dict[str, tuple[str, str] | None] = {}  # where they push their load
+        self._pushed: dict[str, tuple[str, str] | None] = {}  # endpoint and topic of pushed load
 
     def wire(self, engine: Engine, pooled: PoolFacts) -> None:
-        """Chooses the engine's mode by what it told, and subscribes to what that needs."""
+        """Chooses the engine's mode by its capabilities, and makes the needed subscriptions."""
         assert engine.pool is not None
         setting = engine.config.kv_events
         if setting is None:
@@ -122,32 +126,32 @@ class KvFeed:
                     self._subscribe(engine, subscriptions, mode, pooled)
             except LmetricError as error:
                 self.unwire(engine.name)
-                mode = Mode("approximate", f"its KV events cannot be heard: {error}")
+                mode = Mode("approximate", f"cannot subscribe to its KV events: {error}")
         else:
             if engine.mode.name != "exact":
-                mode = engine.mode  # as the watch has it
+                mode = engine.mode  # set by `watch`
             if engine.lost_blocks:
-                # Taken for gone, its blocks were forgotten. If it is the same process, it still has them.
+                # It seemed gone, so its blocks left the index. The same process still has them.
                 self._refill(engine)
         engine.lost_blocks = False
         self._turn(engine, mode)
 
     def unwire(self, name: str) -> None:
-        """Hears no more of an engine."""
+        """Ends all subscriptions to an engine."""
         self._heard.pop(name, None)
         self._pushed.pop(name, None)
         if self._feed is not None:
             self._feed.unsubscribe(name)
 
     def status(self, name: str) -> dict[str, Any] | None:
-        """What the feed knows of an engine's ranks and of its pushed load; None: it is not listened to."""
+        """Returns the feed's status of an engine's ranks and pushed load; None without a feed."""
         if self._feed is None:
             return None
         ranks = {str(rank): status for rank, status in self._feed.status(name).items()}
         return {"ranks": ranks, "load": self._feed.load_status(name)}
 
     def counts(self, name: str) -> Counter[str]:
-        """What the feed counts of an engine, over its ranks."""
+        """Returns the feed's counts of an engine, summed over its ranks."""
         counts: Counter[str] = Counter()
         if self._feed is not None:
             for rank in self._feed.status(name).values():
@@ -160,7 +164,10 @@ class KvFeed:
             self._feed.close()
 
     def watch(self, engines: Iterable[Engine]) -> None:
-        """To be called about once a second: looks at what came, or did not."""
+        """Checks that events arrive, and updates the engines' modes.
+
+        Call it about once a second.
+        """
         if not self._heard:
             return
         assert self._feed is not None
@@ -181,7 +188,7 @@ class KvFeed:
     def _problem(
         self, engine: Engine, heard: _Heard, tally: _Tally, row: InstanceStats, now: float
     ) -> str | None:
-        """Why an engine's events cannot be relied on now."""
+        """Returns the reason why an engine's events are not reliable now, or None."""
         if tally.restarts > heard.restarts:
             engine.ask_anew()
         came = tally.batches > heard.batches
@@ -194,8 +201,8 @@ class KvFeed:
         if now - heard.connected_at >= SILENT_SECONDS:
             return f"no connection to its KV events at {heard.where}"
         if silent:
-            topic = "" if tally.other_topic is None else f", but some of topic {tally.other_topic!r}"
-            return f"prompts were sent to it and no KV event of its came from {heard.where}{topic}"
+            topic = "" if tally.other_topic is None else f", only messages of topic {tally.other_topic!r}"
+            return f"it computed prompts, but no KV event came from {heard.where}{topic}"
         return None
 
     def _subscribe(
@@ -208,48 +215,51 @@ class KvFeed:
             one.open(feed, name, pooled.block_size)
 
     def _opened(self) -> EventFeed:
-        """The feed; its thread starts with the first engine that is heard."""
+        """Returns the feed. Its thread starts at the first subscription."""
         if self._feed is None:
             self._feed = EventFeed(self._router)
         return self._feed
 
     def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
-        """Has the engine push its load."""
+        """Subscribes to the load that an engine pushes."""
         if pushed is None:
             return
         feed = self._opened()
         try:
             feed.subscribe_load(name, pushed[0], topic=pushed[1])
         except LmetricError as error:
-            log.warning("pushed load cannot be heard", engine=name, reason=str(error))
+            log.warning("cannot subscribe to pushed load", engine=name, reason=str(error))
 
     def _turn(self, engine: Engine, mode: Mode) -> None:
         if mode == engine.mode:
             return
         before, engine.mode = engine.mode, mode
         if mode.name != before.name:
-            # An engine that caches nothing learns by events that never come.
+            # An engine without a cache (load_only) counts as exact: no events, so no blocks.
             feed: KvSource = "approximate" if mode.name == "approximate" else "exact"
             self._router.update_instance(engine.name, kv_source=feed)
         if mode.name != "exact":
             engine.refill = None
-        if before is not UNASKED:  # else it is told with what the engine is
+        if before is not UNASKED:  # else the mode is logged with the identification
             told = log.warning if before.name == "exact" else log.info
-            told("cache knowledge", engine=engine.name, mode=mode.name, reason=mode.reason)
+            told("KV index mode changed", engine=engine.name, mode=mode.name, reason=mode.reason)
 
     def _refill(self, engine: Engine) -> None:
         field = engine.capabilities.full_report
         if field is None:
-            what = "what it cached before becomes known as it is stored anew"
+            what = "its cached blocks become known when it stores them again"
         else:
             assert engine.pool is not None
-            what = "what it cached before is asked for"
+            what = "the router asks the engine to report its cached blocks"
             engine.refill = KvBackfill(field, engine.pool.block_size, time.monotonic())
-        log.info("the index of an engine has holes", engine=engine.name, note=what)
+        log.info("the KV index of an engine is incomplete", engine=engine.name, note=what)
 
 
 def _pushed_load(engine: Engine) -> tuple[str, str] | None:
-    """Where an engine pushes its load, and the topic. (One of several ranks would pass for the whole.)"""
+    """Returns endpoint and topic of an engine's pushed load.
+
+    None with several ranks: the load of one rank would count for the whole engine.
+    """
     feeds = engine.capabilities.load_feeds
     with contextlib.suppress(EndpointError):
         return (reachable(feeds[0], engine.host), engine.capabilities.load_topic) if len(feeds) == 1 else None

@@ -1,4 +1,4 @@
-"""What the router can know of an engine's prefix cache, and why not more."""
+"""KV index modes: the source of an engine's entries in the KV index, with the reason."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ MODES = ("exact", "approximate", "load_only")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How the KV index learns of an engine: by its events (exact), by what was sent to it (approximate), or
-    not at all, because it caches nothing (load_only). The reason has no figures that change by themselves."""
+    """The source of an engine's entries in the KV index, and the reason.
+
+    exact: its KV events. approximate: the requests sent to it. load_only: none, as it caches
+    nothing. The reason contains no changing figures, so that equal modes compare equal.
+    """
 
     name: Literal["exact", "approximate", "load_only"]
     reason: str
 
 
-UNASKED = Mode("approximate", "it was not asked yet")
+UNASKED = Mode("approximate", "it is not identified yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """Where the events of one data-parallel rank are heard."""
+    """The endpoints for the events of one data-parallel rank."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -37,7 +40,7 @@ class Subscription:
     rank: int = 0
 
     def open(self, feed: EventFeed, instance: str, block_size: int | None = None) -> None:
-        """Has the feed hear them for an instance. Raises LmetricError."""
+        """Subscribes the feed to the events, for an instance. Raises LmetricError."""
         feed.subscribe(
             instance,
             self.endpoint,
@@ -51,11 +54,11 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """What of its pool matters for an engine's mode."""
+    """The properties of a pool that affect its engines' modes."""
 
     block_size: int
-    block_size_from: str = field(compare=False)  # who said so
-    knows_tokens: bool  # prompts given as text become token ids
+    block_size_from: str = field(compare=False)  # an engine, the configuration, or default
+    knows_tokens: bool  # text prompts become token ids
 
 
 def choose(
@@ -65,8 +68,10 @@ def choose(
     pool: PoolFacts,
     tokens_differ: str | None = None,
 ) -> tuple[Mode, tuple[Subscription, ...]]:
-    """The best mode that an engine at `host` allows, and what to subscribe to for it. ``tokens_differ``: of
-    which prompt it makes other tokens than the router, as far as known."""
+    """Returns the best mode that an engine at `host` allows, and the subscriptions it needs.
+
+    ``tokens_differ``: a prompt that the engine tokenizes differently from the router, or None.
+    """
     if capabilities.prefix_caching is False:
         return Mode("load_only", "its prefix cache is off"), ()
     if setting == "off":
@@ -74,15 +79,15 @@ def choose(
     given = setting if isinstance(setting, KvEvents) else KvEvents()
     sources = _sources(capabilities, given)
     if not sources:
-        return Mode("approximate", capabilities.no_events or "it tells of no KV events"), ()
+        return Mode("approximate", capabilities.no_events or "it reports no KV events"), ()
     if not pool.knows_tokens and not given.without_tokenizer:
         reason = (
-            "events name token ids, and prompts come as text: no tokenizer of the model is known here; "
-            "set tokenizer, or kv_events.without_tokenizer where clients send token ids"
+            "its events hold token ids, prompts are text, and the model's tokenizer is not known: "
+            "set tokenizer, or kv_events.without_tokenizer if clients send token ids"
         )
         return Mode("approximate", reason), ()
     if pool.knows_tokens and tokens_differ is not None:
-        return Mode("approximate", f"it makes other tokens of prompts than the router: {tokens_differ}"), ()
+        return Mode("approximate", f"it tokenizes prompts differently from the router: {tokens_differ}"), ()
     size = capabilities.block_size
     if size is not None and size != pool.block_size:
         return Mode("approximate", mismatch(size, pool)), ()
@@ -93,21 +98,21 @@ def choose(
     reason = (
         "KV events"
         if pool.knows_tokens
-        else "KV events, for prompts given as token ids; text counts as not cached"
+        else "KV events, for prompts of token ids; text prompts count as not cached"
     )
     return Mode("exact", reason), subscriptions
 
 
 def mismatch(size: int, pool: PoolFacts) -> str:
-    """Why an engine with blocks of `size` tokens cannot be exact."""
+    """Returns the reason why an engine with blocks of `size` tokens cannot be exact."""
     return (
         f"its blocks have {size} tokens, its model's index {pool.block_size} (by {pool.block_size_from}); "
-        "give all engines of a model one block size, or block_size the engines'"
+        "set one block size on all engines of a model, and the same as block_size"
     )
 
 
 def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, ...]:
-    """The engine's own word, where the configuration has no other."""
+    """Returns the engine's event sources, with the configured endpoint if there is one."""
     told = capabilities.event_sources
     if given.endpoint is None:
         return told
@@ -129,14 +134,14 @@ def _subscription(source: EventSource, host: str, given: KvEvents) -> Subscripti
     if given.replay_endpoint is not None:
         replay = at_rank(given.replay_endpoint, source.rank)
     if replay is not None:
-        # Without it a gap costs the blocks known so far, no more.
+        # Replay is optional: without it, a gap only costs the blocks known so far.
         with contextlib.suppress(EndpointError):
             replay = reachable(replay, host)
     if not source.connects:
         return Subscription(reachable(source.endpoint, host), replay, topic, rank=source.rank)
     if not given.bind:
         raise EndpointError(
-            f"it sends its KV events to {source.endpoint} instead of listening: let it bind (an endpoint "
-            "with *), or set kv_events.endpoint and kv_events.bind for the router to listen"
+            f"it connects to {source.endpoint} to send its KV events: set an endpoint with * on the engine "
+            "so that it listens, or kv_events.endpoint and kv_events.bind so that the router listens"
         )
     return Subscription(source.endpoint, replay, topic, bind=True, rank=source.rank)

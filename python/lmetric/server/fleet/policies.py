@@ -1,4 +1,4 @@
-"""The policies of a model: built from the configuration, replaced while requests are in flight, watched."""
+"""The policies of a model. They can be replaced while requests are in flight."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +14,21 @@ RELOADED = (
     *(name for pair in POLICY_KNOBS.items() for name in pair),
     *("policies", "policy_fallback", "policy_time_limit_seconds", "indicators"),
 )
-"""The settings of policies and of the indicators that they read. They can change while the router serves."""
+"""Settings of policies and of their indicators. They can change while the router serves."""
 
 
 class Built(NamedTuple):
-    """A policy as the router takes it."""
+    """A policy in the form that the core router accepts."""
 
     policy: Policy | PolicyFunction | str
     knobs: dict[str, float] | None
 
 
 def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> Built:
-    """A policy of the configuration; a Python one with its fallback. Raises LmetricError, also for a policy
-    that these settings do not offer."""
+    """Builds a policy of the configuration; a Python policy gets its fallback.
+
+    Raises LmetricError, also if these settings do not offer the policy.
+    """
     value = _definition(settings, policy)
     built = Policy.from_config(value, knobs=knobs)
     if isinstance(built, str):
@@ -38,35 +40,37 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
         if isinstance(fallback, PolicyFunction):
             raise BadValueError(
                 f"policy_fallback: {settings.policy_fallback!r} is not valid; expected a built-in policy or "
-                "an expression: it decides if a Python policy fails"
+                "an expression: it replaces a Python policy that fails"
             )
         built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
     return Built(built, dict(knobs) if isinstance(built, str) else None)
 
 
 def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> None:
-    """Raises LmetricError for a policy that must not come over HTTP: code that the configuration does not
-    name."""
+    """Raises LmetricError if a policy must not be set over HTTP: code outside the configuration."""
     if not (isinstance(policy, str) and policy in settings.policies):
         Policy.from_config(policy, knobs=knobs, references=False)
 
 
 class Policies:
-    """Both policies of a model, as its settings say. Raises LmetricError for settings that are none."""
+    """Both policies of a model's settings. Raises LmetricError if they are invalid."""
 
     def __init__(self, settings: PoolSettings) -> None:
-        self._files = _files(settings)  # before they are read
+        self._files = _files(settings)  # stamps are taken before the files are read
         for value in settings.policies.values():
-            build(settings, value, {})  # an error is told at the start
+            build(settings, value, {})  # unused policies must be valid, too
         self.settings = settings
         self.first = build(settings, settings.policy, settings.knobs)
         self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
         reads = _reads(self.first.policy) | _reads(self.decode.policy)
-        # Facts that cost time to make.
+        # Indicators that cost time to compute.
         self.reads_length_class, self.reads_priority = "length_class" in reads, "priority" in reads
 
     def install(self, router: Router, before: "Policies") -> None:
-        """Has the router decide by them. Raises LmetricError; then it decides by those of ``before``."""
+        """Sets these policies in the core router.
+
+        Raises LmetricError; then ``before`` stays in use.
+        """
         router.set_policy(self.first.policy, knobs=self.first.knobs)
         try:
             router.set_decode_policy(self.decode.policy, knobs=self.decode.knobs)
@@ -75,7 +79,7 @@ class Policies:
             raise
 
     def changed(self) -> bool:
-        """Whether a file that a policy was loaded from has changed since; tells it once."""
+        """Returns whether a policy's file has changed since the last call."""
         files = {file: _stamp(file) for file in self._files}
         if files == self._files:
             return False
@@ -84,21 +88,24 @@ class Policies:
 
 
 def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:
-    """The indicators that a policy or its fallback reads; of a built-in policy none: they read no texts."""
+    """Returns the indicators that a policy and its fallback read.
+
+    Built-in policies read none of them.
+    """
     if policy is None or isinstance(policy, str):
         return set()
     return {*policy.reads} | (_reads(policy.fallback) if isinstance(policy, PolicyFunction) else set())
 
 
 def _files(settings: PoolSettings) -> dict[Path, tuple[int, int] | None]:
-    """The files that hold policies of these settings, with their stamps."""
+    """Returns the files with policies of these settings, with their stamps."""
     values = (_definition(settings, value) for value in (settings.policy, settings.decode_policy))
     files = (plugins.file_of(value) for value in values if isinstance(value, str))
     return {file: _stamp(file) for file in files if file is not None}
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Time and size of a file; None: there is no such file."""
+    """Returns modification time (ns) and size of a file; None if it does not exist."""
     try:
         status = file.stat()
     except OSError:
@@ -107,5 +114,5 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def _definition(settings: PoolSettings, policy: Value) -> Value:
-    """What a name of the configuration stands for."""
+    """Returns the definition of a policy name in the configuration; other values unchanged."""
     return settings.policies.get(policy, policy) if isinstance(policy, str) else policy

@@ -1,4 +1,4 @@
-"""A model: its router and its engines."""
+"""A model: its core router and its engines."""
 
 import asyncio
 import os
@@ -34,13 +34,14 @@ from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_
 
 log = structlog.get_logger("lmetric.fleet")
 
-DEFAULT_BLOCK_SIZE = 16  # until an engine tells
-UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # as the router assumes, until an instance was seen to prefill
-NOT_JOINABLE_SECONDS = 300.0  # that requests of a path stay whole after an answer that could not be merged
+DEFAULT_BLOCK_SIZE = 16  # until an engine reports its own
+UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # prefill rate until one was measured; the core has the same
+NOT_JOINABLE_SECONDS = 300.0  # a path's requests stay whole this long after a failed merge
 
 
-# Of BytesPerToken: what one more request leaves of the earlier ones; between which bounds texts of any
-# language and tokenizer lie; and what a chat template may add to a short text.
+# Constants of BytesPerToken. LEARNED_KEEP: share of its sums that stays at each new request. The
+# bounds hold for texts of any language and tokenizer. TEMPLATE_TOKENS: most tokens that a chat
+# template adds to a short text.
 LEARNED_KEEP = 0.99
 MIN_BYTES_PER_TOKEN = 0.5
 MAX_BYTES_PER_TOKEN = 16.0
@@ -49,14 +50,14 @@ TEMPLATE_TOKENS = 512
 
 @dataclass(slots=True)
 class BytesPerToken:
-    """Bytes of prompt text a token, learned from the engines' usage reports with a fading memory."""
+    """Bytes of prompt text per token: an exponential average over the engines' usage reports."""
 
     bytes: float = 8_000.0
     tokens: float = 2_000.0
-    implausible: int = 0  # counts that were not learned from
+    implausible: int = 0  # token counts that were ignored
 
     def learn(self, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Takes in one request's true count, unless no engine can mean it."""
+        """Adds the reported token count of one request, unless it is implausible."""
         if prompt_bytes <= prompt_tokens * MAX_BYTES_PER_TOKEN and (
             prompt_bytes >= (prompt_tokens - TEMPLATE_TOKENS) * MIN_BYTES_PER_TOKEN
         ):
@@ -66,12 +67,12 @@ class BytesPerToken:
             self.implausible += 1
 
     def tokens_of(self, prompt_bytes: int) -> int:
-        """Estimated tokens of a text."""
+        """Returns the estimated tokens of a text."""
         return int(prompt_bytes * self.tokens / self.bytes) + 1
 
 
 class Pool:
-    """A model: its router and its engines."""
+    """A model: its core router and its engines."""
 
     def __init__(self, index: int, name: str, adapters: list[str], settings: PoolSettings) -> None:
         self.index = index
@@ -79,10 +80,10 @@ class Pool:
         self.adapters = list(adapters)
         self.settings = settings
         self.ratio = BytesPerToken()
-        # How prompts become tokens; None: they are matched as text, and `tokenizer_note` says why.
+        # None: prompts are matched as text, and `tokenizer_note` has the reason.
         self.tokenizer: PromptTokenizer | None = None
-        self.tokenizer_note: str | None = "no engine has told its model's folder yet"
-        self.text_prompts: Counter[str] = Counter()  # by why they are no tokens
+        self.tokenizer_note: str | None = "no engine has reported its model's folder yet"
+        self.text_prompts: Counter[str] = Counter()  # by the reason for matching them as text
         self._root: str | None = None
         if settings.tokenizer == "off":
             self.tokenizer_note = "tokenizer: off"
@@ -90,15 +91,15 @@ class Pool:
             self._use(self._load(settings.tokenizer))
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
-        # A tenant's label is valid for that tenant alone, and nobody can guess one.
+        # A label is valid only for its tenant, and cannot be guessed.
         self.labels = DecisionLabels(f"{index}-" if index else "", secrets.token_bytes(16))
-        self.unserved_since: float | None = time.monotonic()  # None: it has engines
+        self.unserved_since: float | None = time.monotonic()  # None: the model has engines
         self.block_size = settings.block_size or DEFAULT_BLOCK_SIZE
         self.block_size_from = "default" if settings.block_size is None else "the configuration"
         self.indicators = Indicators(settings.indicators)  # before the policies that read them
         self.policies = Policies(settings)
         first, decode = self.policies.first, self.policies.decode
-        self.logged: dict[str, tuple[int, float]] = {}  # by message: how many decisions, and when
+        self.logged: dict[str, tuple[int, float]] = {}  # by message: decisions so far, and log time
         routing = settings.routing
         self.router = Router(
             first.policy,
@@ -118,28 +119,29 @@ class Pool:
             offers=settings.offers,
         )
         priority.follow_clock(self.router, settings)
-        # Whether requests may be cut between equals.
+        # Whether requests may be split between engines of role both, and whether engines fetch
+        # prefixes from each other.
         self.splits = routing.split is not None
-        self.pulls = routing.prefix_fetch is not None  # whether engines fetch prefixes from each other
+        self.pulls = routing.prefix_fetch is not None
         self.pull_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
-        self.mover: Rebalancer | None = None  # where requests move while they run
+        self.mover: Rebalancer | None = None  # set if running requests may move
         if (rule := routing.rebalance) is not None:
             self.mover = Rebalancer(name, settings, rule, self.router, self.engines, self.prefill_seconds)
-        # Whether one answer may come from several engines of role both.
+        # Whether several engines of role both may produce one answer.
         self.joins = self.splits or self.mover is not None
-        self.orders = settings.priority is not None  # whether requests get a priority from the router
-        # By path: why answers could not be merged lately, and until when that is believed.
+        self.orders = settings.priority is not None  # whether the router sets priorities
+        # By path: the reason of the last failed merge, and the time until which it counts.
         self._not_joinable: dict[str, tuple[str, float]] = {}
         self.kv = KvFeed(self.router)
         self.cuts = False  # whether a plan may have several segments
         self._see_cuts()
-        self.handovers: Counter[str] = Counter()  # from prefill to decode engines, by what came of them
+        self.handovers: Counter[str] = Counter()  # KV transfers, by outcome
         self._pooled: PoolFacts | None = None
-        self.asking = asyncio.Lock()  # for a tokenizer: the others wait until it is known
+        self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
     def replace_policies(self, policies: Policies) -> None:
-        """Decides by these policies. Raises LmetricError; then nothing changed."""
+        """Replaces the policies. Raises LmetricError; then nothing has changed."""
         policies.install(self.router, self.policies)
         self.policies = policies
         names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
@@ -147,7 +149,7 @@ class Pool:
         self.report_policy()
 
     def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
-        """Takes the values of indicators from these sources. Raises LmetricError; then nothing changed."""
+        """Replaces the declared indicators. Raises LmetricError; then nothing has changed."""
         new = Indicators(declared)
         gone = [name for name, each in self.indicators.declared.items() if declared.get(name) != each]
         self.indicators = new
@@ -157,11 +159,11 @@ class Pool:
 
     @staticmethod
     def fallbacks(counts: Mapping[str, Any]) -> int:
-        """Decisions that fallbacks made, of `Router.policy_fallbacks`."""
+        """Returns the number of decisions by fallbacks, from `Router.policy_fallbacks`."""
         return int(counts["errors"] + counts["overruns"] + counts["paused"])
 
     def report_policy(self) -> None:
-        """Logs whether the hot-spot guard is on, and what the policies cannot score on an idle fleet."""
+        """Logs the state of the hot-spot guard, and problems of the policies on an idle fleet."""
         model = self.name or "any"
         on = bool(self.router.stats()["guard_on"])
         log.info(
@@ -171,7 +173,7 @@ class Pool:
             log.warning("policy scores no engine", model=model, reason=warning)
 
     def add(self, engine: Engine) -> None:
-        """Takes in an engine."""
+        """Adds an engine."""
         self.router.add_instance(
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
@@ -186,7 +188,7 @@ class Pool:
         self.set_role(engine)
 
     def remove(self, name: str) -> None:
-        """Forgets an engine; its running requests end as they end."""
+        """Removes an engine. Its running requests continue."""
         engine = self.engines.pop(name)
         engine.pool = None
         self.kv.unwire(name)
@@ -197,7 +199,7 @@ class Pool:
             self.unserved_since = time.monotonic()
 
     def set_role(self, engine: Engine) -> None:
-        """Has the router heed an engine's role; to be called when it may have changed."""
+        """Updates the core router after a possible change of an engine's role."""
         role, handover = engine.role, engine.handover
         self.router.update_instance(engine.name, role=role)
         self._see_cuts()
@@ -208,7 +210,7 @@ class Pool:
         if self.splits or self.pulls:
             self.router.update_instance(engine.name, handoff=self._cuts_of(engine))
         elif self.mover is not None:
-            self.router.update_instance(engine.name, handoff="output")  # by computing it again
+            self.router.update_instance(engine.name, handoff="output")  # by recomputation
         if self.settings.binding == "auto":
             connectors = [each.connector for each in self.engines.values()]
             self.router.configure(
@@ -222,38 +224,38 @@ class Pool:
             told, does = engine.capabilities.role, engine.connector
             if does is None:
                 engine.unfit = (
-                    f"role {role}, but {engine.capabilities.no_handover or 'it hands nothing over'}"
+                    f"role {role}, but {engine.capabilities.no_handover or 'it has no KV transfer'}"
                 )
             elif does.at_once and told != role:
-                engine.unfit = f"role {role}, but it was started as {told or 'something else'}"
+                engine.unfit = f"role {role}, but it was started as {told or 'another role'}"
             elif does.at_once and self.settings.binding == "late":
                 engine.unfit = (
-                    "binding is late, but both legs have to be sent at once: set binding: early, or auto"
+                    "binding is late, but its engine needs both segments at once: set binding: early, or auto"
                 )
 
     def _cuts_of(self, engine: Engine) -> Handoff:
-        """Where an engine can hand a request over, and take one."""
+        """Returns the positions at which an engine can hand off a request, and continue one."""
         handover = engine.handover
         if engine.connector is None:
             return "output" if self.settings.split_recompute or not self.splits else "nowhere"
         if self.pulls and engine.role != "both":
-            return "output"  # its plans end at the prompt's end, and what was fetched is not handed on
-        # Inside the prompt its tokens have to be known beforehand, and to be the engine's.
+            return "output"  # its plans split only at the prompt's end
+        # A split inside the prompt needs the prompt's tokens, equal to the engine's own.
         known = engine.tokens_differ is None
         return "anywhere" if known and handover is not None and handover.bidirectional else "output"
 
     def _see_cuts(self) -> None:
-        """Has the engines' roles, and what is configured, say whether a plan may have several segments."""
+        """Updates `cuts` from the engines' roles and the configuration."""
         roles = any(engine.role != "both" for engine in self.engines.values())
         self.cuts = self.joins or self.pulls or roles
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
-        """Expected seconds for so many tokens of a prompt at an engine, by what it was seen to do."""
+        """Returns the expected seconds to prefill this many tokens, by the measured rate."""
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
         return tokens / (rate or UNLEARNED_TOKENS_PER_SECOND)
 
     def unpulled(self, path: str, call: ParsedRequest) -> str | None:
-        """Why nothing must be fetched for a request before it begins; None: it may be."""
+        """Returns the reason why a request must not get a prefix fetch; None: it may."""
         if why := unpulled_reason(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
@@ -261,31 +263,34 @@ class Pool:
         return self._why_not_joinable(path)
 
     def uncut(self, path: str, call: ParsedRequest) -> str | None:
-        """Why a request must neither be cut between equals nor move; None: it may."""
+        """Returns the reason why a request must neither be split nor moved; None: it may."""
         legs = self.mover is not None and self.mover.by == "legs"
         if not call.stream and not self.splits and not legs:
-            return "its answer is not streamed: its tokens are not known before its end"
+            return "its answer is not streamed, so its tokens are not known before its end"
         if why := split_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
-            return "its answer cannot be joined: the model's tokenizer is not known"
+            return "its answer cannot be merged: the model's tokenizer is not known"
         return self._why_not_joinable(path)
 
     def _why_not_joinable(self, path: str) -> str | None:
         why, until = self._not_joinable.get(path, (None, 0.0))
         if why is not None and time.monotonic() >= until:
-            del self._not_joinable[path]  # it is tried again
+            del self._not_joinable[path]  # the next request tries again
             return None
         return why
 
     def not_joinable(self, path: str, why: str) -> None:
-        """Answers of this path cannot be merged: its requests stay whole for a while, or until an engine
-        comes back as another version. Logged once a while."""
+        """Records that answers of a path cannot be merged.
+
+        Its requests stay whole for `NOT_JOINABLE_SECONDS`, or until an engine comes back with
+        another version.
+        """
         if self._why_not_joinable(path) is None:
             until = time.monotonic() + NOT_JOINABLE_SECONDS
-            self._not_joinable[path] = (f"its answer cannot be joined: {why}", until)
+            self._not_joinable[path] = (f"its answer cannot be merged: {why}", until)
             log.warning(
-                "requests stay whole for a while",
+                "answers of a path cannot be merged; its requests are not split for a while",
                 model=self.name,
                 path=path,
                 reason=why,
@@ -293,18 +298,19 @@ class Pool:
             )
 
     def retry_joins(self) -> None:
-        """Tries to merge answers again: an engine is not what it was."""
+        """Allows merges again, after an engine has changed."""
         self._not_joinable.clear()
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether prompts given as text become token ids, as the engines' events have them."""
+        """Whether text prompts become token ids, which the engines' events contain."""
         return self.tokenizer is not None
 
     def wire(self, engine: Engine | None = None) -> None:
-        """Uses what an engine told: sizes of blocks and cache, and how its cache can be known.
+        """Applies an engine's block size and cache size, and sets up its KV events.
 
-        Where what holds for all has changed by that, or (without an engine) by something else, all are wired.
+        If properties of the whole pool have changed, all its engines are updated. Without an
+        engine, only such a change has an effect.
         """
         if engine is not None:
             self._take_block_size(engine.capabilities)
@@ -320,10 +326,10 @@ class Pool:
             self.kv.wire(each, pooled)
 
     def _take_block_size(self, told: Capabilities) -> None:
-        """Takes an engine's block size for the index, unless that of another engine stands."""
+        """Applies an engine's block size to the index, unless another engine has set it."""
         if self.settings.block_size is not None or told.block_size is None:
             return
-        # Small blocks only cost where no events name them.
+        # Without events, blocks below the default size only cost memory and time.
         size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
         standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
         if size != self.block_size and not standing:
@@ -334,7 +340,7 @@ class Pool:
             self.block_size_from = standing[0]
 
     def _blocks_of(self, tokens: int) -> int:
-        """Blocks of the index that hold as much as an engine's cache of so many tokens."""
+        """Returns the index blocks that match an engine's cache of this many tokens."""
         if self.knows_tokens:
             return max(1, tokens // self.block_size)
         return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
@@ -351,25 +357,26 @@ class Pool:
         log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
 
     def drop_tokenizer(self, reason: str) -> None:
-        """From now on prompts are matched as text; said once in the log."""
+        """Removes the tokenizer: prompts are matched as text from now on. Logs the reason."""
         self.tokenizer = None
         self.tokenizer_note = reason
         log.warning("prompts are matched as text", model=self.name, reason=reason)
 
     async def set_tokenizer(self, root: str) -> None:
-        """Takes the tokenizer of the model that an engine names as root, unless the configuration has one.
+        """Loads the tokenizer of an engine's model, unless the configuration has one.
 
-        Asked again with the same root, it does nothing. What cannot be used leaves prompts to be matched as
-        text; ``tokenizer_note`` then says why.
+        ``root``: the model's folder or name, as the engine reports it. A call with the same root
+        does nothing. If there is no usable tokenizer, prompts are matched as text, and
+        ``tokenizer_note`` has the reason.
         """
         if self.settings.tokenizer is not None or root == self._root:
             return
         self._root = root
         folder = find_folder(root)
         if folder is None and self.tokenizer is not None:
-            return  # another engine has named one
+            return  # another engine's folder is in use
         if folder is None:
-            self.drop_tokenizer(f"the engine's model {root!r} is no folder of this machine; set tokenizer")
+            self.drop_tokenizer(f"the engine's model {root!r} is not a folder of this machine; set tokenizer")
             return
         try:
             # Reading a large vocabulary takes a second.
@@ -380,9 +387,9 @@ class Pool:
             self._use(tokenizer)
 
     async def compare_tokens(self, engine: Engine, seconds: float) -> None:
-        """Holds the tokenizer against what an engine itself makes of some prompts, once for each engine.
+        """Compares the tokenizer with an engine's own, on some prompts, once for each engine.
 
-        Raises UpstreamError where there is no connection to it.
+        ``seconds``: time limit of each request. Raises UpstreamError if no connection is possible.
         """
         tokenizer = self.tokenizer
         if tokenizer is None or engine.compared is tokenizer:
@@ -396,13 +403,13 @@ class Pool:
         except (NotVerifiable, UpstreamError) as error:
             if isinstance(error, UpstreamError) and error.before_sending:
                 raise
-            log.info("tokens not compared", model=self.name, engine=engine.name, reason=str(error))
+            log.info("cannot compare tokens", model=self.name, engine=engine.name, reason=str(error))
             return
         engine.compared = tokenizer
         engine.tokens_differ = str(differences[0]) if differences else None
         if differences:
             log.warning(
-                "the engine makes other tokens of prompts",
+                "the engine tokenizes prompts differently from the router",
                 model=self.name,
                 engine=engine.name,
                 differences=[str(difference) for difference in differences],
@@ -410,14 +417,14 @@ class Pool:
 
     @property
     def unusable(self) -> str | None:
-        """Why none of its engines gets new requests; None: one does."""
+        """The reason why none of its engines gets new requests; None: one of them does."""
         return unusable(self.engines.values())
 
     def no_engine_error(self, error: NoInstanceError) -> ApiError:
-        """The error of a request that no engine can take now."""
+        """Returns the error for a request that no engine can accept now."""
         return no_engine_error(self.name, error, self.unusable)
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:
-    """A profile's constants. Raises ProfileError."""
+    """Returns a profile's constants; None without a profile. Raises ProfileError."""
     return None if profile is None else load_profile(profile).constants()

@@ -1,4 +1,4 @@
-"""What goes first in an engine's queue: the number that the router gives a request, in the engine's terms."""
+"""Request priorities: converts the router's priority to the header or field of each engine."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from lmetric.server.fleet.engine import Engine
 
 
 def follow_clock(router: Router, settings: PoolSettings) -> None:
-    """Sets the offset from the router's clock to the wall clock, unless the settings name one.
+    """Sets the offset from the router's clock to the wall clock, unless the settings have one.
 
-    The router's clock counts from anywhere, and several routers before one engine must agree. Call this
-    repeatedly: the wall clock may be stepped.
+    The router's clock has an arbitrary start, and all routers of a fleet must compute the same
+    priorities. Call this repeatedly: the wall clock may be stepped.
     """
     if isinstance(settings.priority, UniBoost) and settings.priority.clock_offset_seconds is None:
         router.set_clock_offset(time.time() - time.monotonic())
 
 
 def how(engine: Engine) -> str:
-    """How an engine is told a request's priority, and what is known of what it does with it."""
+    """Describes how an engine gets a request's priority, and whether its queue uses it."""
     told = engine.capabilities.priority
     if told is None:
-        return "not sent: the engine is not known to take one"
+        return "not sent: the engine is not known to accept a priority"
     if told.honoured is False:
-        return "not sent: its queue is not ordered by it"
-    heed = "its queue is ordered by it" if told.honoured else "it does not tell whether its queue heeds it"
+        return "not sent: its queue is not ordered by priority"
+    heed = (
+        "its queue is ordered by priority"
+        if told.honoured
+        else "it does not report whether its queue is ordered by priority"
+    )
     return f"sent as {'a header' if told.header else 'a field'}; {heed}"
 
 
 def header(engine: Engine, priority: int | None) -> int | None:
-    """The value of the header that an engine takes for it; None: none."""
+    """Returns the value of the engine's priority header; None: it gets no header."""
     told = engine.capabilities.priority
     if priority is None or told is None or not told.header or told.honoured is False:
         return None
@@ -50,8 +54,10 @@ def remove(call: ParsedRequest) -> None:
 
 
 def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
-    """The body with the field that an engine takes for it, where it takes no header. The body has no
-    `priority` of the client's (`remove`)."""
+    """Returns the body, with the engine's priority field if it accepts a field and not a header.
+
+    ``sent``: a body without the client's own `priority` (see `remove`).
+    """
     told = engine.capabilities.priority
     if priority is None or told is None or told.header:
         return sent

@@ -1,6 +1,7 @@
-"""Which running requests move: the router decides (`Router.rebalance`), and what it names is begun here.
+"""Rescheduling of running requests, in rounds (STAR, section 5.2).
 
-STAR, section 5.2: rounds of rescheduling. `execution/planners/migration.py` has the migration itself.
+The core router chooses the moves (`Router.rebalance`); this module starts them.
+`execution/planners/migration.py` has the migration itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lmetric.server.fleet.engine import Engine
 
 log = structlog.get_logger("lmetric.mover")
 
-# That a fetch is taken for the next one's measure. A slow one (the first between two engines took 30 s) lets
-# no request move, so that no other fetch would ever tell that they are fast again.
+# A measured fetch rate expires after this time. After a slow fetch (the first between two engines
+# took 30 s) no request moves, so no later fetch would correct the rate.
 REMEMBERED_SECONDS = 60.0
 
 
@@ -30,22 +31,22 @@ class Movable(Protocol):
 
     @property
     def move(self) -> object | None:
-        """Its move that is on its way."""
+        """Its move in progress, or None."""
 
     @property
     def instance(self) -> str:
-        """Name of the engine that runs it."""
+        """The name of the engine that runs it."""
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of its answer that are known."""
+        """The number of its known answer tokens."""
 
     def move_to(self, target: Engine, now: float) -> bool:
-        """Begins to move it; whether it did."""
+        """Starts a move to another engine. Returns whether the move has started."""
 
 
 class Rebalancer:
-    """A pool's requests that may move, and the moves on their way."""
+    """The requests of a pool that may move, and the moves in progress."""
 
     def __init__(
         self,
@@ -65,16 +66,18 @@ class Rebalancer:
         self.at_once = settings.migration_max_concurrent
         self.max_gap_seconds = settings.migration_max_gap_seconds
         self.period_seconds = rule.period_seconds
-        self.due = 0.0  # when the next round is
+        self.due = 0.0  # time of the next round, monotonic clock
         self.running: dict[int, Movable] = {}  # by ticket
         self.moves: set[object] = set()
-        self._fetch_rate = 0.0  # seconds a token, of the last that was fetched
+        self._fetch_rate = 0.0  # seconds per token of the last fetch
         self._fetched_at = -math.inf  # seconds on the monotonic clock
-        self.outcomes: Counter[str] = Counter()  # of moves that were begun, or named and not begun
+        self.outcomes: Counter[str] = Counter()  # outcomes of chosen moves, started or not
 
     def round(self, now: float) -> None:
-        """Has the router look at what runs where, and begins the moves that it names. `now`: seconds on the
-        monotonic clock."""
+        """Asks the core router for moves, and starts them.
+
+        `now`: seconds on the monotonic clock.
+        """
         self.due = now + self.period_seconds
         if not self.running:
             return
@@ -85,8 +88,10 @@ class Rebalancer:
             log.debug("rescheduled", model=self._model, moves=moves, stop=stop)
 
     def begin(self, ticket: int, target: str, now: float) -> bool:
-        """Begins to move a running request; whether it did. `ticket`: a `Ticket.id`, `target`: the name of
-        an instance."""
+        """Starts to move a running request. Returns whether the move has started.
+
+        `ticket`: a `Ticket.id`. `target`: the name of an instance.
+        """
         chain, engine = self.running.get(ticket), self._engines.get(target)
         if chain is None or engine is None or chain.move is not None:
             return False
@@ -96,13 +101,15 @@ class Rebalancer:
         return chain.move_to(engine, now)
 
     def fetched(self, tokens: int, seconds: float) -> None:
-        """So long it took to fetch so many tokens."""
+        """Records the duration of a fetch of this many tokens."""
         self._fetch_rate = seconds / max(tokens, 1)
         self._fetched_at = time.monotonic()
 
     def fetch_seconds(self, engine: Engine, tokens: int) -> float:
-        """Expected seconds to fetch so many tokens: as the last fetch; where none was of late, as long as to
-        compute them."""
+        """Returns the expected seconds to fetch this many tokens, by the rate of the last fetch.
+
+        Without a fetch in the last `REMEMBERED_SECONDS`: the time to compute the tokens.
+        """
         if time.monotonic() - self._fetched_at > REMEMBERED_SECONDS:
             return self._prefill_seconds(engine, tokens)
         return self._fetch_rate * tokens

@@ -1,1 +1,1 @@
-"""Clients' connections, and the pages that the router answers itself."""
+"""Connections of clients, and the pages that the router answers itself."""

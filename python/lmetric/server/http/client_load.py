@@ -1,7 +1,7 @@
-"""What clients hold of the router, bounded: connections, and bytes of request bodies.
+"""Limits on the connections and request body bytes of clients.
 
-Both are bounded in total and per client address. A body counts from its first byte until an engine answers,
-so slow or stalled uploads cannot add up to more memory than `limits` allows.
+Both are limited in total and per client address. A body counts from its first byte until an engine
+answers, so slow or stalled uploads cannot use more memory than `limits` allows.
 """
 
 import resource
@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from lmetric.config import Limits
 
-# Descriptors that are not connections: listener, log, event feeds, watched files, probes of engines.
+# Descriptors that are not connections: listener, log, event feeds, watched files, probes of
+# engines.
 OTHER_DESCRIPTORS = 32
 
 log = structlog.get_logger("lmetric.server")
@@ -31,7 +32,7 @@ class Client:
         self.body_bytes = 0
 
     def hold(self, size: int) -> bool:
-        """Counts `size` more bytes of a body; False, and counts nothing, if that exceeds a bound."""
+        """Counts `size` more bytes of a body. Returns False, and counts nothing, beyond a limit."""
         load = self._load
         if load.body_bytes + size > load.limits.max_body_bytes_total:
             load.refused["body_bytes_total"] += 1
@@ -44,13 +45,13 @@ class Client:
         return True
 
     def release(self, size: int) -> None:
-        """Gives back `size` bytes."""
+        """Releases `size` bytes."""
         self._load.body_bytes -= size
         self.body_bytes -= size
 
 
 class ClientLoad:
-    """The connections and body bytes of all clients, and what was refused for them."""
+    """The connections and body bytes of all clients, and the number of refusals."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -61,7 +62,7 @@ class ClientLoad:
         self._clients: dict[str, Client] = {}
 
     def open(self, address: str) -> Client | None:
-        """Counts a new connection; None, and counts nothing, if there are too many."""
+        """Counts a new connection. Returns None, and counts nothing, if there are too many."""
         if self.connections >= self.max_connections:
             self.refused["connections"] += 1
             return None
@@ -76,28 +77,28 @@ class ClientLoad:
         return client
 
     def close(self, client: Client) -> None:
-        """A counted connection of `client` closed."""
+        """Removes a closed connection of `client` from the counts."""
         client.connections -= 1
         self.connections -= 1
         if not client.connections:
             del self._clients[client.address]
 
     def metrics(self) -> Iterator[Metric]:
-        """For /metrics."""
+        """Yields the metrics of clients."""
         yield GaugeMetricFamily("lmetric_client_connections", "Open connections of clients", self.connections)
         yield GaugeMetricFamily(
             "lmetric_client_connections_limit",
-            "Most connections of clients: limits.max_connections, less if the process may open fewer files",
+            "Limit on client connections: limits.max_connections, less if the process may open fewer files",
             self.max_connections,
         )
         yield GaugeMetricFamily(
             "lmetric_client_body_bytes",
-            "Bytes of request bodies that are being received or that no engine has answered yet",
+            "Bytes of request bodies being received or not yet answered by an engine",
             self.body_bytes,
         )
         refused = CounterMetricFamily(
             "lmetric_client_refusals",
-            "Connections and requests refused because of a bound on what clients hold, by bound",
+            "Connections and requests refused because of a limit on clients, by limit",
             labels=("bound",),
         )
         for bound in ("connections", "connections_per_client", "body_bytes_total", "body_bytes_per_client"):
@@ -106,8 +107,11 @@ class ClientLoad:
 
 
 def _within_descriptors(limits: Limits) -> int:
-    """The bound on connections: lower if the process cannot open two files for each, a client's and an
-    engine's."""
+    """Returns the limit on connections.
+
+    It is lower than configured if the process cannot open two files for each: the client's and an
+    engine's.
+    """
     configured = limits.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * configured + OTHER_DESCRIPTORS
@@ -120,7 +124,7 @@ def _within_descriptors(limits: Limits) -> int:
     possible = max((soft - OTHER_DESCRIPTORS) // 2, 1)
     tell = log.warning if "max_connections" in limits.model_fields_set or possible < 1024 else log.info
     tell(
-        "fewer connections than limits.max_connections: the process may not open enough files",
+        "connections are limited below limits.max_connections: the process may not open enough files",
         max_connections=possible,
         configured=configured,
         open_files_limit=soft,

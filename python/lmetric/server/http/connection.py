@@ -1,12 +1,14 @@
-"""A client's connection: plain requests for engines go a short way, all others through aiohttp.
+"""A client's connection.
 
-A request goes the short way when the Rust reader finds it plain (`rust/wire/src/request.rs`): it needs no
-task and no future unless an engine must first be connected to. Whatever else comes is given to aiohttp
-unchanged, one request at a time where its end is known, else with all that follows.
+Plain requests for engines take a fast path, all others go through aiohttp.
 
-What the short way saves: a plain chat of 1 KB takes 160,000 instructions of the router's process, and
-286,000 if aiohttp reads it (callgrind, 300 requests). tests/test_layers.py checks that aiohttp still has the
-undocumented attributes that are used here.
+The Rust reader (`rust/wire/src/request.rs`) decides whether a request is plain. The fast path needs
+no task and no future, unless it must first connect to an engine. aiohttp gets all other bytes
+unchanged: one request at a time if its end is known, else everything that follows.
+
+A plain chat of 1 KB takes 160,000 instructions on the fast path, and 286,000 through aiohttp
+(callgrind, 300 requests). tests/test_layers.py checks that aiohttp still has the undocumented
+attributes used here.
 """
 
 import asyncio
@@ -25,17 +27,17 @@ from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import Client, ClientLoad
 
-# Of requests that come before the answer to the one before, so much is read before reading stops, and so much
-# costs the connection (aiohttp, too, may have it read on).
+# Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
+# HOLD_LIMIT (aiohttp may resume reading).
 HOLD_BYTES = 64 * 1024
 HOLD_LIMIT = 64 * HOLD_BYTES
-# Bodies up to this size do not count against the bounds once they are whole: the bound on requests at once
-# bounds them, too.
+# Complete bodies up to this size do not count against the limits: the limit on concurrent requests
+# also limits them.
 SMALL_BODY = 64 * 1024
-# A connection that closes before a refused body came goes on reading for this long, so that its client can
-# read why.
+# After refusing a body, a closing connection reads on for this long, so that its client can read
+# the error.
 LINGER_SECONDS = 1.0
-# aiohttp closes idle connections by timers of its own, which know nothing of the short way.
+# Turns off aiohttp's own idle timers, which do not see the fast path.
 NEVER_SECONDS = 365.0 * 86_400
 
 TOO_MANY_CONNECTIONS = whole_answer(
@@ -44,14 +46,14 @@ TOO_MANY_CONNECTIONS = whole_answer(
 
 
 def in_short(error: Exception) -> str:
-    """What aiohttp says of malformed HTTP, in a line and without its drawing of the place."""
+    """Returns aiohttp's message about malformed HTTP as one line, without the marker below it."""
     message = error.message if isinstance(error, HttpProcessingError) else str(error)
     said = " ".join(line.strip() for line in message.splitlines() if line.strip(" ^"))
     return f"invalid URL {said}" if isinstance(error, InvalidURLError) else said
 
 
 class AlreadySentResponse(web.StreamResponse):
-    """An answer that is already on the wire; tells aiohttp only whether the connection goes on."""
+    """An answer that was already sent. aiohttp only reads whether the connection stays open."""
 
     def __init__(self, keep_alive: bool) -> None:
         super().__init__()
@@ -63,50 +65,53 @@ class AlreadySentResponse(web.StreamResponse):
         return self._goes_on
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Nothing to do: the head was relayed."""
+        """Does nothing: the head was sent."""
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing to do: the body was relayed."""
+        """Does nothing: the body was sent."""
 
 
 class State(IntEnum):
-    """Where the next bytes belong."""
+    """The destination of the next bytes."""
 
-    FREE = 0  # to a new request
-    COLLECTING = 1  # to a request that is not whole
-    ASKED = 2  # behind a request that is not answered
-    SKIPPING = 3  # to the body of a request that aiohttp has answered
-    HANDED_OVER = 4  # to aiohttp, for good
-    DISCARDING = 5  # to nobody: a refusal is written, and the connection closes behind the refused body
+    FREE = 0  # a new request
+    COLLECTING = 1  # an incomplete request
+    ASKED = 2  # the queue behind a request in flight
+    SKIPPING = 3  # the rest of the body of a request that aiohttp has answered
+    HANDED_OVER = 4  # aiohttp, for all further bytes
+    DISCARDING = 5  # none: a refusal was sent, and the connection closes after the refused body
 
 
 FREE, COLLECTING, ASKED, SKIPPING, HANDED_OVER, DISCARDING = State
 
 
 class Server(Protocol):
-    """What a connection needs of the server."""
+    """The interface of the server for its connections."""
 
     requests: RequestReader
     clients: ClientLoad
 
     def takes(self, head: RequestHead) -> bool:
-        """Whether the request can go the short way."""
+        """Returns whether the request can take the fast path."""
 
     def ask(self, client: "ClientConnection", head: RequestHead, body: bytes) -> None:
-        """Has a request answered, then calls ``client.answered``."""
+        """Answers a request, then calls ``client.answered``."""
 
     def admit(self, client: "ClientConnection", head: RequestHead) -> ClientRequest | None:
-        """A request whose body is still to come; None: it was refused, and ``client.answered`` was called."""
+        """Admits a request before its body is complete.
+
+        Returns None if it was refused; then ``client.answered`` was called.
+        """
 
     def serve(self, asked: ClientRequest, body: bytes) -> None:
-        """Has an admitted request answered, then calls ``client.answered``."""
+        """Answers an admitted request, then calls ``client.answered``."""
 
     def no_room(self, client: "ClientConnection", asked: ClientRequest | None) -> None:
-        """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
+        """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
 
     def refuse(self, client: "ClientConnection", malformed: HttpProcessingError | None) -> web.StreamResponse:
-        """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
+        """Answers a request that aiohttp could not read, or (None) one with an internal error."""
 
 
 class ClientConnection(RequestHandler):
@@ -134,13 +139,13 @@ class ClientConnection(RequestHandler):
         self.answering = False
         self.idle_since = clock.monotonic()
         self._state = FREE
-        self._client: Client | None = None  # None: not connected, or one too many
-        self._asked: ClientRequest | None = None  # the request that is collected, once its head is known
+        self._client: Client | None = None  # None: not connected, or over the limit
+        self._asked: ClientRequest | None = None  # the incomplete request, once its head is known
         self._held: list[bytes] = []
         self._size = 0  # bytes held
-        self.body_size = 0  # bytes that count for a body that is held elsewhere
-        self._need = 0  # bytes held that are worth another look
-        self._left = 0  # bytes still to come of a request that aiohttp has
+        self.body_size = 0  # counted bytes of a body outside `_held`
+        self._need = 0  # bytes to hold before the request is read again
+        self._left = 0  # bytes still to come of a request in aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
@@ -153,8 +158,10 @@ class ClientConnection(RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop; without data by aiohttp, whose parser stopped (be it before a body's end) while
-        its reader was full, and is to go on."""
+        """Called by the loop with data.
+
+        aiohttp calls it without data to resume its parser, which stops while its reader is full.
+        """
         state = self._state
         if not data:
             self._parse(data)
@@ -220,7 +227,7 @@ class ClientConnection(RequestHandler):
             self._hand_over(data)
 
     def _give(self, data: bytes, end: int) -> None:
-        """Gives aiohttp one request, of ``end`` bytes."""
+        """Gives one request of ``end`` bytes to aiohttp."""
         self._state = ASKED
         self._left = end
         if len(data) > end:
@@ -237,7 +244,7 @@ class ClientConnection(RequestHandler):
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
-        # A body that turns out broken: aiohttp queues an error, and its request would wait for the rest.
+        # For a broken body, aiohttp queues an error, but its request would still wait for the rest.
         if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
             error = self._messages[-1][0].exc
             bodies = [body for _, body in self._messages]
@@ -254,11 +261,11 @@ class ClientConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Called by aiohttp for what is no HTTP, or for an exception that nobody foresaw."""
+        """Called by aiohttp for malformed HTTP, or for an unexpected exception."""
         return self._front.refuse(self, exc if isinstance(exc, HttpProcessingError) else None)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp; what clients do wrong is no fault of the router."""
+        """Called by aiohttp. Clients' errors are not logged."""
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
@@ -271,7 +278,7 @@ class ClientConnection(RequestHandler):
             self._no_room(need - len(data))
 
     def _hold(self, data: bytes) -> bool:
-        """Keeps bytes; False if clients hold too many."""
+        """Keeps bytes. Returns False beyond a limit on body bytes."""
         if self._client is None or not self._client.hold(len(data)):
             return False
         self._held.append(data)
@@ -279,7 +286,7 @@ class ClientConnection(RequestHandler):
         return True
 
     def _hold_back(self, data: bytes) -> None:
-        """Holds what came behind a request that is not answered."""
+        """Keeps bytes that follow a request in flight."""
         if not self._hold(data):
             self.force_close()
         elif self._size > HOLD_BYTES and self.transport is not None:
@@ -288,7 +295,10 @@ class ClientConnection(RequestHandler):
                 self.force_close()
 
     def _discard(self, size: int) -> None:
-        """Has the next answer close the connection once so many bytes came, or LINGER_SECONDS passed."""
+        """Discards the rest of a refused body.
+
+        The connection closes after ``size`` more bytes, or after LINGER_SECONDS.
+        """
         self._state = DISCARDING
         self._left = size
 
@@ -299,14 +309,14 @@ class ClientConnection(RequestHandler):
         self._front.no_room(self, asked)
 
     def hold_body(self, size: int) -> bool:
-        """Counts a body that is held elsewhere, or more of it; False if clients hold too many bytes."""
+        """Counts bytes of a body outside `_held`. Returns False beyond a limit on body bytes."""
         if self._client is None or not self._client.hold(size):
             return False
         self.body_size += size
         return True
 
     def release_body(self) -> None:
-        """The body that is held elsewhere is no longer kept."""
+        """Releases the counted bytes of the body outside `_held`."""
         if self._client is not None:
             self._client.release(self.body_size)
         self.body_size = 0
@@ -320,7 +330,7 @@ class ClientConnection(RequestHandler):
         return data
 
     def answered(self, goes_on: bool) -> None:
-        """The request's answer ended; ``goes_on``: the connection may carry another one."""
+        """Ends the request in flight. ``goes_on``: the connection may carry another request."""
         self._rest()
         if goes_on:
             self._go_on()
@@ -328,9 +338,9 @@ class ClientConnection(RequestHandler):
             self.force_close()
 
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
-        """Called by aiohttp as the last thing when it has answered a request."""
+        """Called by aiohttp at the end of each request."""
         self._rest()
-        # Else aiohttp closes the connection, and what was held has nobody to answer it.
+        # Otherwise aiohttp closes the connection, and held requests get no answer.
         if self._state == ASKED and response.keep_alive:
             self._go_on()
 
@@ -356,7 +366,7 @@ class ClientConnection(RequestHandler):
         self._begin(self._take_held())
 
     def check(self, now: float, idle_seconds: float) -> None:
-        """Called now and then: requests that stay incomplete become aiohttp's, idle connections close."""
+        """Called periodically: gives incomplete requests to aiohttp, closes idle connections."""
         if self._state == COLLECTING:
             asked, self._asked = self._asked, None
             data = self._take_held()

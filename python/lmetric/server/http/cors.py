@@ -1,6 +1,6 @@
-"""Cross-origin requests (CORS): which web pages may call the API from a browser.
+"""Cross-origin requests (CORS): the web pages that may call the API from a browser.
 
-Written by hand because the answers of engines go to clients as bytes, past aiohttp and its middleware.
+aiohttp's middleware cannot do this: engines' answers go to clients as bytes and bypass it.
 """
 
 import re
@@ -17,18 +17,21 @@ _ORIGIN = re.compile(rb"\r\norigin:[ \t]*([!-~]*)[ \t]*\r\n", re.IGNORECASE)
 
 
 class Cors:
-    """The allowed origins, and the header fields that tell browsers about them."""
+    """The allowed origins, and the CORS header fields of answers."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._all = "*" in origins
         self._origins = frozenset(origins)
 
     def allows(self, origin: str | None) -> bool:
-        """Whether web pages of this origin may call the API."""
+        """Returns whether web pages of this origin may call the API."""
         return origin is not None and (self._all or origin.lower() in self._origins)
 
     def fields(self, origin: str | None) -> dict[str, str]:
-        """Fields of an answer to a request of this origin (None: it names none)."""
+        """Returns the fields of an answer to a request of this origin.
+
+        None: the request has none.
+        """
         fields = {"vary": "Origin"}
         if origin is not None and self.allows(origin):
             fields["access-control-allow-origin"] = "*" if self._all else origin
@@ -36,13 +39,16 @@ class Cors:
         return fields
 
     def lines(self, head: RequestHead) -> bytes:
-        """`fields` of the answer to a request, as lines of a head. Never empty."""
+        """Returns the CORS fields of the answer to a request, as lines of its head. Never empty."""
         found = _ORIGIN.search(head.for_engine(b"\r\n", 0))
         fields = self.fields(found[1].decode() if found else None)
         return "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode()
 
     def preflight(self, request: web.BaseRequest, method: str) -> web.Response | None:
-        """The answer to a preflight request for a path of this method; None: it is none, or not allowed."""
+        """Returns the answer to a preflight request for a path with this method.
+
+        None: it is not a preflight request, or its origin is not allowed.
+        """
         origin = request.headers.get("origin")
         if not self.allows(origin) or "access-control-request-method" not in request.headers:
             return None

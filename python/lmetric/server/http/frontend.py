@@ -1,4 +1,4 @@
-"""Requests, whichever way they came: checked, routed, handed to a relay, and counted when they end."""
+"""The front end: checks and routes requests, starts their execution, and counts them."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ from lmetric.tokens import NotPredictable, Tokens
 
 log = structlog.get_logger("lmetric.access")
 
-NO_SHARE = (1.0, 0.0)  # of a client without a tenant
+NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
 
 
 class Frontend(web.Server):
@@ -66,7 +66,7 @@ class Frontend(web.Server):
         self.isolation = Isolation(config, self._random_secret)
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
-        self.replicas: Replicas  # likewise
+        self.replicas: Replicas  # set by the server
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
         self.clients = ClientLoad(config.limits)
@@ -87,11 +87,11 @@ class Frontend(web.Server):
         self._shares = _shares(config)
 
     def __call__(self) -> ClientConnection:
-        """A new client's protocol."""
+        """Returns the protocol of a new client connection."""
         return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
 
     def reload(self, keys: Keys, config: ServerConfig) -> None:
-        """Takes over API keys and tenants, for requests that come from now on."""
+        """Applies API keys and tenants to new requests. Raises ConfigError."""
         access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
         if keys.on != self.keys.on:
             self.requests = RequestReader(keys.on, token_hex(6))
@@ -100,7 +100,7 @@ class Frontend(web.Server):
         self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
-        """Waits until no request is on its way, or for ``hurry``."""
+        """Waits until no request is in flight, or ``hurry`` is set."""
         self._idle.clear()
         if self.relays:
             waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, hurry)]
@@ -111,12 +111,15 @@ class Frontend(web.Server):
                     wait.cancel()
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Closes the connections and ends the threads."""
+        """Closes the connections and stops the threads."""
         self._tokenisers.close()
         await super().shutdown(timeout)
 
     def check(self, now: float) -> None:
-        """Called now and then: ends what takes too long; ``now`` on the monotonic clock."""
+        """Called periodically: ends requests and connections at their time limits.
+
+        ``now``: seconds on the monotonic clock.
+        """
         for relay in list(self.relays):
             try:
                 relay.check(now)
@@ -127,15 +130,15 @@ class Frontend(web.Server):
                 client.check(now, self.config.timeouts.keep_alive)
 
     def close_idle(self) -> None:
-        """Closes the connections on which no request is on its way."""
+        """Closes the connections without a request in flight."""
         for client in self.connections:
             if isinstance(client, ClientConnection) and not client.answering:
                 client.force_close()
 
-    # The way through aiohttp.
+    # The path through aiohttp.
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request that aiohttp has read."""
+        """Answers a request that aiohttp has read."""
         client = request.protocol
         if not isinstance(client, ClientConnection) or request.transport is None:
             return self._ends
@@ -177,7 +180,7 @@ class Frontend(web.Server):
             try:
                 body = await self.read_body(request, self._body_limit)
             except ApiError as error:
-                asked.keep_alive = False  # for what follows of the body
+                asked.keep_alive = False  # the rest of the body may still come
                 self._ended(asked, None, error)
             else:
                 self._serve(asked, body)
@@ -189,7 +192,7 @@ class Frontend(web.Server):
             raise
 
     def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
-        """Answers a request that aiohttp could not read, or (None) one at which the router failed."""
+        """Answers a request that aiohttp could not read, or (None) one with an internal error."""
         if malformed is None:
             log.exception("a request could not be handled")
             error = ApiError(500, FAILED)
@@ -200,7 +203,7 @@ class Frontend(web.Server):
     def _reject(
         self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
     ) -> web.StreamResponse:
-        """Answers a request with which the connection ends."""
+        """Answers a request with an error and closes the connection."""
         if client.transport is not None:
             head = self.requests.sort(b"", fields)
             self._ended(
@@ -225,10 +228,10 @@ class Frontend(web.Server):
         return response
 
     async def read_body(self, request: web.BaseRequest, limit: int) -> bytes:
-        """The body of a request that aiohttp has read the head of.
+        """Returns the body of a request whose head aiohttp has read.
 
-        Raises ApiError: 400 if it is malformed, 408 if it takes longer than timeouts.body, 413 above
-        ``limit`` bytes, 503 if clients hold too many bytes.
+        Raises ApiError: 400 if the body is malformed, 408 if it takes longer than timeouts.body,
+        413 above ``limit`` bytes, 503 at a limit on body bytes.
         """
         client = request.protocol
         assert isinstance(client, ClientConnection)  # as `handle` made sure
@@ -266,25 +269,27 @@ class Frontend(web.Server):
             seconds = self.config.timeouts.body
             of = f" of {length}" if length else ""
             raise ApiError(
-                408, f"the body was not whole within {seconds:g} s: {content.total_raw_bytes}{of} bytes came"
+                408,
+                f"the body is incomplete after {seconds:g} s: {content.total_raw_bytes}{of} bytes received",
             ) from None
         except ApiError:
             raise
         except Exception as error:
-            # aiohttp tells of a broken body (bad chunk, bad compression, client gone) in many ways.
+            # aiohttp has many exceptions for a broken body (bad chunk, bad compression, client
+            # gone).
             raise bad(f"the body could not be read: {in_short(error)}") from None
         if size <= SMALL_BODY:
             client.release_body()
         return b"".join(parts)
 
-    # The short way.
+    # The fast path.
 
     def takes(self, head: RequestHead) -> bool:
-        """Whether a plain request is for an engine, and within the limit."""
+        """Returns whether a plain request is for an engine and its body within the limit."""
         return head.path in self.paths and head.length <= self._body_limit
 
     def ask(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
-        """Has a plain request answered, then calls ``client.answered``."""
+        """Answers a plain request, then calls ``client.answered``."""
         transport = client.transport
         if transport is not None:
             asked = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
@@ -292,20 +297,23 @@ class Frontend(web.Server):
                 self._serve(asked, body)
 
     def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
-        """A request whose body is still to come; None: it was refused, and ``client.answered`` was called."""
+        """Admits a request before its body is complete.
+
+        Returns None if it was refused; then ``client.answered`` was called.
+        """
         transport = client.transport
         if transport is None:
             return None
         asked = ClientRequest(
             client, transport, head, True, False, client.answered
-        )  # a refusal leaves a body behind
+        )  # after a refusal, the body still comes
         if not self._admits(asked):
             return None
         asked.keep_alive = head.keep_alive
         return asked
 
     def serve(self, asked: ClientRequest, body: bytes) -> None:
-        """Has an admitted request answered, then calls ``client.answered``."""
+        """Answers an admitted request, then calls ``client.answered``."""
         asked.started = time.monotonic()
         try:
             self._check_room()
@@ -315,7 +323,7 @@ class Frontend(web.Server):
             self._serve(asked, body)
 
     def no_room(self, client: ClientConnection, asked: ClientRequest | None) -> None:
-        """Refuses a request because of the bytes that clients hold, then calls ``client.answered``."""
+        """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
         if client.transport is not None:
             if asked is None:
                 head = self.requests.sort(b"", [])
@@ -323,10 +331,10 @@ class Frontend(web.Server):
             asked.keep_alive = False
             self._ended(asked, None, _no_room())
 
-    # Both ways.
+    # Both paths.
 
     def _admits(self, asked: ClientRequest) -> bool:
-        """Whether the request may be served; else it is answered."""
+        """Returns whether the request may be served; otherwise answers it with an error."""
         if self._access:
             asked.address = _address(asked.transport)
         if self._cors is not None:
@@ -336,7 +344,7 @@ class Frontend(web.Server):
                 authorization, key = asked.head.authorization, asked.head.api_key
                 asked.tenant = self.keys.tenant(_text(authorization), _text(key))
             elif self._shares and (named := asked.head.tenant) in self._shares:
-                asked.tenant = named or ""  # without keys, clients are believed
+                asked.tenant = named or ""  # without keys, the header is trusted
             if self.refusing or len(self.relays) >= self._request_limit:
                 self._check_room()
         except ApiError as error:
@@ -345,14 +353,14 @@ class Frontend(web.Server):
         return True
 
     def _check_room(self) -> None:
-        """Raises ApiError (503) if no further request may begin."""
+        """Raises ApiError (503) if no new request may start."""
         if self.refusing:
             raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         if len(self.relays) >= self._request_limit:
-            raise ApiError(503, "too many requests at once", code="too_many", headers={"retry-after": "1"})
+            raise ApiError(503, "too many concurrent requests", code="too_many", headers={"retry-after": "1"})
 
     def _serve(self, asked: ClientRequest, body: bytes) -> None:
-        """Sends the request on its way; when its answer ended, `_ended` is called."""
+        """Starts the request. `_ended` is called at its end."""
         try:
             call = parse(asked.path, body)
             if asked.tenant and asked.tenant in self.isolation.tenants:
@@ -372,7 +380,10 @@ class Frontend(web.Server):
             self._ended(asked, None, ApiError(500, FAILED))
 
     def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
-        """Makes the prompt tokens, where its pool matches those; else returns the work, for a thread."""
+        """Tokenizes the prompt if its pool matches tokens.
+
+        Returns long work as a function, for a thread.
+        """
         tokenizer = pool.tokenizer
         if tokenizer is None or call.text is None or not call.generates:
             return None
@@ -394,8 +405,10 @@ class Frontend(web.Server):
         pool: Pool,
         place: Callable[[float], None],
     ) -> None:
-        """Has the prompt rendered or tokenised in a thread; then the request is placed, unless it is over by
-        then."""
+        """Renders or tokenizes the prompt in a thread, then calls `place`.
+
+        `place` is not called if the request has ended by then.
+        """
 
         def then(tokens: Tokens | NotPredictable | None) -> None:
             try:
@@ -425,10 +438,10 @@ class Frontend(web.Server):
         adapter: str | None,
         now: float,
     ) -> None:
-        """Decides and relays. Raises ApiError."""
+        """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
         if pool.orders or self.keys.on:
-            # Else a client would decide how long others wait.
+            # Otherwise clients could delay the requests of others.
             asked.drops_priority = True
             if call.priority is not None:
                 priority.remove(call)
@@ -445,7 +458,7 @@ class Frontend(web.Server):
         policies = pool.policies
         try:
             decision, ticket = pool.router.route(
-                # Positional, in the order of `Request`: each keyword would cost about 50 ns.
+                # Positional, in the order of `Request`: each keyword costs about 50 ns.
                 Request(
                     call.tokens,
                     call.text if call.tokens is None else None,
@@ -460,7 +473,7 @@ class Frontend(web.Server):
                     asked.tenant or None,
                     weight,
                     handicap_seconds,
-                    # Chats and completions answer apart, and so do tenants.
+                    # Output lengths are learned per path and tenant.
                     _length_class(asked) if pool.splits or policies.reads_length_class else None,
                     None,  # reasoning_tokens
                     uncut is None,
@@ -492,7 +505,7 @@ class Frontend(web.Server):
             relay.fail()
 
     def _ended(self, asked: ClientRequest, relay: InFlightRequest | None, error: ApiError | None) -> None:
-        """The request is over; an error is what its client has still to get."""
+        """Ends the request: sends ``error``, if any, to its client, and counts the request."""
         goes_on = asked.keep_alive and not self.draining
         status = 499
         if relay is not None:
@@ -532,17 +545,17 @@ class Frontend(web.Server):
 
 
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
-    """Weight and handicap in seconds of each tenant."""
+    """Returns the weight and the handicap (s) of each tenant."""
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
 
 
 def _length_class(asked: ClientRequest) -> str:
-    """The path, and the tenant where there is one."""
+    """Returns the class for learned output lengths: the path, and the tenant if there is one."""
     return f"{asked.path} {asked.tenant}" if asked.tenant else asked.path
 
 
 def _priority(head: RequestHead, call: ParsedRequest) -> float | None:
-    """The priority that a client gives its request: as at vLLM, that in the header counts first."""
+    """Returns the client's priority. As in vLLM, the header precedes the field."""
     return call.priority if head.priority is None else head.priority
 
 
@@ -553,14 +566,14 @@ def _text(field: bytes | None) -> str | None:
 def _no_room() -> ApiError:
     return ApiError(
         503,
-        "clients are sending more bytes of requests than the router may hold; try again",
+        "the request bodies in flight exceed the router's limit; try again",
         code="too_many_bytes",
         headers={"retry-after": "1"},
     )
 
 
 def _address(transport: asyncio.Transport) -> str | None:
-    """HOST:PORT of a client; None: it has left."""
+    """Returns HOST:PORT of a client; None if it has disconnected."""
     peer = transport.get_extra_info("peername")
     if not peer:
         return None
@@ -571,7 +584,7 @@ def _address(transport: asyncio.Transport) -> str | None:
 def _log_access(
     asked: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
 ) -> None:
-    """Logs a request that is over."""
+    """Logs a request that has ended."""
     done = relay or InFlightRequest()
     usage = done.usage
     first_token_at = usage.first_token_at if usage is not None else None
@@ -599,7 +612,7 @@ def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transpor
 
 
 def _session(tenant: str, session: str) -> str:
-    """The key of session affinity: sessions of different tenants never share one."""
+    """Returns the key for session affinity. Sessions of different tenants have different keys."""
     return f"{len(tenant)}:{tenant}{session}"
 
 
@@ -608,8 +621,11 @@ def _too_long(limit: int) -> ApiError:
 
 
 def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
-    """The prompt's bytes to learn their tokens from (0: nothing to learn), its tokens (estimated where it is
-    text), and those of the request's further prompts."""
+    """Returns the sizes of a request's prompts.
+
+    They are: bytes of the prompt for the tokens-per-byte estimate (0: not used for it), tokens of
+    the prompt (estimated for text), and tokens of the further prompts.
+    """
     if call.tokens is not None:
         more = pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else call.more_tokens
         return 0, len(call.tokens), more

@@ -33,16 +33,16 @@ from lmetric.server.upstream.allowed import AllowedEngines
 _DEBUG_PAGES = ("/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
 _DECISIONS = "/debug/decisions/"
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
-# Longest body of a request for one of the pages.
+# Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
-    """Answers what is not for an engine. Raises ApiError.
+    """Answers requests that are not for engines. Raises ApiError.
 
-    ``path`` is as the client wrote it: proxies in front of the router filter by that spelling, too. No body
-    is read before the request's credential is checked.
+    ``path``: the spelling of the client, because proxies in front of the router filter by it. The
+    body is read after the check of the request's credential.
     """
     access, headers = front.access, request.headers
     if path == "/health":
@@ -53,7 +53,7 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     if path == "/ready":
         _only(request, path, "GET", "HEAD")
         if front.draining or not front.fleet.ready():
-            why = "shutting down" if front.draining else "no engine can take requests"
+            why = "shutting down" if front.draining else "no engine can accept requests"
             raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"})
         return web.Response()
     if path == "/metrics":
@@ -176,12 +176,12 @@ def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
 
 
 def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, Any]:
-    """A decision record, for an administrator or for the tenant whose request it is about."""
+    """Returns a decision record, for an administrator or for the tenant of the request."""
     admin = front.access.is_admin(request.headers)
     tenant = "" if admin else front.access.tenant(request.headers)
     parts = _LABEL.fullmatch(label)
     if parts is None:
-        raise bad(f"{label!r} is not the id of a decision; the header x-lmetric-decision has it")
+        raise bad(f"{label!r} is not a decision id; expected the value of the header x-lmetric-decision")
     index, number = int(parts[1] or 0), int(parts[2])
     pool = next((pool for pool in front.fleet.pools if pool.index == index), None)
     if pool is not None and number < 2**64:
@@ -193,9 +193,9 @@ def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, 
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
             return shown
-    # One answer for unknown records and for those of other tenants.
+    # The same answer for unknown records and for records of other tenants.
     raise ApiError(
-        404, f"no record of decision {label}: it is unknown, or too old (receipt_bytes bounds the records)"
+        404, f"no record of decision {label}: it is unknown or too old (receipt_bytes limits the records)"
     )
 
 
@@ -220,7 +220,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json([_policy(pool) for pool in pools])
     named = {engine.name: engine for engine in front.fleet.engines()}
     name, verb = path.removeprefix("/admin/engines/"), ""
-    if unquote(name) not in named:  # a name may have slashes itself
+    if unquote(name) not in named:  # a name may contain slashes
         name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
     name = unquote(name)
     engine = named.get(name)
@@ -245,7 +245,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
 
 
 async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> dict[str, Any]:
-    """Takes in values of indicators with the source push, by indicator; null: no longer known."""
+    """Applies pushed values, by indicator. null: the value is no longer known."""
     pool = front.fleet.pool_of(engine)
     if pool is None:
         raise ApiError(409, f"{engine.name}: its model is not known yet; retry later", code="no_model")
@@ -270,13 +270,13 @@ def _policy(pool: Pool) -> dict[str, Any]:
 
 
 async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
-    """Replaces policies while requests are in flight. Code comes from the configuration alone."""
+    """Replaces policies while requests are in flight. New code must come from the configuration."""
     body = await _object(front, request, {*PolicyChange.model_fields, "model"})
     model = body.pop("model", None)
     if model is not None and not isinstance(model, str):
-        raise bad("model must be a name", "model")
+        raise bad("model must be a name, a string", "model")
     if not POLICY_KNOBS.keys() & body.keys():
-        raise bad("policy or decode_policy must be given", "policy")
+        raise bad("set policy, decode_policy or both", "policy")
     try:
         changes = PolicyChange(**body).model_dump(exclude_unset=True)
     except ValidationError as error:
@@ -295,19 +295,19 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
 
 
 async def _switch(fleet: Fleet, engine: Engine, body: dict[str, Any]) -> None:
-    """Gives an engine another role when it is idle, or ``drain`` seconds are over (default: 0)."""
+    """Changes an engine's role once it is idle, or after ``drain`` seconds (default: 0)."""
     role, seconds = body.get("role"), body.get("drain", 0)
     if role not in get_args(Role):
         raise bad(f"role must be one of {', '.join(get_args(Role))}", "role")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 86_400:
-        raise bad("drain must be seconds, 0 to 86400", "drain")
-    # Drains are an administrator's, and switches may overlap: each undoes only its own hold.
+        raise bad("drain must be a number of seconds from 0 to 86400", "drain")
+    # Administrators also drain engines, and switches may overlap: each undoes only its own hold.
     engine.switches += 1
     engine.hold()
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while engine.running:  # noqa: ASYNC110 - nobody tells
+                while engine.running:  # noqa: ASYNC110 - there is no event for it
                     await asyncio.sleep(0.05)
         engine.role_set = role
         pool = fleet.pool_of(engine)
@@ -323,7 +323,7 @@ async def _switch(fleet: Fleet, engine: Engine, body: dict[str, Any]) -> None:
 
 
 async def _remove(front: Frontend, engine: Engine, query: str) -> None:
-    """Removes an engine; with ``drain=SECONDS`` when it is idle, or the time is up."""
+    """Removes an engine. With ``drain=SECONDS``: once it is idle, or after that time."""
     given = parse_qs(query, keep_blank_values=True)
     try:
         (text,) = given.pop("drain", ["0"])
@@ -331,12 +331,12 @@ async def _remove(front: Frontend, engine: Engine, query: str) -> None:
         if given or not 0 <= seconds <= 86_400:
             raise ValueError
     except ValueError:
-        raise bad("the query of a removal is empty, or drain=SECONDS (0 to 86400)", "drain") from None
+        raise bad("the query must be empty or drain=SECONDS (0 to 86400)", "drain") from None
     members = front.discovery.members
     if engine.source not in (CONFIGURED, ADMIN):
         raise ApiError(
             409,
-            f"{engine.name} comes from {engine.source}, which would bring it back: remove it there, or drain",
+            f"{engine.source} lists {engine.name} and would add it again: remove it there, or drain it",
             code="discovered",
         )
     others = [each for each in members.of(engine.source) if each.config.label != engine.name]
@@ -348,7 +348,7 @@ async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     body = await _object(front, request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
     if model is not None and (not isinstance(model, str) or not model):
-        raise bad("model must be a name", "model")
+        raise bad("model must be a name, a non-empty string", "model")
     try:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
@@ -359,17 +359,17 @@ async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     for other in fleet.engines():
         known = Found(other.config, other.model)
         if not other.leaving and (other.name == config.label or added.is_also(known)):
-            raise ApiError(409, f"there is an engine {other.name!r} at {other.config.url} already")
+            raise ApiError(409, f"engine {other.name!r} at {other.config.url} already exists")
     members.update(ADMIN, [*members.of(ADMIN), added])
     engine = next((engine for engine in fleet.engines() if engine.name == config.label), None)
     if engine is None:
         members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
-        raise bad(f"the engine cannot be taken in for model {model!r}; the log says why")
+        raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
     return _engines(front.fleet, [engine])[0]
 
 
 def _check(pool: Pool) -> None:
-    """Raises ApiError if the pool's router is broken: nothing but a new process repairs it."""
+    """Raises ApiError if the pool's core router is broken, which only a restart repairs."""
     try:
         pool.router.in_flight()
     except LmetricError as error:
@@ -383,7 +383,7 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
     allowed = AllowedEngines(front.config.admin.allowed_engines)
     for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
-        if host and host != "*":  # the engine's own host, or every address of this machine
+        if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 
 

@@ -1,4 +1,4 @@
-"""The port that the server listens on, bound before anything that takes time."""
+"""The port of the server. It is bound first, before slow steps of the start."""
 
 import asyncio
 import contextlib
@@ -8,24 +8,23 @@ import socket
 
 
 class PortError(OSError):
-    """The server cannot listen on its address; ``errno`` says why."""
+    """The server cannot listen on its address. ``errno`` has the reason."""
 
     def __str__(self) -> str:
         return str(self.args[1])
 
 
 def port_error(host: str, port: int, error: Exception) -> PortError:
-    """The PortError of an address that cannot be bound or listened on."""
+    """Returns the PortError for a failed bind or listen."""
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
     reason = os.strerror(number) if number > 0 else error
     return PortError(number, f"cannot listen on {host}:{port}: {reason}")
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to all addresses of a host. They do not listen: until then clients are refused, not kept
-    waiting.
+    """Returns sockets bound to all addresses of a host. Raises PortError.
 
-    Raises PortError.
+    They do not listen yet, so clients are refused instead of waiting.
     """
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:

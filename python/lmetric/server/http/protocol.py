@@ -1,6 +1,7 @@
 """HTTP/1.1 rules that aiohttp's parser leaves to the server (RFC 9112, RFC 9110).
 
-Plain requests never get here: the Rust reader (`rust/wire/src/request.rs`) gives everything else to aiohttp.
+Plain requests never get here: the Rust reader (`rust/wire/src/request.rs`) gives everything else to
+aiohttp.
 """
 
 import re
@@ -14,7 +15,8 @@ from lmetric.server.http.connection import in_short
 _ABSOLUTE = re.compile(r"https?://[^/?]*", re.IGNORECASE)
 _TARGET = re.compile(r"[A-Za-z0-9!$%&'()*+,\-./:;=?@_~]*")  # RFC 3986, 3.3 and 3.4
 _HOST = re.compile(r"[A-Za-z0-9!$%&'()*+,\-.:;=_~\[\]]*")  # RFC 3986, 3.2.2 and 3.2.3
-# aiohttp decodes the last two if their libraries are installed, else it raises ContentEncodingError.
+# aiohttp decodes the last two if their libraries are installed, else it raises
+# ContentEncodingError.
 _ENCODINGS = frozenset(("gzip", "deflate", "br", "zstd"))
 
 
@@ -26,7 +28,7 @@ def unreadable(error: HttpProcessingError) -> ApiError:
 
 
 def origin_form(target: str) -> str:
-    """Returns path and query of a request target, which may have scheme and host in front of them."""
+    """Returns path and query of a request target, without scheme and host."""
     if target.startswith("/"):
         return target
     rest, absolute = _ABSOLUTE.subn("", target, count=1)
@@ -34,9 +36,9 @@ def origin_form(target: str) -> str:
 
 
 def violation(request: web.BaseRequest, target: str) -> ApiError | None:
-    """Returns the answer to a request that breaks HTTP although aiohttp read it; None if it breaks nothing.
+    """Returns the error for a request that breaks HTTP although aiohttp read it; None: it is valid.
 
-    ``target`` is the request's target in origin form.
+    ``target``: the request's target in origin form.
     """
     version, headers = request.version, request.headers
     if version not in (HttpVersion10, HttpVersion11):

@@ -1,4 +1,4 @@
-"""Prompts to text and tokens before the decision: at once if that is little work, else in a thread."""
+"""Renders and tokenizes prompts before routing: short ones at once, long ones in a thread."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.pool import Pool
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
-# Tokenising keeps a core busy, and the loop needs one.
+# Tokenization keeps a core busy, and the event loop needs one.
 THREADS = 2
-# Requests with larger bodies are rendered in a thread: a template may take microseconds for each message.
+# Larger bodies are rendered in a thread: a template may take microseconds for each message.
 LARGE_BODY = 64 << 10
 
 log = structlog.get_logger("lmetric.tokens")
 
 
 def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
-    """The text that the engine will tokenise. Raises NotPredictable."""
+    """Returns the text that the engine will tokenize. Raises NotPredictable."""
     if call.chat:
         text = tokenizer.chat_text(call.request)
     else:
@@ -33,22 +33,22 @@ def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
 
 
 def count_text_prompt(pool: Pool, why: NotPredictable) -> None:
-    """Counts a prompt that is matched as text though its pool matches tokens."""
+    """Counts a prompt that is matched as text although its pool matches tokens."""
     pool.text_prompts[why.reason] += 1
     log.debug("a prompt is matched as text", model=pool.name, reason=why.reason, why=str(why))
 
 
 def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | None:
-    """A prompt's tokens. Raises NotPredictable."""
+    """Returns a prompt's tokens. Raises NotPredictable."""
     return tokenizer.encode(prompt_text(tokenizer, call))
 
 
 class PendingTokenization(InFlightRequest):
-    """A request whose prompt is read in a thread; in its runner's place until there is a decision.
+    """A request whose prompt is tokenized in a thread. A `RequestRunner` replaces it after routing.
 
-    ``then`` is called once with the tokens, or with the reason why there are none; ``ended`` instead, once,
-    with the client's error if the request is over. ``limit_seconds``: longest duration of the request, None:
-    no limit.
+    ``then`` is called once with the tokens, or with the reason why there are none. If the request
+    ends before, ``ended`` is called instead, once, with the client's error. ``limit_seconds``:
+    longest duration of the request; None: no limit.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class PendingTokenization(InFlightRequest):
         elif isinstance(error, NotPredictable):
             self._then(error)
         else:
-            log.error("a prompt could not be tokenised", exc_info=error)
+            log.error("cannot tokenize a prompt", exc_info=error)
             self._then(NotPredictable("tokenizer", str(error)))
 
     def check(self, now: float) -> None:
-        """Called now and then: ends the request at its longest duration."""
+        """Called periodically: ends the request at its longest duration."""
         if reason := self._asked.overdue(self._limit_seconds, now):
             self._leave(reason, ApiError(504, reason, code="timeout"))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        """Ends the request. What a thread is in the midst of ends unheard."""
+        """Ends the request. The result of a running thread is ignored."""
         if self._over:
             return
         self._over = True
@@ -97,15 +97,15 @@ class PendingTokenization(InFlightRequest):
 
 
 class TokenizerThreads:
-    """The threads."""
+    """The tokenizer threads."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "tokenise")
 
     def begin(self, work: Callable[[], Tokens | None]) -> asyncio.Future[Tokens | None]:
-        """Runs `work` in a thread; if it is cancelled while it waits, it never begins."""
+        """Runs `work` in a thread. If it is canceled in the queue, it never starts."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Ends the threads, without waiting for what they are in the midst of."""
+        """Stops the threads, without waiting for their running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Structured logs on stderr. They never hold local variables: those are requests, with keys and prompts."""
+"""Structured logs on stderr. Tracebacks omit local variables: these may hold keys and prompts."""
 
 import logging
 import sys
@@ -12,7 +12,10 @@ _MAX_FRAMES = 20
 
 
 def processors(config: Log, colors: bool = False) -> list[structlog.typing.Processor]:
-    """What turns a log event into a line: JSON or text, with tracebacks that name places and no values."""
+    """Returns the structlog processors that render an event as a line of JSON or text.
+
+    Tracebacks name files and lines, never values.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -32,7 +35,7 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
 
 
 def configure_logging(config: Log, stream: TextIO | None = None) -> None:
-    """Sets up structlog, and the standard library's logging with it; `stream` is stderr by default."""
+    """Sets up structlog and the standard library's logging. `stream` is stderr by default."""
     stream = stream or sys.stderr
     level = logging.getLevelNamesMapping()[config.level.upper()]
     structlog.configure(
@@ -41,7 +44,7 @@ def configure_logging(config: Log, stream: TextIO | None = None) -> None:
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
-    # aiohttp reports clients' malformed requests here; they are not the router's faults.
+    # aiohttp logs clients' malformed requests here. They are not faults of the router.
     logging.basicConfig(
         level=max(level, logging.WARNING), stream=stream, format="%(levelname)s %(name)s: %(message)s"
     )

@@ -1,4 +1,4 @@
-"""Counters of the server and the routers, as Prometheus text."""
+"""Metrics of the server and its routers, as Prometheus text."""
 
 import math
 from bisect import bisect_left
@@ -23,34 +23,34 @@ SECONDS = (
 _TOTALS = {
     "decisions": "requests placed",
     "no_instance": "requests for which no instance was left",
-    "retries": "moves to the next of the ranking",
-    "left_out": "instances left out of a decision: an indicator was absent, or the score no number",
-    "unscored": "choices in which a policy scored no engine, so that the fewest requests decided",
-    "filter_waived": "decisions in which the policy's filter left nobody and was waived",
-    "split_requests": "requests cut at one of their tokens, to go on elsewhere",
+    "retries": "retries on the next instance of the ranking",
+    "left_out": "instances left out of a decision: an indicator was absent or the score was not a number",
+    "unscored": "choices by fewest requests in flight, because the policy scored no engine",
+    "filter_waived": "decisions that ignored the policy's filter because it left no instance",
+    "split_requests": "requests split at a token, to continue on another engine",
     "moved_requests": "moves of running requests to another engine",
-    "finished": "requests that ended well",
-    "dropped": "tickets closed without an outcome",
+    "finished": "requests that ended without an error",
+    "dropped": "requests closed without a reported outcome",
     "prompt_tokens": "prompt tokens routed",
     "predicted_cached_tokens": "prompt tokens expected in the chosen instance's cache",
     "cached_tokens": "prompt tokens the engines found in their caches",
     "pulled_tokens": "prompt tokens fetched from another engine",
-    "output_tokens": "output tokens that came back",
-    "index_evicted_blocks": "blocks that left the KV index to keep its bound",
+    "output_tokens": "output tokens that engines returned",
+    "index_evicted_blocks": "blocks evicted from the KV index to keep its size limit",
 }
 
-_NAMED = {"split_requests": "split", "moved_requests": "moved"}  # as the router's stats have it
+_NAMED = {"split_requests": "split", "moved_requests": "moved"}  # names in the router's statistics
 
 _GAUGES = {
     "index_bytes": "Memory of the KV index",
-    "guard_on": "Whether the hot-spot guard works",
+    "guard_on": "1 if the hot-spot guard is on, else 0",
     "guard_suspected": "Prefixes that the hot-spot guard suspects",
-    "guard_filtering": "Prefixes that the hot-spot guard keeps off their holders",
+    "guard_filtering": "Prefixes whose requests the hot-spot guard keeps off the engines that hold them",
 }
 
 
 class Histogram:
-    """Counts by bucket; bounds are upper ends."""
+    """Counts of values in buckets. ``bounds`` are the upper bounds, inclusive and ascending."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -60,12 +60,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Adds a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts by upper bound, as Prometheus wants them."""
+        """Returns cumulative counts by upper bound, as Prometheus expects them."""
         total = 0
         rows = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -75,7 +75,7 @@ class Histogram:
 
 
 class _Times:
-    """What is measured per model."""
+    """The latency histograms of one model, in seconds."""
 
     __slots__ = ("seconds", "tpot", "ttft")
 
@@ -108,7 +108,7 @@ class Metrics(Collector):
         ended: float,
         relay: InFlightRequest | None,
     ) -> None:
-        """A request for an engine ended; times in seconds on the monotonic clock."""
+        """Records a request for an engine that ended. Times: seconds on the monotonic clock."""
         self.requests[model, tenant, status] += 1
         usage = relay.usage if relay is not None else None
         if usage is None:
@@ -125,25 +125,33 @@ class Metrics(Collector):
                 times.tpot.observe((ended - first) / further)
 
     def render(self) -> bytes:
-        """The text of /metrics."""
+        """Returns the text of /metrics."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry need not ask for values when the collector is added."""
+        """Returns nothing, so the registry collects no values when the collector is added."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics with their values now."""
+        """Yields all metrics with their present values."""
         requests = CounterMetricFamily(
-            "lmetric_requests", "Requests for engines, by answer", labels=("model", "tenant", "code")
+            "lmetric_requests", "Requests for engines, by status", labels=("model", "tenant", "code")
         )
         for (model, tenant, status), count in self.requests.items():
             requests.add_metric((model, tenant, str(status)), count)
         yield requests
         for attribute, name, text in (
-            ("ttft", "lmetric_time_to_first_token_seconds", "From a stream's request to its first token"),
-            ("tpot", "lmetric_time_per_output_token_seconds", "Mean over a stream's tokens after the first"),
-            ("seconds", "lmetric_request_seconds", "From the request to the end of its answer"),
+            (
+                "ttft",
+                "lmetric_time_to_first_token_seconds",
+                "Time from a streamed request to its first token",
+            ),
+            (
+                "tpot",
+                "lmetric_time_per_output_token_seconds",
+                "Mean time per output token of a stream after the first",
+            ),
+            ("seconds", "lmetric_request_seconds", "Time from a request to the end of its answer"),
         ):
             family = HistogramMetricFamily(name, text, labels=("model",))
             for model, times in self._times.items():
@@ -152,19 +160,19 @@ class Metrics(Collector):
             yield family
         lag = HistogramMetricFamily(
             "lmetric_event_loop_lag_seconds",
-            "How late the server's event loop runs what is due, measured ten times a second",
+            "Delay of the server's event loop, measured ten times a second",
         )
         lag.add_metric((), self.loop_lag.buckets(), self.loop_lag.sum)
         yield lag
         guard = CounterMetricFamily(
-            "lmetric_guard_events", "What the hot-spot guard did", labels=("model", "event")
+            "lmetric_guard_events", "Events of the hot-spot guard", labels=("model", "event")
         )
         for (model, event), count in self.events.items():
             guard.add_metric((model, event), count)
         yield guard
         handovers = CounterMetricFamily(
             "lmetric_handovers",
-            "Prompts handed to a decode engine (handed_over), or computed again there, by why",
+            "Prompts by KV transfer outcome: handed_over, or the reason for computing them again",
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
@@ -173,7 +181,7 @@ class Metrics(Collector):
         yield handovers
         pulls = CounterMetricFamily(
             "lmetric_pulls",
-            "Prefixes to be fetched from another engine, by what came of it: pulled, or why not",
+            "Prefix fetches from another engine, by outcome: pulled, or the reason for failing",
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
@@ -181,7 +189,7 @@ class Metrics(Collector):
                 pulls.add_metric((pool.name, outcome), count)
         yield pulls
         moves = CounterMetricFamily(
-            "lmetric_moves", "Moves of running requests, by what came of them", labels=("model", "outcome")
+            "lmetric_moves", "Moves of running requests, by outcome", labels=("model", "outcome")
         )
         for pool in self.fleet.pools:
             for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
@@ -189,14 +197,14 @@ class Metrics(Collector):
         yield moves
         implausible = CounterMetricFamily(
             "lmetric_implausible_usage",
-            "Answers whose usage.prompt_tokens cannot be true of their prompt, and was not learned from",
+            "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",
             labels=("model",),
         )
         for pool in self.fleet.pools:
             implausible.add_metric((pool.name,), pool.ratio.implausible)
         yield implausible
         gamma = GaugeMetricFamily(
-            "lmetric_priority_gamma", "Rate of the tail that requests are boosted by, 1/s", labels=("model",)
+            "lmetric_priority_gamma", "Tail rate gamma of the priority boost, 1/s", labels=("model",)
         )
         for pool in self.fleet.pools:
             if (learned := pool.router.learned()["gamma"]) is not None:
@@ -215,7 +223,7 @@ class Metrics(Collector):
             yield counter
         fallbacks = CounterMetricFamily(
             "lmetric_policy_fallbacks",
-            "Decisions that a fallback made for a Python policy, by cause",
+            "Decisions made by the fallback of a Python policy, by cause",
             labels=("model", "cause"),
         )
         for pool, _ in stats:
@@ -241,7 +249,7 @@ class Metrics(Collector):
     def _indicators(self) -> Metric:
         values = GaugeMetricFamily(
             "lmetric_indicator",
-            "Value of a declared indicator; none if it is absent",
+            "Value of a declared indicator; no sample if the value is absent",
             labels=("model", "instance", "indicator"),
         )
         for pool in self.fleet.pools:
@@ -255,14 +263,14 @@ class Metrics(Collector):
     def _engines(self) -> Iterator[Metric]:
         mode = GaugeMetricFamily(
             "lmetric_engine_mode",
-            "1 for each engine: exact, approximate or load_only, and why",
+            "KV index mode of an engine (exact, approximate or load_only) and its reason; always 1",
             labels=("model", "instance", "engine", "version", "mode", "reason"),
         )
         reports = CounterMetricFamily(
-            "lmetric_load_reports", "Load reports taken in, by source", labels=("model", "instance", "source")
+            "lmetric_load_reports", "Load reports received, by source", labels=("model", "instance", "source")
         )
         events = CounterMetricFamily(
-            "lmetric_kv_events", "What the KV event feed counted", labels=("model", "instance", "what")
+            "lmetric_kv_events", "Counts of the KV event feed, by kind", labels=("model", "instance", "what")
         )
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
@@ -278,19 +286,19 @@ class Metrics(Collector):
         yield events
 
     def _tokenizers(self) -> Iterator[Metric]:
-        """Of pools that match prompts by token: their caches, and the prompts that were matched as text."""
+        """Yields metrics of the tokenizer caches, and of the prompts matched as text."""
         as_text = CounterMetricFamily(
             "lmetric_text_prompts",
-            "Prompts matched as text although there is a tokenizer, by why",
+            "Prompts matched as text although the model has a tokenizer, by reason",
             labels=("model", "reason"),
         )
         text = CounterMetricFamily(
             "lmetric_prompt_text_bytes",
-            "Bytes of prompts whose tokens were remembered (found) or made (new)",
+            "Bytes of prompts whose tokens came from the cache (found) or from the tokenizer (new)",
             labels=("model", "tokens"),
         )
         memory = GaugeMetricFamily(
-            "lmetric_token_cache_bytes", "Memory of remembered tokens", labels=("model",)
+            "lmetric_token_cache_bytes", "Memory of the token cache", labels=("model",)
         )
         for pool in self.fleet.pools:
             for reason, count in pool.text_prompts.items():
@@ -309,12 +317,12 @@ class Metrics(Collector):
         )
         source = GaugeMetricFamily(
             "lmetric_instance_predicted_ttft_source",
-            "What predicted times to first token rest on; always 1",
+            "Source of an instance's predicted times to first token; always 1",
             labels=("model", "instance", "source"),
         )
         role = GaugeMetricFamily(
             "lmetric_instance_role",
-            "What an instance is asked to do; always 1",
+            "Role of an instance; always 1",
             labels=("model", "instance", "role"),
         )
         for pool, values in stats:

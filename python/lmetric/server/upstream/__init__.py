@@ -1,1 +1,1 @@
-"""Connections to engines."""
+"""Connections to engines: pools, single connections, fetches of whole answers."""

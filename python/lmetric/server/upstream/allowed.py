@@ -1,4 +1,4 @@
-"""Which addresses engines may have that an administrator adds over /admin."""
+"""Addresses allowed for engines that an administrator adds over /admin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmetric.server.api.errors import ApiError, bad
 
 RESOLVE_SECONDS = 5.0
 
-# Link-local addresses and those at which clouds serve a machine's credentials and settings.
+# Link-local addresses, and addresses where clouds serve a machine's credentials and settings.
 FORBIDDEN = tuple(
     map(
         ip_network,
@@ -29,7 +29,7 @@ _NAT64 = ip_network("64:ff9b::/96")
 
 
 class AllowedEngines:
-    """The rules of `admin.allowed_engines`; None: any address that is not in `FORBIDDEN`."""
+    """The rules of `admin.allowed_engines`. None: any address that is not in `FORBIDDEN`."""
 
     def __init__(self, rules: Sequence[str] | None) -> None:
         self._networks: list[IPv4Network | IPv6Network] = []
@@ -41,7 +41,10 @@ class AllowedEngines:
                 self._names.append(rule.lower())
 
     def permits(self, host: str, address: str) -> bool:
-        """Whether an engine with this host in its URL may be reached at this IP address."""
+        """Returns whether the router may connect to this IP address.
+
+        ``host``: the host in the engine's URL.
+        """
         ip = _plain(ip_address(address))
         if any(ip in network for network in self._networks):
             return True
@@ -49,14 +52,17 @@ class AllowedEngines:
         return named and not any(ip in network for network in FORBIDDEN)
 
     async def check(self, host: str) -> None:
-        """Resolves a host. Raises ApiError: 403 if an address of it is not allowed, 400 if it has none."""
+        """Resolves a host and checks its addresses.
+
+        Raises ApiError: 403 if one of them is not allowed, 400 if the look-up fails.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, TimeoutError) as error:
             reason = str(error) or f"no answer within {RESOLVE_SECONDS:g} s"
-            raise bad(f"the address of {host!r} cannot be looked up: {reason}", "url") from None
+            raise bad(f"cannot look up the address of {host!r}: {reason}", "url") from None
         for *_, place in found:
             if not self.permits(host, str(place[0])):
                 raise ApiError(
@@ -68,7 +74,7 @@ class AllowedEngines:
 
 
 def _plain(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """The IPv4 address inside an IPv6 address that leads to it."""
+    """Returns the IPv4 address embedded in an IPv6 address, else the address itself."""
     if isinstance(ip, IPv4Address):
         return ip
     if ip in _NAT64:

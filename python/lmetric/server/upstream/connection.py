@@ -1,4 +1,4 @@
-"""One keep-alive connection to an engine, its answers read in Rust; why there may be none."""
+"""One keep-alive connection to an engine, and the errors of connecting. Rust reads the answers."""
 
 import asyncio
 import errno
@@ -13,19 +13,19 @@ from lmetric._core import ResponseReader
 
 
 class Sink(Protocol):
-    """Who is told of what a connection reads, except of what was passed on already."""
+    """Receiver of an answer's bytes, except those already forwarded to the client."""
 
     def received(self, flags: int, data: bytes) -> None:
-        """A piece of the answer, and what it brought."""
+        """Receives a piece of the answer. ``flags``: the events in it (END, PASS, ...)."""
 
     def failed(self, error: Exception) -> None:
-        """The answer is malformed (a WireError), or could not be passed on."""
+        """Receives an error: the answer is malformed (WireError), or forwarding it failed."""
 
     def lost(self) -> None:
-        """The connection is gone before the answer's end."""
+        """Called if the connection closes before the answer's end."""
 
 
-# Errors of connecting that say nothing of the engine: the router lacks file descriptors, ports or memory.
+# Connect errors unrelated to the engine: the router lacks file descriptors, ports or memory.
 _OWN_ERRORS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EADDRINUSE}
 )
@@ -33,10 +33,10 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 class UpstreamError(Exception):
-    """No connection, or no answer; ``kind`` is one of a ticket's failures.
+    """No connection to an engine, or no answer. ``kind`` is a failure kind of a ticket.
 
-    Kinds without a connection: refused (nobody listens), dns, tls, unreachable, timeout, and resources (the
-    router's own trouble, which says nothing of the engine).
+    Kinds without a connection: refused (no process listens), dns, tls, unreachable, timeout, and
+    resources (the router lacks descriptors, ports or memory, whether or not the engine works).
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -45,22 +45,22 @@ class UpstreamError(Exception):
 
     @property
     def before_sending(self) -> bool:
-        """Whether there was no connection, for a reason other than time."""
+        """Whether connecting failed, other than by a timeout."""
         return self.kind in ("refused", "dns", "tls", "unreachable", "resources")
 
 
 def connect_error(error: OSError) -> UpstreamError:
-    """Why a connection could not be made."""
+    """Returns the error of a failed connection attempt."""
     reason = error.strerror or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return UpstreamError("tls", f"TLS: the certificate is not valid: {error.verify_message or reason}")
     if isinstance(error, ssl.SSLError):
         return UpstreamError("tls", f"TLS: no secure connection: {reason}")
     if isinstance(error, socket.gaierror):
-        # Without a file descriptor, names cannot be resolved, either; the resolver does not say so.
+        # Without a free file descriptor, look-ups fail too, but the resolver reports another error.
         own = _own_trouble()
         return UpstreamError("resources", own) if own else UpstreamError("dns", f"DNS: {reason}")
-    # asyncio tells of several addresses of a host in words.
+    # If all addresses of a host fail, asyncio reports the error numbers only in its message.
     numbers = {error.errno} if error.errno else set(map(int, _ERRNO.findall(str(error))))
     if errno.ECONNREFUSED in numbers:
         kind = "refused"
@@ -74,7 +74,7 @@ def connect_error(error: OSError) -> UpstreamError:
 
 
 def _own_trouble() -> str | None:
-    """Why the router cannot open a file now; None: it can."""
+    """Returns the reason why the router cannot open a file now; None: it can."""
     try:
         socket.socket().close()
     except OSError as error:
@@ -83,7 +83,7 @@ def _own_trouble() -> str | None:
 
 
 class Owner(Protocol):
-    """The pool that a connection belongs to."""
+    """The pool that owns a connection."""
 
     def give(self, connection: "Connection") -> None:
         """Keeps a connection for the next request."""
@@ -93,7 +93,10 @@ class Owner(Protocol):
 
 
 class Connection(ResponseReader, asyncio.Protocol):
-    """One connection. It serves one sink at a time; without one it waits in the engine's pool."""
+    """One connection.
+
+    It serves one sink at a time; without a sink it waits in the engine's pool.
+    """
 
     __slots__ = ("idle_since", "made_at", "transport", "upstream")
 
@@ -108,7 +111,7 @@ class Connection(ResponseReader, asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
 
     def unasked(self) -> None:
-        """Bytes came that nobody asked for: the connection cannot be trusted with another request."""
+        """Closes the connection, which is unreliable: it received bytes without a request."""
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -119,7 +122,7 @@ class Connection(ResponseReader, asyncio.Protocol):
             sink.lost()
 
     def release(self) -> None:
-        """Back to the pool, where the answer's end allows it."""
+        """Returns the connection to its pool if it stays open, else closes it."""
         self.detach()
         if self.keep_alive:
             self.upstream.give(self)
@@ -127,6 +130,6 @@ class Connection(ResponseReader, asyncio.Protocol):
             self.transport.close()
 
     def drop(self) -> None:
-        """Closes at once: that tells the engine to stop working on the request."""
+        """Closes the connection at once, so that the engine aborts the request."""
         self.detach()
         self.transport.abort()

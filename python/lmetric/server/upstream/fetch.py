@@ -1,4 +1,4 @@
-"""Whole answers of engines, for the router alone."""
+"""Collects whole answers of engines for the router itself."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from lmetric.server.upstream.connection import Connection, UpstreamError
 
 
 class Fetch:
-    """A whole answer of at most ``limit`` bytes, for the router alone."""
+    """Collects a whole answer of at most ``limit`` bytes. ``done`` gets its status and body."""
 
     def __init__(self, connection: Connection, limit: int = 16 << 20) -> None:
         self.connection = connection

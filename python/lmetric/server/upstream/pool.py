@@ -1,4 +1,4 @@
-"""Lean keep-alive connections to one engine: bytes in, bytes out, answers read in Rust."""
+"""Pools of keep-alive connections to one engine."""
 
 import asyncio
 import math
@@ -14,17 +14,20 @@ from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
 
-# Longest page that is read of an engine: /metrics of a large one has some hundred kB.
+# Size limit of an engine's pages. /metrics of a large engine has some hundred kB.
 PAGE_BYTES = 1 << 20
-# Connections to an engine that wait for the next page: a check and a read of its load may be on their way.
+# Connections kept for pages of an engine. A check and a read of its load may run at once.
 PAGE_CONNECTIONS = 2
-# That such a connection is used at most: then its name is looked up again, which may lead elsewhere.
+# Longest use of a page connection. After that, the name is looked up again: its address may change.
 PAGE_CONNECTION_SECONDS = 30.0
 
 
 class Kept:
-    """Connections to one engine. At most ``keep`` wait for their next use, none that is older than
-    ``age_seconds``."""
+    """Connections to one engine.
+
+    At most ``keep`` idle connections are kept, each for ``idle_seconds``, none older than
+    ``age_seconds``.
+    """
 
     def __init__(self, keep: int, idle_seconds: float, age_seconds: float = math.inf) -> None:
         self._keep = keep
@@ -35,7 +38,7 @@ class Kept:
         self._closed = False
 
     def take(self) -> Connection | None:
-        """The connection used last, where one waits."""
+        """Returns the idle connection that was used last; None if none is idle."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.transport.is_closing():
@@ -58,17 +61,17 @@ class Kept:
             self._idle.remove(connection)
 
     def expire(self, now: float) -> None:
-        """Closes connections that waited too long."""
+        """Closes connections that were idle too long."""
         while self._idle and now - self._idle[0].idle_since > self._idle_seconds:
             self._close_oldest()
 
     def clear(self) -> None:
-        """Closes the waiting connections."""
+        """Closes the idle connections."""
         while self._idle:
             self._close_oldest()
 
     def close(self) -> None:
-        """Closes the waiting connections; those in use close when they are given back."""
+        """Closes the idle connections. Connections in use close when they are given back."""
         self._closed = True
         self.clear()
 
@@ -79,8 +82,10 @@ class Kept:
 
 
 class Upstream(Kept):
-    """All connections to one engine, those for requests bounded in number; a few more are for the router's
-    own pages. ``allowed``: the addresses that it may have."""
+    """All connections to one engine: a bounded number for requests, and a few for its pages.
+
+    ``allowed``: the addresses that the engine may have; None: any.
+    """
 
     def __init__(
         self, config: EngineConfig, server: ServerConfig, allowed: AllowedEngines | None = None
@@ -96,7 +101,7 @@ class Upstream(Kept):
         self._path = parts.path.rstrip("/")
         self._host = parts.netloc
         self._rank = config.data_parallel_rank
-        # The load in a header does not say of which rank it is.
+        # A load header does not name the rank.
         by_header = server.load.from_answers and self._rank is None
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
@@ -104,7 +109,7 @@ class Upstream(Kept):
         self._connect_seconds = server.timeouts.connect
 
     def set_key(self, key: SecretStr | None) -> None:
-        """Takes the key that requests carry from now on; None: clients' own go on."""
+        """Sets the API key for new requests. None: requests keep their clients' keys."""
         secret = key.get_secret_value() if key else ""
         self.has_key = bool(secret)
         self._fixed = f"host: {self._host}\r\n" + (f"authorization: Bearer {secret}\r\n" if secret else "")
@@ -114,11 +119,14 @@ class Upstream(Kept):
 
     @property
     def in_use(self) -> int:
-        """Connections on which a request is on its way, or that are made for one."""
+        """The number of connections that serve a request or are being opened for one."""
         return len(self._open) - len(self._idle)
 
     def head(self, target: bytes, stream: bool) -> bytes:
-        """Request line, host, the engine's key, and for plain answers the wish for its load, for a POST."""
+        """Returns the first lines of a POST: request line, host and the engine's key.
+
+        Requests without a stream also ask for the engine's load.
+        """
         heads = self._heads.get(target)
         if heads is None:
             line = b"POST %s%s HTTP/1.1\r\n" % (self._path.encode(), target)
@@ -128,7 +136,7 @@ class Upstream(Kept):
         return heads[stream]
 
     async def connect(self) -> Connection:
-        """A new connection. Raises UpstreamError, of kind status if the bound is reached."""
+        """Opens a new connection. Raises UpstreamError, of kind status if the limit is reached."""
         if len(self._open) >= self._keep:
             raise UpstreamError("status", f"all {self._keep} connections to it are in use")
         return await self._connect(self)
@@ -141,7 +149,7 @@ class Upstream(Kept):
         except BaseException as error:
             owner._open.discard(connection)
             if isinstance(error, UpstreamError) and error.kind != "resources":
-                # A check on a kept connection must not hide that there is no other to be had.
+                # A check on an idle connection must not hide that new connections fail.
                 self._pages.clear()
             raise
         return connection
@@ -156,18 +164,21 @@ class Upstream(Kept):
         except OSError as error:
             raise connect_error(error) from None
         if self._allowed is not None:
-            # A name may lead elsewhere than when the engine was added.
+            # The name may resolve to another address than when the engine was added.
             address = connection.transport.get_extra_info("peername")[0]
             if not self._allowed.permits(self._address[0], address):
                 connection.transport.abort()
                 raise UpstreamError("refused", f"admin.allowed_engines does not allow {address}")
 
     async def get(self, path: str, seconds: float) -> tuple[int, bytes]:
-        """Status and body of a GET, on a connection beside the bounded ones. Raises UpstreamError."""
+        """Sends a GET on a page connection. Returns status and body. Raises UpstreamError."""
         return await self._fetch("GET", path, "", b"", seconds)
 
     async def post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
-        """Status and body of a POST of JSON, as `get`."""
+        """Sends JSON by POST on a page connection.
+
+        Returns status and body. Raises UpstreamError.
+        """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         return await self._fetch("POST", path, fields, body, seconds)
 
@@ -181,7 +192,7 @@ class Upstream(Kept):
             try:
                 return await self._ask(kept, request, what, seconds)
             except UpstreamError as error:
-                # An engine may close a kept connection just when the next page is asked for: no failure.
+                # An engine may close an idle connection just when it is used again: no failure.
                 if error.kind != "reset" or kept.pieces:
                     raise
         return await self._ask(await self._connect(self._pages), request, what, seconds)
@@ -198,7 +209,7 @@ class Upstream(Kept):
                 answer = await fetch.done
         except BaseException as error:
             connection.drop()
-            # Those that wait may be as bad; the next page finds out where the engine is now.
+            # Other idle connections may be broken too. The next page looks up the address again.
             self._pages.clear()
             if isinstance(error, TimeoutError):
                 raise UpstreamError("timeout", f"no answer to {what} within {seconds:g} s") from None
@@ -207,11 +218,11 @@ class Upstream(Kept):
         return answer
 
     def expire(self, now: float) -> None:
-        """Closes connections that waited too long."""
+        """Closes connections that were idle too long."""
         super().expire(now)
         self._pages.expire(now)
 
     def close(self) -> None:
-        """Closes the waiting connections; those in use close with their requests."""
+        """Closes the idle connections. Connections in use close with their requests."""
         super().close()
         self._pages.close()

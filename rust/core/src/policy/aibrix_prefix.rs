@@ -1,12 +1,13 @@
-//! AIBrix's prefix-cache router: the best match that is not much busier than the mean, unless the fleet is out of balance.
+//! AIBrix's prefix-cache router: the best prefix match whose load is near the mean.
 //!
-//! Its "running requests" are those that the gateway has in flight, which is `bs`. The instance of least load is never above
-//! the mean, so somebody always passes; those that do not come after, by load.
+//! If the fleet is out of balance, the least loaded instance wins. AIBrix counts the requests that
+//! its gateway has in flight; this is `bs`. The least loaded instance is never above the mean, so
+//! at least one instance passes the load filter. Instances above the bound follow, ordered by load.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "aibrix_prefix",
-    "if max(bs) - min(bs) > imbalance: least bs; else among bs <= mean(bs) + sigmas * std(bs) most kv_hit, then least bs; the rest by bs",
+    "if max(bs) - min(bs) > imbalance: lowest bs; else, among bs <= mean(bs) + sigmas * std(bs): highest kv_hit, then lowest bs; the other instances follow by bs",
     "AIBrix 0.7, prefix-cache router",
     &[
         Knob::float(
@@ -14,14 +15,14 @@ pub static SPEC: PolicySpec = PolicySpec::new(
             0.0,
             1e9,
             8.0,
-            "spread of batch sizes above which hits are ignored, requests",
+            "spread of batch sizes (requests) above which hits are ignored",
         ),
         Knob::float(
             "sigmas",
             0.0,
             100.0,
             1.0,
-            "how far above the mean load a match may be, in standard deviations",
+            "maximum load of a match above the mean, in standard deviations",
         ),
     ],
 );
@@ -42,7 +43,8 @@ mod tests {
 
     #[test]
     fn passes_over_a_match_a_sigma_above_the_mean() {
-        // mean 3, sigma sqrt((9 + 1 + 1 + 9 + 0) / 5) = 2: slot 3 (6) is above 5, the others pass.
+        // Mean 3, sigma sqrt((9 + 1 + 1 + 9 + 0) / 5) = 2. The bound is 5: only slot 3 (6 requests)
+        // fails.
         let fleet =
             Fleet::new(5).set(Bs, &[0.0, 2.0, 4.0, 6.0, 3.0]).prompt(100.0, &[0.0, 50.0, 80.0, 90.0, 80.0]);
         assert_eq!(fleet.order(&*policy("aibrix_prefix", &[])), [4, 2, 1, 0, 3]);

@@ -1,20 +1,33 @@
-//! SGLang's and vLLM's Rust routers: best match, unless the fleet is out of balance.
+//! The Rust routers of SGLang and vLLM: the best prefix match, unless the fleet is out of balance.
 //!
-//! Two of its known traps are closed. On a miss the rule as shipped takes the smallest tree whatever its load, and an instance
-//! that is stuck on unique prompts keeps the smallest tree and gets all misses (sglang#14305): here only instances no busier
-//! than the mean are considered (`guard_misses` 0: as shipped). Out of balance, equally short queues go by hit, so
-//! that locality is not thrown away (sglang#32195).
+//! This version fixes two known problems. On a miss, the published rule takes the smallest tree at
+//! any load. An instance stuck on unique prompts keeps the smallest tree and gets all misses
+//! (sglang#14305). Here, a miss considers only instances at or below the mean load (`guard_misses`
+//! 0: the published rule). Out of balance, equally short queues are ordered by hit, which keeps
+//! locality (sglang#32195).
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "cache_aware",
-    "if max(bs) - min(bs) > balance_abs and max(bs) > balance_rel * min(bs): least bs, then most kv_hit; else if max(kv_hit) > cache_threshold: most kv_hit, then least bs; else least index_blocks among bs <= mean(bs), then least bs",
+    "if max(bs) - min(bs) > balance_abs and max(bs) > balance_rel * min(bs): lowest bs, then highest kv_hit; else if max(kv_hit) > cache_threshold: highest kv_hit, then lowest bs; else lowest index_blocks among bs <= mean(bs), then lowest bs",
     "sglang-router and vllm-router (cache_aware); sglang#14305 and #32195",
     &[
-        Knob::float("cache_threshold", 0.0, 1.0, 0.3, "hit above which the best match is taken"),
-        Knob::float("balance_abs", 0.0, 1e9, 64.0, "spread of batch sizes for imbalance, requests"),
-        Knob::float("balance_rel", 1.0, 1e6, 1.5, "ratio of batch sizes for imbalance"),
-        Knob::flag("guard_misses", true, "on a miss, look only at instances no busier than the mean"),
+        Knob::float("cache_threshold", 0.0, 1.0, 0.3, "hit fraction above which the best match wins"),
+        Knob::float(
+            "balance_abs",
+            0.0,
+            1e9,
+            64.0,
+            "spread of batch sizes (requests) above which the fleet is out of balance",
+        ),
+        Knob::float(
+            "balance_rel",
+            1.0,
+            1e6,
+            1.5,
+            "ratio of batch sizes above which the fleet is out of balance",
+        ),
+        Knob::flag("guard_misses", true, "on a miss, consider only instances at or below the mean load"),
     ],
 );
 
@@ -62,7 +75,8 @@ mod tests {
 
     #[test]
     fn a_miss_does_not_always_go_to_the_smallest_tree() {
-        // Slot 0 is stuck on unique prompts: a small tree and 40 requests, not yet out of balance.
+        // Slot 0 is stuck on unique prompts: a small tree and 40 requests. The fleet is still in
+        // balance.
         let fleet = Fleet::new(3)
             .set(Bs, &[40.0, 0.0, 1.0])
             .set(IndexBlocks, &[5.0, 900.0, 800.0])

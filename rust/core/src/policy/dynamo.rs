@@ -1,8 +1,9 @@
-//! Dynamo's KV router: prefill work still to do and blocks to keep, in a sum; optionally sampled by softmax.
+//! Dynamo's KV router: the sum of pending prefill work and KV blocks in use; optional softmax draw.
 //!
-//! The hit is a credit against the prefill work: with a credit of 1 that is `p_token`. With a temperature, costs are
-//! normalised by their range, and an instance is drawn with probability proportional to exp(-cost / temperature): adding Gumbel
-//! noise to each makes the lowest such a draw, and the whole order one without replacement.
+//! The hit reduces the prefill work; with a credit of 1, the prefill work is `p_token`. With a
+//! temperature, costs are normalized by their range, and an instance is drawn with probability
+//! proportional to exp(-cost / temperature). Gumbel noise on each cost implements this draw: the
+//! lowest noisy cost is the draw, and the order is a draw without replacement.
 use super::*;
 use crate::indicators::IndicatorSet;
 use rand::RngExt;
@@ -11,13 +12,13 @@ use rand::distr::Open01;
 pub static SPEC: PolicySpec = PolicySpec::new(
     "dynamo",
     "max(0, queued_prefill_tokens + prompt_tokens - overlap_credit * hit_tokens) / block_tokens + w * tokens / block_tokens, lowest; \
-     temperature above 0: drawn by softmax of -(cost - min) / (max - min) / temperature",
+     temperature above 0: a random draw by softmax of -(cost - min) / (max - min) / temperature",
     "Dynamo 1.6, KV router, default cost",
     &[
-        Knob::float("overlap_credit", 0.0, 10.0, 1.0, "how much of a hit counts against the prefill work"),
+        Knob::float("overlap_credit", 0.0, 10.0, 1.0, "factor by which hit tokens reduce the prefill work"),
         Knob::float("w", 0.0, 1000.0, 1.0, "weight of the blocks in use"),
-        Knob::float("block_tokens", 1.0, 1e6, 16.0, "tokens a block; scales the score, changes no choice"),
-        Knob::float("temperature", 0.0, 100.0, 0.0, "0: the least cost; above: softmax over costs normalised by their range"),
+        Knob::float("block_tokens", 1.0, 1e6, 16.0, "tokens per block; scales the score, does not change the choice"),
+        Knob::float("temperature", 0.0, 100.0, 0.0, "0: lowest cost wins; above 0: softmax over costs normalized by their range"),
     ],
 )
 .random();
@@ -86,7 +87,7 @@ mod tests {
 
     #[test]
     fn temperature_draws_by_softmax() {
-        // Costs 0, 30, 20 of range 30: logits 0, -2, -4/3 at temperature 1/2.
+        // Costs 0, 30 and 20, range 30: logits 0, -2 and -4/3 at temperature 1/2.
         let dynamo = policy("dynamo", &[("w", 0.0), ("temperature", 0.5)]);
         let weights = [1.0, (-2.0f64).exp(), (-4.0f64 / 3.0).exp()];
         let mut fleet = fleet();

@@ -1,11 +1,12 @@
-//! Dynamo as the LMETRIC paper describes it: prefill work and total tokens, each normalised, in a weighted sum.
+//! Dynamo as the LMETRIC paper describes it: a weighted sum of normalized prefill work and
+//! normalized total tokens.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "dynamo_linear",
     "w * p_token / max(p_token) + (1 - w) * tokens / max(tokens), lowest",
-    "LMETRIC section 6 (its Dynamo baseline); the weight is swept there and not given",
-    &[Knob::float("w", 0.0, 1.0, 0.5, "weight of prefill work; sweep it")],
+    "LMETRIC section 6 (its Dynamo baseline); the paper sweeps the weight and does not report it",
+    &[Knob::float("w", 0.0, 1.0, 0.5, "weight of prefill work; sweep it for your workload")],
 );
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {

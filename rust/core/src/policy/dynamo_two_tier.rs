@@ -1,14 +1,21 @@
-//! Two tiers: balance when the fleet is out of balance, else the least busy of the best holders.
+//! Two tiers: lowest load if the fleet is out of balance, else the least loaded of the best
+//! holders.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "dynamo_two_tier",
-    "if max(bs) - min(bs) > imbalance and max(bs) > ratio * min(bs): least bs; else if max(kv_hit) > overlap: least bs of those with the most kv_hit; else least bs",
+    "if max(bs) - min(bs) > imbalance and max(bs) > ratio * min(bs): lowest bs; else if max(kv_hit) > overlap: lowest bs among the instances with the highest kv_hit; else lowest bs",
     "ai-dynamo/dynamo#14498",
     &[
-        Knob::float("imbalance", 0.0, 1e9, 32.0, "spread of batch sizes for imbalance, requests"),
-        Knob::float("ratio", 1.0, 1e6, 1.1, "ratio of batch sizes for imbalance"),
-        Knob::float("overlap", 0.0, 1.0, 0.5, "hit above which holders are preferred"),
+        Knob::float(
+            "imbalance",
+            0.0,
+            1e9,
+            32.0,
+            "spread of batch sizes (requests) above which the fleet is out of balance",
+        ),
+        Knob::float("ratio", 1.0, 1e6, 1.1, "ratio of batch sizes above which the fleet is out of balance"),
+        Knob::float("overlap", 0.0, 1.0, 0.5, "hit fraction above which holders are preferred"),
     ],
 );
 

@@ -1,4 +1,5 @@
-//! A policy written as expressions: `filter`, `score`, tie-breaks `then`. Most rules of the field are one line here.
+//! Policies written as expressions: `filter`, `score` and tie-breaks `then`. Most published rules
+//! fit in one line.
 use super::{Knobs, Policy, PolicyRng, PolicySpec, Prefer, Scores};
 use crate::error::CoreError;
 use crate::estimate::WeightsOf;
@@ -9,17 +10,17 @@ use crate::maturity::Maturity;
 use std::borrow::Cow;
 use std::fmt;
 
-/// The texts of a policy.
+/// Expression texts of a policy.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExpressionSource {
-    /// Which instances are scored at all: a truth value an instance. Where it leaves none of the eligible, it is waived
-    /// for that decision.
+    /// Boolean per instance: only instances that pass are scored. If no eligible instance passes,
+    /// the filter is waived for this decision.
     pub filter: Option<String>,
-    /// One number an instance.
+    /// One number per instance.
     pub score: String,
-    /// Which end of `score` wins.
+    /// Whether the lowest or the highest `score` wins.
     pub prefer: Prefer,
-    /// Tie-breaks in order.
+    /// Tie-breaks, in order.
     pub then: Vec<(String, Prefer)>,
 }
 
@@ -34,10 +35,11 @@ impl fmt::Display for ExpressionSource {
     }
 }
 
-/// A policy made of checked expressions.
+/// A policy made of compiled, type-checked expressions.
 ///
-/// An instance whose score is NaN or infinite (an indicator is absent, a division by zero at run time) is left out of that
-/// decision. Reductions (`min(bs)`, `norm(bs)`) run over the eligible instances, whatever the filter says of them.
+/// An instance with a NaN or infinite score is left out of the decision; an absent indicator or a
+/// division by zero causes such a score. Reductions (`min(bs)`, `norm(bs)`) run over all eligible
+/// instances, including instances that fail the filter.
 #[derive(Clone, Debug)]
 pub struct ExpressionPolicy {
     spec: PolicySpec,
@@ -52,10 +54,10 @@ pub struct ExpressionPolicy {
 }
 
 impl ExpressionPolicy {
-    /// Compiles `source`; the knobs are named constants in its texts.
+    /// Compiles `source`; parameters are named constants in its texts.
     ///
     /// # Errors
-    /// `Expression`, with the place.
+    /// `Expression`, with the position in the text.
     pub fn new(
         spec: PolicySpec,
         source: ExpressionSource,
@@ -64,11 +66,11 @@ impl ExpressionPolicy {
         Self::compile(spec, source, &knobs.iter().collect::<Vec<_>>())
     }
 
-    /// A policy of a user's: its texts are its formula, `constants` are named in them. Without a name it is called
-    /// `expression`.
+    /// Builds a user's policy. Its texts are its formula; `constants` maps names to values. The
+    /// default name is `expression`.
     ///
     /// # Errors
-    /// `Expression`, with the place.
+    /// `Expression`, with the position in the text.
     pub fn custom(
         name: Option<&str>,
         source: ExpressionSource,
@@ -88,19 +90,20 @@ impl ExpressionPolicy {
         Self::compile(spec, source, &constants)
     }
 
-    /// Sets whether the hot-spot guard filters its candidates; `None`: if it reads prefix hits.
+    /// Sets whether the hot-spot guard filters the candidates. `None`: only if the policy reads
+    /// prefix hits.
     pub fn with_guard(mut self, guard: Option<bool>) -> ExpressionPolicy {
         self.spec.guard = guard;
         self
     }
 
-    /// Sets how the curve of answer lengths is kept for it.
+    /// Sets how the survival curve of output lengths is learned for this policy.
     pub fn with_length_curve(mut self, length_curve: CurveSettings) -> ExpressionPolicy {
         self.length_curve = length_curve;
         self
     }
 
-    /// Sets what makes the weights behind the `decode_pressure` indicators for it.
+    /// Sets the source of the weights behind the `decode_pressure` indicators.
     pub fn with_decode_weights(mut self, weights_of: WeightsOf) -> ExpressionPolicy {
         self.decode_weights = Some(weights_of);
         self
@@ -255,7 +258,7 @@ mod tests {
         let mut scores = Scores::default();
         for (eligible, waived, expected) in [
             ([true; 4], false, Some(1)),
-            // Slot 0 is out, so the least batch size is 3 and slot 3 passes.
+            // Slot 0 is not eligible, so the lowest batch size is 3 and slot 3 passes.
             ([false, true, true, true], false, Some(3)),
             ([false; 4], true, None),
         ] {

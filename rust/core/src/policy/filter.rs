@@ -1,16 +1,16 @@
-//! Either load or hits: a threshold on the spread of batch sizes decides which.
+//! Load or prefix hits: a threshold on the spread of batch sizes selects the criterion.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "filter",
-    "if max(bs) - min(bs) > range: least bs; else most kv_hit, then least bs",
+    "if max(bs) - min(bs) > range: lowest bs; else highest kv_hit, then lowest bs",
     "LMETRIC Figure 13 (after AIBrix)",
     &[Knob::float(
         "range",
         0.0,
         1e9,
         8.0,
-        "spread of batch sizes above which hits are ignored, requests; the paper sweeps 2 to 16",
+        "spread of batch sizes (requests) above which hits are ignored; the paper sweeps 2 to 16",
     )],
 );
 

@@ -1,4 +1,4 @@
-//! The least prefill work ahead of the first token, whatever is being decoded.
+//! The least prefill work ahead of the first token. Decode load is ignored.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(

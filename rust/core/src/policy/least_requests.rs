@@ -1,10 +1,10 @@
-//! The least requests on the instance, queued or running, wherever they came from.
+//! The fewest requests on the instance, queued or running, from any source.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "least_requests",
     "bs, lowest",
-    "textbook; for decode: REQLEVEL of SIBYL (Appendix J) and STAR section 6.1, bound requests counted",
+    "textbook; for decode: REQLEVEL of SIBYL (Appendix J) and STAR section 6.1, including requests bound to the instance",
     &[],
 )
 .stable();

@@ -1,4 +1,4 @@
-//! The least context tokens on the instance, of requests still in prefill, too.
+//! The fewest context tokens on the instance, including requests still in prefill.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(

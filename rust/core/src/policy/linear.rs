@@ -1,4 +1,4 @@
-//! A weighted sum of misses and load, as in production at BAILIAN.
+//! A weighted sum of cache misses and load, as in production at BAILIAN.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(

@@ -1,7 +1,8 @@
-//! Sticky until saturated: stay with holders while their prefill backlog is short, and take the least backlog.
+//! Sticky until saturated: prefer holders while their prefill backlog is short, then the lowest
+//! backlog.
 //!
-//! In-flight tokens are the uncached ones still to be computed (`queued_prefill_tokens`), and their time to first token is
-//! taken at the fleet's peak prefill rate, as llm-d configures it.
+//! In-flight tokens are uncached tokens still to be computed (`queued_prefill_tokens`). Their time
+//! to first token assumes the fleet's peak prefill rate, as in llm-d's configuration.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
@@ -9,20 +10,14 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "2 if kv_hit >= affinity and queued_prefill_tokens / peak_prefill_tokens_per_second <= max_ttft_seconds, plus 1 - min(1, queued_prefill_tokens / full_load_tokens), highest",
     "llm-d guides of 2026-08: prefix-cache-affinity filter (llm-d-router#1639), token-load scorer",
     &[
-        Knob::float("affinity", 0.0, 1.0, 0.8, "hit from which an instance counts as a holder"),
-        Knob::float(
-            "max_ttft_seconds",
-            0.0,
-            1e6,
-            18.0,
-            "backlog at which a holder is no longer preferred, s",
-        ),
+        Knob::float("affinity", 0.0, 1.0, 0.8, "minimum hit fraction of a holder"),
+        Knob::float("max_ttft_seconds", 0.0, 1e6, 18.0, "maximum backlog of a preferred holder, s"),
         Knob::float(
             "peak_prefill_tokens_per_second",
             1.0,
             1e9,
             15926.0,
-            "prefill rate of an instance, tokens/s; the default is llm-d's for Qwen3-32B on 2 H100: set yours",
+            "prefill rate of an instance, tokens/s; the default is llm-d's for Qwen3-32B on 2 H100; set the rate of your instances",
         ),
         Knob::float("full_load_tokens", 1.0, 1e12, 4194304.0, "backlog that scores 0, tokens"),
     ],

@@ -1,14 +1,14 @@
-//! llm-d's default profile: a weighted sum of three scores between 0 and 1.
+//! llm-d's default profile: a weighted sum of three scores from 0 to 1.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "llmd_scorers",
-    "queue * (max(q_bs) - q_bs) / (max(q_bs) - min(q_bs)) + usage * (1 - kv_usage) + prefix * kv_hit, highest; equal queues score 1; an instance that reports no kv_usage is left out",
+    "queue * (max(q_bs) - q_bs) / (max(q_bs) - min(q_bs)) + usage * (1 - kv_usage) + prefix * kv_hit, highest; equal queues score 1; instances without a reported kv_usage are left out",
     "llm-d-router 0.10, default scorers",
     &[
         Knob::float("queue", 0.0, 1e6, 2.0, "weight of the queue score"),
-        Knob::float("usage", 0.0, 1e6, 2.0, "weight of the free KV cache"),
-        Knob::float("prefix", 0.0, 1e6, 3.0, "weight of the hit"),
+        Knob::float("usage", 0.0, 1e6, 2.0, "weight of the free KV cache fraction"),
+        Knob::float("prefix", 0.0, 1e6, 3.0, "weight of the hit fraction"),
     ],
 );
 

@@ -1,16 +1,16 @@
-//! LMETRIC: work that placing the request here would cost, times the batch that it would join.
+//! LMETRIC: the prefill work of the request on the instance, times the batch that it would join.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric",
-    "p_token * (bs + bs_offset), lowest; the hot-spot guard filters before it",
+    "p_token * (bs + bs_offset), lowest; the hot-spot guard filters the candidates first",
     "LMETRIC (OSDI 2026) section 5, Figures 17 and 18c; bs + 1 as in its authors' code",
     &[Knob::float(
         "bs_offset",
         0.0,
         1.0,
         1.0,
-        "1: the batch once this request has joined; 0: the BS that the paper prints",
+        "1: the batch size including this request; 0: the BS as printed in the paper",
     )],
 )
 .guarded()
@@ -31,7 +31,7 @@ mod tests {
             .set(Bs, &[0.0, 1.0, 3.0, 0.0])
             .set(QueuedPrefillTokens, &[0.0, 100.0, 0.0, 5000.0])
             .prompt(1000.0, &[0.0, 600.0, 1000.0, 1000.0]);
-        // 1000 x 1, (100 + 400) x 2, at least 1 x 4, (5000 + 0) x 1
+        // 1000 x 1, (100 + 400) x 2, at least 1 x 4, (5000 + 0) x 1.
         assert_eq!(fleet.score(&*policy("lmetric", &[])), [1000.0, 1000.0, 4.0, 5000.0]);
     }
 

@@ -1,32 +1,33 @@
-//! LMETRIC where prefixes move: a prefix token that is pulled from another instance counts at what the transfer costs.
+//! LMETRIC with prefix fetches: prefix tokens fetched from another instance count at their transfer
+//! cost.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric_pull",
     "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens, lowest; \
-     lmetric where the router pulls nothing",
-    "this project: LMETRIC's score (OSDI 2026, section 5) with prefixes that move",
+     without prefix fetches, equal to lmetric",
+    "this project: LMETRIC's score (OSDI 2026, section 5) with prefix fetches",
     &[
         Knob::float(
             "bs_offset",
             0.0,
             1.0,
             1.0,
-            "1: the batch once this request has joined; 0: the BS that the paper prints",
+            "1: the batch size including this request; 0: the BS as printed in the paper",
         ),
         Knob::float(
             "by_batch",
             0.0,
             1.0,
             1.0,
-            "share of a pull's cost that counts once for each request of the batch, as tokens to compute do; 0: the one that pulls pays",
+            "share of a fetch's cost that counts once per request of the batch, as computed tokens do; 0: the cost counts once",
         ),
     ],
 )
 .guarded();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    // What is pulled is part of what is uncached, and never the last token: at least 1 stays.
+    // Fetched tokens are uncached tokens, and the last token is never fetched: at least 1 stays.
     let score = "(p_token - pull_tokens + by_batch * pull_cost_tokens) * (bs + bs_offset) + (1 - by_batch) * pull_cost_tokens";
     lowest(&SPEC, knobs, score, &[])
 }
@@ -44,9 +45,10 @@ mod tests {
             .prompt(1000.0, &[960.0, 200.0, 0.0])
             .set(PullTokens, &[0.0, 760.0, 960.0])
             .set(PullCostTokens, &[0.0, 76.0, 96.0]);
-        // (40) x 10, (100 + 800 - 760 + 76) x 2, (1000 - 960 + 96) x 1
+        // 40 x 10, (100 + 800 - 760 + 76) x 2, (1000 - 960 + 96) x 1.
         assert_eq!(fleet.score(&*policy("lmetric_pull", &[])), [400.0, 432.0, 136.0]);
-        // The cost beside the product: 40 x 10, 140 x 2 + 76, 40 x 1 + 96; and half of it there
+        // Cost outside the product: 40 x 10, 140 x 2 + 76, 40 x 1 + 96. Then with half of it
+        // outside.
         assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.0)])), [400.0, 356.0, 136.0]);
         assert_eq!(fleet.score(&*policy("lmetric_pull", &[("by_batch", 0.5)])), [400.0, 394.0, 136.0]);
         assert_eq!(fleet.score(&*policy("lmetric", &[])), [400.0, 1800.0, 1000.0]);

@@ -1,20 +1,16 @@
-//! LMETRIC for instances of unequal speed: the prefill work in seconds of the instance, times the batch.
+//! LMETRIC for instances of different speeds: prefill work in seconds on the instance, times the
+//! batch.
 //!
-//! An instance without a learned prefill rate counts as an average one, so that it gets its share of requests and is learned
-//! from its first prompt. If no rate is known of any, the order is that of `lmetric`.
+//! An instance without a learned prefill rate counts as average. It therefore gets its share of
+//! requests, and its first prompt gives a rate. If no instance has a learned rate, the order equals
+//! the order of `lmetric`.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric_seconds",
-    "p_seconds * (bs + bs_offset), lowest; the hot-spot guard filters before it",
-    "this project: `lmetric` with its tokens over the prefill rate that is learned of each instance",
-    &[Knob::float(
-        "bs_offset",
-        0.0,
-        1.0,
-        1.0,
-        "1: the batch once this request has joined; 0: the batch without it",
-    )],
+    "p_seconds * (bs + bs_offset), lowest; the hot-spot guard filters the candidates first",
+    "this project: `lmetric` with tokens divided by the learned prefill rate of each instance",
+    &[Knob::float("bs_offset", 0.0, 1.0, 1.0, "1: the batch size including this request; 0: without it")],
 )
 .guarded();
 

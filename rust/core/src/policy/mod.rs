@@ -1,14 +1,14 @@
-//! Policies: from a snapshot to one score an instance. Pure: same inputs, same answer.
+//! Policies score each instance of a snapshot. Policies are pure: equal inputs give equal scores.
 //!
-//! A policy never reads a clock, changes the index or counts load. Each is one file (formula, source,
-//! knobs, tests) and one row of `policies!`.
+//! A policy never reads a clock, changes the index or counts load. Each policy is one file
+//! (formula, source, parameters, tests) and one row of `policies!`.
 
 pub mod expression;
 pub mod select;
 pub mod spec;
 
-/// Declares the policies of a crate: each row is a file with its declaration `SPEC` and a function
-/// `build`, in the order of the docs page.
+/// Declares the policies of a crate. Each row names a file with a declaration `SPEC` and a function
+/// `build`. The rows are in the order of the docs page.
 #[macro_export]
 macro_rules! policies {
     ($($file:ident,)*) => {
@@ -64,10 +64,10 @@ use crate::estimate::survival::CurveSettings;
 use crate::indicators::{DeclaredId, Snapshot};
 use rand_pcg::Pcg64Mcg;
 
-/// The random source of decisions: seeded by the router, so that runs repeat.
+/// The random source of decisions. The router seeds it, so runs are reproducible.
 pub type PolicyRng = Pcg64Mcg;
 
-/// Which end of the scores is the best.
+/// Whether the lowest or the highest score wins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Prefer {
     /// The lowest score wins.
@@ -77,30 +77,33 @@ pub enum Prefer {
     Max,
 }
 
-/// What a policy proposes: a score for each slot and, among equal scores, tie-breaks in order.
+/// Scores of one decision: a score per slot and tie-breaks, in order, among equal scores.
 ///
-/// A NaN or infinite score leaves the slot out (an indicator that the score needs is absent). What is still equal after the
-/// tie-breaks is drawn at random by the router: the first of equal instances must not collect all idle traffic.
+/// A slot with a NaN or infinite score is left out (an indicator that the score needs is absent).
+/// If slots are still equal after the tie-breaks, the router draws one at random; otherwise the
+/// first of equal instances would get all requests of an idle fleet.
 #[derive(Clone, Debug, Default)]
 pub struct Scores {
-    /// One score a slot; entries of slots that are not eligible are ignored.
+    /// One score per slot; entries of slots that are not eligible are ignored.
     pub score: Vec<f64>,
-    /// Which end of `score` is the best.
+    /// Whether the lowest or the highest `score` wins.
     pub prefer: Prefer,
-    /// Tie-breaks, one column each, lower is better. Reused between decisions: `then_count` says how many are live.
+    /// Tie-breaks, one column each; lower is better. The first `then_count` columns are valid; the
+    /// buffers are reused.
     pub then: Vec<Vec<f64>>,
-    /// Number of live columns in `then`.
+    /// Number of valid columns in `then`.
     pub then_count: usize,
-    /// Whether a filter left no eligible slot and was waived, so that all of them were scored.
+    /// Whether the filter passed no eligible slot and was waived, so that all eligible slots are
+    /// scored.
     pub filter_waived: bool,
-    /// Whether the policy scored no eligible slot, so that `score` holds the requests on each (`bs`).
+    /// Whether the policy scored no eligible slot; `score` then holds the requests per slot (`bs`).
     pub unscored: bool,
-    /// Registers of expressions, kept from one decision to the next.
+    /// Registers of expressions, reused between decisions.
     pub scratch: crate::expr::Scratch,
 }
 
 impl Scores {
-    /// Clears for `slots` slots; scores start as NaN.
+    /// Clears the scores and sizes them for `slots` slots, all NaN.
     pub fn reset(&mut self, slots: usize) {
         // A NaN of one repeated byte is filled in twice as fast.
         const UNSCORED: f64 = f64::from_bits(u64::MAX);
@@ -112,7 +115,7 @@ impl Scores {
         self.unscored = false;
     }
 
-    /// Checks what a policy made of the scores: one for each of `slots` slots, in all columns.
+    /// Checks the sizes of all columns: one entry for each of `slots` slots.
     ///
     /// # Errors
     /// `Policy` if a column was resized.
@@ -125,12 +128,12 @@ impl Scores {
         Err(CoreError::Policy {
             policy: policy.into(),
             problem: format!(
-                "it must leave one score and one of each tie-break for each of the {slots} slots"
+                "it must return one score and one value of each tie-break for each of the {slots} slots"
             ),
         })
     }
 
-    /// A tie-break column of `slots` entries to fill, lower is better.
+    /// Adds a tie-break column of `slots` zeros to fill; lower is better.
     pub fn push_then(&mut self, slots: usize) -> &mut Vec<f64> {
         if self.then.len() == self.then_count {
             self.then.push(Vec::new());
@@ -143,21 +146,21 @@ impl Scores {
     }
 }
 
-/// Decisions that a fallback made for a policy, by cause.
+/// Decisions made by a policy's fallback, by cause.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Fallbacks {
     /// The policy failed.
     pub errors: u64,
-    /// It exceeded its time limit.
+    /// The policy exceeded its time limit.
     pub overruns: u64,
-    /// It was not asked, because it had failed or exceeded its limit again and again.
+    /// The policy was skipped after repeated failures or overruns.
     pub paused: u64,
-    /// What went wrong last.
+    /// Last problem.
     pub problem: Option<String>,
 }
 
 impl Fallbacks {
-    /// These and `later` ones.
+    /// Returns the sum of these counts and `later` ones, with the latest problem.
     pub fn and(self, later: Fallbacks) -> Fallbacks {
         Fallbacks {
             errors: self.errors + later.errors,
@@ -168,38 +171,42 @@ impl Fallbacks {
     }
 }
 
-/// One way to choose an instance.
+/// A rule that chooses an instance.
 pub trait Policy: Send + Sync {
-    /// Its declaration.
+    /// Returns the policy's declaration.
     fn spec(&self) -> &PolicySpec;
 
-    /// Indicators it reads with its present knobs; no others are computed for it.
+    /// Returns the indicators that the policy reads with its present parameters. Only these are
+    /// computed.
     fn reads(&self) -> crate::indicators::IndicatorSet;
 
-    /// Declared indicators it reads; no others are looked up for it.
+    /// Returns the declared indicators that the policy reads. Only these are looked up.
     fn declared(&self) -> &[DeclaredId] {
         &[]
     }
 
-    /// How the curve of answer lengths behind the `handoff_` indicators is kept for it.
+    /// Returns how the survival curve of output lengths behind the `handoff_` indicators is
+    /// learned.
     fn length_curve(&self) -> CurveSettings {
         CurveSettings::default()
     }
 
-    /// Makes the weights behind the `decode_pressure` indicators for it; `None`: it reads neither.
+    /// Returns the source of the weights behind the `decode_pressure` indicators; `None`: the
+    /// policy reads neither.
     fn decode_weights(&self) -> Option<WeightsOf> {
         None
     }
 
-    /// Decisions that its fallback made for it since it was built.
+    /// Returns the decisions that the fallback made since the policy was built.
     fn fallbacks(&self) -> Fallbacks {
         Fallbacks::default()
     }
 
-    /// Scores every eligible slot of the snapshot into `scores`, which was reset to the snapshot's slots.
+    /// Scores every eligible slot of the snapshot into `scores`, which is reset and sized for the
+    /// snapshot.
     ///
     /// # Errors
-    /// Only where the policy cannot score at all; a slot it cannot score is left NaN.
+    /// Only if the policy cannot score at all. A single slot without a score stays NaN.
     fn score(
         &self,
         snapshot: &Snapshot<'_>,
@@ -208,19 +215,19 @@ pub trait Policy: Send + Sync {
     ) -> Result<(), CoreError>;
 }
 
-/// The policy of segments that follow others, unless another is set.
+/// Builds the default policy of follow-up segments.
 ///
 /// # Errors
-/// None with the knobs at their defaults.
+/// None with default parameters.
 pub(crate) fn least_requests() -> Result<Box<dyn Policy>, CoreError> {
     PolicyRow { spec: &least_requests::SPEC, build: least_requests::build }.build(&[])
 }
 
-/// A registered policy written as expressions: the lowest `score` wins, then the lowest of each in
-/// `then`.
+/// Builds a registered policy from expressions: the lowest `score` wins, then the lowest value of
+/// each tie-break in `then`.
 ///
 /// # Errors
-/// `Expression`, with the place.
+/// `Expression`, with the position in the text.
 pub fn lowest(
     spec: &PolicySpec,
     knobs: &Knobs,
@@ -230,11 +237,11 @@ pub fn lowest(
     Ok(Box::new(expression(spec, knobs, score, Prefer::Min, then)?))
 }
 
-/// A registered policy written as expressions: the highest `score` wins, then the lowest of each in
-/// `then`.
+/// Builds a registered policy from expressions: the highest `score` wins, then the lowest value of
+/// each tie-break in `then`.
 ///
 /// # Errors
-/// `Expression`, with the place.
+/// `Expression`, with the position in the text.
 pub fn highest(
     spec: &PolicySpec,
     knobs: &Knobs,
@@ -244,10 +251,10 @@ pub fn highest(
     Ok(Box::new(expression(spec, knobs, score, Prefer::Max, then)?))
 }
 
-/// A registered policy written as expressions, to be built on.
+/// Compiles a registered policy from expressions, for further settings.
 ///
 /// # Errors
-/// `Expression`, with the place.
+/// `Expression`, with the position in the text.
 pub fn expression(
     spec: &PolicySpec,
     knobs: &Knobs,

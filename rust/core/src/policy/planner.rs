@@ -1,23 +1,23 @@
-//! LMETRIC where prefixes move and answers may decode elsewhere: prefills flee decodes less.
+//! LMETRIC with prefix fetches and decode placement: batch size weighs less than in LMETRIC.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "planner",
-    "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs), lowest; made for `split: apart`, which says where requests decode",
-    "this project: LMETRIC's score (OSDI 2026, section 5), its batch weighed by what it costs where decodes may leave",
+    "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs), lowest; made for `split: apart`, which places the decode of each request",
+    "this project: LMETRIC's score (OSDI 2026, section 5), with a smaller weight of the batch, because decodes can move to other instances",
     &[Knob::float(
         "weight",
         0.0,
         1e6,
         0.1,
-        "of a request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as twice the prompt, so that prefills flee \
-         decodes. Where decodes flee prefills, prefills need not",
+        "weight of each request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as much as twice the prompt. \
+         A lower weight suffices if decodes can move away from prefills",
     )],
 )
 .guarded();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    // What is pulled is part of what is uncached, and never the last token: at least 1 stays.
+    // Fetched tokens are uncached tokens, and the last token is never fetched: at least 1 stays.
     lowest(&SPEC, knobs, "(p_token - pull_tokens + pull_cost_tokens) * (1 + weight * bs)", &[])
 }
 
@@ -37,7 +37,7 @@ mod tests {
 
     #[test]
     fn scores_by_hand() {
-        // 40 x 1.9, (100 + 800 - 760 + 76) x 1.1, (1000 - 960 + 96) x 1
+        // 40 x 1.9, (100 + 800 - 760 + 76) x 1.1, (1000 - 960 + 96) x 1.
         let scores = fleet().score(&*policy("planner", &[]));
         for (score, expected) in scores.iter().zip([76.0, 237.6, 136.0]) {
             assert!((score - expected).abs() < 1e-9, "{scores:?}");

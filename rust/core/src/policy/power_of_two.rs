@@ -1,14 +1,14 @@
-//! Two instances drawn at random, the less busy of them taken.
+//! Draws two instances at random and takes the less busy instance.
 //!
-//! It reads `bs`, which counts a request at its decision: on polled load, all requests between two polls herd to the instance
-//! that looked idle (vllm-router#178).
+//! The policy reads `bs`, which counts a request from its decision on. With polled load instead,
+//! all requests between two polls would go to the instance that looked idle (vllm-router#178).
 use super::*;
 use crate::indicators::{Indicator, IndicatorSet};
 use rand::RngExt;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "power_of_two",
-    "bs of two instances drawn at random, lowest; the others come after, by bs",
+    "bs of two instances drawn at random, lowest; the other instances follow by bs",
     "textbook (Mitzenmacher 2001)",
     &[],
 )
@@ -41,7 +41,7 @@ impl Policy for PowerOfTwo {
     }
 }
 
-/// Scores two drawn slots by `bs`, and all others by `bs` behind them.
+/// Scores two drawn slots by `bs`. All other slots follow, ordered by `bs`.
 pub(super) fn draw_two(snapshot: &Snapshot<'_>, rng: &mut PolicyRng, score: &mut [f64]) {
     let bs = snapshot.column(Indicator::Bs);
     let count = snapshot.eligible_count;
@@ -49,7 +49,7 @@ pub(super) fn draw_two(snapshot: &Snapshot<'_>, rng: &mut PolicyRng, score: &mut
         return;
     }
     let first = rng.random_range(0..count);
-    // Of the others, so that the two differ; alone, an instance is drawn twice.
+    // Drawn from the other slots, so that the two differ. A single instance is drawn twice.
     let second = (first + if count > 1 { rng.random_range(1..count) } else { 0 }) % count;
     let behind = 1.0 + snapshot.eligible_slots().map(|slot| bs[slot]).fold(0.0, f64::max);
     for (position, slot) in snapshot.eligible_slots().enumerate() {
@@ -70,7 +70,8 @@ mod tests {
             fleet.seed = seed;
             chosen[fleet.best(&*policy("power_of_two", &[])).unwrap()] += 1;
         }
-        // Of the six pairs, slot 0 wins 3, slot 1 wins 2, slot 2 wins 1, and the busiest never.
+        // Of the six pairs, slot 0 wins 3, slot 1 wins 2, slot 2 wins 1, and the busiest slot wins
+        // none.
         for (n, expected) in chosen.into_iter().zip([3000, 2000, 1000, 0]) {
             assert!((expected - 200..=expected + 200).contains(&n) && (expected > 0 || n == 0), "{chosen:?}");
         }

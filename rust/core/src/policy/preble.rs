@@ -1,14 +1,14 @@
-//! Preble's E2: exploit the holders while more is cached than missing, else explore by cost.
+//! Preble's E2: take a holder if more tokens are cached than missing, else the lowest cost.
 //!
-//! The cost of an instance is the work of the last minutes (prefill and output, decayed with 180 s for Preble's window of
-//! three minutes) plus this request's: what it must prefill, and what must be prefilled again because it is evicted to make room
-//! (taken as 0 where the cache size is unknown). A holder is passed over once it costs `rebalance` times what the cheapest does,
-//! both with this request placed there.
+//! An instance's cost is its recent work plus this request's prefill. Recent work is prefill and
+//! output, decayed with 180 s for Preble's three-minute window. The cost includes evicted tokens
+//! that must be computed again (0 if the cache size is unknown). A holder is skipped if it costs
+//! more than `rebalance` times the lowest cost. Both costs include this request.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "preble",
-    "cost = prefill_seconds * (window_prefill_tokens + new_tokens + max(0, new_tokens - cache_free_tokens)) + decode_seconds * window_output_tokens; where hit_tokens > new_tokens: least cost of the longest match, unless above rebalance * min(cost); else least cost",
+    "cost = prefill_seconds * (window_prefill_tokens + new_tokens + max(0, new_tokens - cache_free_tokens)) + decode_seconds * window_output_tokens; if hit_tokens > new_tokens: lowest cost among the longest matches, unless above rebalance * min(cost); else lowest cost",
     "Preble (ICLR 2025), Algorithms 1 and 2 (E2)",
     &[
         Knob::float(
@@ -16,16 +16,16 @@ pub static SPEC: PolicySpec = PolicySpec::new(
             0.0,
             1.0,
             1e-4,
-            "time to prefill one token, s; only its ratio to decode_seconds matters",
+            "time to prefill one token, s; only the ratio to decode_seconds matters",
         ),
         Knob::float(
             "decode_seconds",
             0.0,
             1.0,
             3e-4,
-            "share of the instance's time that one output token takes, s: a step of 10 ms shared by 32",
+            "share of the instance's time that one output token takes, s: a step of 10 ms shared by 32 requests",
         ),
-        Knob::float("rebalance", 1.0, 1e6, 1.5, "how many times the least cost a holder may cost"),
+        Knob::float("rebalance", 1.0, 1e6, 1.5, "maximum cost of a holder, relative to the lowest cost"),
     ],
 );
 
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn exploits_the_cheapest_holder_while_more_is_cached_than_missing() {
-        // Costs 1300, 900 and 1000 tokens: both holders are within 1.5 times the least.
+        // Costs 1300, 900 and 1000 tokens: both holders are within 1.5 times the lowest cost.
         assert_eq!(fleet([900.0, 500.0, 0.0]).order(&*policy("preble", &[])), [1, 0, 2]);
         let half = Fleet::new(2)
             .set(CacheFreeTokens, &[1e6; 2])
@@ -69,7 +69,8 @@ mod tests {
 
     #[test]
     fn passes_over_a_holder_that_costs_too_much_more() {
-        // The least cost is slot 2's, 1000 tokens to prefill: holders may cost up to 1500, so 1100 before this request.
+        // The lowest cost is slot 2's, 1000 tokens to prefill. Holders may cost up to 1500, which
+        // is 1100 before this request.
         assert_eq!(fleet([1100.0, 9000.0, 0.0]).best(&*policy("preble", &[])), Some(0));
         assert_eq!(fleet([1101.0, 9000.0, 0.0]).best(&*policy("preble", &[])), Some(2));
         assert_eq!(fleet([1101.0, 9000.0, 0.0]).best(&*policy("preble", &[("rebalance", 2.0)])), Some(0));

@@ -1,19 +1,20 @@
-//! Best match, spilling to the least loaded once the match is far above the mean.
+//! The best prefix match; requests spill to the lowest load if the match is far above the mean
+//! load.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "prefix_spill",
-    "most kv_hit, then least bs; but least bs where that one's bs > factor * mean(bs) and bs > mean(bs) + margin",
+    "highest kv_hit, then lowest bs; lowest bs if the match has bs > factor * mean(bs) and bs > mean(bs) + margin",
     "smg 1.13, prefix routing with spill",
     &[
+        Knob::float("factor", 1.0, 1e6, 1.5, "load relative to the mean above which a match can be skipped"),
         Knob::float(
-            "factor",
-            1.0,
-            1e6,
-            1.5,
-            "load, relative to the mean, above which a match is passed over",
+            "margin",
+            0.0,
+            1e9,
+            64.0,
+            "load above the mean (requests) that a match must also exceed to be skipped",
         ),
-        Knob::float("margin", 0.0, 1e9, 64.0, "load above the mean that a match must pass, too, requests"),
     ],
 );
 
@@ -33,7 +34,8 @@ mod tests {
 
     #[test]
     fn spills_when_the_match_is_over_both_marks() {
-        // mean of [b, 20, 40, 60] is 30 + b / 4: 64 above it at b = 125.33, half above it at b = 72
+        // The mean of [b, 20, 40, 60] is 30 + b / 4: 64 above it at b = 125.33, half above it at b
+        // = 72.
         let fleet = |b| Fleet::new(4).set(Bs, &[b, 20.0, 40.0, 60.0]).prompt(100.0, &[50.0, 10.0, 0.0, 0.0]);
         assert_eq!(fleet(125.0).order(&*policy("prefix_spill", &[])), [0, 1, 2, 3]);
         assert_eq!(fleet(126.0).order(&*policy("prefix_spill", &[])), [1, 2, 3, 0]);

@@ -1,4 +1,4 @@
-//! Uniformly at random, whatever the load.
+//! A uniform random choice. Load is ignored.
 use super::*;
 use crate::indicators::IndicatorSet;
 use rand::RngExt;

@@ -1,17 +1,18 @@
-//! Ray Serve LLM's prefix-aware router: best match while the fleet is balanced, else power of two.
+//! Ray Serve LLM's prefix-aware router: the best match if the fleet is balanced, else power of two.
 //!
-//! Its threshold for balance was 10 requests in the first releases and is infinite in later ones, which never balances: 10 here.
+//! The first releases call a fleet balanced up to a spread of 10 requests. Later releases use an
+//! infinite spread, so they never balance. This version uses 10.
 use super::*;
 use crate::indicators::{Indicator, IndicatorSet};
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "ray_prefix",
-    "if max(bs) - min(bs) <= imbalance: most kv_hit then least bs, or where max(kv_hit) < match_rate least index_blocks then least bs; \
+    "if max(bs) - min(bs) <= imbalance: highest kv_hit (if max(kv_hit) < match_rate: lowest index_blocks), then lowest bs; \
      else power_of_two",
     "Ray Serve LLM, PrefixCacheAffinityRouter",
     &[
-        Knob::float("imbalance", 0.0, 1e9, 10.0, "spread of batch sizes up to which matches are followed, requests"),
-        Knob::float("match_rate", 0.0, 1.0, 0.1, "hit from which the best match is taken"),
+        Knob::float("imbalance", 0.0, 1e9, 10.0, "maximum spread of batch sizes (requests) of a balanced fleet"),
+        Knob::float("match_rate", 0.0, 1.0, 0.1, "minimum hit fraction of a match"),
     ],
 )
 .random();

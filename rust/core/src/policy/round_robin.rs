@@ -1,10 +1,10 @@
-//! In turn, whatever the load.
+//! Instances in turn. Load is ignored.
 use super::*;
 use crate::indicators::IndicatorSet;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "round_robin",
-    "(position among the eligible - number of decisions before) modulo their number, lowest",
+    "(position among eligible instances - number of earlier decisions) modulo number of eligible instances, lowest",
     "textbook",
     &[],
 )

@@ -1,4 +1,5 @@
-//! From scores to a choice: the best slot, or all of them in order. What is equal after the tie-breaks is drawn at random.
+//! Selection by score: the best slot, or all slots in order. Slots still equal after the tie-breaks
+//! are drawn at random.
 use super::{PolicyRng, Prefer, Scores};
 use crate::expr::nan_unless;
 use crate::ids::MAX_INSTANCES;
@@ -6,14 +7,15 @@ use multiversion::multiversion;
 use rand::RngExt;
 use rand::seq::SliceRandom;
 
-/// Slots that one word of a bit set stands for.
+/// Slots per word of a bit set.
 const WORD: usize = 64;
 const WORDS: usize = MAX_INSTANCES / WORD;
 
-/// The best eligible slot: the end of `score` that `prefer` names, then the tie-breaks, then a uniform draw.
+/// Returns the best eligible slot: by `score` and `prefer`, then the tie-breaks, then a uniform
+/// draw.
 ///
-/// Slots whose score is NaN or infinite are skipped; a tie-break that is NaN loses. `None`: no eligible slot has a finite
-/// score. Allocates nothing; `rng` is used only where slots are equal.
+/// Slots with a NaN or infinite score are skipped; a NaN tie-break loses. `None`: no eligible slot
+/// has a finite score. Does not allocate. `rng` is used only for ties.
 ///
 /// # Panics
 /// If there are more than [`MAX_INSTANCES`] slots, or fewer scores than slots.
@@ -33,12 +35,12 @@ pub fn best(scores: &Scores, eligible: &[bool], rng: &mut PolicyRng) -> Option<u
         }
     }
     let tied = count(ties);
-    // Of none there is no first, either.
+    // An empty set has no first member either.
     let drawn = if tied > 1 { rng.random_range(0..tied) } else { 0 };
     members(ties).nth(drawn as usize)
 }
 
-/// All eligible slots with a finite score, best first; equal ones in random order.
+/// Returns all eligible slots with a finite score, best first; equal slots in random order.
 ///
 /// # Panics
 /// If there are fewer scores than slots.
@@ -69,13 +71,14 @@ fn nan_last(value: f64) -> f64 {
     if value.is_nan() { f64::INFINITY } else { value }
 }
 
-/// Sets the bits of the eligible slots whose `sign * score` is finite and lowest; none where there is no such score.
+/// Sets the bits of the eligible slots whose `sign * score` is finite and lowest. Without such a
+/// score, no bit is set.
 #[multiversion(targets("x86_64+avx2"))]
 fn set_of_lowest(sign: f64, score: &[f64], eligible: &[bool], set: &mut [u64]) {
     let words = || score.chunks(WORD).zip(eligible.chunks(WORD));
     let (mut minima, mut lowest) = ([f64::INFINITY; WORDS], f64::INFINITY);
     for (minimum, (s, e)) in minima.iter_mut().zip(words()) {
-        // Infinity loses by itself; only its opposite must be looked for, and almost never is there.
+        // Infinity loses by itself. Only negative infinity needs a second pass, and it is rare.
         *minimum = lowest_of_word(s, e, |x| sign * x);
         if *minimum == f64::NEG_INFINITY {
             *minimum = lowest_of_word(s, e, |x| if x.is_finite() { sign * x } else { f64::NAN });
@@ -96,8 +99,8 @@ fn lower(x: f64, minimum: f64) -> f64 {
     if x < minimum { x } else { minimum }
 }
 
-/// The lowest key of the eligible among up to 64 slots that is not NaN, or infinity. Eight running minima, so that the
-/// compiler may use vector registers.
+/// Returns the lowest key of up to 64 eligible slots, ignoring NaN; infinity if there is none.
+/// Eight running minima let the compiler use vector registers.
 #[inline(always)]
 fn lowest_of_word(score: &[f64], eligible: &[bool], key: impl Fn(f64) -> f64) -> f64 {
     let (scores, score_rest) = score.as_chunks::<8>();
@@ -115,7 +118,7 @@ fn count(set: &[u64]) -> u32 {
     set.iter().map(|w| w.count_ones()).sum()
 }
 
-/// The members of a bit set, ascending.
+/// Yields the members of a bit set, ascending.
 fn members(set: &[u64]) -> impl Iterator<Item = usize> + '_ {
     set.iter().enumerate().flat_map(|(word, &bits)| {
         std::iter::successors((bits != 0).then_some(bits), |b| Some(b & (b - 1)).filter(|b| *b != 0))
@@ -123,7 +126,7 @@ fn members(set: &[u64]) -> impl Iterator<Item = usize> + '_ {
     })
 }
 
-/// Keeps the members of `ties` where `column` is lowest.
+/// Keeps the members of `ties` with the lowest value in `column`.
 fn keep_lowest(ties: &mut [u64], column: &[f64]) {
     let lowest = members(ties).map(|i| nan_last(column[i])).fold(f64::INFINITY, f64::min);
     for (word, bits) in ties.iter_mut().enumerate() {
@@ -190,7 +193,7 @@ mod tests {
 
     #[test]
     fn equal_slots_are_drawn_uniformly() {
-        // 150 slots, so that ties span words; every third is tied for the best.
+        // 150 slots, so that ties span words. Every third slot is tied for the best score.
         let values: Vec<f64> = (0..150).map(|i| f64::from(u8::from(i % 3 != 0))).collect();
         let (scores, eligible, mut rng) = (scores(&values, Prefer::Min, &[]), vec![true; 150], rng());
         let (mut by_best, mut by_ranking) = ([0u32; 150], [0u32; 150]);

@@ -1,14 +1,15 @@
-//! The same session to the same instance: rendezvous hashing of session key and instance name.
+//! Each session stays on one instance: rendezvous hashing of session key and instance name.
 //!
-//! Each instance has a hash with the session, and the lowest wins; when an instance comes or goes, only the sessions that it
-//! wins or won move, and they spread over all others.
+//! Each instance has a hash with the session, and the lowest hash wins. If an instance joins or
+//! leaves, only the sessions that it wins or loses move. Moved sessions spread over all other
+//! instances.
 use super::*;
 use crate::indicators::{Indicator, IndicatorSet};
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "session_affinity",
-    "hash(session, instance name), lowest; a request without a session key: least bs",
-    "vLLM production-stack session router; nginx hash ... consistent; here by rendezvous hashing (Thaler, Ravishankar 1998)",
+    "hash(session, instance name), lowest; without a session key: lowest bs",
+    "vLLM production-stack session router; nginx hash ... consistent; implemented by rendezvous hashing (Thaler, Ravishankar 1998)",
     &[],
 )
 .asymmetric()
@@ -46,7 +47,7 @@ impl Policy for SessionAffinity {
     }
 }
 
-/// A number from 0 to 1 that is as good as random, and the same for the same two hashes.
+/// Returns a pseudo-random number from 0 to 1; equal hashes give equal numbers.
 fn weight(session: u64, name: u64) -> f64 {
     let hash = mix(session ^ mix(name));
     (hash >> 11) as f64 / (1u64 << 53) as f64

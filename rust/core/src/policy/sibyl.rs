@@ -1,29 +1,37 @@
-//! SIBYL: the least load, in tokens, at the moment at which the request will start to decode, each request's weighted by the chance that it still
-//! runs then.
+//! SIBYL: the lowest predicted load, in tokens, when the request starts to decode. Each request is
+//! weighted by the probability that it still runs then.
 //!
-//! The paper's ablations (Appendix J) are its knobs. What it calls REQLEVEL is `least_requests`.
+//! The parameters for studies are the paper's ablations (Appendix J). The paper's REQLEVEL is
+//! `least_requests`.
 use super::*;
 use crate::estimate::survival::{ALPHA, BUCKET_TOKENS};
 
 const KNOBS: &[Knob] = &[
-    Knob::flag("type1", true, "count the requests that decode now").for_studies(),
-    Knob::flag("type2", true, "count those bound to the instance that will decode by then").for_studies(),
-    Knob::flag("type3", true, "count those bound to it that will decode later").for_studies(),
+    Knob::flag("type1", true, "count the requests that already decode").for_studies(),
+    Knob::flag("type2", true, "count the bound requests that start to decode before this request")
+        .for_studies(),
+    Knob::flag("type3", true, "count the bound requests that start to decode after this request")
+        .for_studies(),
     Knob::float(
         "alpha",
         0.0,
         1.0,
         ALPHA,
-        "weight that the learned curve of answer lengths keeps at each answer (Eq. 4): 0.999 remembers about the last 1,000",
+        "weight that the learned survival curve of output lengths keeps at each new output (Eq. 4); 0.999 covers about the last 1,000 outputs",
     ),
     Knob::int(
         "bucket_tokens",
         8,
         1024,
         BUCKET_TOKENS as i64,
-        "tokens between two points of that curve, and by which running requests are grouped; a decision costs more with fewer",
+        "tokens between two points of the survival curve; also groups running requests. Decisions cost more with smaller buckets",
     ),
-    Knob::flag("survival", true, "weight each by the chance that it lasts; false: prob @ 1").for_studies(),
+    Knob::flag(
+        "survival",
+        true,
+        "weight each request by the probability that it still runs; false: prob @ 1",
+    )
+    .for_studies(),
 ];
 
 pub static SPEC: PolicySpec = PolicySpec::new(

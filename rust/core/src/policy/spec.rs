@@ -1,97 +1,97 @@
-//! What a policy declares of itself: one source for validation, `lmetric-router policies`, the docs page and the
-//! conformance tests.
+//! Policy declarations: the single source for validation, `lmetric-router policies`, the docs page
+//! and the conformance tests.
 use super::Policy;
 use crate::error::CoreError;
 use crate::maturity::Maturity;
 use crate::suggest::nearest;
 use std::borrow::Cow;
 
-/// Type and range of a knob.
+/// Type and range of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KnobKind {
     /// A real number within `[min, max]`.
     Float {
-        /// Least value.
+        /// Minimum.
         min: f64,
-        /// Greatest value.
+        /// Maximum.
         max: f64,
     },
     /// A whole number within `[min, max]`.
     Int {
-        /// Least value.
+        /// Minimum.
         min: i64,
-        /// Greatest value.
+        /// Maximum.
         max: i64,
     },
     /// 0 or 1.
     Bool,
 }
 
-/// One setting of a policy.
+/// A tunable parameter of a policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Knob {
-    /// Its name.
+    /// Name in the configuration.
     pub name: &'static str,
     /// Type and range.
     pub kind: KnobKind,
     /// Default.
     pub default: f64,
-    /// What it does, with its unit.
+    /// Effect of the parameter, with its unit.
     pub about: &'static str,
     /// Whether only studies can set it: an oracle or an ablation.
     pub study: bool,
 }
 
 impl Knob {
-    /// A real number within `[min, max]`.
+    /// Declares a real number within `[min, max]`.
     pub const fn float(name: &'static str, min: f64, max: f64, default: f64, about: &'static str) -> Knob {
         Knob { name, kind: KnobKind::Float { min, max }, default, about, study: false }
     }
 
-    /// A whole number within `[min, max]`.
+    /// Declares a whole number within `[min, max]`.
     pub const fn int(name: &'static str, min: i64, max: i64, default: i64, about: &'static str) -> Knob {
         Knob { name, kind: KnobKind::Int { min, max }, default: default as f64, about, study: false }
     }
 
-    /// 0 or 1.
+    /// Declares a Boolean: 0 or 1.
     pub const fn flag(name: &'static str, default: bool, about: &'static str) -> Knob {
         let default = if default { 1.0 } else { 0.0 };
         Knob { name, kind: KnobKind::Bool, default, about, study: false }
     }
 
-    /// The same knob, for studies only.
+    /// Marks the parameter as available only in studies.
     pub const fn for_studies(mut self) -> Knob {
         self.study = true;
         self
     }
 }
 
-/// The declaration of a policy: a `const` for those that come with the router, made at run time for those that users
-/// write as expressions.
+/// Declaration of a policy. Built-in policies have a `const`; users' expressions get one at run
+/// time.
 #[derive(Clone, Debug)]
 pub struct PolicySpec {
-    /// Name in configuration.
+    /// Name in the configuration.
     pub name: Cow<'static, str>,
-    /// The rule in one line.
+    /// The rule, in one line.
     pub formula: Cow<'static, str>,
-    /// Where the rule was read: paper and section, or project and version.
+    /// Source of the rule: paper and section, or project and version.
     pub source: Cow<'static, str>,
-    /// Who should use it.
+    /// Audience of the policy.
     pub maturity: Maturity,
-    /// Settings.
+    /// Parameters.
     pub knobs: &'static [Knob],
-    /// Whether decisions differ between instances only by their indicators: relabelling the instances permutes the
-    /// scores. `false` for those that go by name or turn (round robin, consistent hashing).
+    /// Whether relabeling the instances permutes the scores, because instances differ only by their
+    /// indicators. `false` for policies that use names or turns (round robin, consistent hashing).
     pub symmetric: bool,
-    /// Whether it uses randomness beyond breaking ties.
+    /// Whether the policy uses randomness beyond tie-breaks.
     pub random: bool,
-    /// Whether the hot-spot guard filters its candidates. `None`: if it reads prefix hits.
+    /// Whether the hot-spot guard filters the candidates. `None`: only if the policy reads prefix
+    /// hits.
     pub guard: Option<bool>,
 }
 
 impl PolicySpec {
-    /// A declaration of an experimental policy that goes by indicators alone and draws only to
-    /// break ties.
+    /// Declares an experimental, symmetric policy that draws only to break ties.
     pub const fn new(
         name: &'static str,
         formula: &'static str,
@@ -110,60 +110,60 @@ impl PolicySpec {
         }
     }
 
-    /// The same, of a stable policy.
+    /// Marks the policy as stable.
     pub const fn stable(mut self) -> PolicySpec {
         self.maturity = Maturity::Stable;
         self
     }
 
-    /// The same, of a policy for studies.
+    /// Marks the policy as available only in studies.
     pub const fn for_studies(mut self) -> PolicySpec {
         self.maturity = Maturity::Study;
         self
     }
 
-    /// A declaration of a policy whose candidates the hot-spot guard filters. Policies of other
-    /// routers run as published, without it.
+    /// Turns the hot-spot guard on for the policy. Policies of other routers run without it, as
+    /// published.
     pub const fn guarded(mut self) -> PolicySpec {
         self.guard = Some(true);
         self
     }
 
-    /// The same, of a policy that draws.
+    /// Marks the policy as random.
     pub const fn random(mut self) -> PolicySpec {
         self.random = true;
         self
     }
 
-    /// The same, of a policy that goes by name or turn.
+    /// Marks the policy as dependent on names or turns.
     pub const fn asymmetric(mut self) -> PolicySpec {
         self.symmetric = false;
         self
     }
 }
 
-/// Makes a policy of the values of its knobs.
+/// Builds a policy from parameter values.
 pub type Build = fn(&Knobs) -> Result<Box<dyn Policy>, CoreError>;
 
 /// A policy of a [`crate::Registry`].
 pub struct PolicyRow {
-    /// Its declaration.
+    /// Declaration.
     pub spec: &'static PolicySpec,
-    /// Makes it.
+    /// Builder.
     pub build: Build,
 }
 
 impl PolicyRow {
-    /// The policy with these knobs, the others at their defaults.
+    /// Builds the policy with these parameter values, all others at their defaults.
     ///
     /// # Errors
-    /// `UnknownName` with the nearest knob, `BadValue` with the knob's range.
+    /// `UnknownName` with the nearest parameter name; `BadValue` with the parameter's range.
     pub fn build(&self, knobs: &[(String, f64)]) -> Result<Box<dyn Policy>, CoreError> {
         (self.build)(&Knobs::resolve(&format!("policy {}", self.spec.name), self.spec.knobs, knobs)?)
     }
 }
 
-/// Checked values of a policy's knobs, in the order of its declaration.
+/// Validated parameter values of a policy, in the order of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Knobs {
     values: Vec<f64>,
@@ -171,17 +171,17 @@ pub struct Knobs {
 }
 
 impl Knobs {
-    /// The defaults of `knobs`, overlaid with `given`, each checked against its declaration; errors
-    /// name the `owner`: `policy linear`.
+    /// Returns the defaults of `knobs`, replaced by the values in `given`, each checked against its
+    /// declaration. Errors name the `owner`, for example `policy linear`.
     ///
     /// # Errors
-    /// `UnknownName` with the nearest knob, or `BadValue` with the range.
+    /// `UnknownName` with the nearest parameter name; `BadValue` with the range.
     pub fn resolve(owner: &str, knobs: &'static [Knob], given: &[(String, f64)]) -> Result<Knobs, CoreError> {
         let mut values: Vec<f64> = knobs.iter().map(|k| k.default).collect();
         for (name, value) in given {
             let Some(i) = knobs.iter().position(|k| k.name == name) else {
                 return Err(CoreError::UnknownName {
-                    kind: format!("knob of {owner}"),
+                    kind: format!("parameter of {owner}"),
                     name: name.clone(),
                     nearest: nearest(name, knobs.iter().map(|k| k.name)),
                 });
@@ -198,7 +198,7 @@ impl Knobs {
             };
             if !valid {
                 return Err(CoreError::BadValue {
-                    what: format!("knob {name} of {owner}"),
+                    what: format!("parameter {name} of {owner}"),
                     got: value.to_string(),
                     expected,
                 });
@@ -208,16 +208,17 @@ impl Knobs {
         Ok(Knobs { values, names: knobs.iter().map(|k| k.name).collect() })
     }
 
-    /// The value of a declared knob.
+    /// Returns the value of a declared parameter.
     ///
     /// # Panics
-    /// If the policy asks for a knob that it did not declare (a bug, found by its first test).
+    /// If the policy did not declare the parameter. This is a bug; the first test of the policy
+    /// finds it.
     pub fn get(&self, name: &str) -> f64 {
-        let i = self.names.iter().position(|n| *n == name).expect("a declared knob");
+        let i = self.names.iter().position(|n| *n == name).expect("a declared parameter");
         self.values[i]
     }
 
-    /// Names and values, in order.
+    /// Yields names and values, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
         self.names.iter().copied().zip(self.values.iter().copied())
     }

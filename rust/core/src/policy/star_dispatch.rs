@@ -1,7 +1,10 @@
-//! The least context tokens on the instance once all its requests have their predicted output: STAR's hand-over by input, predicted length and load.
+//! The fewest context tokens once all requests on the instance have reached their predicted output
+//! length: STAR's dispatch to decode instances.
 //!
-//! Section 3 names these three and gives no formula. In the workload model of section 5.2 a load is tokens, now and to come; the request's own prompt and output
-//! add the same to each instance and cancel. Section 6.1 dispatches all its baselines by current KV load alone: that is `least_tokens`.
+//! STAR section 3 names input, predicted length and load, without a formula. In its workload model
+//! (section 5.2), load is present and future tokens. The request's own prompt and output add the
+//! same amount to each instance and cancel. The baselines of section 6.1 dispatch by current KV
+//! load alone; this is `least_tokens`.
 use super::*;
 
 pub static SPEC: PolicySpec =

@@ -1,4 +1,4 @@
-//! vLLM's own balancer: waiting requests weigh four times what running ones do.
+//! vLLM's own balancer: a waiting request weighs as much as four running requests.
 use super::*;
 
 pub static SPEC: PolicySpec =

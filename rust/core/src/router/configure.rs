@@ -1,4 +1,4 @@
-//! The settings that can change while a router serves.
+//! Settings that can change while a router serves.
 use super::fetch_cost::Pulls;
 use super::plan::planners::Split;
 use super::priorities::{Ordering, Priorities};
@@ -13,21 +13,21 @@ use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
 
 impl Router {
-    /// Replaces the policy that chooses the instances of first segments. Requests in flight stay
-    /// where they are; the index, the ledger and what was learned stay.
+    /// Replaces the policy that chooses the instances of first segments. Requests in flight stay on
+    /// their instances; the index, the ledger and learned values stay.
     ///
     /// # Errors
-    /// `BadValue` if its curve of answer lengths does not suit the other policy; nothing changes
-    /// then.
+    /// `BadValue` if the new policy and the other policy need different survival curves; nothing
+    /// changes then.
     pub fn set_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
         self.replace(policy, |state| &mut state.first)
     }
 
-    /// Replaces the policy that chooses the instances of segments which follow others: where a
-    /// request decodes whose prompt is prefilled elsewhere. What [`Router::set_policy`] keeps stays.
+    /// Replaces the policy that chooses the instances of follow-up segments, such as decodes after
+    /// a prefill on another instance. Keeps the same state as [`Router::set_policy`].
     ///
     /// # Errors
-    /// As [`Router::set_policy`].
+    /// The errors of [`Router::set_policy`].
     pub fn set_decode_policy(&mut self, policy: Box<dyn Policy>) -> Result<(), CoreError> {
         self.replace(policy, |state| &mut state.later)
     }
@@ -48,7 +48,7 @@ impl Router {
         Ok(())
     }
 
-    /// Keeps what the load will be, if anything asks for it, from the requests in flight on.
+    /// Starts to keep predicted loads, if needed, and adds the requests in flight.
     fn look_ahead(&mut self) -> Result<(), CoreError> {
         if !self.state.look_ahead()? {
             return Ok(());
@@ -62,12 +62,12 @@ impl Router {
         Ok(())
     }
 
-    /// When the instance of a second segment is chosen; what is bound already stays so.
+    /// Sets when the instance of a follow-up segment is chosen. Bound segments stay bound.
     pub fn set_binding(&mut self, binding: Binding) {
         self.state.config.binding = binding;
     }
 
-    /// The feed of an instance's KV index.
+    /// Returns the source of an instance's KV index entries.
     pub fn index_feed(&self, id: InstanceId) -> IndexFeed {
         self.state
             .instances
@@ -75,7 +75,7 @@ impl Router {
             .map_or(self.state.config.index_feed, |instance| instance.index_feed)
     }
 
-    /// Changes who feeds the index of an instance; what the index holds of it stays.
+    /// Sets the source of an instance's KV index entries; existing entries stay.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -84,13 +84,13 @@ impl Router {
         Ok(())
     }
 
-    /// Blocks that an instance's cache holds, where known.
+    /// Returns the number of blocks in an instance's cache, if known.
     pub fn cache_blocks(&self, id: InstanceId) -> Option<u32> {
         self.state.instances.get(id.index())?.cache_blocks
     }
 
-    /// Says what an instance's cache holds, all ranks together. What is beyond it leaves the index
-    /// with [`crate::kv::index::KvIndex::trim`].
+    /// Sets the number of blocks in an instance's cache, over all ranks.
+    /// [`crate::kv::index::KvIndex::trim`] removes excess blocks from the index.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -100,13 +100,13 @@ impl Router {
         Ok(())
     }
 
-    /// Switches the guard.
+    /// Turns the hot-spot guard on or off.
     pub fn set_guard(&mut self, on: bool) {
         self.state.guard.set_on(on);
     }
 
-    /// Says what an instance's steps cost where its engine is not like the others (another GPU,
-    /// more of them); `None`: as the configuration says. A new instance has none.
+    /// Sets the step-time model of an instance whose hardware differs from the others. `None`: the
+    /// model of the configuration, which is also the default.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -115,7 +115,7 @@ impl Router {
         Ok(())
     }
 
-    /// Sets how requests are split from now on that no roles split.
+    /// Sets the planner for requests that roles do not split.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -123,8 +123,8 @@ impl Router {
         self.state.set_split(split)
     }
 
-    /// Says where an instance's engine can hand requests over and take them; a new one can
-    /// anywhere.
+    /// Sets the positions at which an instance's engine can send or receive KV. The default is any
+    /// position.
     ///
     /// # Errors
     /// `BadValue` if the router has no such slot.
@@ -133,8 +133,7 @@ impl Router {
         Ok(())
     }
 
-    /// Says whether prefixes are pulled from now on, and when; what was learned of their cost is
-    /// forgotten.
+    /// Turns prefix fetches on or off and sets their parameters. Resets the learned cost.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -143,7 +142,7 @@ impl Router {
         Ok(())
     }
 
-    /// Orders requests by `priorities` from now on; `None`: they have none.
+    /// Sets the order of requests; `None`: requests have no priority.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -152,20 +151,20 @@ impl Router {
         Ok(())
     }
 
-    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`] and keeps what was learned: the
-    /// wall clock was stepped, or drifted. Other orders have no clock.
+    /// Replaces `clock_offset_seconds` of [`Priorities::UniBoost`], for example after a step or
+    /// drift of the wall clock. Learned values stay. Other orders have no clock.
     ///
     /// # Errors
-    /// `BadValue` for an offset out of its range.
+    /// `BadValue` for an offset out of range.
     pub fn set_clock_offset(&mut self, seconds: Seconds) -> Result<(), CoreError> {
         self.requests.ordering.as_mut().map_or(Ok(()), |ordering| ordering.set_clock_offset(seconds))
     }
 
-    /// Sets how running requests are moved from now on; `None`: not at all. What its forecast reads is
-    /// learned from now on.
+    /// Sets how running requests are moved; `None`: they are not moved. From now on, the router
+    /// learns the data that the forecast reads.
     ///
     /// # Errors
-    /// `BadValue` if the curves of answer lengths of the policies do not suit each other.
+    /// `BadValue` if policies and forecast need different survival curves.
     pub fn set_rescheduling(&mut self, rescheduling: Option<Rescheduling>) -> Result<(), CoreError> {
         let turns = rescheduling.as_ref().is_some_and(|by| by.forecast.reads_turns());
         self.requests.turns = turns.then(|| self.requests.turns.take().unwrap_or_default());

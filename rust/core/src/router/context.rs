@@ -1,4 +1,4 @@
-//! Everything that planning writes.
+//! Buffers that planning writes.
 use super::decision::Totals;
 use super::parts::Rest;
 use crate::guard::Restriction;
@@ -7,31 +7,31 @@ use crate::policy::{PolicyRng, Scores};
 use crate::receipt::Balance;
 use rand::SeedableRng;
 
-/// What a policy made of its candidates.
+/// Scores of one choice and its candidates.
 #[derive(Default)]
 pub(super) struct Selection {
     pub scores: Scores,
-    /// Slots that may take the segment.
+    /// Slots that can take the segment.
     pub eligible: Vec<bool>,
 }
 
-/// What one decision writes while it is planned. The router keeps one, for its buffers and its
-/// random numbers; nothing else in it outlives the next plan.
+/// Data that one decision writes while it is planned. The router keeps one context for its buffers
+/// and its random number generator; all other contents are valid only until the next plan.
 pub(super) struct DecisionContext {
     /// Blocks of the prompt's chain that each slot holds.
     pub hit_blocks: Vec<u32>,
-    /// The indicators that are derived for the request and the moment.
+    /// Indicators derived for the request and the time.
     pub derived: Columns,
-    /// The declared indicators that are read, by their IDs; others are empty.
+    /// Declared indicators that are read, by ID; others are empty.
     pub declared: Vec<Vec<f64>>,
-    /// The choice of a first segment, and that of the segments behind it.
+    /// Choices of the first segment's instance and of the follow-up segments' instances.
     pub first: Selection,
     pub later: Selection,
-    /// What the hot-spot guard took out of the choice of the first segment.
+    /// Slots that the hot-spot guard excluded from the choice of the first segment.
     pub restriction: Restriction,
-    /// Why the request stays in one piece, if others are cut.
+    /// Why the request is not split, if requests are split.
     pub uncut: Option<Box<str>>,
-    /// Expected times of the instances, if a cut was looked for.
+    /// Expected times of the instances, if a cut was considered.
     pub balance: Option<Balance>,
     /// Choices in which the policy scored no candidate.
     pub unscored: u64,
@@ -61,18 +61,18 @@ impl DecisionContext {
         self.derived.resize(slots);
     }
 
-    /// Adds to the totals the choices in which a policy scored no candidate.
+    /// Moves the count of choices without a scored candidate into the totals.
     pub fn count_unscored(&mut self, totals: &mut Totals) {
         totals.unscored += std::mem::take(&mut self.unscored);
     }
 
-    /// Leaves the request in one piece, for this reason.
+    /// Leaves the request unsplit, for this reason.
     pub fn leave_whole(&mut self, reason: &str) -> Rest {
         self.uncut = Some(reason.into());
         Rest::new()
     }
 
-    /// Forgets what was derived of a slot's instance.
+    /// Clears the derived indicators of a slot's instance.
     pub fn clear(&mut self, slot: usize) {
         for (id, value) in [
             (Indicator::ReportAgeSeconds, f64::NAN),

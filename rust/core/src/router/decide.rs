@@ -10,18 +10,18 @@ use crate::receipt::Receipt;
 use crate::request::Request;
 
 impl Router {
-    /// Decides where `request` goes, places it there and opens its ticket.
+    /// Chooses an instance for `request`, places the request there and opens its ticket.
     ///
     /// # Errors
-    /// `NoInstance` if none is eligible; nothing is booked then.
+    /// `NoInstance` if no instance is eligible; the ledger is unchanged.
     pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
         self.route_labelled(request, None, now)
     }
 
-    /// [`Router::route`] with the request's own id, for the receipt.
+    /// [`Router::route`] with the request's own id for the decision record.
     ///
     /// # Errors
-    /// As [`Router::route`].
+    /// The errors of [`Router::route`].
     pub fn route_labelled(
         &mut self,
         request: &Request<'_>,
@@ -34,11 +34,11 @@ impl Router {
         Ok(self.commit_plan(request, chosen, receipt, now))
     }
 
-    /// [`Router::route_labelled`] for a request whose chain is `chain`, which the ticket takes over
-    /// instead of a copy; a buffer used before is left in its place. `request.chain` is not read.
+    /// [`Router::route_labelled`] without a copy of the prompt's chain. The ticket takes `chain`
+    /// and leaves a spare buffer in its place. `request.chain` is not read.
     ///
     /// # Errors
-    /// As [`Router::route`]; the chain stays where it is then.
+    /// The errors of [`Router::route`]; `chain` is then unchanged.
     pub fn route_taking(
         &mut self,
         request: &Request<'_>,
@@ -57,7 +57,7 @@ impl Router {
         Ok(decision)
     }
 
-    /// The plan of a request, and its receipt as far as the first choice explains it.
+    /// Plans a request; returns the plan and a decision record of the first choice.
     fn decide(
         &mut self,
         request: &Request<'_>,
@@ -68,7 +68,8 @@ impl Router {
         request.check()?;
         self.match_prefix(request.chain);
         let first = self.score(request, now).inspect_err(|_| self.requests.totals.no_instance += 1)?;
-        // Before the rest is planned: choosing a second instance derives the same columns anew.
+        // The rest is planned later: the choice of a second instance overwrites the derived
+        // columns.
         let receipt = self.explained(request, request_id, first, now);
         let chosen = self.state.plan(&mut self.context, request, first, &[], now);
         self.context.count_unscored(&mut self.requests.totals);
@@ -82,7 +83,7 @@ impl Router {
         }
     }
 
-    /// The receipt of the last choice of a first segment.
+    /// Returns the decision record of the last choice of a first segment.
     fn explained(
         &mut self,
         request: &Request<'_>,
@@ -97,13 +98,13 @@ impl Router {
         receipt
     }
 
-    /// First stage of a decision: how much of the prompt each instance holds.
+    /// First stage of a decision: finds the length of the prompt's prefix on each instance.
     pub fn match_prefix(&mut self, chain: &[u64]) {
         self.state.match_prefix(&mut self.context, chain);
     }
 
-    /// How many leading prompt tokens each live instance holds, in slot order. Nothing is booked or
-    /// touched.
+    /// Returns the leading prompt tokens that each live instance holds, in slot order. Changes no
+    /// state.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
         self.match_prefix(request.chain);
         let mut hits = self.context.hit_blocks.clone();
@@ -116,27 +117,27 @@ impl Router {
         hits
     }
 
-    /// Second stage: scores every instance, and chooses. Nothing is booked.
+    /// Second stage: scores every instance and returns the best one. The ledger is unchanged.
     ///
     /// # Errors
-    /// As [`Router::route`].
+    /// The errors of [`Router::route`].
     pub fn score(&mut self, request: &Request<'_>, now: Seconds) -> Result<InstanceId, CoreError> {
         let chosen = self.state.choose(&mut self.context, request, Turn::First, &[], None, now);
         self.context.count_unscored(&mut self.requests.totals);
         chosen
     }
 
-    /// The scores of the last [`Router::score`], one a slot.
+    /// Returns the scores of the last [`Router::score`], one per slot.
     pub fn last_scores(&self) -> &Scores {
         &self.context.first.scores
     }
 
-    /// Third stage: places the request, all of it on `chosen`, writes the receipt, opens the
+    /// Third stage: places the whole request on `chosen`, writes the decision record and opens the
     /// ticket.
     ///
     /// # Errors
-    /// `BadValue` if `chosen` is no slot that the last [`Router::score`] scored, or the request
-    /// cannot be.
+    /// `BadValue` if the last [`Router::score`] did not score the slot `chosen`, or if the request
+    /// is invalid.
     pub fn commit(
         &mut self,
         request: &Request<'_>,

@@ -1,24 +1,24 @@
-//! Where a request goes, and what is counted of all of them.
+//! Decisions and router totals.
 use super::tickets::TicketId;
 use crate::plan::{Failure, Pull, Segment};
 use crate::priority::Priority;
 
-/// Where a request goes.
+/// The placement of a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Number of the decision and of its receipt.
+    /// Number of the decision and of its decision record.
     pub id: u64,
-    /// Its ticket.
+    /// Ticket of the request.
     pub ticket: TicketId,
-    /// The first segment. Where it ends before the request does, another follows.
+    /// First segment. If it ends before the request does, another segment follows.
     pub segment: Segment,
-    /// The one that follows it, where its instance is chosen already.
+    /// Second segment, if its instance is already chosen.
     pub next: Option<Segment>,
-    /// What its instance is to fetch before it begins.
+    /// Prefix fetch before the request begins.
     pub pull: Option<Pull>,
-    /// Leading prompt tokens that the instance is believed to hold.
+    /// Predicted number of leading prompt tokens in the instance's cache.
     pub predicted_hit_tokens: u32,
-    /// What it is given for its engine's queue, where requests are ordered.
+    /// Priority for the engine's queue, if requests are ordered.
     pub priority: Option<Priority>,
 }
 
@@ -29,35 +29,35 @@ pub struct Totals {
     pub decisions: u64,
     /// Requests that no instance could take.
     pub no_instance: u64,
-    /// Requests moved to the next of the ranking before their first token.
+    /// Requests that failed over to the next-best instance before their first token.
     pub retries: u64,
-    /// Instances left out of a decision because an indicator was absent or the score was not a
-    /// number.
+    /// Instances left out of a decision because an indicator was absent or the score was not
+    /// finite.
     pub left_out: u64,
     /// Choices in which the policy scored no candidate, so that the fewest requests decided.
     pub unscored: u64,
-    /// Decisions whose filter left nothing and was waived.
+    /// Decisions whose filter passed no instance and was waived.
     pub filter_waived: u64,
-    /// Requests cut at other places than where roles cut them.
+    /// Requests split by a planner, not by roles.
     pub split: u64,
     /// Running requests moved to another instance.
     pub moved: u64,
-    /// Prefixes that were to be pulled.
+    /// Planned prefix fetches.
     pub pulls: u64,
-    /// Prompt tokens that were pulled.
+    /// Fetched prompt tokens.
     pub pulled_tokens: u64,
-    /// Requests ended well.
+    /// Successful requests.
     pub finished: u64,
     /// Tickets dropped while open.
     pub dropped: u64,
-    /// Requests failed for good, by [`Failure::NAMES`].
+    /// Requests that failed without another attempt, by [`Failure::NAMES`].
     pub failed: [u64; Failure::NAMES.len()],
-    /// Prompt tokens of requests ended well, as reported or estimated.
+    /// Prompt tokens of successful requests, as reported or estimated.
     pub prompt_tokens: u64,
-    /// Cached tokens predicted for requests whose engine reported the real number.
+    /// Cached tokens predicted for requests with a reported number of cached tokens.
     pub predicted_cached_tokens: u64,
-    /// Cached tokens that those engines reported.
+    /// Cached tokens reported by engines.
     pub cached_tokens: u64,
-    /// Output tokens seen.
+    /// Output tokens received.
     pub output_tokens: u64,
 }

@@ -1,10 +1,10 @@
-//! When prefixes are fetched, and what fetches cost, as learned.
+//! Settings and learned cost of prefix fetches.
 use super::settings::PullConfig;
 use crate::error::CoreError;
 use crate::estimate::PullCost;
 use crate::ids::Seconds;
 
-/// When prefixes are pulled, and what was learned of it.
+/// Settings and learned cost of prefix fetches.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pulls {
     pub config: PullConfig,
@@ -17,14 +17,14 @@ impl Pulls {
         Ok(Pulls { config, cost: PullCost::new(config.seconds_per_token, config.fixed_seconds) })
     }
 
-    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many
-    /// pulls that was learned from.
+    /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch, and the
+    /// number of fetches behind these values.
     pub fn learned(&self) -> (Seconds, Seconds, u64) {
         let (per_token, fixed) = self.cost.cost();
         (per_token, fixed, self.cost.observed())
     }
 
-    /// Whether to pull `tokens` is worth it where computing them takes `seconds`.
+    /// Returns whether a fetch of `tokens` is faster than their computation, which takes `seconds`.
     pub fn pays(&self, tokens: f64, seconds: Seconds) -> bool {
         tokens >= f64::from(self.config.least_tokens) && self.cost.seconds(tokens) < seconds
     }

@@ -1,4 +1,4 @@
-//! What callers tell and ask of requests that are placed.
+//! Calls about placed requests.
 use super::lifecycle::Carry;
 use super::router::Router;
 use super::tickets::TicketId;
@@ -7,13 +7,13 @@ use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Event, Pull, Segment};
 
 impl Router {
-    /// Tells what happened to a ticket's open segment. Returns the segment that is open now where
-    /// that changed: the next of the plan, or, for a request that failed before its first token,
-    /// the same one elsewhere. A segment that then begins at token 0 is the whole request anew.
+    /// Applies an event of a ticket's open segment. Returns the segment that is open now, if it
+    /// changed: the next segment of the plan, or a retry on another instance after a failure before
+    /// the first token. A retry from token 0 repeats the whole request.
     ///
     /// # Errors
-    /// `Ticket` where the ticket is closed. `NoInstance` where a segment ended well and nobody
-    /// takes the next: the request has failed.
+    /// `Ticket` if the ticket is closed. `NoInstance` if a segment ended as planned and no instance
+    /// can take the next; the request has then failed.
     pub fn advance(
         &mut self,
         ticket: TicketId,
@@ -23,38 +23,38 @@ impl Router {
         self.lifecycle(now).advance(ticket, event)
     }
 
-    /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
+    /// Closes an abandoned ticket. Does nothing if the ticket is already closed.
     pub fn drop_ticket(&mut self, ticket: TicketId) {
         let now = self.latest;
         self.lifecycle(now).drop_ticket(ticket);
     }
 
-    /// Whether a ticket is open.
+    /// Returns whether a ticket is open.
     pub fn is_open(&mut self, ticket: TicketId) -> bool {
         self.requests.tickets.get(ticket).is_ok()
     }
 
-    /// The segments that are bound behind a ticket's open one, in order.
+    /// Yields the segments bound after a ticket's open one, in order.
     pub fn bound(&mut self, ticket: TicketId) -> impl Iterator<Item = Segment> {
         let bound = self.requests.tickets.get(ticket).ok();
         bound.into_iter().flat_map(|state| state.later.iter().map(|leg| leg.segment))
     }
 
-    /// What the open segment of a ticket pulls before it begins; `None` where it pulls nothing, or
-    /// the pull is over.
+    /// Returns the running prefix fetch of a ticket's open segment; `None` if there is none or it
+    /// is over.
     pub fn pull_of(&mut self, ticket: TicketId) -> Option<Pull> {
         let pulling = self.requests.tickets.get(ticket).ok()?.leg.pull?;
         pulling.under_way.then_some(pulling.pull)
     }
 
-    /// Begins to move a running request: places a segment for what is left of it on `target`,
-    /// behind its open one.
+    /// Begins to move a running request: places a segment on `target` for the rest of the request,
+    /// after the open segment.
     ///
     /// # Errors
-    /// `Ticket` where it is closed, without a token so far, has a segment bound behind the open one
-    /// already, or could not go there: `target` is where it is, gone, not healthy, draining,
-    /// prefills only, or one of both engines cannot hand over behind an output token. `BadValue` if
-    /// the router has no slot `target`.
+    /// `Ticket` if the ticket is closed, has no token yet or already has a bound segment. `Ticket`
+    /// also if `target` is the current instance, removed, unhealthy, draining or prefill-only, or
+    /// if one of both engines cannot transfer KV after an output token. `BadValue` if the router
+    /// has no slot `target`.
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
@@ -65,20 +65,20 @@ impl Router {
         self.lifecycle(now).begin_move(ticket, target, carry)
     }
 
-    /// The instance of a running request has failed it: it is not asked for it again. Where it
-    /// would best go on, chosen among the others as a segment that follows another is. Places
-    /// nothing.
+    /// Chooses another instance for a running request whose instance failed. The failed instance
+    /// gets no further segment of the request. The choice follows the rules of a follow-up segment.
+    /// Places nothing.
     ///
     /// # Errors
-    /// `Ticket` where it is closed or has no token yet, `NoInstance`.
+    /// `Ticket` if the ticket is closed or has no token yet; `NoInstance`.
     pub fn elsewhere(&mut self, ticket: TicketId, now: Seconds) -> Result<InstanceId, CoreError> {
         self.lifecycle(now).elsewhere(ticket)
     }
 
-    /// Gives up a move that has begun. Does nothing where none has.
+    /// Cancels a move. Does nothing if no move has begun.
     ///
     /// # Errors
-    /// `Ticket` where it is closed.
+    /// `Ticket` if the ticket is closed.
     pub fn cancel_move(&mut self, ticket: TicketId, now: Seconds) -> Result<(), CoreError> {
         self.lifecycle(now).cancel_move(ticket)
     }

@@ -1,4 +1,4 @@
-//! What the policies cannot score on an idle fleet, so that an operator learns it at startup.
+//! Startup check: policies that cannot score an idle fleet.
 use super::ledger::{AHEAD, Ahead, Report};
 use super::router::Router;
 use super::settings::RouterConfig;
@@ -12,9 +12,9 @@ use crate::policy::{PolicyRng, Scores, least_requests};
 use crate::request::Request;
 use rand::SeedableRng;
 
-/// Cache blocks of an instance of the idle fleet.
+/// Cache blocks per instance of the idle fleet.
 const CACHE_BLOCKS: u32 = 10_000;
-/// The request that is scored.
+/// The scored request.
 const REQUEST: Request<'static> = Request {
     chain: &[],
     prompt_tokens: 1_000,
@@ -31,8 +31,8 @@ const REQUEST: Request<'static> = Request {
 };
 
 impl Router {
-    /// One sentence for each policy that scores no instance of an idle fleet: two instances that
-    /// have reported no load and have served nothing. The router itself is left as it is.
+    /// Returns a warning for each policy that scores no instance of an idle fleet: two instances
+    /// without reported load or served requests. The router itself is unchanged.
     ///
     /// # Errors
     /// `Policy` if a policy function fails.
@@ -74,7 +74,7 @@ impl Router {
         let declared = selector.declared.iter().map(|id| id.decl()).filter(|decl| decl.default.is_none());
         absent.extend(declared.map(|decl| format!("{} is absent until it is reported", decl.name)));
         let why = match absent.is_empty() {
-            true => "its score is not a finite number there (a division by 0?)".to_string(),
+            true => "its score is not a finite number (a division by 0?)".to_string(),
             false => absent.join("; "),
         };
         let spec = selector.policy.spec();
@@ -84,7 +84,7 @@ impl Router {
         )))
     }
 
-    /// A router with two idle instances, its indicators filled in for [`REQUEST`].
+    /// Returns a router with two idle instances and indicators filled in for [`REQUEST`].
     fn idle_fleet(
         &self,
         selector: &Selector,

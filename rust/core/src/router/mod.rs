@@ -1,28 +1,28 @@
-//! The router: the only one that commits. It decides from a snapshot, counts the placement at once,
-//! follows each ticket to its end and keeps the receipts. One router serves one pool: the instances
-//! of one model.
+//! The router. It decides from a snapshot, counts the placement at once, follows each ticket to its
+//! end and keeps the decision records. Only the router commits placements. One router serves one
+//! pool: the instances of one model.
 //!
-//! Imports go down this table, and files of one row do not import each other
-//! (`tests/test_layers.py` reads it):
+//! Imports go down this table; files of one row do not import each other (`tests/test_layers.py`
+//! checks it):
 //!
 //! | files | what they hold |
 //! | --- | --- |
 //! | `feed` | engines' KV events, applied to a shared router |
-//! | `shared` | the router behind a lock, and tickets that close themselves |
-//! | `decide`, `follow` | decisions; what callers tell of placed requests |
+//! | `shared` | the router behind a lock; tickets that close themselves |
+//! | `decide`, `follow` | decisions; events of placed requests |
 //! | `idle`, `rounds` | checks of a policy on an idle fleet; rescheduling |
-//! | `configure`, `reports` | settings that can change; what engines and peers report |
+//! | `configure`, `reports` | settings that can change; reports of engines and peers |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
-//! | `plan` | where a request runs, where it is split, what is fetched |
-//! | `state` | everything that a decision depends on |
-//! | `context` | everything that planning writes |
-//! | `requests` | the requests in flight, and what is recorded and learned of all |
-//! | `decision`, `priorities`, `replicas` | decisions and totals; what goes first; peers' loads |
-//! | `parts` | what plans are made of |
-//! | `tickets` | the requests in flight |
-//! | `fetch_cost`, `ledger` | what prefix fetches cost; what is in flight on each instance |
-//! | `settings` | what a router is set up with |
+//! | `plan` | placement, splits and prefix fetches |
+//! | `state` | state that decisions depend on |
+//! | `context` | buffers that planning writes |
+//! | `requests` | requests in flight; records and learned values |
+//! | `decision`, `priorities`, `replicas` | decisions and totals; request priorities; peer load |
+//! | `parts` | parts of plans |
+//! | `tickets` | tickets of requests in flight |
+//! | `fetch_cost`, `ledger` | cost of prefix fetches; in-flight ledger of each instance |
+//! | `settings` | settings of a router |
 
 mod configure;
 mod context;
@@ -41,7 +41,7 @@ mod replicas;
 mod reports;
 mod requests;
 mod rounds;
-#[allow(clippy::module_inception)] // its one type is the module's
+#[allow(clippy::module_inception)] // the module is named after its only type
 mod router;
 mod settings;
 pub mod shared;

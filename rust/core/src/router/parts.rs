@@ -1,4 +1,4 @@
-//! What plans are made of.
+//! Parts of plans.
 use super::tickets::{Leg, Pulling};
 use crate::ids::{InstanceId, Seconds};
 use crate::receipt::{Balance, Nexts};
@@ -7,28 +7,27 @@ use smallvec::SmallVec;
 /// A segment that follows another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Follow {
-    /// Its first token: where the one before it ends.
+    /// First token; the previous segment ends before it.
     pub from_token: u32,
-    /// Where it runs; `None`: chosen when its turn comes.
+    /// Instance; `None`: chosen when the previous segment ends.
     pub instance: Option<InstanceId>,
-    /// Seconds until it is expected to start.
+    /// Seconds until the expected start.
     pub start_seconds: Seconds,
-    /// Score of the instance, where it is chosen.
+    /// Score of the instance, if it is chosen.
     pub score: f64,
 }
 
-/// What follows a first segment, in order.
+/// Follow-up segments, in order.
 pub type Rest = SmallVec<[Follow; 2]>;
 
-/// Which of a plan's segments is placed.
+/// The segment of a plan to place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// The one that begins with the request.
+    /// The first segment.
     First,
-    /// One that follows another, in a pool of its own.
+    /// A follow-up segment in a pool of its own.
     Later,
-    /// One that follows another on an equal of its instance, which may be that one itself only
-    /// where it is not named.
+    /// A follow-up segment on another `both` instance. `Some(id)` excludes `id`.
     Peer(Option<InstanceId>),
 }
 
@@ -37,21 +36,21 @@ pub(super) enum Turn {
 pub(super) struct Chosen {
     pub first: InstanceId,
     pub rest: Rest,
-    /// What the first fetches before it begins.
+    /// Prefix fetch before the first segment begins.
     pub pull: Option<Pulling>,
-    /// Why the request stays in one piece, if others are cut.
+    /// Why the request is not split, if requests are split.
     pub uncut: Option<Box<str>>,
-    /// Expected times of its instances, if a cut was looked for.
+    /// Expected times of the instances, if a cut was considered.
     pub balance: Option<Balance>,
 }
 
 impl Chosen {
-    /// All of a request on one instance.
+    /// Plans all of a request on one instance.
     pub fn whole(first: InstanceId, pull: Option<Pulling>) -> Chosen {
         Chosen { first, rest: Rest::default(), pull, uncut: None, balance: None }
     }
 }
 
-/// The segments of a request that was placed anew, what follows the first of them, and what the new
-/// plan says of its cut.
+/// The segments of a request that was placed again, the instances after the first segment, and the
+/// new plan's reason and balance for its cut.
 pub(super) type Replaced = (Leg, Vec<Leg>, Nexts, Option<(Option<Box<str>>, Option<Balance>)>);

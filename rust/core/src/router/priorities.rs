@@ -1,11 +1,11 @@
-//! What goes first: the integer that a request is given for its engine's queue, at submission
-//! (UniBoost, or virtual token counters).
+//! Request priorities: the integer that orders an engine's queue, set at submission (UniBoost or
+//! virtual token counters).
 //!
-//! An engine that orders its queue by priority takes one number and keeps it. UniBoost's is the
-//! boosted arrival by the work that is known then, the prompt tokens that the chosen instance does
-//! not hold; gamma is learned from this router's own requests as they end. Lower goes first;
-//! numbers of all instances, and of several routers whose clocks agree, compare, and stay
-//! comparable while gamma is learned: a boost is told against that of a typical prompt.
+//! An engine with priority scheduling takes one number per request and keeps it. UniBoost's number
+//! is the boosted arrival time. Its work is the prompt tokens that the chosen instance does not
+//! hold. Gamma is learned from this router's own requests as they end. Lower numbers go first.
+//! Numbers are comparable across instances, and across routers with synchronized clocks. They stay
+//! comparable while gamma is learned, because boosts are relative to a typical prompt.
 use super::tickets::TicketState;
 use crate::error::CoreError;
 use crate::ids::Seconds;
@@ -13,22 +13,23 @@ use crate::priority::vtc::{Place, VirtualTokens};
 use crate::priority::{Priority, Settings, TailRate, Work, boost_seconds};
 use crate::request::Tenant;
 
-/// Boosts count against that of a prompt of so many tokens, so that its number is its arrival
-/// whatever gamma and the tokens' seconds are: numbers given before one of these changed, or by a
-/// router that has learned others, compare with those given after.
+/// Boosts are relative to a prompt of this length, whose number is its arrival time. Numbers
+/// therefore stay comparable when gamma or the learned seconds per token change, and between
+/// routers that learned different values.
 const REFERENCE_TOKENS: u32 = 1024;
 
-/// By what requests are ordered.
+/// The order of requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Priorities {
     /// Boosted arrival, in milliseconds.
     UniBoost {
-        /// Boosts; a priority never changes here, so of MEMGUARD only the bins count.
+        /// Boost settings. A priority never changes here, so only the bins of MEMGUARD have an
+        /// effect.
         settings: Settings,
-        /// The most that one is boosted more than another, seconds: who has waited longer is
-        /// overtaken by nobody of its class.
+        /// Maximum difference of two boosts, in seconds. A longer wait than this is never overtaken
+        /// within a class.
         most_seconds: Seconds,
-        /// What is added to the router's clock, so that it is the same for all routers: seconds.
+        /// Seconds added to the router's clock, so that all routers use the same time.
         clock_offset_seconds: Seconds,
     },
     /// Start tags, in thousandths of a virtual token.
@@ -36,9 +37,11 @@ pub enum Priorities {
 }
 
 impl Priorities {
-    /// The most that anyone is boosted where nothing is said, seconds.
+    /// Default of the maximum boost difference, in seconds.
     pub const MOST_SECONDS: Seconds = 60.0;
 
+    /// Checks the settings.
+    ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
@@ -59,7 +62,7 @@ impl Priorities {
     }
 }
 
-/// What is kept for it.
+/// State of an order.
 pub(super) struct Ordering {
     of: Priorities,
     tail: Option<TailRate>,
@@ -94,7 +97,8 @@ impl Ordering {
         Ok(())
     }
 
-    /// Gamma as it is now, 1/s, and how often it was estimated; `None` if nobody is boosted.
+    /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
+    /// boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
         match (&self.tail, self.of) {
             (Some(tail), _) => Some((tail.gamma(), tail.estimates())),
@@ -103,9 +107,8 @@ impl Ordering {
         }
     }
 
-    /// The priority of a request of which so many prompt tokens have to be computed, and its
-    /// tenant's place. `prefill_rate`: works out how many prefill tokens an instance computes a
-    /// second.
+    /// Returns a request's priority and its tenant's place. `prefill_rate`: computes an instance's
+    /// prefill rate in tokens/s.
     pub fn prioritise(
         &mut self,
         prefill_rate: impl FnOnce() -> f64,
@@ -135,14 +138,14 @@ impl Ordering {
         }
     }
 
-    /// A request ended well.
+    /// Learns from the duration of a successful request.
     pub fn learn_tail(&mut self, seconds: Seconds) {
         if let Some(tail) = &mut self.tail {
             tail.ended(seconds);
         }
     }
 
-    /// A request is over, however it ended.
+    /// Removes an ended request from its tenant's counter.
     pub fn leave_queue(&mut self, state: &TicketState) {
         if let Some(place) = state.place {
             self.counters.charge(place, state.leg.entry.output_tokens as u32);
@@ -150,7 +153,7 @@ impl Ordering {
         }
     }
 
-    /// Its answer had so many tokens more than were seen.
+    /// Charges a tenant for `output_tokens` tokens that were not counted before.
     pub fn charge_unseen(&mut self, state: &TicketState, output_tokens: u32) {
         if let Some(place) = state.place {
             self.counters.charge(place, output_tokens);

@@ -1,10 +1,9 @@
-//! Routers side by side: what each of them alone knows, its requests in flight, the others add to
-//! what they see of the instances.
+//! Peer routers: each router adds the in-flight load of its peers to its own view of the instances.
 //!
-//! A router tells what it has on each instance (`Router::share`); whoever hears it (`Router::hear`)
-//! counts that as if it had been placed here, until the next word from there or until it is too old
-//! (`Router::forget_silent`). How it gets from one to the other is the caller's. Indicators that a
-//! policy keeps about single requests (`handoff_*`, `decode_pressure*`) stay each router's own, as
+//! A router publishes its load on each instance (`Router::share`). A peer that receives this load
+//! (`Router::hear`) counts it like its own until the next message or a timeout
+//! (`Router::forget_silent`). The caller carries the messages. Indicators about single requests
+//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
 //! does what it learns.
 use super::ledger::{Ledger, Share};
 use crate::error::CoreError;
@@ -12,36 +11,35 @@ use crate::fleet::Fleet;
 use crate::ids::Seconds;
 use std::collections::BTreeMap;
 
-/// Most routers that one listens to; more side by side is a mistake, and what is kept is bounded by
-/// it.
+/// Maximum number of peers. More peers indicate a configuration error; the limit also bounds
+/// memory.
 pub const MOST_REPLICAS: usize = 64;
 
-/// What the routers beside this one said last.
+/// The last published load of each peer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Replicas {
     by_name: BTreeMap<Box<str>, Replica>,
-    /// Sums over all of them, by slot.
+    /// Sums over all peers, by slot.
     sums: Vec<Share>,
 }
 
 #[derive(Clone, Debug)]
 struct Replica {
     heard: Seconds,
-    /// By slot; shorter than the fleet where nothing was said of the last ones.
+    /// Load by slot; shorter than the fleet if the message omits the last slots.
     shares: Vec<Share>,
 }
 
 impl Replicas {
-    /// What they have on a slot together.
+    /// Returns the load of all peers on a slot.
     fn on(&self, slot: usize) -> Share {
         let mut all = Share::default();
         self.by_name.values().filter_map(|replica| replica.shares.get(slot)).for_each(|share| all.add(share));
         all
     }
 
-    /// Replaces `old` by `new` in the sum of a slot, whoever has it. The sum is worked out anew
-    /// when a router has nothing left there, so that rounding errors never outlive the load that
-    /// made them.
+    /// Replaces `old` by `new` in a slot's sum. The sum is recomputed when a peer's load drops to
+    /// zero, so that rounding errors do not outlive the load that caused them.
     fn replace(&mut self, slot: usize, old: &Share, new: &Share) -> Share {
         if self.sums.len() <= slot {
             self.sums.resize(slot + 1, Share::default());
@@ -57,7 +55,7 @@ impl Replicas {
         self.sums[slot]
     }
 
-    /// The instance of a slot is gone.
+    /// Clears a slot whose instance was removed.
     pub fn clear(&mut self, slot: usize) {
         self.sums.get_mut(slot).into_iter().for_each(|sum| *sum = Share::default());
         self.by_name
@@ -66,12 +64,12 @@ impl Replicas {
             .for_each(|share| *share = Share::default());
     }
 
-    /// What the router `replica` has on each instance, heard at `now`; replaces what it said
-    /// before. Instances that are not in the fleet are passed over.
+    /// Replaces the published load of the router `replica`, received at `now`. Instances that are
+    /// not in the fleet are skipped.
     ///
     /// # Errors
-    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`] replicas. Nothing has
-    /// changed then.
+    /// `BadValue` for an impossible number, or for more than [`MOST_REPLICAS`] replicas. Nothing
+    /// has changed then.
     pub fn hear<'a>(
         &mut self,
         ledger: &mut Ledger,
@@ -85,7 +83,7 @@ impl Replicas {
             for (what, value) in Share::NAMES.iter().zip(share.numbers()) {
                 if !(0.0..=1e15).contains(&value) {
                     return Err(CoreError::BadValue {
-                        what: format!("{what} on {instance} that router {replica} tells of"),
+                        what: format!("{what} on {instance} in the load of router {replica}"),
                         got: value.to_string(),
                         expected: "0 to 1e15".into(),
                     });
@@ -98,8 +96,8 @@ impl Replicas {
         }
         if !self.by_name.contains_key(replica) && self.by_name.len() >= MOST_REPLICAS {
             return Err(CoreError::BadValue {
-                what: "routers side by side".into(),
-                got: format!("{replica}, one beyond {MOST_REPLICAS}"),
+                what: "peer routers".into(),
+                got: format!("{replica}, after {MOST_REPLICAS} others"),
                 expected: format!("at most {MOST_REPLICAS}"),
             });
         }
@@ -109,7 +107,7 @@ impl Replicas {
         Ok(())
     }
 
-    /// Forgets what routers said that have said nothing for `seconds`. Their names.
+    /// Removes the load of peers without a message in the last `seconds`. Returns their names.
     pub fn forget_silent(&mut self, ledger: &mut Ledger, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let oldest = now - seconds;
         let gone = self.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
@@ -122,12 +120,12 @@ impl Replicas {
         gone
     }
 
-    /// The routers that count now, and when each was heard last.
+    /// Yields the peers whose load counts, each with the time of its last message.
     pub fn heard(&self) -> impl Iterator<Item = (&str, Seconds)> {
         self.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
-    /// A router that had `before` on the slots has `shares` now.
+    /// Updates the ledger from a peer's load `before` to its load `shares`.
     fn count(&mut self, ledger: &mut Ledger, before: &[Share], shares: &[Share], now: Seconds) {
         let nothing = Share::default();
         for slot in 0..before.len().max(shares.len()) {

@@ -1,4 +1,4 @@
-//! What engines and peer routers report of their load.
+//! Reports of load from engines and peer routers.
 use super::ledger::{Report, Share};
 use super::router::Router;
 use crate::error::CoreError;
@@ -8,18 +8,19 @@ use crate::suggest::nearest;
 use std::sync::Arc;
 
 impl Router {
-    /// Takes in an engine's load report.
+    /// Applies an engine's load report.
     ///
     /// # Errors
-    /// `UnknownName`, or `BadValue` for a number that cannot be.
+    /// `UnknownName`, or `BadValue` for an impossible number.
     pub fn engine_report(&mut self, name: &str, report: Report) -> Result<(), CoreError> {
         self.engine_report_with(name, report, [])
     }
 
-    /// Takes in an engine's load report, with values of declared indicators.
+    /// Applies an engine's load report with values of declared indicators.
     ///
     /// # Errors
-    /// As [`Router::engine_report`] and [`Router::report_declared`]. Nothing has changed then.
+    /// The errors of [`Router::engine_report`] and [`Router::report_declared`]. Nothing has changed
+    /// then.
     pub fn engine_report_with<'a>(
         &mut self,
         name: &str,
@@ -44,11 +45,11 @@ impl Router {
         Ok(())
     }
 
-    /// Takes in the values of declared indicators for one instance, as of `at`. `None`: the indicator
-    /// has no value from now on, as if it had never been reported.
+    /// Sets the values of declared indicators for one instance, as of `at`. `None` removes the
+    /// value, as if it had never been reported.
     ///
     /// # Errors
-    /// `UnknownName` for an instance or an indicator that is not declared, `BadValue` for a value
+    /// `UnknownName` for an unknown instance or an undeclared indicator; `BadValue` for a value
     /// that is not finite. Nothing has changed then.
     pub fn report_declared<'a>(
         &mut self,
@@ -75,8 +76,8 @@ impl Router {
         Ok(())
     }
 
-    /// What this router has on each instance, for its peers; instances without anything are left
-    /// out.
+    /// Returns the load that this router placed on each instance, for its peers. Idle instances are
+    /// left out.
     pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
         let now = self.latest.max(now);
         let fleet = &self.state.fleet;
@@ -86,12 +87,12 @@ impl Router {
             .collect()
     }
 
-    /// What the router `replica` has on each instance; replaces what it said before. Instances that
-    /// this router does not know of are passed over.
+    /// Replaces the published load of the router `replica` on each instance. Unknown instances are
+    /// skipped.
     ///
     /// # Errors
-    /// `BadValue` for a number that cannot be, or more than [`MOST_REPLICAS`](super::MOST_REPLICAS)
-    /// replicas. Nothing has changed then.
+    /// `BadValue` for an impossible number, or for more than
+    /// [`MOST_REPLICAS`](super::MOST_REPLICAS) replicas. Nothing has changed then.
     pub fn hear<'a>(
         &mut self,
         replica: &str,
@@ -103,14 +104,14 @@ impl Router {
         replicas.hear(&mut state.ledger, &state.fleet, replica, shares, now)
     }
 
-    /// Forgets what routers said that have said nothing for `seconds`: their requests count no
-    /// longer, but for what engines report. Returns their names.
+    /// Removes the load of peers without a message in the last `seconds`. After that, their
+    /// requests count only through engine reports. Returns the peers' names.
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
         self.replicas.forget_silent(&mut self.state.ledger, seconds, now)
     }
 
-    /// The routers that count now, and when each was heard last.
+    /// Yields the peers whose load counts, each with the time of its last message.
     pub fn replicas(&self) -> impl Iterator<Item = (&str, Seconds)> {
         self.replicas.heard()
     }

@@ -1,24 +1,24 @@
-//! The requests in flight, and what is recorded and learned of requests that came.
+//! Requests in flight, and records and learned values of all requests.
 use super::decision::Totals;
 use super::priorities::Ordering;
 use super::tickets::Tickets;
 use crate::estimate::Turns;
 use crate::receipt::ReceiptRing;
 
-/// What a router keeps of requests apart from their load on instances.
+/// All request data of a router, apart from the load on instances.
 pub(super) struct Requests {
-    /// Those in flight.
+    /// Tickets of the requests in flight.
     pub tickets: Tickets,
     pub receipts: ReceiptRing,
     pub totals: Totals,
-    /// What requests are ordered by, if at all.
+    /// The order of requests, if any.
     pub ordering: Option<Ordering>,
     /// The latest turns of conversations, if a forecast reads them.
     pub turns: Option<Turns>,
 }
 
 impl Requests {
-    /// None so far.
+    /// Creates an empty set.
     pub fn new(receipt_bytes: usize) -> Requests {
         Requests {
             tickets: Tickets::default(),

@@ -1,5 +1,5 @@
-//! Rounds of rescheduling: what runs where is put before the rescheduler, which names the moves
-//! (STAR, section 5.2). Making them is the caller's part: see `moves`.
+//! Rounds of rescheduling: the rescheduler gets the running requests of each instance and returns
+//! moves (STAR, section 5.2). The caller makes the moves ([`Router::begin_move`]).
 use super::ledger::Stage;
 use super::router::Router;
 use super::settings::Rescheduling;
@@ -13,25 +13,24 @@ use crate::indicators::Indicator;
 use crate::plan::Cuts;
 use crate::reschedule::{InstanceLoad, Move, Running, RunningRequest, Stop};
 
-/// A move that a round names.
+/// A move that a round proposes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NamedMove {
-    /// The request's ticket.
+    /// Ticket of the request.
     pub ticket: TicketId,
-    /// Why.
+    /// The move and its reason.
     pub why: Move,
 }
 
-/// A decode step of an instance of which nothing is known takes as long as a token of a fluent
-/// reader's.
+/// Decode step time of an instance without data: a fluent reader's time per token.
 const STEP_SECONDS: Seconds = 0.05;
 
 impl Router {
-    /// One round over all instances that decode: the moves that are worth making, and why there are
-    /// no more. Nothing is booked; see [`Router::begin_move`].
+    /// Runs one round over all instances that decode. Returns the moves worth making, and why there
+    /// are no more. The ledger is unchanged; [`Router::begin_move`] makes a move.
     ///
     /// # Errors
-    /// Those of the forecast. Without them, never for what the router itself keeps.
+    /// Errors of the forecast. Built-in forecasts do not fail.
     pub fn reschedule(&mut self, now: Seconds) -> Result<(Vec<NamedMove>, Stop), CoreError> {
         self.clock(now);
         let Router { state, requests, .. } = self;
@@ -53,7 +52,7 @@ impl Router {
                 coming[slot].1 += leg.entry.prompt_tokens + leg.entry.output_tokens;
             }
             tokens_per_block = f64::max(tokens_per_block, request.tokens_per_block);
-            // Since the prediction, more tokens have come.
+            // Subtract the tokens received since the prediction.
             let since = leg.entry.output_tokens - asked.output_tokens;
             requests[slot].push(RunningRequest {
                 id: ticket.0,
@@ -84,8 +83,8 @@ impl Router {
 }
 
 impl Router {
-    /// What the next [`Router::reschedule`] asks the forecast for, if it comes at once. None if
-    /// nothing is rescheduled.
+    /// Returns the requests that an immediate [`Router::reschedule`] would pass to the forecast.
+    /// Empty if rescheduling is off.
     pub fn running(&self) -> Vec<Running> {
         let Some(by) = &self.state.rescheduling else { return Vec::new() };
         listed(&self.requests.tickets, &self.state.fleet, by).iter().map(|listed| listed.asked).collect()
@@ -103,7 +102,7 @@ impl State {
         let slot = id.index();
         let at = |indicator| self.ledger.get(indicator)[slot];
         let blocks = self.instances[slot].cache_blocks.map_or(f64::from(u32::MAX), f64::from);
-        // Of those without a token here, `requests` has the ones whose KV comes.
+        // `requests` already contains the requests whose KV is in transfer; the rest are bound.
         let (bound, bound_tokens) =
             (at(Indicator::BoundBs) - coming.0, at(Indicator::BoundTokens) - coming.1);
         let model = self.step_time_of(slot).or_else(|| self.ledger.step_fit(slot).step_time());
@@ -120,18 +119,19 @@ impl State {
     }
 }
 
-/// A request that a round looks at.
+/// A request considered in a round.
 struct Listed<'a> {
     ticket: TicketId,
     request: &'a TicketState,
-    /// Its KV is on its way.
+    /// Whether its KV is in transfer.
     comes: bool,
-    /// What the forecast is asked, as of its last prediction.
+    /// Input for the forecast, as of the last prediction.
     asked: Running,
 }
 
-/// The requests that decode, and those whose KV is on its way: each is load of its target already,
-/// else every round until it is there would send that target one more.
+/// Returns the requests that decode and those whose KV is in transfer. Requests in transfer count
+/// as load of their target; otherwise every round until their arrival would move one more request
+/// there.
 fn listed<'a>(tickets: &'a Tickets, fleet: &Fleet, by: &Rescheduling) -> Vec<Listed<'a>> {
     let every = f64::from(by.repredict_tokens.max(1));
     let mut listed = Vec::new();

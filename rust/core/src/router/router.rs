@@ -1,4 +1,4 @@
-//! [`Router`]: what it is made of, its instances, and what can be seen of it.
+//! The [`Router`] type: construction, instances and read access.
 use super::context::DecisionContext;
 use super::decision::Totals;
 use super::ledger::Ahead;
@@ -19,26 +19,26 @@ use crate::policy::{Fallbacks, Policy};
 use crate::receipt::Receipt;
 use crate::request::Request;
 
-/// No clock shows as many seconds: what is beyond is a mistake, and not a number still less.
+/// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
 const FAR: Seconds = 1e12;
 
-/// Decides, places, follows. One for each pool.
+/// A router: decides, places and follows requests. Each pool has one router.
 pub struct Router {
-    /// What a decision depends on.
+    /// State that decisions depend on.
     pub(super) state: State,
-    /// What a decision writes while it is planned.
+    /// Buffers that a decision writes while it is planned.
     pub(super) context: DecisionContext,
-    /// The requests in flight, and what is recorded of all.
+    /// Requests in flight, and records of all requests.
     pub(super) requests: Requests,
     pub(super) replicas: Replicas,
-    /// Of policies that were replaced.
+    /// Fallbacks of policies that were replaced.
     pub(super) fallbacks: Fallbacks,
     pub(super) latest: Seconds,
 }
 
 impl Router {
-    /// An empty router that splits no requests ([`Router::set_split`]). Segments that follow others
-    /// go where there are the least requests ([`Router::set_decode_policy`]).
+    /// Creates an empty router that does not split requests ([`Router::set_split`]). Follow-up
+    /// segments go to the instance with the fewest requests ([`Router::set_decode_policy`]).
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -53,21 +53,21 @@ impl Router {
         })
     }
 
-    /// Indicators that its policies read.
+    /// Returns the indicators that the policies read.
     pub fn reads(&self) -> IndicatorSet {
         self.state.reads()
     }
 
-    /// What the load will be, where a policy asks for it.
+    /// Returns predicted loads, if a policy needs them.
     pub fn ahead(&self) -> Option<&Ahead> {
         self.state.ledger.ahead()
     }
 
-    /// Adds an instance. `cache_blocks`: what its KV cache holds, where known; bounds what is
-    /// remembered of it.
+    /// Adds an instance. `cache_blocks`: blocks in its KV cache, if known; bounds its entries in
+    /// the KV index.
     ///
     /// # Errors
-    /// `BadValue` where the name is taken or empty, or the fleet is full.
+    /// `BadValue` if the name is taken or empty, or if the fleet is full.
     pub fn add_instance(
         &mut self,
         name: &str,
@@ -80,7 +80,8 @@ impl Router {
         Ok(id)
     }
 
-    /// Removes an instance. Its open tickets stay valid; their events touch no ledger any more.
+    /// Removes an instance. Its open tickets stay valid, but their events no longer change the
+    /// ledger.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -94,8 +95,8 @@ impl Router {
         Ok(())
     }
 
-    /// Puts an empty index in the place of the present one, which is returned: dropping it takes a
-    /// while.
+    /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
+    /// time.
     pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
         let old = std::mem::replace(&mut self.state.index, KvIndex::new(byte_bound));
         for id in self.state.ids() {
@@ -106,64 +107,64 @@ impl Router {
         old
     }
 
-    /// The instances.
+    /// Returns the instances.
     pub fn fleet(&self) -> &Fleet {
         &self.state.fleet
     }
 
-    /// The instances, to change health or draining.
+    /// Returns the instances, for changes of health or draining.
     pub fn fleet_mut(&mut self) -> &mut Fleet {
         &mut self.state.fleet
     }
 
-    /// The KV index, e.g. to feed events into.
+    /// Returns the KV index, for example to apply events.
     pub fn index_mut(&mut self) -> &mut KvIndex {
         &mut self.state.index
     }
 
-    /// The KV index.
+    /// Returns the KV index.
     pub fn index(&self) -> &KvIndex {
         &self.state.index
     }
 
-    /// The policy in force.
+    /// Returns the policy of first segments.
     pub fn policy(&self) -> &dyn Policy {
         &*self.state.first.policy
     }
 
-    /// The policy for segments that follow others.
+    /// Returns the policy of follow-up segments.
     pub fn decode_policy(&self) -> &dyn Policy {
         &*self.state.later.policy
     }
 
-    /// Decisions that fallbacks made for the policies, since the start.
+    /// Returns the decisions that fallbacks made for the policies, since the start.
     pub fn fallbacks(&self) -> Fallbacks {
         let State { first, later, .. } = &self.state;
         self.fallbacks.clone().and(first.policy.fallbacks()).and(later.policy.fallbacks())
     }
 
-    /// Counters since the start.
+    /// Returns the counters since the start.
     pub fn totals(&self) -> &Totals {
         &self.requests.totals
     }
 
-    /// Requests in flight.
+    /// Returns the number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.requests.tickets.len()
     }
 
-    /// Requests in flight on an instance.
+    /// Returns the number of requests in flight on an instance.
     pub fn in_flight_on(&self, id: InstanceId) -> usize {
         if self.state.fleet.check(id).is_ok() { self.state.ledger.in_flight(id.index()) as usize } else { 0 }
     }
 
-    /// The receipt of a decision, while it is kept.
+    /// Returns the decision record with this id, if it is still kept.
     pub fn receipt(&self, id: u64) -> Option<&Receipt> {
         self.requests.receipts.get(id)
     }
 
-    /// Time never runs back here, whatever callers say: a request may be timed before its body was
-    /// read.
+    /// Returns a time that never decreases. Callers may pass earlier times: a request may be timed
+    /// before its body is read.
     pub(super) fn clock(&mut self, now: Seconds) -> Seconds {
         if now.abs() < FAR {
             self.latest = self.latest.max(now);
@@ -171,14 +172,14 @@ impl Router {
         self.latest
     }
 
-    /// What changes requests at `now`.
+    /// Returns the lifecycle of requests at `now`.
     pub(super) fn lifecycle(&mut self, now: Seconds) -> Lifecycle<'_> {
         let now = self.clock(now);
         let Router { state, context, requests, .. } = self;
         Lifecycle { state, context, requests, now }
     }
 
-    /// Everything periodic. Returns what the guard did, and when to call again.
+    /// Runs periodic work. Returns the guard's events and the time of the next call.
     pub fn tick(&mut self, now: Seconds) -> (Vec<GuardEvent>, Seconds) {
         let now = self.clock(now);
         let (index, eligible) = (&self.state.index, self.state.fleet.eligible());
@@ -197,17 +198,17 @@ impl Router {
         (events, now + self.state.guard.config().period_seconds)
     }
 
-    /// The hot-spot guard, to look at.
+    /// Returns the hot-spot guard.
     pub fn guard(&self) -> &Guard {
         &self.state.guard
     }
 
-    /// The indicator columns; those of a request hold the last one's values.
+    /// Returns the indicator columns. Request indicators hold the values of the last request.
     pub fn columns(&self) -> Indicators<'_> {
         self.state.indicators(&self.context)
     }
 
-    /// Fills in every per-instance indicator at `now`, for a request of which nothing is known.
+    /// Computes every per-instance indicator at `now`, for a request without known properties.
     pub fn derive_all(&mut self, now: Seconds) {
         self.context.hit_blocks.fill(0);
         let able = self.state.fleet.eligible_count();
@@ -216,23 +217,23 @@ impl Router {
         self.state.derive_declared(&mut self.context, &declared, now);
     }
 
-    /// Requests placed on an instance since it was added.
+    /// Returns the number of requests placed on an instance since it was added.
     pub fn decisions_on(&self, id: InstanceId) -> u64 {
         self.state.instances.get(id.index()).map_or(0, |instance| instance.placed)
     }
 
-    /// The latest time that the router was told of, on its caller's clock.
+    /// Returns the latest time received, on the caller's clock.
     pub fn latest(&self) -> Seconds {
         self.latest
     }
 
-    /// Whether a prefill rate was learned on any instance.
+    /// Returns whether a prefill rate is learned on any instance.
     pub fn knows_a_rate(&self) -> bool {
         self.state.ledger.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
     }
 
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate
-    /// [is known](Router::knows_a_rate) of any.
+    /// Returns the source of TTFT predictions on a slot. `pool_rate`: whether any instance has a
+    /// [learned rate](Router::knows_a_rate).
     ///
     /// # Panics
     /// If the router has no such slot.
@@ -240,8 +241,8 @@ impl Router {
         self.state.ttft_source(id.index(), pool_rate)
     }
 
-    /// The step-time model learned from our own streams on an instance; None until there were
-    /// enough of them.
+    /// Returns the step-time model learned from this router's streams on an instance; `None` until
+    /// there are enough streams.
     ///
     /// # Panics
     /// If the router has no such slot.
@@ -249,13 +250,14 @@ impl Router {
         self.state.ledger.step_fit(id.index()).step_time()
     }
 
-    /// Seconds that a pulled token takes and that a pull takes besides, as learned, and how many
-    /// pulls that was learned from; `None` where nothing is pulled.
+    /// Returns the learned seconds per fetched token, the learned fixed seconds per fetch and the
+    /// number of fetches behind them; `None` if prefix fetches are off.
     pub fn pull_cost(&self) -> Option<(Seconds, Seconds, u64)> {
         self.state.pulls.map(|pulls| pulls.learned())
     }
 
-    /// Gamma as it is now, 1/s, and how often it was estimated; `None` if nobody is boosted.
+    /// Returns the current gamma in 1/s and the number of estimates; `None` if requests are not
+    /// boosted.
     pub fn gamma(&self) -> Option<(f64, u64)> {
         self.requests.ordering.as_ref()?.gamma()
     }

@@ -12,15 +12,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// How often a decision tries a router that is taken before it goes to sleep: work behind decisions
-/// holds it for microseconds.
+/// Attempts of a decision to take a busy router before the thread sleeps. Work behind decisions
+/// holds the router for microseconds.
 const TRIES: u32 = 2000;
-/// How long work behind decisions lets them go first, in spins; beyond it, the waiting thread is
-/// not running.
+/// Spins for which work behind decisions waits while decisions wait. After that, the waiting thread
+/// is probably not scheduled.
 const PATIENCE: u32 = 2000;
 
 thread_local! {
-    /// Routers that this thread holds; its address names the thread.
+    /// Number of routers that this thread holds. The address identifies the thread.
     static HELD: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -28,12 +28,11 @@ fn this_thread() -> usize {
     HELD.with(|held| std::ptr::from_ref(held).addr())
 }
 
-/// A router that several threads share. Cloning shares it.
+/// A router shared by several threads. A clone refers to the same router.
 ///
-/// A panic while a thread holds the router leaves counts half changed, and what is decided from
-/// them would be wrong without a sign of it. The router is broken from then on
-/// ([`SharedRouter::check`]). It is not an abort: the process belongs to the program that embeds
-/// the router.
+/// A panic while a thread holds the router leaves inconsistent counts, and later decisions would be
+/// silently wrong. From then on, the router is broken ([`SharedRouter::check`]). The process does
+/// not abort, because it belongs to the program that embeds the router.
 #[derive(Clone)]
 pub struct SharedRouter {
     inner: Arc<Inner>,
@@ -41,13 +40,13 @@ pub struct SharedRouter {
 
 struct Inner {
     router: Mutex<Router>,
-    /// Decisions that wait for the router.
+    /// Number of decisions that wait for the router.
     waiting: AtomicU32,
     /// The thread that holds the router; 0: none.
     holder: AtomicUsize,
-    /// A thread panicked while it held the router.
+    /// Whether a thread panicked while it held the router.
     broken: AtomicBool,
-    /// Tickets dropped while the router was locked: closed when it is next taken.
+    /// Tickets dropped while the router was locked; the next holder closes them.
     dropped: Mutex<Vec<TicketId>>,
 }
 
@@ -65,14 +64,14 @@ impl SharedRouter {
         }
     }
 
-    /// Takes the router, waiting for it. Decisions are short; a caller that holds a lock of its own
-    /// (an interpreter's) should try [`SharedRouter::try_lock`] first and let its own go before it
-    /// waits here.
+    /// Waits for the router and takes it. Decisions are short. A caller that holds a lock of its
+    /// own (an interpreter's) should call [`SharedRouter::try_lock`] first and release its lock
+    /// before it waits here.
     pub fn lock(&self) -> Held<'_> {
         self.held(self.inner.router.lock(), false)
     }
 
-    /// Takes the router for a decision, waiting for it: work behind decisions gives way.
+    /// Waits for the router and takes it for a decision; work behind decisions lets it go first.
     pub fn lock_next(&self) -> Held<'_> {
         self.inner.waiting.fetch_add(1, Ordering::Relaxed);
         let router = self.inner.router.lock();
@@ -80,7 +79,7 @@ impl SharedRouter {
         self.held(router, false)
     }
 
-    /// Takes the router, waiting for it no longer than `most`.
+    /// Waits for the router for at most `most` and takes it.
     pub fn lock_within(&self, most: Duration) -> Option<Held<'_>> {
         Some(self.held(self.inner.router.try_lock_for(most)?, false))
     }
@@ -90,16 +89,18 @@ impl SharedRouter {
         Some(self.held(self.inner.router.try_lock()?, false))
     }
 
-    /// Whether this thread holds the router: waiting for it would never end.
+    /// Returns whether this thread holds the router. Waiting for it would then never end.
     pub fn is_held_here(&self) -> bool {
         self.inner.holder.load(Ordering::Relaxed) == this_thread()
     }
 
-    /// Whether this thread holds any router.
+    /// Returns whether this thread holds any router.
     pub fn any_is_held_here() -> bool {
         HELD.get() > 0
     }
 
+    /// Checks that the router is usable.
+    ///
     /// # Errors
     /// `Broken` after a panic of a thread that held the router.
     pub fn check(&self) -> Result<(), CoreError> {
@@ -118,8 +119,8 @@ impl SharedRouter {
         held
     }
 
-    /// Takes the router as soon as it is free, for some microseconds at most: whoever holds it for
-    /// a moment only is waited for, and work behind decisions gives way.
+    /// Takes the router as soon as it is free, within some microseconds. Waits only for short
+    /// holders; work behind decisions lets it go first.
     pub fn lock_soon(&self) -> Option<Held<'_>> {
         if let Some(router) = self.try_lock() {
             return Some(router);
@@ -133,8 +134,8 @@ impl SharedRouter {
         router
     }
 
-    /// Takes the router for work that decisions shall not wait for: they go first, and are next
-    /// when it is let go. Such work holds it for microseconds at a time.
+    /// Takes the router for work behind decisions: waiting decisions go first, and go next when it
+    /// is released. Such work must hold the router for microseconds only.
     pub fn lock_behind(&self) -> Held<'_> {
         for _ in 0..PATIENCE {
             if self.inner.waiting.load(Ordering::Relaxed) == 0 {
@@ -145,20 +146,21 @@ impl SharedRouter {
         self.held(self.inner.router.lock(), true)
     }
 
-    /// A handle on the ticket of a decision. When the last handle goes, an open ticket is closed.
+    /// Returns a handle on the ticket of a decision. Dropping the last handle closes an open
+    /// ticket.
     pub fn ticket(&self, decision: &Decision) -> Ticket {
         Ticket { shared: self.clone(), id: decision.ticket }
     }
 }
 
-/// The router, taken by this thread.
+/// The router, locked by this thread.
 pub struct Held<'a> {
     router: Option<MutexGuard<'a, Router>>,
     inner: &'a Inner,
-    /// Whether it goes to a thread that sleeps for it, rather than to this thread's next piece of
-    /// work.
+    /// Whether the router goes to a thread that sleeps for it when this guard is dropped; otherwise
+    /// this thread may lock it again first.
     fair: bool,
-    /// Whether the thread was not panicking already when it took the router.
+    /// Whether the thread was not yet panicking when it locked the router.
     calm: bool,
 }
 
@@ -189,27 +191,27 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A request in flight. Dropped while open, it is an abort: its counts are gone, whatever happened.
+/// A request in flight. Dropping an open ticket aborts the request and removes its counts.
 pub struct Ticket {
     shared: SharedRouter,
     id: TicketId,
 }
 
 impl Ticket {
-    /// Its key.
+    /// Returns its key.
     pub fn id(&self) -> TicketId {
         self.id
     }
 
-    /// Its router.
+    /// Returns its router.
     pub fn router(&self) -> &SharedRouter {
         &self.shared
     }
 
-    /// See [`Router::advance`].
+    /// Calls [`Router::advance`] for this ticket.
     ///
     /// # Errors
-    /// `Ticket` where it is closed, `Broken` where its router is.
+    /// `Ticket` if the ticket is closed; `Broken` if its router is broken.
     pub fn advance(&self, event: Event, now: Seconds) -> Result<Option<Segment>, CoreError> {
         self.shared.check()?;
         self.shared.lock().advance(self.id, event, now)
@@ -218,8 +220,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        // A handle may go in the middle of a decision (a garbage collector's whim): never wait
-        // here.
+        // Never wait here: a garbage collector may drop a handle in the middle of a decision.
         if self.shared.check().is_err() {
             return;
         }

@@ -1,5 +1,5 @@
-//! What planning reads: everything that a decision depends on. Planning shares it; only commits,
-//! the lifecycle of requests, reports and settings change it.
+//! The state that planning reads. Planning shares it; only commits, request lifecycles, reports and
+//! settings change it.
 use super::context::DecisionContext;
 use super::fetch_cost::Pulls;
 use super::ledger::{AHEAD, Ahead, Ledger, PROJECTED, WEIGHED};
@@ -34,25 +34,25 @@ impl Selector {
     }
 }
 
-/// What a planner sees of a request whose first segment is placed on an instance of the role `both`
-/// that can hand over, and what it writes. `plan/planners/view.rs` has its methods.
+/// The interface between a planner and one request. The request's first segment is placed on a
+/// `both` instance that can transfer KV. `plan/planners/view.rs` has the methods.
 pub struct View<'a> {
     pub(super) state: &'a State,
     pub(super) context: &'a mut DecisionContext,
     pub(super) request: &'a Request<'a>,
     pub(super) first: InstanceId,
-    /// Slots that are not asked.
+    /// Slots excluded from the plan.
     pub(super) failed: &'a [u32],
     pub(super) now: Seconds,
 }
 
-/// Plans what follows a first segment, if no roles do.
+/// Plans the segments after a first segment, if roles do not.
 pub trait Planner: Debug + Send + Sync {
-    /// The segments that follow. If none does, it leaves the reason in the view.
+    /// Returns the follow-up segments. If there are none, sets the reason in the view.
     fn rest(&self, view: &mut View<'_>) -> Rest;
 
-    /// Learns the lengths of answers that it plans by; `None`: requests bring them, or it needs
-    /// none.
+    /// Returns the predictor of output lengths for this planner; `None`: requests bring them, or
+    /// the planner needs none.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -60,52 +60,52 @@ pub trait Planner: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Time constant of the share of its time that an instance spends on prefills, if it reads
-    /// that.
+    /// Returns the time constant of an instance's share of time spent on prefills, if the planner
+    /// reads this share.
     fn recent_seconds(&self) -> Option<Seconds> {
         None
     }
 }
 
-/// What is known of an instance apart from its load.
+/// Properties of an instance apart from its load.
 #[derive(Clone, Debug)]
 pub(super) struct InstanceState {
-    /// Requests placed there since it was added.
+    /// Requests placed on the instance since it was added.
     pub placed: u64,
-    /// Blocks that its KV cache holds, if known.
+    /// Blocks in its KV cache, if known.
     pub cache_blocks: Option<u32>,
-    /// Who feeds the KV index of it.
+    /// Source of its KV index entries.
     pub index_feed: IndexFeed,
-    /// Where its engine can hand over.
+    /// Positions at which its engine can send or receive KV.
     pub cuts: Cuts,
-    /// The step-time model of its own profile, if it has one.
+    /// Step-time model of the instance's own profile, if it has one.
     pub step_time: Option<StepTime>,
 }
 
-/// Everything that a decision depends on.
+/// All state that decisions depend on.
 pub(super) struct State {
     pub config: RouterConfig,
     pub fleet: Fleet,
-    /// What is known of each instance apart from its load, by slot.
+    /// Properties of each instance apart from its load, by slot.
     pub instances: Vec<InstanceState>,
     pub ledger: Ledger,
     pub index: KvIndex,
     pub guard: Guard,
-    /// Choose the instances of first segments, and of those behind them.
+    /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
     pub later: Selector,
-    /// Plans what follows first segments; `None`: requests stay in one piece, unless roles split
+    /// Plans the segments after a first segment; `None`: requests are not split, unless roles split
     /// them.
     pub planner: Option<Box<dyn Planner>>,
     pub pulls: Option<Pulls>,
-    /// Lengths of answers by class, if requests are cut by them.
+    /// Output lengths by class, if requests are split by length.
     pub lengths: Option<OutputLength>,
     pub rescheduling: Option<Rescheduling>,
 }
 
 impl State {
-    /// No instances and no planner yet. Segments that follow others go where there are the fewest
-    /// requests.
+    /// Creates a state without instances or planner. Follow-up segments go to the instance with the
+    /// fewest requests.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -128,7 +128,7 @@ impl State {
         Ok(state)
     }
 
-    /// Adds an instance, which can hand over anywhere and has no profile of its own.
+    /// Adds an instance that can transfer KV at any position and has no profile of its own.
     ///
     /// # Errors
     /// `BadValue` if the name is taken or empty, or the fleet is full.
@@ -155,11 +155,11 @@ impl State {
         Ok(id)
     }
 
-    /// Keeps what the load will be, if a policy asks for it. What is kept once stays kept, with what
-    /// was learned. Returns whether the requests in flight must be added to it.
+    /// Starts to keep predicted loads, if a policy needs them. Predictions stay on once started,
+    /// with everything learned. Returns whether the requests in flight must be added.
     ///
     /// # Errors
-    /// `BadValue` if the curves of answer lengths of both policies do not suit each other.
+    /// `BadValue` if the two policies need different survival curves.
     pub fn look_ahead(&mut self) -> Result<bool, CoreError> {
         let reads = self.reads();
         let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
@@ -184,10 +184,10 @@ impl State {
         Ok(true)
     }
 
-    /// Makes the weights that its policies read.
+    /// Returns the source of the weights that the policies read.
     ///
     /// # Errors
-    /// `BadValue` if each policy brings weights of its own.
+    /// `BadValue` if each policy brings its own weights.
     fn weights_of(&self) -> Result<Option<WeightsOf>, CoreError> {
         let brought = [&self.first, &self.later].map(|each| each.policy.decode_weights());
         match brought {
@@ -200,19 +200,19 @@ impl State {
         }
     }
 
-    /// Indicators that its policies read.
+    /// Returns the indicators that the policies read.
     pub fn reads(&self) -> IndicatorSet {
         self.first.reads.union(self.later.reads)
     }
 
-    /// All indicators: those that the ledger keeps, and those of a decision.
+    /// Returns all indicators: those of the ledger and those derived for a decision.
     pub fn indicators<'a>(&'a self, context: &'a DecisionContext) -> Indicators<'a> {
         Indicators::new(self.ledger.columns(), &context.derived)
             .with_declared(&context.declared)
             .with_groups(self.fleet.groups())
     }
 
-    /// What is known of an instance, to change.
+    /// Returns the properties of an instance, for changes.
     ///
     /// # Errors
     /// `BadValue` if there is no such slot.
@@ -221,7 +221,7 @@ impl State {
         Ok(&mut self.instances[id.index()])
     }
 
-    /// All slots, those of removed instances included.
+    /// Yields all slots, including those of removed instances.
     pub fn ids(&self) -> impl Iterator<Item = InstanceId> + use<> {
         (0..self.fleet.slots() as u32).map(InstanceId)
     }

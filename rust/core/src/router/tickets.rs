@@ -1,4 +1,4 @@
-//! Tickets: one for each request in flight, in a slot map whose keys never come back.
+//! Tickets of requests in flight, in a slot map whose keys are never reused.
 use super::ledger::Entry;
 use crate::error::CoreError;
 use crate::estimate::Turn;
@@ -22,55 +22,55 @@ impl TicketId {
     }
 }
 
-/// What a segment's instance fetches from another before it begins.
+/// A prefix fetch before a segment begins.
 #[derive(Clone, Copy, Debug)]
 pub struct Pulling {
-    /// What is fetched; once it is over, what came.
+    /// The planned fetch; once it is over, the fetched tokens.
     pub pull: Pull,
-    /// Generation of the holder when it was decided.
+    /// Generation of the holder at the decision.
     pub holder_generation: u32,
-    /// What it was expected to take.
+    /// Expected duration.
     pub expected_seconds: Seconds,
-    /// Whether the holder still serves it.
+    /// Whether the fetch still runs.
     pub under_way: bool,
 }
 
-/// One segment of a ticket's plan, with what the ledger holds of it.
+/// One segment of a ticket's plan, with its entry in the ledger.
 #[derive(Clone, Debug)]
 pub struct Leg {
     /// The segment.
     pub segment: Segment,
-    /// Generation of the instance when it was placed.
+    /// Generation of the instance at the placement.
     pub instance_generation: u32,
-    /// What the ledger holds of it.
+    /// Entry in the ledger.
     pub entry: Entry,
-    /// Blocks of the chain that the instance was believed to hold.
+    /// Blocks of the chain that the instance was predicted to hold.
     pub hit_blocks: u32,
-    /// Whether the index was told that the prompt is on its way there.
+    /// Whether the index already contains the prompt for this instance.
     pub told: bool,
-    /// Whether what it computes of the prompt is in its instance's backlog.
+    /// Whether its prefill counts in the instance's backlog.
     pub queued: bool,
-    /// What is pulled before it begins.
+    /// Prefix fetch before the segment begins.
     pub pull: Option<Pulling>,
-    /// When it is expected to begin to decode; `None`: once its own prefill is over.
+    /// Expected start of decoding; `None`: after its own prefill.
     pub start: Option<Seconds>,
 }
 
 impl Leg {
-    /// What tells it from its request's other segments, which may be on the same instance: the
-    /// ticket's slot, and its first token.
+    /// Returns the ticket's slot and the segment's first token, which identify the segment among
+    /// its request's segments on one instance.
     pub fn key(&self, ticket: u32) -> (u32, u32) {
         (ticket, self.segment.from_token)
     }
 
-    /// One past the last token that need not be computed because it comes from elsewhere; 0 where
-    /// none does.
+    /// Returns one past the last token that arrives by transfer and needs no computation; 0 if
+    /// there is none.
     pub fn carried(&self) -> u32 {
         let pulled = self.pull.map(|pulling| pulling.pull).filter(|pull| pull.tokens() > 0);
         self.segment.from_token.max(pulled.map_or(0, |pull| pull.to_token))
     }
 
-    /// Whether it ends before its request's first output token, or with it.
+    /// Returns whether the segment ends before or with the request's first output token.
     pub fn prefills_only(&self) -> bool {
         self.segment.to_token.is_some_and(|to| f64::from(to) <= self.entry.prompt_tokens)
     }
@@ -81,51 +81,50 @@ impl Leg {
 pub struct TicketState {
     /// The open segment.
     pub leg: Leg,
-    /// Segments bound behind it, in order.
+    /// Segments bound after the open segment, in order.
     pub later: Vec<Leg>,
-    /// When the segment before the open one ended, and what its engine said.
+    /// Time of the last handoff, and the usage that the first segment's engine reported.
     pub handed_over: Option<(Seconds, Usage)>,
-    /// Its receipt.
+    /// Number of its decision record.
     pub decision: u64,
-    /// When it was decided.
+    /// Time of its decision.
     pub decided_at: Seconds,
-    /// Tokens that one block of `chain` stands for.
+    /// Tokens per block of `chain`.
     pub tokens_per_block: f64,
-    /// Its prompt's chain, kept for the index and for a retry elsewhere; its length, and that of
-    /// its answer where known.
+    /// Chain of the prompt, kept for the index and for retries.
     pub chain: Vec<u64>,
-    /// See above.
+    /// Prompt length in tokens.
     pub prompt_tokens: u32,
-    /// See above.
+    /// Expected output tokens, if known.
     pub expected_output_tokens: Option<u32>,
-    /// Of these, thoughts; and the class of lengths that the caller named.
+    /// Reasoning tokens among the expected output tokens, if known.
     pub think_tokens: Option<u32>,
-    /// See above.
+    /// Length class given by the caller.
     pub length_class: Option<u64>,
-    /// Whether it may be cut at other places than its prompt's end.
+    /// Whether the request may be cut at positions other than the end of the prompt.
     pub may_be_cut: bool,
-    /// Its instance may pull a prefix of its prompt.
+    /// Whether its instance may fetch a prefix of its prompt.
     pub may_be_pulled_for: bool,
-    /// Hash of its session key, where it has one.
+    /// Hash of its session key, if it has one.
     pub session: Option<u64>,
-    /// Whose it is, the hash of its LoRA adapter's name, and the priority that it brought.
+    /// Tenant of the request.
     pub tenant: Tenant,
-    /// See above.
+    /// Hash of its LoRA adapter's name, if it names one.
     pub lora: Option<u64>,
-    /// See above.
+    /// Priority that the request brought.
     pub priority: Option<f64>,
-    /// Its conversation, if a forecast reads that.
+    /// Turn of its conversation, if a forecast reads turns.
     pub turn: Turn,
-    /// Its tenant's place, where tenants are served in turn.
+    /// Place of its tenant, if virtual token counters order requests.
     pub place: Option<Place>,
     /// Slots that failed the open segment.
     pub failed: Vec<u32>,
-    /// Slots that failed the running request: not asked for any segment of it again.
+    /// Slots that failed the running request; they get no further segment of it.
     pub lost: Vec<u32>,
 }
 
 impl TicketState {
-    /// The request, as far as it is kept.
+    /// Returns the request, as far as it is kept.
     pub fn request(&self) -> Request<'_> {
         Request {
             chain: &self.chain,
@@ -135,8 +134,8 @@ impl TicketState {
             think_tokens: self.think_tokens,
             length_class: self.length_class,
             session: self.session,
-            uncut: (!self.may_be_cut).then_some("it must stay in one piece"),
-            unpulled: (!self.may_be_pulled_for).then_some("nothing must be pulled for it"),
+            uncut: (!self.may_be_cut).then_some("it must not be split"),
+            unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
             tenant: self.tenant,
             lora: self.lora,
             priority: self.priority,
@@ -151,7 +150,7 @@ pub struct Tickets {
     chains: Vec<Vec<u64>>,
 }
 
-/// Spare chain buffers kept for the next tickets.
+/// Number of spare chain buffers to keep for new tickets.
 const SPARE_CHAINS: usize = 64;
 
 impl Tickets {
@@ -160,41 +159,41 @@ impl Tickets {
         TicketId::of(self.open.insert(state))
     }
 
-    /// The state of an open ticket.
+    /// Returns the state of an open ticket.
     ///
     /// # Errors
-    /// `Ticket` where it is closed.
+    /// `Ticket` if the ticket is closed.
     pub fn get(&mut self, id: TicketId) -> Result<&mut TicketState, CoreError> {
         let closed = || CoreError::Ticket { ticket: id.0, problem: "it is closed".into() };
         self.open.get_mut(id.key()).ok_or_else(closed)
     }
 
-    /// Closes a ticket; `None` where it was closed before.
+    /// Closes a ticket; returns `None` if it was already closed.
     pub fn close(&mut self, id: TicketId) -> Option<TicketState> {
         self.open.remove(id.key())
     }
 
-    /// All open tickets, in the order of the slots.
+    /// Yields all open tickets, in slot order.
     pub fn iter(&self) -> impl Iterator<Item = (TicketId, &TicketState)> {
         self.open.iter().map(|(key, state)| (TicketId::of(key), state))
     }
 
-    /// Number of open tickets.
+    /// Returns the number of open tickets.
     pub fn len(&self) -> usize {
         self.open.len()
     }
 
-    /// Whether none is open.
+    /// Returns whether no ticket is open.
     pub fn is_empty(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// An empty buffer for a chain, one used before where there is one.
+    /// Returns an empty chain buffer, reused if possible.
     pub fn spare_chain(&mut self) -> Vec<u64> {
         self.chains.pop().unwrap_or_default()
     }
 
-    /// Gives a chain's buffer back.
+    /// Returns a chain's buffer for reuse.
     pub fn return_chain(&mut self, mut chain: Vec<u64>) {
         if self.chains.len() < SPARE_CHAINS {
             chain.clear();
@@ -204,7 +203,7 @@ impl Tickets {
     }
 }
 
-/// The slot of a ticket: its name in the ledger, unique among the open ones.
+/// Returns the slot of a ticket: its key in the ledger, unique among open tickets.
 pub fn slot(id: TicketId) -> u32 {
     id.0 as u32
 }

@@ -1,10 +1,10 @@
-//! A snapshot built by hand, for tests of policies: shared by the unit tests and the conformance suite.
+//! Hand-made snapshots for tests of policies, used by the unit tests and the conformance suite.
 #![allow(dead_code)]
 use lmetric_core::indicators::{Columns, INDICATORS, Indicator, Scope, Snapshot};
 use lmetric_core::policy::{Policy, PolicyRng, Scores, best, ranking};
 use rand::SeedableRng;
 
-/// Indicators of some instances, all 0 to begin with.
+/// Indicators of some instances, initially 0.
 #[derive(Clone, Debug)]
 pub struct Fleet {
     pub columns: Columns,
@@ -19,7 +19,7 @@ impl Fleet {
     pub fn new(slots: usize) -> Fleet {
         let mut columns = Columns::default();
         columns.resize(slots);
-        // A request's own indicators live in slot 0; what reads them elsewhere is wrong.
+        // Request indicators are in slot 0; a policy that reads them in other slots is wrong.
         for decl in INDICATORS.iter().filter(|d| d.scope == Scope::Request) {
             columns.get_mut(decl.id)[1..].fill(f64::NAN);
         }
@@ -42,7 +42,8 @@ impl Fleet {
         self
     }
 
-    /// Sets the prompt's length and what each instance holds of it, and all that follows from them and the queue.
+    /// Sets the prompt's length, the cached tokens per instance, and all indicators that follow
+    /// from these and the queue.
     pub fn prompt(mut self, prompt_tokens: f64, hit_tokens: &[f64]) -> Fleet {
         for (i, hit) in hit_tokens.iter().enumerate() {
             let queued = self.columns.get(Indicator::QueuedPrefillTokens)[i];
@@ -59,7 +60,7 @@ impl Fleet {
         self.request(Indicator::PromptTokens, prompt_tokens)
     }
 
-    /// Runs `policy` under this fleet's seed.
+    /// Runs `policy` with this fleet's seed.
     pub fn scores(&self, policy: &dyn Policy) -> Scores {
         let mut scores = Scores::default();
         scores.reset(self.slots());
@@ -79,23 +80,23 @@ impl Fleet {
         policy.score(&snapshot, rng, scores).expect("a score");
     }
 
-    /// Scores alone.
+    /// Returns the scores alone.
     pub fn score(&self, policy: &dyn Policy) -> Vec<f64> {
         self.scores(policy).score
     }
 
-    /// The slot chosen.
+    /// Returns the chosen slot.
     pub fn best(&self, policy: &dyn Policy) -> Option<usize> {
         best(&self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
     }
 
-    /// All slots, best first.
+    /// Returns all slots, best first.
     pub fn order(&self, policy: &dyn Policy) -> Vec<u32> {
         ranking(&self.scores(policy), &self.eligible, &mut PolicyRng::seed_from_u64(self.seed))
     }
 }
 
-/// The policy of that name in `REGISTRY` of who includes this file.
+/// Returns the policy with this name in `REGISTRY` of the including file.
 pub fn policy(name: &str, knobs: &[(&str, f64)]) -> Box<dyn Policy> {
     let knobs: Vec<_> = knobs.iter().map(|(name, value)| (name.to_string(), *value)).collect();
     super::REGISTRY.policy(name, &knobs).expect("a registered policy")

@@ -1,4 +1,4 @@
-//! Prompts of whole blocks for tests of the router, and a step-time model by which times can be worked out.
+//! Prompts of whole blocks for tests of the router, and a step-time model for hand-computed times.
 #![allow(dead_code)]
 use lmetric_core::estimate::StepTime;
 use lmetric_core::request::Request;
@@ -13,12 +13,12 @@ pub const STEP: StepTime = StepTime {
     max_sequences: f64::INFINITY,
 };
 
-/// The chain of a prompt of `blocks` blocks: that of `first, first + 1, ...`.
+/// Returns the chain of a prompt of `blocks` blocks with the symbols `first, first + 1, ...`.
 pub fn chain(first: u64, blocks: usize) -> Vec<u64> {
     (0..blocks as u64).map(|i| (first + i).wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
 }
 
-/// A prompt of these blocks, of 16 tokens each, and one token more.
+/// Returns a prompt of these blocks, 16 tokens each, plus one token.
 pub fn request(chain: &[u64]) -> Request<'_> {
     let prompt_tokens = chain.len() as u32 * 16 + 1;
     Request { chain, prompt_tokens, tokens_per_block: 16.0, ..Request::default() }

@@ -1,4 +1,4 @@
-//! A Python function from numpy columns to scores.
+//! Policies that are Python functions from numpy columns to scores.
 use crate::errors::Result;
 use crate::expr::{Named, unknown_indicator};
 use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Scope, Snapshot};
@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::borrow::Cow;
 
-/// A Python function from numpy columns to an array of scores: the escape hatch.
+/// A Python function from numpy columns to an array of scores, for policies that expressions cannot
+/// describe.
 pub struct Callable {
     spec: PolicySpec,
     function: Py<PyAny>,

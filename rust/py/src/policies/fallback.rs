@@ -1,4 +1,4 @@
-//! A Python policy and the policy that takes over when it fails or takes too long.
+//! A Python policy, and the policy that replaces it after failures and overruns.
 use super::callable::Callable;
 use super::watchdog;
 use lmetric_core::CoreError;
@@ -8,14 +8,14 @@ use lmetric_core::policy::{Fallbacks, Policy, PolicyRng, PolicySpec, Scores};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// Failures and overruns in a row after which the policy is not asked for a while.
+/// Failures and overruns in a row that pause the policy.
 const MOST_IN_A_ROW: u32 = 3;
-/// For how long.
+/// Length of the pause.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// A Python policy with a fallback. A decision in which the policy fails or exceeds its time limit
-/// is the fallback's. After three of these in a row, the fallback decides for a second, then the
-/// policy is tried again.
+/// A Python policy with a fallback. The fallback decides if the policy fails or exceeds its time
+/// limit. After three such decisions in a row, the fallback decides for a second; then the policy
+/// is tried again.
 pub struct WithFallback {
     spec: PolicySpec,
     policy: Callable,
@@ -34,14 +34,14 @@ struct State {
 
 impl WithFallback {
     pub fn new(policy: Callable, fallback: Box<dyn Policy>, limit: Option<Duration>) -> WithFallback {
-        // By what the policy reads itself, not by what its fallback reads.
+        // The policy's own reads count, not those of its fallback.
         let hits = policy.reads().intersects(IndicatorSet::PREFIX_HITS);
         let spec = PolicySpec { guard: policy.spec().guard.or(Some(hits)), ..policy.spec().clone() };
         let declared = [policy.declared(), fallback.declared()].concat();
         WithFallback { spec, policy, fallback, declared, limit, state: Mutex::default() }
     }
 
-    /// Whether the policy is asked now.
+    /// Whether the policy is not paused.
     fn asks(&self) -> bool {
         let state = &mut *self.state.lock();
         match state.paused_until {
@@ -53,7 +53,7 @@ impl WithFallback {
         }
     }
 
-    /// Counts what came of a decision; `problem`: why the fallback makes it.
+    /// Counts a decision; `problem`: why the fallback made it.
     fn count(&self, problem: Option<(String, bool)>) {
         let state = &mut *self.state.lock();
         let Some((problem, overran)) = problem else {

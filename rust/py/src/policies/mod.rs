@@ -19,9 +19,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use std::time::Duration;
 
-/// Builds the policy that `policy` describes: `None` (lmetric), a name, the text of a score expression, a reference to a Python
-/// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), or an `lmetric.policy_function` (a callable).
-/// Named policies come from `registry`.
+/// Builds the policy that `policy` describes.
+///
+/// `policy`: `None` (lmetric), a name, the text of a score expression, a reference to a Python
+/// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), or an
+/// `lmetric.policy_function` (a callable). Named policies come from `registry`.
 pub fn build(
     registry: Registry,
     policy: Option<&Bound<'_, PyAny>>,
@@ -30,8 +32,8 @@ pub fn build(
     build_timed(registry, policy, knobs, true)
 }
 
-/// [`build`]; `timed`: whether time limits of Python policies hold. They do not in simulations, whose results must not depend on
-/// the machine.
+/// Builds a policy as [`build`] does. `timed`: whether time limits of Python policies apply.
+/// Simulations have no time limits, because their results must not depend on the machine.
 pub fn build_timed(
     registry: Registry,
     policy: Option<&Bound<'_, PyAny>>,
@@ -53,7 +55,7 @@ pub fn build_timed(
             Ok(policy) => return Ok(policy),
             Err(error) => error,
         };
-        // Neither a policy nor an expression: it may name a Python object.
+        // A text that is no policy and no expression may name a Python object.
         let found = policy.py().import("lmetric.policies")?.call_method1("referenced", (text,))?;
         return if found.is_none() {
             Err(error.into())
@@ -118,7 +120,7 @@ fn python_policy(
     Ok(Box::new(WithFallback::new(callable, fallback, limit)))
 }
 
-/// A registered name, or the text of a score expression.
+/// Builds a policy from a registered name or the text of a score expression.
 fn from_text(
     registry: Registry,
     text: &str,
@@ -156,9 +158,11 @@ fn prefer(end: &str) -> Result<Prefer> {
     }
 }
 
-/// What the registered policies declare of themselves: dictionaries of `name`, `formula`, `source`, `maturity` (`stable`,
-/// `experimental` or `study`), `guard` (whether the hot-spot
-/// guard filters their candidates), `knobs` (name, type, min, max, default, about, study: whether only studies set it) and `reads` (indicators).
+/// Returns the declarations of the registered policies as dictionaries.
+///
+/// Keys: `name`, `formula`, `source`, `maturity` (`stable`, `experimental` or `study`), `guard`
+/// (whether the hot-spot guard filters their candidates), `knobs` (name, type, min, max, default,
+/// about, study: whether only studies set it) and `reads` (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);

@@ -1,4 +1,4 @@
-//! Stops Python policies that exceed their time limits, also those that never return.
+//! Stops Python policies that exceed their time limits, even if they never return.
 //!
 //! A thread waits for the earliest limit and then raises [`PolicyTimeout`] in the policy's thread,
 //! which Python does at the next bytecode. Code in C cannot be stopped.
@@ -17,14 +17,14 @@ create_exception!(
     "Raised inside a policy that exceeds its time limit. Do not catch it."
 );
 
-/// A policy that goes on is interrupted again after this.
+/// Time until a policy that continues is interrupted again.
 const AGAIN: Duration = Duration::from_millis(20);
 
 struct Run {
     id: u64,
     thread: c_long,
     due: Instant,
-    /// Whether the exception was raised, and may still wait to be.
+    /// Whether the exception was raised; it may still be pending.
     raised: bool,
 }
 
@@ -42,14 +42,14 @@ static THREAD: LazyLock<()> = LazyLock::new(|| {
 });
 
 thread_local! {
-    /// What Python calls this thread.
+    /// Python's identifier of this thread.
     static IDENT: c_long = Python::attach(|py| {
         let ident = py.import("threading").and_then(|module| module.call_method0("get_ident"));
         ident.and_then(|ident| ident.extract()).unwrap_or(0)
     });
 }
 
-/// A policy that runs on this thread until this is dropped.
+/// A policy that runs on this thread until this value is dropped.
 pub struct Watched {
     id: u64,
     thread: c_long,
@@ -72,13 +72,13 @@ pub fn watch(due: Instant) -> Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // Attached: the exception is raised by an attached thread only, and to this one only while
-        // its run is listed. So nothing is raised from here on.
+        // Attached: only an attached thread raises the exception, and only while this run is
+        // listed. So no exception is raised for it from here on.
         Python::attach(|_| {
             let mut runs = RUNS.lock();
             let place = runs.running.iter().position(|run| run.id == self.id);
             if place.is_some_and(|place| runs.running.swap_remove(place).raised) {
-                // SAFETY: this thread is attached to the interpreter. NULL takes back an exception
+                // SAFETY: this thread is attached to the interpreter. NULL cancels an exception
                 // that has not been raised yet.
                 unsafe { ffi::PyThreadState_SetAsyncExc(self.thread, std::ptr::null_mut()) };
             }
@@ -113,7 +113,7 @@ fn interrupt(py: Python<'_>) {
     for run in runs.running.iter_mut().filter(|run| run.due <= now) {
         (run.raised, run.due) = (true, now + AGAIN);
         // SAFETY: this thread is attached to the interpreter, and the exception's type lives as
-        // long as that. An unknown thread is none that Python knows, and nothing happens.
+        // long as the interpreter. For a thread that Python does not know, the call does nothing.
         unsafe { ffi::PyThreadState_SetAsyncExc(run.thread, exception.as_ptr()) };
     }
 }

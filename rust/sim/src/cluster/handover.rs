@@ -1,4 +1,5 @@
-//! From one segment of a plan to the next: a prompt is prefilled on one instance, its KV moves, and it decodes on another.
+//! The way from one segment of a plan to the next: one instance prefills a prompt, its KV moves,
+//! and another instance decodes.
 use super::{Cluster, Event};
 use crate::events::{Admitted, Prefilled};
 use crate::record::Quantity;
@@ -8,51 +9,55 @@ use lmetric_core::fleet::Role;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::{Binding, Segment, Usage};
 
-/// The tokens of a request that are at work on one instance: those of the open segment of its plan.
+/// The tokens of a request that one instance works on: those of the open segment of its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub(super) struct Part {
     pub from: u32,
-    /// `None`: to its end.
+    /// `None`: to the request's end.
     pub to: Option<u32>,
-    /// Where it runs, and where the part before it ran.
+    /// The instance of this part, and the instance of the part before it.
     pub instance: u32,
     pub before: u32,
-    /// One past the last token that was pulled before it began; 0: none was.
+    /// One past the last token that was fetched before it began; 0: no prefix fetch.
     pub pulled: u32,
-    /// When its engine took it off its queue, and the part before it.
+    /// Times at which the engines took this part and the part before it off their queues.
     pub began: Seconds,
     pub before_began: Seconds,
-    /// Whether the part before that one ran here, too: the request comes back.
+    /// Whether the part before the previous one ran here, too: the request comes back.
     pub back: bool,
-    /// Whether its instance computes what came before it again, but for what its cache holds.
+    /// Whether its instance computes all earlier tokens again, except for those in its cache.
     pub recomputed: bool,
 }
 
 impl Part {
-    /// Whether it ends before the first output token that counts, of a request with so many prompt tokens.
+    /// Whether it ends before the first output token that counts, for a request with `prompt`
+    /// prompt tokens.
     pub fn prefills_only(&self, prompt: u32) -> bool {
         self.to.is_some_and(|to| to <= prompt)
     }
 
-    /// Tokens of a request with so many prompt tokens up to which its engine is asked, where it ends before the request does: it hands over with a token that is made
-    /// again behind the cut, unless what it makes is `kept`.
+    /// Returns one past the last token that its engine makes, for a request with `prompt` prompt
+    /// tokens; None if the part runs to the request's end. The last token is made again behind the
+    /// boundary, unless its tokens are `kept`.
     pub fn asked(&self, prompt: u32, kept: bool) -> Option<u32> {
         self.to.map(|to| if kept && to > prompt { to } else { to + 1 })
     }
 
-    /// Whether another part follows it: not where it makes all of the answer.
+    /// Whether another part follows it: not if it makes the rest of the answer.
     pub fn follows(&self, prompt: u32, output: u32, kept: bool) -> bool {
         self.prefills_only(prompt) || self.asked(prompt, kept).is_some_and(|to| to < prompt + output)
     }
 
-    /// Whether its tokens are known as they are made, where those that others follow are `silent` or not.
+    /// Whether its tokens are known as they are made. `silent`: parts with a successor send nothing
+    /// until their end.
     pub fn streams(&self, prompt: u32, silent: bool) -> bool {
         self.to.is_none_or(|to| to > prompt && !silent)
     }
 }
 
 impl Cluster<'_> {
-    /// A prompt whose prefill waits for nobody takes its own time (SIBYL, Algorithm 2); its engine knows nothing of it.
+    /// Runs a prefill that waits for no other request and takes its own time (SIBYL, Algorithm 2).
+    /// Its engine does not know of it.
     pub(super) fn prefill_alone(&mut self, request: usize, instance: usize) -> Result<(), CoreError> {
         let tokens = self.workload.shape.input_tokens[request];
         let seconds = self.engines[instance].profile().prefill_seconds(tokens);
@@ -68,7 +73,7 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A segment of a request is placed.
+    /// Begins a segment of a request that was placed.
     pub(super) fn begin(&mut self, request: usize, segment: Segment) {
         let (from, to) = (segment.from_token, segment.to_token);
         let last = self.parts[request];
@@ -98,7 +103,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// The open segment of a request is known to be over, at `ended`: the router says where it goes on.
+    /// Ends the open segment of a request at `ended`; the router chooses the next instance.
     pub(super) fn next_segment(&mut self, request: usize, ended: Seconds) -> Result<(), CoreError> {
         if self.config.router.binding == Binding::Late {
             self.routers.catch_up(request as u64, &self.engines, self.now)?;
@@ -106,7 +111,7 @@ impl Cluster<'_> {
         let prompt = self.workload.shape.input_tokens[request];
         let made = self.parts[request].to.map_or(0, |to| to.saturating_sub(prompt));
         if made > 0 {
-            // What it made is with the client by now.
+            // The client has its tokens by now.
             let at = &mut self.records.first_token_seconds[request];
             *at = if at.is_nan() { ended } else { *at };
         }
@@ -128,17 +133,17 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A segment of a request is over: its KV begins to move to where the next one runs, or has begun to.
+    /// Begins, or continues, the transfer of a segment's KV to the next segment's instance.
     pub(super) fn prefilled(&mut self, request: usize) -> Result<(), CoreError> {
         if self.parts[request].from == 0 {
-            // One that no engine ran: its prefill waited for nobody.
+            // No engine ran this prefill, which waited for no other request.
             let tokens = self.workload.shape.input_tokens[request];
             let chunk = Prefilled { id: request as u64, tokens, done: true };
             self.routers.of(chunk.id).prefilled(&chunk, false, self.now)?;
             self.next_segment(request, self.now)?;
         }
         let Part { from, instance, before, before_began, back, .. } = self.parts[request];
-        // The last token that counts has no KV yet where it is kept.
+        // If it is kept, the last token that counts has no KV yet.
         let kept = self.config.split.keeps_tokens();
         let tokens = from - u32::from(kept && from > self.workload.shape.input_tokens[request]);
         let to = instance as usize;
@@ -159,14 +164,14 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// A request's KV has arrived: it queues where it goes on.
+    /// Queues a request on its next instance when its KV has arrived.
     pub(super) fn hand_over(&mut self, request: usize) -> Result<(), CoreError> {
         self.routers.of(request as u64).sent(request as u64, self.now)?;
         self.submit(request, self.parts[request].instance as usize)
     }
 
-    /// Whether no instance for decodes holds fewer context tokens of running requests than this one now (SIBYL, Table 1: the
-    /// optimal assignment ratio is the share of such hand-overs).
+    /// Whether no other decode instance holds fewer context tokens of running requests than this
+    /// instance now. (SIBYL, Table 1: the optimal assignment ratio is the share of such transfers.)
     fn least_loaded(&self, instance: usize) -> bool {
         let tokens = |i: usize| {
             let engine = &self.engines[i];
@@ -177,7 +182,7 @@ impl Cluster<'_> {
         (0..self.engines.len()).filter(decodes).all(|i| own <= tokens(i))
     }
 
-    /// Engines that stand still for ever do so with a batch: it counts until the last thing that happened.
+    /// Adds to the timeline the batches of engines that stand still forever, until the last event.
     pub(super) fn time_stalls(&mut self) {
         for (instance, engine) in self.engines.iter().enumerate() {
             if let Some(start) = engine.last_step_start().filter(|_| self.stalled > 0 && engine.stalled()) {

@@ -1,5 +1,6 @@
-//! Running requests move: each leaves its engine at the end of the step that runs, its KV is sent, and it queues where it goes on. It makes no token in
-//! between, as in STAR (section 5.4: the paused request's KV is sent while the others decode).
+//! Moves of running requests. A request leaves its engine at the end of the current step, its KV is
+//! sent, and it queues on the target. It makes no token in between, as in STAR (section 5.4: the
+//! paused request's KV is sent while the others decode).
 use super::recompute::MoveBy;
 use super::{Cluster, Event, State};
 use crate::gaps::Gaps;
@@ -14,7 +15,7 @@ use lmetric_core::router::Carry;
 const COMPARED_SECONDS: Seconds = 1.0;
 
 impl Cluster<'_> {
-    /// The router says what should run elsewhere.
+    /// Runs a round of rescheduling: the router chooses the moves.
     pub(super) fn reschedule(&mut self) -> Result<(), CoreError> {
         let mut moves = Vec::new();
         for observer in self.routers.each() {
@@ -32,14 +33,15 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// How uneven decode steps are now.
+    /// Records the current variance of decode steps.
     pub(super) fn compare(&mut self) {
         let decodes = |i: &usize| self.config.roles.get(*i) != Some(&Role::Prefill);
         let (mut n, mut sum, mut squares, mut running) = (0.0, 0.0, 0.0, 0);
         for engine in (0..self.engines.len()).filter(decodes).map(|i| &self.engines[i]) {
             let (sequences, context_tokens) = engine.decode_load(engine.progress(self.now).1);
             let work = StepWork { decode_sequences: sequences, context_tokens, ..StepWork::default() };
-            // Where nothing runs it is what a step without tokens would take: at 0 s, one idle engine would outweigh all that loads differ by.
+            // An idle instance counts with the time of a step without tokens: with 0 s, one idle
+            // engine would outweigh all differences of load.
             let seconds = engine.profile().step_seconds(&work);
             if seconds.is_finite() {
                 (n, sum, squares) = (n + 1.0, sum + seconds, squares + seconds * seconds);
@@ -54,10 +56,10 @@ impl Cluster<'_> {
         self.at(self.now + COMPARED_SECONDS, Event::Compare);
     }
 
-    /// A running request is to go on at `target`.
+    /// Begins to move a running request to `target`.
     ///
     /// # Errors
-    /// What [`lmetric_core::router::Router::begin_move`] refuses.
+    /// The errors of [`lmetric_core::router::Router::begin_move`].
     pub(super) fn begin_move(&mut self, request: usize, target: InstanceId) -> Result<(), CoreError> {
         let by = self.config.move_by;
         if let MoveBy::Recompute(bounds) = by
@@ -65,7 +67,8 @@ impl Cluster<'_> {
         {
             return Ok(());
         }
-        // What a target computes ahead is there when the request comes, as if it had been sent.
+        // Tokens that a target computes ahead are there when the request arrives, as if their KV
+        // had been sent.
         self.routers.of(request as u64).begin_move(request as u64, target, Carry::Kv, self.now)?;
         match by {
             MoveBy::Kv => self.ask_to_leave(request, self.parts[request].instance as usize),
@@ -73,7 +76,7 @@ impl Cluster<'_> {
         }
     }
 
-    /// A running request leaves its instance when the step there ends.
+    /// Makes a running request leave its instance at the end of the current step there.
     pub(super) fn ask_to_leave(&mut self, request: usize, source: usize) -> Result<(), CoreError> {
         self.leaving[source].push(request as u32);
         match self.instances[source].state {
@@ -87,7 +90,8 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// Between two steps of an instance, at `ended`: whoever is to go on elsewhere leaves. One that has ended, or was put back into the queue, stays.
+    /// Between two steps of an instance, at `ended`: removes the requests that move. A request that
+    /// has ended, or was preempted, stays.
     pub(super) fn let_go(&mut self, instance: usize, ended: Seconds) -> Result<(), CoreError> {
         let mut leaving = std::mem::take(&mut self.leaving[instance]);
         for request in leaving.drain(..).map(|request| request as usize) {

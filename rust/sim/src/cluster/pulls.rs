@@ -1,23 +1,29 @@
-//! Prefixes that are pulled: before a request queues where it runs, a part of its prompt's KV comes from an instance that holds it.
+//! Prefix fetches: before a request queues on its instance, a part of its prompt's KV is copied
+//! from an instance that holds it.
 //!
-//! The holder answers between two steps (or at once): a pull begins when its present step ends, with what its cache still holds by then, and costs it
-//! [`Pulling::holder_seconds`] where it has something to compute. The KV goes over the links that hand-overs use. What is gone meanwhile the request's own instance
-//! computes. What that holds itself stays there while it waits; blocks for what is pulled are taken when the request is admitted, as for hand-overs.
+//! The holder answers between two steps (or at once). So a fetch begins when the holder's present
+//! step ends, with the tokens that its cache still holds by then. It costs the holder
+//! [`Pulling::holder_seconds`] if the holder has something to compute. The KV uses the links of KV
+//! transfers. The request's own instance computes the tokens that are gone meanwhile. Tokens that
+//! it holds itself stay there while the request waits. Blocks for fetched tokens are allocated at
+//! admission, as for KV transfers.
 use super::{Cluster, Event, State, bad};
 use crate::transfer::Load;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Pull;
 
-/// What a pull does to its holder.
+/// Effects of a prefix fetch on its holder.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pulling {
-    /// Seconds that its next step takes longer, where it is not idle: vLLM asks its holder for the prefix as a request of one token.
+    /// Seconds that the holder's next step takes longer, if the holder is not idle: vLLM sends its
+    /// holder a request of one token for the prefix.
     pub holder_seconds: Seconds,
-    /// Whether it waits for the holder's present step: asked as a request is, an engine answers between two. Else its memory is read at once, as a store of KV that is
-    /// shared among engines would.
+    /// Whether a fetch waits for the holder's present step: an engine answers requests between two
+    /// steps. Else the holder's memory is read at once, as from a shared KV store.
     pub waits: bool,
-    /// Whether what is sent stays in its cache until it is; else what was evicted by the end of a pull has not come.
+    /// Whether the holder keeps the blocks until the fetch ends; else blocks that are evicted by
+    /// then do not arrive.
     pub pinned: bool,
 }
 
@@ -36,21 +42,21 @@ impl Pulling {
     }
 }
 
-/// A pull that has not ended.
+/// A prefix fetch that has not ended.
 #[derive(Clone, Debug)]
 pub(super) struct UnderWay {
     pub pull: Pull,
-    /// When it was asked for.
+    /// Time of the request for the prefix.
     asked: Seconds,
-    /// Tokens on their way, and those that need not be computed once they are there.
+    /// Tokens on their way, and tokens that need not be computed once they have arrived.
     tokens: u32,
     reach: u32,
-    /// Blocks of the holder that stay until then.
+    /// Blocks that the holder keeps until then.
     pinned: Vec<u32>,
 }
 
 impl Cluster<'_> {
-    /// A request is to pull a prefix before it queues.
+    /// Requests a prefix from its holder before the request queues.
     pub(super) fn ask_for_pull(&mut self, request: usize, pull: Pull) {
         let holder = pull.holder.index();
         self.records.pull_instance[request] = holder as i64;
@@ -71,7 +77,8 @@ impl Cluster<'_> {
         self.at(begins, Event::PullBegins { request: request as u32 });
     }
 
-    /// When the step that an instance runs now ends; now, where it runs none, or one without an end.
+    /// Returns the end of an instance's current step; now, if it runs no step or one without an
+    /// end.
     fn present_step_ends(&self, instance: usize) -> Seconds {
         let end = match self.instances[instance].state {
             State::Idle => self.now,
@@ -81,7 +88,7 @@ impl Cluster<'_> {
         if end.is_finite() { end.max(self.now) } else { self.now }
     }
 
-    /// The holder sends what it still holds, and the request's instance does not.
+    /// Sends the tokens that the holder still holds and the request's instance does not.
     pub(super) fn begin_pull(&mut self, request: usize) {
         let Some(mut under_way) = self.pulls.remove(&(request as u32)) else { return };
         let (holder, to) = (under_way.pull.holder.index(), self.parts[request].instance as usize);
@@ -103,14 +110,14 @@ impl Cluster<'_> {
         self.at(there, Event::PullEnds { request: request as u32 });
     }
 
-    /// What was pulled is there: the request queues.
+    /// Ends a prefix fetch: the request queues.
     pub(super) fn end_pull(&mut self, request: usize) -> Result<(), CoreError> {
         let Some(mut under_way) = self.pulls.remove(&(request as u32)) else { return Ok(()) };
         let (holder, to) = (under_way.pull.holder.index(), self.parts[request].instance as usize);
         if !under_way.pinned.is_empty() {
             self.engines[holder].release_prefix(&mut under_way.pinned);
             if self.instances[holder].state == State::Idle {
-                self.free(holder); // what waits there may have waited for these blocks
+                self.free(holder); // requests there may have waited for these blocks
             }
         }
         if !self.config.pulling.pinned && under_way.tokens > 0 {

@@ -1,28 +1,28 @@
-//! Moves as the server makes them by default: the target computes prompt and answer so far ahead, as a
-//! request of one token, while the source runs on. When it has said that token, its prefix cache holds all
-//! but the last tokens, and only then the request leaves its source.
+//! Moves as the server makes them by default. The target computes the prompt and the answer so far
+//! ahead, as a request of one token, while the source runs on. When it has made that token, its
+//! prefix cache holds all but the last tokens. Only then does the request leave its source.
 use super::{Cluster, bad};
 use crate::engine::{Prompt, Request};
 use crate::hash;
 use lmetric_core::CoreError;
 use lmetric_core::ids::{InstanceId, Seconds};
 
-/// How running requests get to where they move.
+/// How running requests move to their target.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub enum MoveBy {
     /// Their KV is sent while they pause, as in STAR.
     #[default]
     Kv,
-    /// The target computes what there is, as the server does by default.
+    /// The target computes prompt and answer again, as the server does by default.
     Recompute(Recompute),
 }
 
 /// Bounds of [`MoveBy::Recompute`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Recompute {
-    /// Most moves that are on their way at a time.
+    /// Largest number of moves in progress.
     pub at_once: u32,
-    /// A move is given up if its client would wait longer for the next token.
+    /// Longest wait of the client for the next token; longer moves are canceled.
     pub max_gap_seconds: Seconds,
 }
 
@@ -50,30 +50,31 @@ impl MoveBy {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Warming {
     target: u32,
-    /// Tokens of prompt and answer that it was asked to compute.
+    /// Tokens of prompt and answer in the request to the target.
     sent_tokens: u32,
-    /// Of these, those that its cache held when it began.
+    /// Of `sent_tokens`, the tokens that its cache held when it began.
     cached_tokens: u32,
     asked: Seconds,
 }
 
 impl Warming {
-    /// The target took it off its queue.
+    /// Records that the target took it off its queue.
     pub fn began(&mut self, cached_tokens: u32) {
         self.cached_tokens = cached_tokens;
     }
 }
 
-/// Ids of the requests that targets compute ahead lie above all of the trace's.
+/// Offset of the ids of requests that targets compute ahead: above all ids of the trace.
 const AHEAD: u64 = 1 << 32;
 
-/// The trace's request that a target computes ahead under this id, if it is such an id.
+/// Returns the trace's request that a target computes ahead under this id, if it is such an id.
 pub(super) fn ahead_of(id: u64) -> Option<usize> {
     id.checked_sub(AHEAD).map(|request| request as usize)
 }
 
 impl Cluster<'_> {
-    /// Asks the target for one token behind what there is. False: too many moves are on their way.
+    /// Requests one token behind prompt and answer so far from the target. Returns false if too
+    /// many moves are in progress.
     pub(super) fn warm(
         &mut self,
         request: usize,
@@ -102,8 +103,8 @@ impl Cluster<'_> {
         Ok(true)
     }
 
-    /// The target has said its token: the request leaves its source, unless it has ended or was put back
-    /// there meanwhile, or its client would wait too long.
+    /// Handles the target's token: the request leaves its source, unless it has ended or was
+    /// preempted there meanwhile, or its client would wait too long.
     pub(super) fn warmed(&mut self, request: usize, by: Recompute) -> Result<(), CoreError> {
         let Some(warming) = self.warming.remove(&(request as u32)) else { return Ok(()) };
         let source = self.parts[request].instance as usize;
@@ -118,9 +119,10 @@ impl Cluster<'_> {
         self.routers.of(request as u64).cancel_move(request as u64, self.now)
     }
 
-    /// Seconds that the target will take for what was said since it was asked, of `total` tokens by now,
-    /// going by what it took for the rest. More than it computed then is not as slow as that, for its queue
-    /// was in those seconds, too.
+    /// Returns the seconds that the target will take for the tokens made since the request to it,
+    /// of `total` tokens by now. Uses the target's speed for the tokens computed ahead. Tokens
+    /// beyond their number use the profile's speed, because the measured seconds include the
+    /// target's queue.
     fn gap_seconds(&self, warming: &Warming, total: u32) -> Seconds {
         let profile = self.engines[warming.target as usize].profile();
         let block = profile.block_tokens;
@@ -130,12 +132,14 @@ impl Cluster<'_> {
         (f64::from(left) / f64::from(computed)).min(1.0) * (self.now - warming.asked) + more
     }
 
-    /// Tokens of prompt and answer of a request whose open segment has made so many output tokens.
+    /// Returns the tokens of prompt and answer of a request whose open segment has made `made`
+    /// output tokens.
     fn reached(&self, request: usize, made: u32) -> u32 {
         self.parts[request].from.max(self.workload.shape.input_tokens[request]) + made
     }
 
-    /// Hashes of the full blocks of a request's prompt and answer, up to so many tokens.
+    /// Returns the hashes of the full blocks of a request's prompt and answer, up to `tokens`
+    /// tokens.
     pub(super) fn chain_with_answer(&self, request: usize, tokens: u32) -> Vec<u64> {
         let shape = &self.workload.shape;
         let (prompt, block) = (shape.input_tokens[request], shape.block_tokens);

@@ -1,4 +1,4 @@
-//! A cluster as it stands before anything happens: checked, and with its first events.
+//! The start of a cluster: checks its settings and queues its first events.
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
@@ -42,13 +42,13 @@ impl<'a> Cluster<'a> {
             return bad("step times", config.step_times.len(), expected);
         }
         if has(Role::Prefill) != has(Role::Decode) {
-            return bad("roles", "prefill or decode alone", "instances of the other kind, to hand over to");
+            return bad("roles", "prefill or decode alone", "instances of both roles");
         }
         if config.router.unlimited_prefill && config.split.planner().is_some() {
-            return bad("split", "requests that are cut", "none where prefills wait for nobody");
+            return bad("split", "a split planner", "none with unlimited_prefill");
         }
         if config.router.unlimited_prefill && config.router.pull.is_some() {
-            return bad("pull", "prefixes that are pulled", "none where prefills wait for nobody");
+            return bad("pull", "prefix fetches", "none with unlimited_prefill");
         }
         let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
         for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {
@@ -135,7 +135,7 @@ impl<'a> Cluster<'a> {
         for (i, engine) in cluster.engines.iter().enumerate() {
             let kind = |i: usize| (&config.profiles[i], config.roles.get(i));
             if i > 0 && kind(i) == kind(i - 1) {
-                continue; // it would refuse the same
+                continue; // the same checks apply
             }
             for (request, &prompt) in workload.shape.input_tokens.iter().enumerate() {
                 let part = match config.roles.get(i) {
@@ -158,7 +158,7 @@ impl<'a> Cluster<'a> {
             }
         }
         if let Some(period) = self.config.signals.report_period_seconds {
-            // Nobody scrapes all engines at one moment.
+            // In practice, engines are scraped at different moments.
             let instances = self.engines.len() as u32;
             for instance in 0..instances {
                 self.at(period * f64::from(instance) / f64::from(instances), Event::Report { instance });

@@ -1,4 +1,4 @@
-//! What the router believes, held against the engines.
+//! Tests that compare the router's view with the engines.
 use super::*;
 use crate::transfer::Overlap;
 use crate::workload::Trace;
@@ -51,7 +51,8 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
     }
 }
 
-/// What each router believes at any moment, once the others have told it, is what the engines would say, as far as their steps are seen.
+/// At any moment, each router's view (after the exchange of loads) must equal the engines' state,
+/// up to the steps that it has seen.
 fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     let now = cluster.now;
     cluster.routers.catch_up_all(&cluster.engines, now).unwrap();
@@ -84,7 +85,8 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
         let mut unknown = false;
         for &i in &in_flight {
             let (part, prompt, output) = (&parts[i], shape.input_tokens[i], shape.output_tokens[i]);
-            // What other segments of it will find here; a move was bound with the tokens that were known when it began.
+            // Tokens that other segments of the request will find here; a move was bound with the
+            // tokens known when it began.
             for segment in bound[i].iter().filter(|segment| segment.instance.index() == slot) {
                 tokens += segment.from_token.max(prompt);
                 coming += 1;
@@ -95,7 +97,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             coming += u32::from(moving.contains(&i));
             let before = part.from.saturating_sub(prompt);
             let made = outputs.iter().find(|o| o.0 == i as u64).map(|o| o.1 + steps);
-            // The token that is made again behind a cut counts there.
+            // The token that is made again behind the boundary counts there.
             let most = part.to.map_or(u32::MAX, |to| to.saturating_sub(prompt));
             let made_in_all = (before + made.unwrap_or(0)).min(most);
             let needed = part.to.map_or(prompt, |to| to.min(prompt));
@@ -105,16 +107,18 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
             if !admitted.is_nan() {
                 let expected = part.to.map_or(output, |to| to.saturating_sub(prompt));
                 remaining += expected.saturating_sub(made_in_all);
-                // The last token of what was computed elsewhere is no backlog.
+                // The last token of the part computed elsewhere is no backlog.
                 queued -= i64::from(part.from >= prompt && made.is_none());
             } else {
                 let there =
                     if part.from == 0 { records.predicted_hit_tokens[i] } else { i64::from(part.from) };
-                // What is to come is not computed; once it is over, what came.
+                // Tokens on their way are not computed; once the fetch is over, tokens that
+                // arrived.
                 let to_come = cluster.pulls.get(&(i as u32)).map_or(0, |under_way| under_way.pull.to_token);
                 let there = there.max(i64::from(to_come.max(part.pulled)));
                 queued += (i64::from(needed) - there).max(0);
-                // What the router believed to be cached where the rest of a prompt is computed, nobody wrote down.
+                // No one recorded how many tokens the router predicted as cached where the rest of
+                // a prompt is computed.
                 unknown |= (1..prompt).contains(&part.from);
             }
         }
@@ -148,7 +152,7 @@ fn check(cluster: &mut Cluster<'_>) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Moves some request that decodes to another instance that may take it; false where none could.
+/// Moves a decoding request to another instance that may take it; false if none could move.
 fn move_one(cluster: &mut Cluster<'_>, turn: usize) -> bool {
     let n = cluster.engines.len();
     let running: Vec<u64> = cluster.engines.iter().flat_map(|e| e.decoding().map(|(id, _)| id)).collect();
@@ -166,7 +170,7 @@ const STEP: StepTime = StepTime {
     max_sequences: f64::INFINITY,
 };
 
-/// Three parts for whoever thinks, two for others, wherever there is a balance.
+/// Three parts for requests that reason, two for other requests, wherever there is a balance.
 fn in_three() -> Split {
     let settings = [("least_gain", -1.0), ("least_tokens", 1.0), ("lengths_given", 1.0)];
     REGISTRY.split("libra_three", &settings).unwrap()

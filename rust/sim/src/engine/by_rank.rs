@@ -1,12 +1,14 @@
-//! Steps under an order that preempts: the prefills that run and the requests that wait share the budget by rank.
+//! Steps under an order that preempts: running prefills and waiting requests share the budget by
+//! rank.
 use super::order::{Exchange, Preemption};
 use super::plan::Freed;
 use super::{Admission, Chunk, Engine};
 use crate::sequence::State;
 
 impl Engine {
-    /// Plans prefills and takes requests off the queue, lowest rank first. One that waits and finds no room gets that of running
-    /// ones which yield, if they have enough; the queue is closed where not, and behind a request that was put back in this step.
+    /// Plans prefills and takes requests off the queue, lowest rank first. A waiting request
+    /// without room gets the room of running requests that yield, if that is enough. If it is not
+    /// enough, or after a preemption in this step, the queue is closed.
     pub(super) fn plan_by_rank(&mut self) {
         self.chunks.clear();
         let mut prefills: Vec<_> = self.prefilling.iter().map(|&slot| (self.rank(slot), slot)).collect();
@@ -29,7 +31,8 @@ impl Engine {
         }
     }
 
-    /// Gives a running prefill its share of the budget. False: a request was put back for the blocks it needs.
+    /// Gives a running prefill its share of the budget. Returns false if a request was preempted
+    /// for the blocks it needs.
     pub(super) fn plan_prefill(&mut self, slot: u32) -> bool {
         let sequence = &self.sequences[slot];
         let tokens = self.share(sequence.computed, (sequence.total - sequence.computed).min(self.budget()));
@@ -40,7 +43,7 @@ impl Engine {
         let preempted = self.events.preempted.len();
         if self.settings.admission == Admission::Vllm {
             self.grow(slot, before + tokens);
-            // Those planned before it have lower ranks, but one of them may be cheaper to put back.
+            // Prefills planned earlier have lower ranks, but preempting one of them may be cheaper.
             let sequences = &self.sequences;
             self.chunks.retain(|chunk| sequences[chunk.slot].state == State::Prefill);
         }
@@ -51,7 +54,8 @@ impl Engine {
         self.events.preempted.len() == preempted
     }
 
-    /// Admits the request that is next in the queue, in the place of others if need be. False: there is no room for it.
+    /// Admits the next request of the queue, in exchange for others if necessary. Returns false if
+    /// there is no room for it.
     pub(super) fn admit_or_displace(&mut self, slot: u32, prefills: &[((i64, u64), u32)]) -> bool {
         if self.events.preempted.contains(&self.sequences[slot].id) {
             return false;
@@ -61,16 +65,18 @@ impl Engine {
         let Some(victims) = (if fits { Some(vec![]) } else { self.displaced(slot, prefills) }) else {
             return false;
         };
-        // Those that go back may be next now.
+        // Preempted requests may be next now.
         self.waiting.pop();
         victims.into_iter().for_each(|victim| self.preempt(victim));
         self.admit(slot);
         true
     }
 
-    /// As many running requests as must go back for a waiting one to get in: of the decodes and of `others`, which have no share of
-    /// this step, those that yield to it, the last first. None: they do not make room enough, it does not pay, or no token of the
-    /// budget is left. Under an order that ranks decodes, `others` are all requests that the step has not picked yet.
+    /// Returns the running requests that must go back so that a waiting request gets in, the last
+    /// first. They are the requests that yield to it, among the decodes and `others`, which have no
+    /// share of this step. None: they do not free enough, the exchange does not pay, or no token of
+    /// the budget is left. Under an order that ranks decodes, `others` are all requests that the
+    /// step has not picked yet.
     fn displaced(&self, slot: u32, others: &[((i64, u64), u32)]) -> Option<Vec<u32>> {
         let rules = self.settings.order.rules().preemption().filter(|_| self.budget() > 0)?;
         let ranked = self.settings.order.rules().ranks_decodes();
@@ -107,28 +113,32 @@ impl Engine {
         }
     }
 
-    /// Adds what a running request would leave to the one that was looked up last.
+    /// Adds what a running request would free for the request looked up last.
     fn add_freed(&self, slot: u32, freed: &mut Freed) {
         let sequence = &self.sequences[slot];
         freed.requests += 1;
         let has_token = sequence.state == State::Decode && !self.settings.order.rules().ranks_decodes();
         freed.decodes += u32::from(has_token);
         freed.tokens += u64::from(sequence.total_at(self.tick));
-        // What both hold makes no room. Equal blocks stand at equal places, for a block's hash covers all before it.
+        // Blocks that both hold free no memory. Equal blocks have equal positions, because a
+        // block's hash covers all earlier blocks.
         let own =
             |&(i, &block): &(usize, &u32)| !self.pool.is_shared(block) && self.found.get(i) != Some(&block);
         freed.blocks += sequence.blocks.iter().enumerate().filter(own).count() as u32;
     }
 
-    /// (rank, order), the greatest of those that go back first: less what it would lose, where the order weighs that.
+    /// Returns (rank, order) for preemption, the greatest first: less the lost seconds, if the
+    /// order weighs them.
     pub(super) fn last(&self, slot: u32) -> (i64, u64) {
         let (rank, order) = self.rank(slot);
         let weighs = self.settings.order.rules().preemption().is_some_and(|rules| rules.weighs_loss());
         (rank - if weighs { (self.lost_seconds(slot) * 1e9) as i64 } else { 0 }, order)
     }
 
-    /// Decode steps for which nothing that runs comes to go back for what is next in the queue. What yields now and is still here makes too little room, and will not
-    /// make more, or it does not pay, and will not as long as those that yield go back in the same order.
+    /// Returns the decode steps during which no running request is preempted for the next request
+    /// of the queue. Running requests that yield now and are still here free too little, and will
+    /// not free more. Or the exchange does not pay, and will not while the yielding requests go
+    /// back in the same order.
     pub(super) fn firm_steps(&mut self) -> u32 {
         let waiting = self.next_waiting();
         let Some(rules) = self.settings.order.rules().preemption() else { return u32::MAX };

@@ -1,37 +1,39 @@
-//! What an engine learns of its own requests: what a token takes it, how long requests take from end to end, how long answers are.
+//! Values that an engine learns from its own requests: time per token, end-to-end times, lengths of
+//! answers.
 //!
-//! It is taken over with every [`EVERY`]th request that ends, and what waits is ranked anew then: between two of these ranks do not move by themselves, so that a
-//! scheduler may do it beside its steps.
+//! They are updated at every [`EVERY`]th request that ends, and the queue is ranked again then.
+//! Between two updates, ranks do not change by themselves, so a scheduler may do this work beside
+//! its steps.
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::survival::Survival;
 use lmetric_core::ids::Seconds;
 use lmetric_core::priority::{Settings, TailRate};
 
-/// Requests that end between two looks.
+/// Requests that end between two updates.
 const EVERY: u64 = 16;
-/// The share of what was measured since the last look that is taken over; of the first, all.
+/// Weight of the measurements since the last update; the first update takes them in full.
 const SMOOTHING: f64 = 0.2;
 
-/// What a local order needs to be learned.
+/// Values that a local order needs.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Learns {
     Nothing,
-    /// The lengths of answers, and what a token takes.
+    /// Lengths of answers, and the time per token.
     Lengths,
-    /// The same, and gamma from the tail of end-to-end times if the settings adapt it.
+    /// `Lengths`, and gamma from the tail of end-to-end times if the settings adapt it.
     Tail(Settings),
 }
 
-/// What was learned, as it was when it was last taken over.
+/// Learned values as of the last update.
 #[derive(Clone, Debug)]
 pub(super) struct Learned {
-    /// 1/s: see [`lmetric_core::priority`].
+    /// Gamma in 1/s: see [`lmetric_core::priority`].
     pub gamma: f64,
-    /// Seconds of the engine's steps for each token computed in them, prompt and answer alike. Until the first look: a step of the whole token budget of
-    /// prompt tokens.
+    /// Seconds of the engine's steps per token computed in them, prompt and answer alike. Before
+    /// the first update: from a step with the whole token budget of prompt tokens.
     pub token_seconds: Seconds,
-    /// How long answers are; nothing was seen until the first look.
+    /// Lengths of answers; empty until the first update.
     pub lengths: Survival,
     tail: Option<TailRate>,
     observed: Survival,
@@ -42,8 +44,10 @@ pub(super) struct Learned {
 }
 
 impl Learned {
+    /// Makes the values of an engine that has seen no request.
+    ///
     /// # Errors
-    /// `BadValue` for an order's setting out of its range.
+    /// `BadValue` for a setting of the order that is out of range.
     pub fn new(learns: Learns, profile: &Profile) -> Result<Learned, CoreError> {
         let boost = if let Learns::Tail(settings) = learns { Some(settings) } else { None };
         let mut full = StepWork::default();
@@ -64,7 +68,7 @@ impl Learned {
         })
     }
 
-    /// Steps took `seconds`, and `tokens` were computed in them.
+    /// Records steps that took `seconds` and computed `tokens` tokens.
     pub fn steps(&mut self, seconds: Seconds, tokens: u64) {
         if seconds.is_finite() {
             self.seconds += seconds;
@@ -72,7 +76,8 @@ impl Learned {
         }
     }
 
-    /// A request ended, `seconds` after it arrived, with an answer of so many tokens.
+    /// Records a request that ended `seconds` after it arrived, with `output_tokens` tokens of
+    /// answer.
     pub fn ended(&mut self, seconds: Seconds, output_tokens: u32) {
         self.ended += 1;
         if !self.asked {
@@ -84,7 +89,8 @@ impl Learned {
         }
     }
 
-    /// Takes over what was learned where it is time to, `before` requests having ended before the step. Whether ranks may be others now.
+    /// Updates the values if an update is due. `before`: requests that had ended before the step.
+    /// Returns whether ranks may have changed.
     pub fn look(&mut self, before: u64) -> bool {
         if !self.asked || self.ended / EVERY == before / EVERY {
             return false;
@@ -102,7 +108,7 @@ impl Learned {
         true
     }
 
-    /// Requests that have ended.
+    /// Returns the number of requests that have ended.
     pub fn seen(&self) -> u64 {
         self.ended
     }
@@ -116,7 +122,7 @@ pub(super) mod tests {
     use crate::profile::tests::round;
     use std::sync::LazyLock;
 
-    /// Of an engine that has learned nothing yet: gamma 0.1, 0.1 s a token.
+    /// The values of an engine that has learned nothing yet: gamma 0.1, 0.1 s per token.
     pub(in crate::engine) static NOTHING: LazyLock<Learned> =
         LazyLock::new(|| Learned { token_seconds: 0.1, ..learned("uniboost") });
 

@@ -1,8 +1,10 @@
-//! Steps under an order that ranks decodes, too: one order of all requests picks each step's batch, as in UniBoost's Algorithm 1.
+//! Steps under an order that ranks decodes, too: one order of all requests picks each step's batch,
+//! as in UniBoost's Algorithm 1.
 //!
-//! From the first rank on, each request takes a place in the batch and its tokens of the budget: a decode one, a prompt its next
-//! chunk. A decode that finds none pauses: it makes no token in the step, and its KV stays. The batch alone is bounded by the
-//! profile's sequences; requests are taken off the queue as long as memory lasts.
+//! From the first rank on, each request takes a slot in the batch and its tokens of the budget: one
+//! token for a decode, the next chunk for a prompt. A decode without a slot pauses: it makes no
+//! token in the step, and its KV stays. The profile's sequences bound the batch only; requests are
+//! taken off the queue as long as memory lasts.
 use super::{Admission, Engine};
 use crate::sequence::State;
 use lmetric_core::ids::Seconds;
@@ -44,7 +46,8 @@ impl Engine {
         }
     }
 
-    /// Gives a running request its place and its tokens in the step. False: a request was put back for the blocks that it needs.
+    /// Gives a running request its slot and its tokens in the step. Returns false if a request was
+    /// preempted for the blocks that it needs.
     fn pick(&mut self, slot: u32) -> bool {
         let sequence = &self.sequences[slot];
         let total = sequence.total_at(self.tick);
@@ -60,13 +63,13 @@ impl Engine {
                     self.grow(slot, total);
                 }
                 match self.sequences[slot].state {
-                    State::Waiting => return false, // it went back itself
+                    State::Waiting => return false, // it was preempted itself
                     State::Paused => self.resume(slot),
                     _ => {}
                 }
                 self.picked += 1;
             }
-            // It was put back for one that was picked before it.
+            // It was preempted for a request picked before it.
             _ => return true,
         }
         self.sequences[slot].plan = self.plan;
@@ -85,7 +88,7 @@ impl Engine {
         self.paused_tokens += u64::from(total);
     }
 
-    /// Takes a paused decode up again.
+    /// Resumes a paused decode.
     fn resume(&mut self, slot: u32) {
         self.leave_paused(slot);
         self.enter_decodes(slot);
@@ -94,7 +97,7 @@ impl Engine {
         self.resumed.push(slot);
     }
 
-    /// Takes a sequence out of those that pause.
+    /// Removes a sequence from the paused ones.
     pub(super) fn leave_paused(&mut self, slot: u32) {
         let (at, total) = (self.sequences[slot].at, self.sequences[slot].total);
         self.paused_tokens -= u64::from(total);
@@ -104,7 +107,8 @@ impl Engine {
         }
     }
 
-    /// The requests that the step of `seconds` took up again waited longer than that for their token. They are in steps of their own.
+    /// Counts the gaps of requests that the step of `seconds` resumed: they waited longer than the
+    /// step for their token. Such requests are in steps of their own.
     pub(super) fn count_pauses(&mut self, seconds: Seconds) {
         for slot in std::mem::take(&mut self.resumed) {
             let sequence = &mut self.sequences[slot];

@@ -1,12 +1,14 @@
-//! Local orders: in which order an engine takes requests from its queue and, if an order preempts,
-//! which running requests get a step's prompt tokens and which go back for another.
+//! Local orders: the order in which an engine takes requests from its queue. If an order preempts,
+//! it also decides which running requests get a step's prompt tokens, and which go back for
+//! another.
 //!
 //! An order is one file here and one row of `orders!`. It gives every request a rank; lower ranks
 //! run first, ties go by arrival. The rank of a waiting request is computed when it enters the
-//! queue, and again when the engine has learned something that the order reads: nothing else that
-//! an order reads changes while a request waits. Decodes get their token in every step, as in
-//! Sarathi and vLLM, unless the order ranks them as well; an order may limit the prompt tokens
-//! beside them.
+//! queue, and again when the engine has learned something that the order reads. No other input of
+//! an order changes while a request waits.
+//!
+//! Decodes get their token in every step, as in Sarathi and vLLM, unless the order ranks them as
+//! well. An order may limit the prompt tokens beside them.
 use super::learned::{Learned, Learns};
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
@@ -46,24 +48,24 @@ pub use slo::TOKEN_SECONDS;
 pub struct OrderSpec {
     /// Its name in configuration.
     pub name: &'static str,
-    /// Which request comes first.
+    /// The request that comes first.
     pub first: &'static str,
-    /// What it needs to know.
+    /// Values that it reads.
     pub reads: &'static str,
-    /// Where the rule was read.
+    /// Source of the rule.
     pub source: &'static str,
     /// Names of its settings.
     pub settings: &'static [&'static str],
     build: fn(&Given<'_>) -> Result<Box<dyn LocalOrder>, CoreError>,
 }
 
-/// What an order is built from.
+/// The inputs for building an order.
 struct Given<'a> {
     /// Seed of its predictions.
     seed: u64,
-    /// Seconds that a token may take.
+    /// SLO of a token, in seconds.
     slo: TokenSlo,
-    /// Settings by name; all of them are the order's.
+    /// Settings by name; the order knows all of them.
     settings: &'a [(&'a str, f64)],
 }
 
@@ -74,7 +76,7 @@ impl Given<'_> {
     }
 }
 
-/// The order that an engine goes by. Cloning shares it.
+/// The local order of an engine. Cloning shares it.
 #[derive(Clone, Debug)]
 pub struct Order {
     text: String,
@@ -89,21 +91,22 @@ impl Default for Order {
 }
 
 impl Order {
-    /// Declarations of all orders, in the order of the registry.
+    /// Returns the declarations of all orders, in the order of the registry.
     pub fn specs() -> impl Iterator<Item = &'static OrderSpec> {
         ORDERS.iter().copied().flatten()
     }
 
-    /// The names that [`Order::named`] takes.
+    /// Returns the names that [`Order::named`] takes.
     pub fn names() -> Vec<&'static str> {
         Order::specs().map(|spec| spec.name).collect()
     }
 
-    /// The order of this name, or with settings of its own: `uniboost(gamma=0.2, bin_tokens=64)`.
-    /// `seed` is the seed of its predictions; `slo` is the SLO of tokens that `slo` keeps.
+    /// Builds the order of this name, with default settings or its own: `uniboost(gamma=0.2,
+    /// bin_tokens=64)`. `seed` is the seed of its predictions; `slo` is the token SLO for the order
+    /// `slo`.
     ///
     /// # Errors
-    /// `BadValue` for an unknown order or setting, a value out of range, or an SLO that is no time.
+    /// `BadValue` for an unknown order or setting, a value out of range, or an invalid SLO.
     pub fn named(text: &str, seed: u64, slo: TokenSlo) -> Result<Order, CoreError> {
         let text = text.trim();
         let (name, inner) = match text.split_once('(') {
@@ -132,7 +135,7 @@ impl Order {
         Ok(Order { text: text.into(), rules: rules.into() })
     }
 
-    /// Its name and settings, as given.
+    /// Returns its name and settings, as given.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -142,7 +145,7 @@ impl Order {
         self.rules.preemption().is_some()
     }
 
-    /// Whether it goes by the priorities that requests come with.
+    /// Whether it reads the priorities of requests.
     pub fn reads_priority(&self) -> bool {
         self.rules.reads_priority()
     }
@@ -156,17 +159,17 @@ fn bad<T>(what: &str, got: String, expected: String) -> Result<T, CoreError> {
     Err(CoreError::BadValue { what: what.into(), got, expected })
 }
 
-/// Whole nanoseconds: ranks are compared exactly.
+/// Converts to whole nanoseconds: ranks are compared exactly.
 fn seconds_to_rank(seconds: Seconds) -> i64 {
     (seconds * 1e9) as i64
 }
 
-/// How an order ranks requests.
+/// The rules of a local order.
 pub(super) trait LocalOrder: Debug + Send + Sync {
-    /// Lower runs earlier.
+    /// Returns the rank of a request; lower runs earlier.
     fn rank(&self, job: &Job<'_>) -> i64;
 
-    /// What the engine must learn of its requests for it.
+    /// The values that the engine must learn for it.
     fn learns(&self) -> Learns {
         Learns::Nothing
     }
@@ -176,41 +179,43 @@ pub(super) trait LocalOrder: Debug + Send + Sync {
         false
     }
 
-    /// Whether the rank of a request that waits depends on what the cache holds of it.
+    /// Whether the rank of a waiting request depends on its cached tokens.
     fn reads_cache(&self) -> bool {
         false
     }
 
-    /// How it preempts; None: only want of memory puts a request back.
+    /// Its preemption; None: requests are preempted only for want of memory.
     fn preemption(&self) -> Option<&dyn Preemption> {
         None
     }
 
-    /// Whether the rank of a request that runs moves.
+    /// Whether the rank of a running request changes.
     fn revises(&self) -> bool {
         self.preemption().is_some()
     }
 
-    /// Whether decodes compete for the step as well, by their rank: for a place in the batch and a token of the budget. Then
-    /// [`Profile::max_sequences`] bounds the batch, and memory alone what is taken off the queue. Only with a preemption.
+    /// Whether decodes compete for the step, too, by their rank: for a slot in the batch and a
+    /// token of the budget. Then [`Profile::max_sequences`] bounds the batch, and only memory
+    /// bounds the requests taken off the queue. Needs a preemption.
     fn ranks_decodes(&self) -> bool {
         false
     }
 
-    /// Steps after which a request that still waits has another rank; None: it keeps its own.
+    /// Steps after which a waiting request gets another rank; None: it keeps its rank.
     fn promotes_after(&self) -> Option<u32> {
         None
     }
 
-    /// How it composes a step; None: prompt tokens fill the token budget.
+    /// Its composition of steps; None: prompt tokens fill the token budget.
     fn composition(&self) -> Option<&dyn Composition> {
         None
     }
 }
 
-/// How many prompt tokens a step takes.
+/// The number of prompt tokens in a step.
 pub(super) trait Composition {
-    /// Tokens of a prompt, behind `before` of it and at most `most`, that a step takes in which `planned` is already; `makes`: an answer's tokens, or thoughts alone.
+    /// Returns how many prompt tokens, behind `before` and at most `most`, a step takes that has
+    /// `planned` already. `makes`: whether the step makes answer tokens, or only reasoning tokens.
     fn prefill_tokens(
         &self,
         profile: &Profile,
@@ -221,76 +226,81 @@ pub(super) trait Composition {
     ) -> u32;
 }
 
-/// When running requests go back into the queue for another. [`super::Preempt`] says what becomes of what had been computed of them.
+/// Rules for preempting running requests for waiting ones. [`super::Preempt`] defines what happens
+/// to their KV.
 pub(super) trait Preemption {
-    /// Whether `running`, whose rank was `entered` when it last entered the queue, may go back for a waiting request of the rank
-    /// `waiting`.
+    /// Whether `running`, whose rank was `entered` when it last entered the queue, may go back for
+    /// a waiting request of the rank `waiting`.
     fn yields(&self, running: &Job<'_>, entered: i64, waiting: i64) -> bool;
 
-    /// Whether what those lose that would go back is worth it.
+    /// Whether the exchange is worth the losses of the requests that would go back.
     fn pays(&self, _exchange: &Exchange) -> bool {
         true
     }
 
-    /// Whether the one that goes first is the last by its rank less what it loses, in nanoseconds; else by its rank alone.
+    /// Whether preemption takes the request with the last rank less its loss, in nanoseconds; else
+    /// by rank alone.
     fn weighs_loss(&self) -> bool {
         false
     }
 
-    /// Decode steps for which what is left in place stays there: as long as the batch only decodes, `running`, which does not yield to the rank `waiting`, does
-    /// not begin to before it has made so many, and what does not pay does not come to while the same would go back.
+    /// Decode steps during which no running request begins to yield while the batch only decodes.
+    /// `running` does not yield to the rank `waiting` before it has made this many tokens. An
+    /// exchange that does not pay does not begin to pay while the same requests would go back.
     fn firm_steps(&self, _running: &Job<'_>, _waiting: i64) -> u32 {
         u32::MAX
     }
 
-    /// Decode steps for which `last`, which would go back before `next`, stays the last of the two: only where an exchange must pay, for the other may have less to
-    /// lose.
+    /// Decode steps during which `last`, which would go back before `next`, stays the last of the
+    /// two. Only for orders in which an exchange must pay, since the other may have less to lose.
     fn lasting_steps(&self, _last: &Job<'_>, _next: &Job<'_>) -> u32 {
         u32::MAX
     }
 }
 
-/// A waiting request would get in for some that run.
+/// An exchange: a waiting request would get in for some running requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Exchange {
-    /// Its rank.
+    /// Rank of the waiting request.
     pub waiting: i64,
-    /// The least rank of those that run.
+    /// Least rank of the running requests.
     pub least: i64,
-    /// How many run.
+    /// Number of running requests.
     pub running: u32,
-    /// What it takes to compute again, or to copy out and in, what those had that would go back, if the cache kept none of it.
+    /// Seconds to compute again, or to copy out and in, the tokens of the requests that would go
+    /// back, if the cache kept none of them.
     pub lost_seconds: Seconds,
 }
 
-/// What an order may look at of a request, at one moment.
+/// The values of a request that an order may read, at one moment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Job<'a> {
     /// The engine's constants.
     pub profile: &'a Profile,
     pub id: u64,
     pub priority: i64,
-    /// Output tokens that it gets in the end: only for orders that are told the length.
+    /// Final number of output tokens, for orders that know the length.
     pub output_tokens: u32,
-    /// Output tokens that it has.
+    /// Output tokens so far.
     pub made: u32,
-    /// Prompt and output tokens that it has.
+    /// Prompt and output tokens so far.
     pub context: u32,
-    /// Of these, the leading ones whose KV is there; where it waits, what the cache holds or another engine sends of them.
+    /// Leading tokens of `context` whose KV is there; for a waiting request, tokens in the cache or
+    /// sent by another engine.
     pub computed: u32,
-    /// Leading tokens that were cached or sent when it was first admitted; until then, `computed`.
+    /// Leading tokens that were cached or sent at its first admission; until then, `computed`.
     pub spared: u32,
-    /// Tokens ever computed for it, each counted once: prompt tokens that were cached or sent do not count.
+    /// Tokens ever computed for it, each counted once; cached or sent prompt tokens do not count.
     pub attained: u32,
-    /// The same when it last entered the queue.
+    /// Value of `attained` when it last entered the queue.
     pub attained_before: u32,
-    /// Steps that it has waited, or had when it was last taken off the queue, and those that it has run since.
+    /// Steps that it has waited; for a running request, until its last admission.
     pub waited_steps: u64,
-    /// See above.
+    /// Steps that it has run since its last admission.
     pub served_steps: u64,
-    /// When it came to the engine.
+    /// Its arrival at the engine.
     pub arrival_seconds: Seconds,
-    /// What the engine knows of its requests.
+    /// Values that the engine has learned.
     pub learned: &'a Learned,
 }
 
@@ -299,7 +309,7 @@ mod tests {
     use super::super::learned::tests::NOTHING;
     use super::*;
 
-    /// A request of 100 prompt tokens and 10 output tokens of which nothing is computed.
+    /// A request of 100 prompt tokens and 10 output tokens, with no token computed.
     pub(super) fn job(profile: &Profile) -> Job<'_> {
         Job {
             profile,

@@ -1,4 +1,4 @@
-//! What the next step does: room for those that run, then for those that wait.
+//! The plan of the next step: room for running requests, then for waiting ones.
 use super::order::Job;
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
@@ -7,18 +7,18 @@ use crate::profile::StepWork;
 use crate::sequence::State;
 use std::cmp::Reverse;
 
-/// What requests that go back leave behind.
+/// Resources that preempted requests free.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Freed {
     pub requests: u32,
-    /// Those of them that decode: each leaves a token of the budget.
+    /// Freed requests that decode: each frees a token of the budget.
     pub decodes: u32,
     pub tokens: u64,
     pub blocks: u32,
 }
 
 impl Engine {
-    /// What the step does, as far as it is planned.
+    /// Returns the work of the step, as planned so far.
     pub(super) fn planned(&self) -> StepWork {
         let mut work = StepWork {
             decode_sequences: self.decoding.len() as u32,
@@ -36,7 +36,8 @@ impl Engine {
         work
     }
 
-    /// What the most demanding of those makes that decode in the step, as far as it is planned.
+    /// Returns the kind of tokens with the strictest SLO among the step's decodes, as planned so
+    /// far.
     fn makes(&self) -> Makes {
         let pulled = self.chunks.iter().any(|chunk| {
             let sequence = &self.sequences[chunk.slot];
@@ -45,13 +46,15 @@ impl Engine {
         if self.answering > 0 || pulled { Makes::Answer } else { Makes::Thoughts }
     }
 
-    /// Whether all the rest of a chunk's prompt came from elsewhere: what it computes is what a decode computes.
+    /// Whether the rest of a chunk's prompt came from another engine: then it computes what a
+    /// decode computes.
     fn decodes(&self, chunk: &Chunk) -> bool {
         let sequence = &self.sequences[chunk.slot];
         sequence.pulled > 0 && chunk.tokens == 1 && chunk.before + 1 == sequence.total
     }
 
-    /// Of `most` tokens of a prompt behind `before` of it, those that the order has this step take.
+    /// Returns how many of `most` tokens of a prompt, behind `before`, the order lets this step
+    /// take.
     pub(super) fn share(&self, before: u32, most: u32) -> u32 {
         match self.settings.order.rules().composition() {
             Some(composition) => {
@@ -61,7 +64,8 @@ impl Engine {
         }
     }
 
-    /// Gives each sequence that crosses a block edge its new block; the block just filled can be found from now on.
+    /// Gives each sequence that crosses a block edge its new block. The block just filled can be
+    /// found from now on.
     pub(super) fn grow_decodes(&mut self) {
         if self.settings.admission != Admission::Vllm {
             return;
@@ -73,12 +77,12 @@ impl Engine {
             let total = self.sequences[slot].total_at(self.tick);
             self.name_blocks(slot, total - 1);
             self.grow(slot, total);
-            // A preemption may have moved anything: look again from the start (what has grown stays grown).
+            // A preemption may have moved any sequence: restart (grown sequences stay grown).
             i = if self.events.preempted.len() > preempted { 0 } else { i + 1 };
         }
     }
 
-    /// Shares what the decodes leave of the token budget among the running prefills, in order.
+    /// Shares the token budget left by the decodes among the running prefills, in order.
     pub(super) fn plan_prefills(&mut self) {
         self.chunks.clear();
         let mut i = 0;
@@ -119,7 +123,7 @@ impl Engine {
         }
     }
 
-    /// (rank, order, slot) of the request that is next in the queue.
+    /// Returns (rank, order, slot) of the next request in the queue.
     pub(super) fn next_waiting(&mut self) -> Option<(i64, u64, u32)> {
         while let Some(&Reverse(next @ (_, order, slot))) = self.waiting.peek() {
             let sequence = &self.sequences[slot];
@@ -131,7 +135,7 @@ impl Engine {
         None
     }
 
-    /// A request enters the queue.
+    /// Puts a request into the queue.
     pub(super) fn enqueue(&mut self, slot: u32) {
         let steps = self.counters.steps;
         let sequence = &mut self.sequences[slot];
@@ -142,7 +146,7 @@ impl Engine {
         self.enqueue_by_rank(slot);
     }
 
-    /// Ranks what waits anew where one of them has waited long enough for another rank.
+    /// Ranks the queue again if a request has waited long enough for another rank.
     pub(super) fn promote(&mut self) {
         let steps = self.counters.steps;
         let mut due = false;
@@ -156,7 +160,7 @@ impl Engine {
         }
     }
 
-    /// Puts a request that waits into the queue, by the rank it has now.
+    /// Puts a waiting request into the queue, by its current rank.
     fn enqueue_by_rank(&mut self, slot: u32) {
         let rank = self.settings.order.rules().rank(&self.job(slot));
         let sequence = &mut self.sequences[slot];
@@ -164,7 +168,7 @@ impl Engine {
         self.waiting.push(Reverse((rank, sequence.order, slot)));
     }
 
-    /// Ranks what waits anew.
+    /// Ranks the queue again.
     pub(super) fn rank_waiting(&mut self) {
         for Reverse((_, order, slot)) in std::mem::take(&mut self.waiting) {
             let sequence = &self.sequences[slot];
@@ -174,8 +178,8 @@ impl Engine {
         }
     }
 
-    /// (rank, order) of a running request: lower runs earlier, higher is put back first. Its rank moves only in orders that
-    /// revise it.
+    /// Returns (rank, order) of a running request: lower runs earlier, higher is preempted first.
+    /// The rank changes only in orders that revise it.
     pub(super) fn rank(&self, slot: u32) -> (i64, u64) {
         let rules = self.settings.order.rules();
         let sequence = &self.sequences[slot];
@@ -183,7 +187,7 @@ impl Engine {
         (rank, sequence.order)
     }
 
-    /// What the order may know of a request.
+    /// Returns the values of a request that the order may read.
     pub(super) fn job(&self, slot: u32) -> Job<'_> {
         let sequence = &self.sequences[slot];
         let context = sequence.total_at(self.tick);
@@ -223,7 +227,8 @@ impl Engine {
         }
     }
 
-    /// Admits a request that was taken off the queue, for which there is room, by what was looked up of it.
+    /// Admits a request that was taken off the queue, and for which there is room, with the blocks
+    /// found for it.
     pub(super) fn admit(&mut self, slot: u32) {
         let block = self.profile.block_tokens;
         let hit = match self.settings.admission {
@@ -265,14 +270,14 @@ impl Engine {
         self.name_blocks(slot, before + tokens);
     }
 
-    /// Of a waiting request, the leading tokens that need not be computed once `hit` are cached: what is pulled, too, but never
-    /// the last one.
+    /// Returns the leading tokens of a waiting request that need not be computed if `hit` tokens
+    /// are cached, including fetched tokens, but never the last token.
     fn before(&self, slot: u32, hit: u32) -> u32 {
         let sequence = &self.sequences[slot];
         hit.max(sequence.pulled).min(sequence.total - 1)
     }
 
-    /// Looks up the cached blocks of a waiting request, as far as its admission needs to know them.
+    /// Looks up the cached blocks of a waiting request, as far as its admission needs them.
     pub(super) fn look_up(&mut self, slot: u32) {
         self.found.clear();
         if self.settings.admission == Admission::Vllm {
@@ -282,12 +287,13 @@ impl Engine {
         }
     }
 
-    /// Whether there is room for a waiting request that was looked up, once `freed` is: a place in the batch, and memory for its
-    /// prompt (reserving) or for its first chunk (vLLM), of at least a token.
+    /// Whether a waiting request that was looked up fits, once `freed` is free. It needs a slot in
+    /// the batch, and memory for its prompt (reserving) or for its first chunk of at least one
+    /// token (vLLM).
     pub(super) fn fits(&self, slot: u32, freed: Freed) -> bool {
         let (sequence, block) = (&self.sequences[slot], self.profile.block_tokens);
         let running = self.running() - freed.requests;
-        // An order that ranks decodes bounds the batch, not what is in memory.
+        // An order that ranks decodes bounds the batch, not the requests in memory.
         if running == self.profile.max_sequences && !self.settings.order.rules().ranks_decodes() {
             return false;
         }
@@ -304,7 +310,8 @@ impl Engine {
         }
     }
 
-    /// Of a waiting request that was looked up: the tokens of its first chunk, and the blocks it needs beside those found.
+    /// Returns, for a waiting request that was looked up, the tokens of its first chunk, and the
+    /// blocks it needs beside those found.
     fn first_blocks(&self, slot: u32, budget: u32) -> (u32, u32) {
         let (block, found) = (self.profile.block_tokens, self.found.len() as u32);
         let before = self.before(slot, found * block);
@@ -312,7 +319,8 @@ impl Engine {
         (tokens, (before + tokens).div_ceil(block) - found)
     }
 
-    /// Takes the blocks found of a waiting request, and those for its pulled prefix and its first chunk: gives the hit in tokens.
+    /// Takes the blocks found for a waiting request, and blocks for fetched tokens and its first
+    /// chunk. Returns the hit in tokens.
     fn take_blocks(&mut self, slot: u32) -> u32 {
         let (_, new) = self.first_blocks(slot, self.budget());
         let sequence = &mut self.sequences[slot];
@@ -323,7 +331,7 @@ impl Engine {
         self.found.len() as u32 * self.profile.block_tokens
     }
 
-    /// Steps until a sequence ends, has thought or needs a block.
+    /// Returns the steps until a sequence ends, finishes reasoning or needs a block.
     pub(super) fn alike_steps(&mut self) -> u32 {
         let end = loop {
             let Some(&Reverse((end, order, slot))) = self.ends.peek() else { break self.tick + 1 };
@@ -332,7 +340,7 @@ impl Engine {
             }
             self.ends.pop();
         };
-        // Where thoughts end, gaps are counted by another SLO from then on.
+        // When reasoning ends, gaps count against another SLO from then on.
         let thoughts = loop {
             let Some(&Reverse((tick, order, slot))) = self.answers.peek() else { break end };
             if self.answers_at(slot, order, tick) {
@@ -353,8 +361,9 @@ impl Engine {
         most.min(self.firm_steps())
     }
 
-    /// Takes blocks until the sequence has room for `tokens` tokens; where none is left, the last in rank goes, maybe
-    /// itself, but none that the step has picked already under an order that ranks decodes.
+    /// Allocates blocks until the sequence has room for `tokens` tokens. If none is left, preempts
+    /// the last in rank, maybe the sequence itself. Under an order that ranks decodes, requests
+    /// that the step has picked already are not preempted.
     pub(super) fn grow(&mut self, slot: u32, tokens: u32) {
         let needed = tokens.div_ceil(self.profile.block_tokens) as usize;
         while self.sequences[slot].blocks.len() < needed {
@@ -377,8 +386,9 @@ impl Engine {
     }
 }
 
-/// The most steps, 1 to `most`, of which the last begins before `horizon`; `lasting(n)` is how long `n` steps take, the
-/// first `first`, each further one `more` longer than the one before.
+/// Returns the largest number of steps, 1 to `most`, whose last step begins before `horizon`.
+/// `lasting(n)` is the length of `n` steps: the first `first`, each further one `more` longer than
+/// the one before.
 pub(super) fn steps_within(
     horizon: f64,
     first: f64,
@@ -392,7 +402,8 @@ pub(super) fn steps_within(
     if horizon >= lasting(most) {
         return most;
     }
-    // Root of first x + more x (x - 1) / 2 = horizon in a form without cancellation; then repaired for rounding.
+    // Root of first x + more x (x - 1) / 2 = horizon in a form without cancellation; then corrected
+    // for rounding.
     let half = first - more / 2.0;
     let root = 2.0 * horizon / (half + (half * half + 2.0 * more * horizon).sqrt());
     let mut begun = (root as u32).min(most - 1);

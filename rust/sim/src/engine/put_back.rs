@@ -1,31 +1,36 @@
-//! Requests that go back into the queue, and what becomes of their KV: it is dropped and computed again, or copied to the host's memory and in again.
+//! Preemption: requests that go back into the queue. Their KV is dropped and computed again, or
+//! copied to the host's memory and back.
 //!
-//! A copy takes its bytes' time, either way, and the step in which it begins waits for it: nothing is computed meanwhile. (An engine may overlap the two, at
-//! best hiding the shorter; then this is its worst case.) What the cache still holds when the request comes back is not copied in. The host holds so many tokens; a request that
-//! does not fit there is computed again.
+//! A copy takes the time of its bytes, either way, and the step in which it begins waits for it: no
+//! token is computed meanwhile. (An engine may overlap the two and at best hide the shorter one;
+//! then this is its worst case.) Tokens that the cache still holds when the request comes back are
+//! not copied in. The host holds a limited number of tokens; a request that does not fit there is
+//! computed again.
 use super::{Admission, Engine};
 use crate::sequence::State;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
-/// What becomes of the KV of a request that goes back into the queue.
+/// Handling of the KV of preempted requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Preempt {
-    /// It is dropped, but for what the cache keeps.
+    /// KV is dropped, except for blocks that the cache keeps.
     #[default]
     Recompute,
-    /// It waits in the host's memory, where there is room: only under [`Admission::Vllm`].
+    /// KV waits in the host's memory, if there is room: only under [`Admission::Vllm`].
     Swap {
-        /// What a token's KV takes to be copied one way.
+        /// Seconds to copy a token's KV one way.
         seconds_per_token: Seconds,
-        /// Tokens whose KV the host holds.
+        /// Tokens whose KV the host can hold.
         host_tokens: u64,
     },
 }
 
 impl Preempt {
+    /// Checks the settings.
+    ///
     /// # Errors
-    /// `BadValue` for a time that is none, and for swapping where blocks are not accounted for.
+    /// `BadValue` for an invalid time, and for swapping under an admission without blocks.
     pub fn check(&self, admission: Admission) -> Result<(), CoreError> {
         let Preempt::Swap { seconds_per_token, .. } = *self else { return Ok(()) };
         let bad = |what: &str, got: String, expected: &str| {
@@ -46,7 +51,8 @@ impl Preempt {
 }
 
 impl Engine {
-    /// Of a running request, the tokens whose KV would go to the host if it went back now; 0: it would be computed again.
+    /// Returns the tokens of a running request whose KV would go to the host if it were preempted
+    /// now; 0: they would be computed again.
     fn to_host(&self, slot: u32) -> u32 {
         let computed = self.job(slot).computed;
         match self.settings.preempt {
@@ -57,7 +63,8 @@ impl Engine {
         }
     }
 
-    /// What it costs the engine if a running request goes back now: its KV is copied out and in, or computed again, as if the cache kept none of it.
+    /// Returns the seconds that preempting a running request costs the engine now. Its KV is copied
+    /// out and in, or computed again, as if the cache kept no block.
     pub(super) fn lost_seconds(&self, slot: u32) -> Seconds {
         match self.to_host(slot) {
             0 => self.profile.prefill_seconds_behind(0, self.job(slot).computed),
@@ -65,7 +72,7 @@ impl Engine {
         }
     }
 
-    /// One way.
+    /// Returns the seconds of a copy one way.
     pub(super) fn copy_seconds(&self, tokens: u64) -> Seconds {
         match self.settings.preempt {
             Preempt::Swap { seconds_per_token, .. } => tokens as f64 * seconds_per_token,
@@ -73,7 +80,7 @@ impl Engine {
         }
     }
 
-    /// Puts a running request back into the queue.
+    /// Preempts a running request.
     pub(super) fn preempt(&mut self, slot: u32) {
         let (attained, to_host) = (self.job(slot).attained, self.to_host(slot));
         let (gaps, state) = (self.gaps_of(slot), self.sequences[slot].state);
@@ -95,7 +102,8 @@ impl Engine {
         self.counters.preemptions += 1;
     }
 
-    /// A request leaves the host's memory: it was admitted, so that `copied` tokens of it are copied in, or it is gone.
+    /// Removes a request from the host's memory. It was admitted, so that `copied` of its tokens
+    /// are copied in, or it is gone.
     pub(super) fn leave_host(&mut self, slot: u32, copied: u32) {
         let tokens = std::mem::take(&mut self.sequences[slot].in_host);
         if tokens > 0 {

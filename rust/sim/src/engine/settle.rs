@@ -1,4 +1,4 @@
-//! What a step has done, and the books.
+//! The end of a step: its results, and the engine's counts.
 use super::{Admission, Chunk, Engine, Step, prompt_blocks};
 use crate::events::{Prefilled, Token};
 use crate::gaps::{Gaps, Makes};
@@ -44,24 +44,24 @@ impl Engine {
         }
     }
 
-    /// Whether an entry of `ends` still holds.
+    /// Whether an entry of `ends` is still valid.
     pub(super) fn ends_at(&self, slot: u32, order: u64, end: u64) -> bool {
         let sequence = &self.sequences[slot];
         (sequence.state, sequence.order, sequence.end) == (State::Decode, order, end)
     }
 
-    /// Whether an entry of `answers` still holds.
+    /// Whether an entry of `answers` is still valid.
     pub(super) fn answers_at(&self, slot: u32, order: u64, tick: u64) -> bool {
         let sequence = &self.sequences[slot];
         (sequence.state, sequence.order, sequence.answers) == (State::Decode, order, tick)
     }
 
-    /// A request has all its thoughts; from now on its gaps are slow by the answer's SLO.
+    /// Ends the reasoning of a request; from now on its gaps count against the answer's SLO.
     fn answer(&mut self, slot: u32) {
         let sequence = &mut self.sequences[slot];
         sequence.gaps.slow += self.gaps.slow_since(Makes::Thoughts, sequence.slow_mark);
         sequence.slow_mark = self.gaps.mark(Makes::Answer);
-        // One that was put back and came again may have two entries of the same tick.
+        // A request that was preempted and came back may have two entries of the same tick.
         sequence.answers = 0;
         self.answering += 1;
     }
@@ -83,7 +83,7 @@ impl Engine {
         self.chunks.clear();
     }
 
-    /// The prefill is complete: the prompt's blocks are there, and so is an output token.
+    /// Ends a prefill: the prompt's blocks are there, and so is an output token.
     pub(super) fn finish_prefill(&mut self, slot: u32) {
         if self.settings.admission == Admission::Reserve {
             self.cache_prompt(slot);
@@ -117,7 +117,7 @@ impl Engine {
         }
     }
 
-    /// From the next step on a sequence gets a token in every step.
+    /// Lets a sequence decode: from the next step on it gets a token in every step.
     pub(super) fn enter_decodes(&mut self, slot: u32) {
         let sequence = &mut self.sequences[slot];
         let (total, order) = (sequence.total, sequence.order);
@@ -146,7 +146,8 @@ impl Engine {
         }
     }
 
-    /// Reserving admission: all blocks of the prompt enter the cache, the first as the most recently used.
+    /// Reserving admission: puts all blocks of the prompt into the cache, the first as the most
+    /// recently used.
     pub(super) fn cache_prompt(&mut self, slot: u32) {
         let (sequence, block) = (&self.sequences[slot], self.profile.block_tokens);
         let chain = prompt_blocks(&sequence.chain, sequence.prompt_tokens, block);
@@ -159,7 +160,7 @@ impl Engine {
         }
     }
 
-    /// A request has its last token.
+    /// Ends a request that has its last token.
     pub(super) fn finish(&mut self, slot: u32) {
         self.events.finished.push(self.sequences[slot].id);
         let sequence = &self.sequences[slot];
@@ -171,7 +172,7 @@ impl Engine {
         self.counters.finished += 1;
     }
 
-    /// The gaps between a request's tokens so far.
+    /// Returns the gaps between a request's tokens so far.
     pub(super) fn gaps_of(&self, slot: u32) -> Gaps {
         let sequence = &self.sequences[slot];
         match sequence.state {
@@ -187,7 +188,7 @@ impl Engine {
         self.prefilling_tokens + self.context_tokens + self.paused_tokens
     }
 
-    /// Tokens that this step's decodes and chunks so far leave.
+    /// Returns the tokens of the budget that this step's decodes and chunks leave so far.
     pub(super) fn budget(&self) -> u32 {
         let planned: u32 = self.chunks.iter().map(|chunk| chunk.tokens).sum();
         let ranked = self.settings.order.rules().ranks_decodes();
@@ -201,7 +202,7 @@ impl Engine {
         ((sequence.since + ahead) % block) as usize
     }
 
-    /// The full blocks among the first `computed` tokens can be found from now on.
+    /// Makes the full blocks among the first `computed` tokens available to other requests.
     pub(super) fn name_blocks(&mut self, slot: u32, computed: u32) {
         if self.settings.admission == Admission::Reserve {
             return;
@@ -213,8 +214,9 @@ impl Engine {
             hash::extend(sequence.root, block, computed, &mut self.bytes, &mut sequence.chain);
         }
         let full = computed as usize / block;
-        // Without tokens, blocks past the chain (the answer's among them) are named as this request's own: they take their
-        // turn in the cache, and it finds them again after a preemption.
+        // Without tokens, blocks past the chain (the answer's among them) get hashes of this
+        // request alone. They age in the cache like other blocks, and the request finds them again
+        // after a preemption.
         while sequence.chain.len() < full {
             let previous = sequence.chain.last().copied().unwrap_or(sequence.root);
             sequence.chain.push(hash::own(previous, sequence.id));
@@ -232,7 +234,7 @@ impl Engine {
         sequence.named = full;
     }
 
-    /// Takes a running sequence out of the batch and gives its blocks back, the last first.
+    /// Removes a running sequence from the batch and releases its blocks, the last first.
     pub(super) fn unplace(&mut self, slot: u32) {
         let (state, total) = (self.sequences[slot].state, self.sequences[slot].total_at(self.tick));
         match state {
@@ -248,7 +250,7 @@ impl Engine {
         sequence.blocks.drain(..).rev().for_each(|block| self.pool.release(block));
     }
 
-    /// Takes a sequence out of those that get a token in every step.
+    /// Removes a sequence from those that get a token in every step.
     pub(super) fn leave_decodes(&mut self, slot: u32) {
         self.context_tokens -= u64::from(self.sequences[slot].total_at(self.tick));
         self.answering -= u32::from(self.sequences[slot].makes(self.tick) == Makes::Answer);

@@ -1,4 +1,5 @@
-//! A cluster for tests, to change from: constants so round that times can be worked out by hand, and nothing on that need not be.
+//! A base configuration for tests: round constants, so that times can be worked out by hand, and no
+//! optional features.
 #![allow(dead_code)]
 use lmetric_core::guard::GuardConfig;
 use lmetric_core::router::{IndexFeed, RouterConfig, Split};
@@ -6,7 +7,7 @@ use lmetric_sim::{
     Admission, ClusterConfig, MoveBy, Order, Preempt, Profile, Pulling, Signals, TokenSlo, Transfer,
 };
 
-/// A step takes 1 s, 0.1 s a decode, 0.001 s a context token and 0.01 s a prompt token.
+/// A step takes 1 s, 0.1 s per decode, 0.001 s per context token and 0.01 s per prompt token.
 pub fn round() -> Profile {
     Profile {
         fixed_seconds: 1.0,
@@ -22,7 +23,7 @@ pub fn round() -> Profile {
     }
 }
 
-/// Instances that take whole requests, of which the router learns everything as it happens.
+/// Instances that take whole requests, with exact signals to the router.
 pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
     ClusterConfig {
         profiles,

@@ -49,8 +49,9 @@ impl Planner for LibraThree {
 }
 
 impl LibraThree {
-    /// Prefill on the first instance, reasoning on `second`, the answer on a third, or on the first
-    /// again if there are but two. The error says why the request is not split so.
+    /// Plans prefill on the first instance, reasoning on `second`, and the answer on a third
+    /// instance, or on the first again if there are only two. The error is the reason why the
+    /// request is not split this way.
     fn in_three(
         &self,
         view: &mut View<'_>,

@@ -1,13 +1,18 @@
-//! A request that thinks before it answers, in three parts: prefill, think, answer (Libra, section 4.4 and Table 7).
+//! Splits of a reasoning request into three parts: prefill, reasoning, answer (Libra, section 4.4
+//! and Table 7).
 //!
-//! Nobody reads the thoughts as they come, so the instance that makes them may let a token take longer, while the answer's goes by its token SLO. The paper says
-//! no more. What follows here: no answer token is made where thoughts are, so the second cut is at the end of thinking or before it (late
-//! thoughts may go with the answer), and the first is at or before the second; within that the cuts balance, as between two.
+//! Nobody reads the reasoning tokens as they come. So their instance may take longer per token,
+//! while the answer keeps its token SLO. The paper gives no more detail. This planner makes no
+//! answer token on the reasoning instance. So the second boundary is at the end of the reasoning or
+//! before it (late reasoning tokens may go with the answer). The first boundary is at or before the
+//! second. Within these limits the boundaries balance the load, as between two parts.
 //!
-//! With three instances, each part has its own ([`search_three`]). With two, the request comes back: prefill and answer on the first, thinking on the
-//! second ([`search_return`]). Its KV moves twice then, the second time only what was thought.
+//! With three instances, each part has its own ([`search_three`]). With two, the request comes
+//! back: prefill and answer on the first, reasoning on the second ([`search_return`]). Its KV then
+//! moves twice, the second time only the reasoning tokens.
 //!
-//! Neither asks whether a cut pays: the SLO is why it is cut, not the load. A request that is in no danger of missing it is better left to [`lmetric_core::split::search`].
+//! Both searches ignore whether a split pays: they split for the SLO, not for the load. For a
+//! request that is in no danger of missing the SLO, use [`lmetric_core::split::search`].
 use lmetric_core::estimate::StepTime;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Cuts;
@@ -17,7 +22,7 @@ use lmetric_core::split::{Load, Settings, Whole, Why};
 /// An instance that may take a part.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed<'a> {
-    /// What it has to do.
+    /// Its current work.
     pub load: &'a Load,
     /// Its speed.
     pub step: &'a StepTime,
@@ -25,18 +30,20 @@ pub struct Placed<'a> {
     pub hit_tokens: u32,
 }
 
-/// Cuts of a request into three.
+/// Segment boundaries of a request in three parts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Three {
-    /// Tokens before the first and before the second cut; `None`: not cut.
+    /// Tokens before the first and before the second boundary; `None`: not split.
     pub cut_tokens: Option<[u32; 2]>,
-    /// Seconds until each instance has done all that it has; [`search_return`]: the first, the second, NaN.
+    /// Seconds until each instance has done all its work; [`search_return`]: the first, the second,
+    /// NaN.
     pub seconds: [Seconds; 3],
-    /// Seconds that the second part takes once it begins; 0 where it is not cut.
+    /// Seconds of the second part once it begins; 0 if the request is not split.
     pub think_seconds: Seconds,
-    /// Pairs of cuts looked at.
+    /// Pairs of boundaries tried.
     pub probes: u32,
-    /// Why. `Nearest`: the cuts are at the ends of the stages or of what is allowed, or K probes found no better.
+    /// Reason for the result. `Nearest`: the boundaries are at the ends of the stages or of the
+    /// allowed range, or K probes found no better ones.
     pub why: Why,
 }
 
@@ -46,9 +53,11 @@ impl Three {
     }
 }
 
-/// Cuts for three instances; of D expected output tokens the first `think_tokens` are thoughts. `whole`'s hits are not read.
+/// Finds boundaries for three instances. The first `think_tokens` of the D expected output tokens
+/// are reasoning tokens. Does not read `whole`'s hits.
 ///
-/// The outer search moves the first cut from the prompt's end, the inner one the second from the end of thinking: at most K x K probes.
+/// The outer search moves the first boundary from the prompt's end, the inner search the second
+/// from the end of reasoning: at most K x K probes.
 pub fn search_three(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 3], settings: &Settings) -> Three {
     let [Some(first), Some(second), Some(third)] = on.map(|placed| Instance::new(placed.load, placed.step))
     else {
@@ -79,9 +88,11 @@ pub fn search_three(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 3], setti
     Three { cut_tokens: Some([outer.token, inner.token]), seconds, think_seconds, probes, why }
 }
 
-/// Cuts for two instances: prefill, maybe the first thoughts, and the answer on the first, thinking on the second.
+/// Finds boundaries for two instances: prefill, maybe the first reasoning tokens, and the answer on
+/// the first, reasoning on the second.
 ///
-/// The answer begins where thinking ends; what balances is how many thoughts the first instance has before it hands over.
+/// The answer begins at the end of the reasoning. The number of reasoning tokens on the first
+/// instance before the transfer sets the balance.
 pub fn search_return(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 2], settings: &Settings) -> Three {
     let [Some(first), Some(second)] = on.map(|placed| Instance::new(placed.load, placed.step)) else {
         return Three::whole(Why::Unknown);
@@ -109,7 +120,7 @@ pub fn search_return(whole: &Whole, think_tokens: u32, on: [Placed<'_>; 2], sett
     }
 }
 
-/// Where both cuts may lie.
+/// Ranges of both boundaries.
 struct Stages {
     first: (u32, u32),
     second: (u32, u32),
@@ -124,7 +135,7 @@ impl Stages {
         if whole.expected_output_tokens == 0 {
             return Err(Why::Unknown);
         }
-        // An engine that hands over only at the prompt's end has no second cut.
+        // An engine that transfers only at the prompt's end has no second boundary.
         if settings.cuts < Cuts::Output {
             return Err(Why::Unable);
         }
@@ -133,7 +144,8 @@ impl Stages {
         }
         let floor = if settings.cuts == Cuts::Output { prompt } else { 0 };
         let first = (second_hit.min(prompt).saturating_add(least).max(floor), end - least);
-        // Thoughts that go with the answer: as many as leave the second instance its least, but the prompt stays with the first two.
+        // Reasoning tokens that go with the answer: as many as leave the second instance its
+        // minimum, but the prompt stays with the first two.
         let second = (prompt.saturating_add(1), end);
         if first.0 <= first.1 { Ok(Stages { first, second, least }) } else { Err(Why::TooShort) }
     }
@@ -146,7 +158,8 @@ struct Best<T> {
     extra: T,
 }
 
-/// The token in `range`, from `start`, at which the two times that `at` gives are nearest, by at most `probes` halvings; the first of them grows with the token.
+/// Returns the token in `range`, from `start`, at which the two times of `at` are nearest, by at
+/// most `probes` halvings. The first time grows with the token.
 fn bisect<T>(
     range: (u32, u32),
     start: u32,
@@ -214,10 +227,11 @@ mod tests {
         let found = search_three(&THINKS, 1400, [placed; 3], &settings);
         let [s, t] = found.cut_tokens.unwrap();
         assert_eq!(found.why, Why::Balanced);
-        // The prompt costs little: it takes thoughts with it, and so does the answer of 136 tokens.
+        // The prompt costs little: it takes reasoning tokens with it, and so does the answer of 136
+        // tokens.
         assert!(512 < s && s < t && t < 512 + 1400, "{found:?}");
         let (least, most) = found.seconds.iter().fold((f64::MAX, 0f64), |(a, b), &x| (a.min(x), b.max(x)));
-        // Together they take what one would take, and a token made again at each cut.
+        // Together they take the time of one part, and a token made again at each boundary.
         let one = Instance::new(&load, &step).unwrap().seconds(&Part::of(512, 2048, 0, 0, 2048));
         assert!((found.seconds.iter().sum::<f64>() / one - 1.0).abs() < 0.01);
         assert!(most - least <= 2.0 * 0.05 * one, "{found:?}");
@@ -228,7 +242,7 @@ mod tests {
     fn no_answer_token_is_made_where_thoughts_are() {
         let (step, idle) = (round(), Load::default());
         let busy = Load { decoding: 20.0, remaining_output_tokens: 20_000.0, ..Load::default() };
-        // The third has so much to do that balance would put the answer on the second, too.
+        // The third has so much work that balance would put the answer on the second, too.
         let found = search_three(
             &THINKS,
             200,
@@ -244,13 +258,14 @@ mod tests {
     fn with_two_instances_the_answer_comes_back() {
         let (step, load) = (round(), Load { decoding: 15.0, ..Load::default() });
         let settings = Settings { probes: 12, epsilon: 0.01, ..Settings::default() };
-        // 512 prompt and 336 answer tokens here leave 1,200 thoughts, of which the first takes some.
+        // 512 prompt and 336 answer tokens here leave 1,200 reasoning tokens; the first instance
+        // takes some of them.
         let found = search_return(&THINKS, 1200, [on(&load, &step); 2], &settings);
         let [s, t] = found.cut_tokens.unwrap();
         assert_eq!((t, found.why), (1712, Why::Balanced));
         assert!((513..1712).contains(&s), "{found:?}");
         assert!((found.seconds[0] - found.seconds[1]).abs() < 0.02 * found.seconds[0]);
-        // A busy second one gets the fewest thoughts that it may.
+        // A busy second instance gets the fewest reasoning tokens allowed.
         let busy = Load { remaining_output_tokens: 30_000.0, ..load };
         let settings = Settings { probes: 16, ..settings };
         let found = search_return(&THINKS, 1200, [on(&load, &step), on(&busy, &step)], &settings);

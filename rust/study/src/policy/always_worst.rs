@@ -1,4 +1,4 @@
-//! A negative control: a study in which this does not come last is broken.
+//! A negative control: a study in which this policy does not come last is broken.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(

@@ -1,8 +1,8 @@
-//! The `dynamo` of an independent simulator that ours is held against: all tokens that the instance has yet to work
-//! through or keep, in blocks.
+//! The `dynamo` policy of the independent simulator that is compared with this one: all tokens
+//! that the instance has yet to compute or keep, in blocks.
 //!
-//! `tokens` is the context of all requests there, with the prompts of the waiting ones; `remaining_tokens` what they will
-//! still produce, as far as it is known.
+//! `tokens` is the context of all its requests, including the prompts of waiting ones.
+//! `remaining_tokens` is their expected remaining output, if known.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(

@@ -1,4 +1,5 @@
-//! Instantaneous load, in requests: running decodes alone, blind to what is bound here and still in prefill.
+//! Instantaneous load, in requests: running decodes alone, without requests that are bound here and
+//! still in prefill.
 use super::*;
 
 pub static SPEC: PolicySpec =

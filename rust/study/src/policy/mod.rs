@@ -1,4 +1,5 @@
-//! Policies for studies. Each is one file (formula, source, knobs, tests) and one row of `policies!`.
+//! Policies for studies. Each is one file (formula, source, parameters, tests) and one row of
+//! `policies!`.
 use lmetric_core::CoreError;
 use lmetric_core::policy::{Knob, Knobs, Policy, PolicySpec, Prefer, highest, lowest};
 

@@ -1,17 +1,16 @@
-//! The least pressure: each request weighed by the load that it will still bring, as the best linear rule for even loads weighs it.
+//! The least pressure. Each request weighs as much as its future load, with the weights of the best
+//! linear rule for even loads.
 //!
-//! From SIBYL it has the length curve and the sight of what is bound; not its question. The load at one moment in the future is no better guide than the
-//! present one: both send a cohort to where a cohort will soon be gone, and it comes back with its whole life. `pressure.rs` has the rule,
-//! docs/studies/sibyl.md what it gains.
+//! The length curve and the bound requests come from SIBYL; the criterion does not. The load at one
+//! future moment is no better guide than the present load. Both send a cohort to an instance whose
+//! current cohort will soon be gone, and the cohort comes back with its whole life. The rule is in
+//! `pressure.rs`, its gain in docs/studies/sibyl.md.
 use super::*;
 use crate::pressure::weights_of;
 use lmetric_core::policy::expression;
 
-const KNOBS: &[Knob] = &[Knob::flag(
-    "oracle",
-    false,
-    "take answers to be as long as expected_output_tokens says: for simulations",
-)];
+const KNOBS: &[Knob] =
+    &[Knob::flag("oracle", false, "use expected_output_tokens as the exact answer length: for simulations")];
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
@@ -22,7 +21,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
 .for_studies();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    // What is in bs beyond our own is others' load, of which only the number is known.
+    // Load in bs beyond our own is external load, of which only the number is known.
     let ours = if knobs.get("oracle") > 0.0 { "decode_pressure_known" } else { "decode_pressure" };
     let score = format!("{ours} + (bs - decode_bs - bound_bs)");
     let policy = expression(&SPEC, knobs, &score, Prefer::Min, &[])?;

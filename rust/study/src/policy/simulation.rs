@@ -1,8 +1,9 @@
 //! The least predicted time to first token.
 //!
-//! The prediction is the router's (step-time model or learned prefill rate), and absent for an instance of which nothing was
-//! learned. Left out, such an instance would never be learned of; so it is taken to be as fast as the mean of the others, and
-//! while nobody is known all count as equally fast.
+//! The prediction is the router's (step-time model or learned prefill rate), and absent for an
+//! instance without a learned rate. Without a stand-in, such an instance would never get requests
+//! and never learn a rate. So it counts as fast as the mean of the others; while no rate is known,
+//! all count as equally fast.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
@@ -35,7 +36,7 @@ mod tests {
         };
         let simulation = policy("simulation", &[]);
         assert_eq!(fleet(&[0.25, 0.5, 1.0]).score(&*simulation), [0.25, 0.5, 1.0]);
-        // 0.25 s / 1000 and 0.25 s / 500: mean 0.375 ms a token, times 200
+        // 0.25 s / 1000 and 0.25 s / 500: mean 0.375 ms per token, times 200
         let score = fleet(&[0.25, 0.25, f64::NAN]).score(&*simulation);
         assert_eq!(score[..2], [0.25, 0.25]);
         assert!((score[2] - 0.075).abs() < 1e-12);

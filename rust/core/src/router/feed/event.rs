@@ -1,15 +1,15 @@
-//! Events of an engine's cache, and what becomes of them.
+//! KV cache events of an engine, and their results.
 use crate::ids::InstanceId;
 use crate::kv::hash::{Domain, hash_tokens_after, narrowed};
 use crate::kv::names::Means;
 
-/// Who stores blocks: a rank of an instance. Ranks have caches of their own; a block is held where
-/// one of them holds it.
+/// The source of an event: a rank of an instance. Each rank has its own cache; an instance holds a
+/// block if one of its ranks holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
     /// The instance.
     pub instance: InstanceId,
-    /// Its generation: events of an instance that is gone reach nobody.
+    /// Generation of the instance; events of a removed instance are ignored.
     pub generation: u32,
     /// The data-parallel rank.
     pub rank: u32,
@@ -18,38 +18,38 @@ pub struct Source {
 /// Consecutive blocks that an engine stored.
 #[derive(Clone, Copy, Debug)]
 pub struct Stored<'a> {
-    /// The engine's hash of the block before the first (`None`: they start the prompt).
+    /// The engine's hash of the block before the first; `None`: the blocks start the prompt.
     pub parent: Option<u64>,
-    /// The engine's hashes of the blocks, whatever they are made of.
+    /// The engine's hashes of the blocks, of any scheme.
     pub engine_hashes: &'a [u64],
-    /// A block's worth of ids to each.
+    /// Token IDs, one block's worth per hash.
     pub token_ids: &'a [u32],
-    /// The prompt's domain; blocks behind a parent need no word of salt and adapter.
+    /// The prompt's domain; blocks with a parent need no salt or adapter in it.
     pub domain: Domain,
-    /// What a block is besides its tokens, hashed; 0: nothing. Empty where that holds for all.
+    /// Hash of a block's other properties, per block; 0: none. Empty if no block has any.
     pub narrowing: &'a [u64],
-    /// What it means where blocks are known already.
+    /// Meaning of the event for blocks that are already known.
     pub means: Means,
 }
 
-/// What became of the blocks of an event.
+/// Result of an event: number of blocks by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
-    /// Blocks taken in or out.
+    /// Blocks stored or removed.
     pub done: usize,
-    /// Blocks whose parent was not known.
+    /// Blocks with an unknown parent.
     pub unknown_parent: usize,
-    /// Blocks without tokens, or for which there was no room.
+    /// Blocks without tokens or without room in the index.
     pub unplaced: usize,
-    /// Removals of blocks that were not known.
+    /// Removals of unknown blocks.
     pub unknown_removed: usize,
-    /// Blocks of an instance that the router does not have (any more).
+    /// Blocks of an instance that is not, or no longer, in the router.
     pub gone: usize,
-    /// Blocks of an instance that does not learn by events.
+    /// Blocks of an instance whose index entries do not come from events.
     pub not_exact: usize,
 }
 
-/// Why an event reaches nobody.
+/// Reason to ignore an event.
 pub(super) enum Refused {
     Gone,
     NotExact,
@@ -65,7 +65,7 @@ impl Applied {
 }
 
 impl Stored<'_> {
-    /// Appends the chained hashes of the blocks; `last`: that of the block before them.
+    /// Appends the chained hashes of the blocks; `last`: hash of the previous block.
     pub(super) fn hash(&self, block_size: usize, last: Option<u64>, chain: &mut Vec<u64>) {
         let domain = self.domain;
         if self.narrowing.iter().all(|part| *part == 0) {

@@ -1,9 +1,9 @@
-//! The engines' own block events, applied to the index beside the decisions.
+//! KV events: applies the engines' block events to the index, in parallel to decisions.
 //!
-//! Whoever feeds (a subscriber's thread, an embedding program) calls the methods of a [`KvFeed`].
-//! It hashes and keeps the engines' names of their blocks under a lock of its own, and takes the
-//! router only to change the index: a few dozen blocks at a time, so that no decision waits for
-//! more than that, whatever comes in one event.
+//! A feeder (a subscriber's thread, an embedding program) calls the methods of [`KvFeed`]. The feed
+//! hashes blocks and stores their engine names under its own lock. It takes the router only for
+//! index changes of a few dozen blocks each, so that decisions wait no longer, even for large
+//! events.
 mod event;
 mod state;
 
@@ -23,17 +23,17 @@ use parking_lot::{Mutex, RwLock};
 use state::State;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Blocks for which the router is taken at once.
+/// Blocks per lock of the router.
 const PIECE: usize = 64;
-/// Where fewer names than this share are of evicted blocks, more blocks are evicted.
+/// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
 const SWEPT_SHARE: f64 = 0.0625;
-/// What goes then, as a share of an instance's blocks.
+/// Fraction of an instance's blocks to evict then.
 const EVICTED_SHARE: u32 = 8;
-/// The names' share of the bytes of an index that engines feed: a name takes about 20 bytes, a pair
-/// in the index about 44.
+/// Names get 1/3 of the bytes of an event-fed index: a name takes about 20 bytes, an index entry
+/// about 44.
 const NAMES_SHARE: usize = 3;
 
-/// Feeds a router's index. See the module.
+/// Applies KV events to a router's index.
 pub struct KvFeed {
     router: SharedRouter,
     keys: RwLock<Keys>,
@@ -43,9 +43,9 @@ pub struct KvFeed {
 }
 
 impl KvFeed {
-    /// A feed for the router, whose index and the names of whose blocks take `index_bytes`
-    /// together. `exact`: instances are fed by events from the start; else room for names is set
-    /// aside with the first that is.
+    /// Creates a feed for the router. `index_bytes`: bytes of the index and of the blocks' names
+    /// together. `exact`: events feed instances from the start; otherwise the first such instance
+    /// reserves memory for names.
     pub fn new(router: SharedRouter, keys: Keys, index_bytes: usize, exact: bool) -> KvFeed {
         let state = State { names: Names::new(0), chain: Vec::new(), epochs: Vec::new() };
         let feed = KvFeed {
@@ -61,28 +61,29 @@ impl KvFeed {
         feed
     }
 
-    /// The router.
+    /// Returns the router.
     pub fn router(&self) -> &SharedRouter {
         &self.router
     }
 
-    /// The key scheme in force.
+    /// Returns the current key scheme.
     pub fn keys(&self) -> Keys {
         *self.keys.read()
     }
 
-    /// Changes whenever what the events of some instance told is forgotten (not by them): see
-    /// [`KvFeed::epoch_of`].
+    /// Returns the feed's epoch. It changes whenever the event data of some instance is dropped,
+    /// other than by events; see [`KvFeed::epoch_of`].
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Changes when what the events of this instance told is forgotten: they are to be told anew.
+    /// Returns an instance's epoch. It changes when the instance's event data is dropped; the
+    /// engine must then send its blocks again.
     pub fn epoch_of(&self, source: Source) -> u64 {
         self.state.lock().epochs.get(source.instance.index()).copied().unwrap_or(0)
     }
 
-    /// Changes the key scheme. What was cached under another is unreachable and is forgotten.
+    /// Changes the key scheme. Drops blocks cached under another scheme, which are unreachable.
     pub fn set_keys(&self, keys: Keys) {
         if self.keys() == keys {
             return;
@@ -99,7 +100,7 @@ impl KvFeed {
         drop(old);
     }
 
-    /// The source of events of a rank of an instance.
+    /// Returns the event source for a rank of an instance.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -109,13 +110,13 @@ impl KvFeed {
         Ok(Source { instance, generation: router.fleet().generation(instance), rank })
     }
 
-    /// Whether the source's instance is still there.
+    /// Returns whether the source's instance is still in the router.
     pub fn is_current(&self, source: Source) -> bool {
         self.router.lock_behind().fleet().is_current(source.instance, source.generation)
     }
 
-    /// Says who feeds the index of an instance. Once engines do, what was guessed is forgotten;
-    /// once they do not any more, what they said stays as a guess.
+    /// Sets the source of an instance's index entries. A change to events drops approximate
+    /// entries. A change from events keeps the entries as approximate ones.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -140,8 +141,8 @@ impl KvFeed {
         Ok(())
     }
 
-    /// Says how many blocks an instance's cache holds, all ranks together (`None`: not known): the
-    /// index holds no more of it.
+    /// Sets the number of blocks in an instance's cache, over all ranks; `None`: unknown. The index
+    /// holds no more blocks of the instance.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -156,7 +157,7 @@ impl KvFeed {
         Ok(())
     }
 
-    /// Blocks were stored.
+    /// Stores blocks.
     pub fn stored(&self, source: Source, stored: &Stored<'_>) -> Applied {
         let state = &mut *self.state.lock();
         let (all, mut applied) = (stored.engine_hashes.len(), Applied::default());
@@ -191,7 +192,7 @@ impl KvFeed {
         applied
     }
 
-    /// Places up to [`PIECE`] blocks; returns how many found room.
+    /// Places up to [`PIECE`] blocks; returns the number of placed blocks.
     fn place(
         &self,
         state: &mut State,
@@ -202,8 +203,8 @@ impl KvFeed {
         means: Means,
     ) -> Result<usize, Refused> {
         let Source { instance, rank, .. } = source;
-        // Names first: a block that could not be named could never be removed. New ones need no
-        // index.
+        // Names first: a block without a name could never be removed. New names need no index
+        // access.
         let mut named = 0;
         while named < chain.len()
             && state.names.find(instance, rank, engines[named]).is_none()
@@ -221,7 +222,7 @@ impl KvFeed {
             state.names.remove(instance, rank, *engine);
         }
         let stuck = stored? < named;
-        // The others have a name, or there was no room: one by one.
+        // The remaining blocks already have a name, or there is no room: place them one by one.
         while placed < chain.len() && !stuck {
             let (engine, hash) = (engines[placed], chain[placed]);
             let before = placed.checked_sub(1).map_or(parent, |at| Some(chain[at]));
@@ -237,7 +238,7 @@ impl KvFeed {
         Ok(placed)
     }
 
-    /// Enters a block whose name may be known; false: no room.
+    /// Places a block whose name may already be known; returns false if there is no room.
     fn enter(
         &self,
         state: &mut State,
@@ -261,7 +262,7 @@ impl KvFeed {
         Ok(placed)
     }
 
-    /// One physical copy of each of these blocks is gone.
+    /// Removes one physical copy of each block.
     pub fn removed(&self, source: Source, engine_hashes: &[u64]) -> Applied {
         let state = &mut *self.state.lock();
         let mut applied = Applied::default();
@@ -283,7 +284,7 @@ impl KvFeed {
         applied
     }
 
-    /// The rank's whole cache was cleared, or its engine is another one by now.
+    /// Removes all blocks of a rank whose cache was cleared or whose engine was replaced.
     pub fn cleared(&self, source: Source) {
         let state = &mut *self.state.lock();
         let Source { instance, rank, .. } = source;
@@ -292,8 +293,8 @@ impl KvFeed {
         }
         if !state.names.has_others(instance, rank) {
             drop(state.names.take(instance, rank));
-            // Of an instance whose events do not count, what is known are guesses of what was sent
-            // there: they stay.
+            // If events do not feed the instance, its entries are predictions from sent requests
+            // and stay.
             let counts = matches!(self.router.lock_behind().index_feed(instance), IndexFeed::Exact);
             if counts {
                 self.clear_index(instance, Some(source.generation));
@@ -310,7 +311,7 @@ impl KvFeed {
         }
     }
 
-    /// Forgets all that is known of an instance, all ranks.
+    /// Drops all index entries of an instance, over all ranks.
     ///
     /// # Errors
     /// `UnknownName`.
@@ -334,13 +335,13 @@ impl KvFeed {
         self.router.lock_behind().remove_instance(instance)
     }
 
-    /// Names known of all instances, and the bytes they take.
+    /// Returns the number of names of all instances and their bytes.
     pub fn names(&self) -> (usize, usize) {
         let state = self.state.lock();
         (state.names.len(), state.names.bytes())
     }
 
-    /// The router, if the source's instance is still there and learns by events.
+    /// Locks the router, if the source's instance is still there and fed by events.
     fn take(&self, source: Source) -> Result<Held<'_>, Refused> {
         let router = self.router.lock_behind();
         let broken = self.router.check().is_err();
@@ -353,7 +354,7 @@ impl KvFeed {
         }
     }
 
-    /// Forgets an instance's blocks, some at a time, while it is of that generation.
+    /// Removes an instance's blocks in pieces, while the instance has this generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
         loop {
             let mut router = self.router.lock_behind();
@@ -365,8 +366,8 @@ impl KvFeed {
         }
     }
 
-    /// Forgets names of what the index has evicted, and if that is too little, has it evict the
-    /// instance's least recently used blocks. Returns whether names went.
+    /// Drops names of evicted blocks. If this frees too little, also evicts the instance's least
+    /// recently used blocks. Returns whether names were dropped.
     fn make_room(&self, state: &mut State, source: Source, engine: u64) -> bool {
         let names = state.names.near(source.instance, source.rank, engine);
         let mut gone = self.sweep(state, source, engine);
@@ -393,7 +394,7 @@ impl KvFeed {
         gone
     }
 
-    /// Sets the names' share of the bytes aside, once.
+    /// Reserves the names' fraction of the bytes, once.
     fn room_for_names(&self, state: &mut State) {
         if state.names.byte_bound() > 0 {
             return;
@@ -408,7 +409,7 @@ impl KvFeed {
     }
 }
 
-/// Engines that say more than their caches hold do not fill the index.
+/// Limits the blocks of an engine that reports more than its cache holds.
 fn trim(router: &mut Router, instance: InstanceId) {
     router.index_mut().trim(instance, 2 * PIECE as u32);
 }

@@ -1,9 +1,9 @@
-//! What events told so far.
+//! Data received by events.
 use crate::ids::InstanceId;
 use crate::kv::names::Names;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What events told of the engines' blocks.
+/// Data received by events about the engines' blocks.
 pub(super) struct State {
     pub names: Names,
     pub chain: Vec<u64>,
@@ -12,7 +12,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// What events told of the instance is forgotten: they are to be told anew.
+    /// Drops an instance's event data; the engine must send its blocks again.
     pub fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
         self.names.take_all(instance);
         if self.epochs.len() <= instance.index() {

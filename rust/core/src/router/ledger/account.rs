@@ -1,4 +1,4 @@
-//! What the ledger holds of one instance, apart from its prefill backlog.
+//! The ledger's account of one instance, without its prefill backlog.
 use super::counts::Counts;
 use super::external::External;
 use super::share::Share;
@@ -8,28 +8,28 @@ use crate::estimate::step_watch::{Batch, StepWatch};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator};
 
-/// What the ledger holds of one instance, apart from its prefill backlog.
+/// The ledger's account of one instance, without its prefill backlog.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Account {
     pub own: Counts,
     pub peers: Share,
     pub external: External,
     pub windows: Windows,
-    /// Prefixes that others pull from here.
+    /// Prefix fetches that this instance serves.
     pub pulls: f64,
     pub rate: PrefillRate,
     pub steps: StepWatch,
-    /// When the last of our requests that decoded ended.
+    /// End of the last own request that decoded.
     pub decoded_until: Seconds,
 }
 
 impl Account {
-    /// Requests of ours and of peer routers that the engine may know of.
+    /// Returns the number of own and peer requests that the engine may have.
     pub fn known(&self) -> f64 {
         self.own.at_engine() + self.peers.at_engine()
     }
 
-    /// What decodes.
+    /// Returns the decode batch of own and peer requests.
     pub fn batch(&self) -> Batch {
         Batch {
             sequences: self.own.decoding + self.peers.decoding,
@@ -37,7 +37,7 @@ impl Account {
         }
     }
 
-    /// Writes the indicators that follow from the counts of requests.
+    /// Writes the indicators derived from request counts.
     pub fn write(&mut self, slot: usize, columns: &mut Columns) {
         self.external.note(self.known());
         let (own, peers, external) = (&self.own, &self.peers, &self.external);

@@ -1,7 +1,7 @@
-//! What the load will be when a request starts to decode: kept only where a policy asks for it.
+//! Predicted load at the time when a request starts to decode. Kept only if a policy needs it.
 //!
-//! Fed by the same events as the rest of the ledger: who is bound where and when it is expected to
-//! start, who decodes and how far it is, how fast decodes go, and how long answers were.
+//! The ledger's events feed the predictions: bound requests with their expected start, decoding
+//! requests with their progress, decode rates, and output lengths.
 use super::counts::{Entry, Stage};
 use crate::estimate::survival::CurveSettings;
 use crate::estimate::{
@@ -12,7 +12,7 @@ use crate::indicators::{Columns, Indicator, IndicatorSet};
 use std::ptr::fn_addr_eq;
 use std::sync::Arc;
 
-/// Indicators that this keeps.
+/// Indicators that the predictions provide.
 pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
@@ -23,7 +23,7 @@ pub const AHEAD: IndicatorSet = IndicatorSet::of(&[
     Indicator::DecodePressureKnown,
 ]);
 
-/// SIBYL's.
+/// Indicators of SIBYL.
 pub const PROJECTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffRunningTokens,
     Indicator::HandoffArrivedTokens,
@@ -31,22 +31,23 @@ pub const PROJECTED: IndicatorSet = IndicatorSet::of(&[
     Indicator::HandoffComingTokens,
 ]);
 
-/// Those by what requests weigh.
+/// Indicators that depend on the weights of requests.
 pub const WEIGHED: IndicatorSet =
     IndicatorSet::of(&[Indicator::DecodePressure, Indicator::DecodePressureKnown]);
 
 /// Time constant of the learned decode rates, in seconds.
 const PACE_SECONDS: f64 = 10.0;
-/// Weight of the latest hand-over in the mean of their lengths.
+/// Weight of the latest handoff in the mean handoff time.
 const LAG_WEIGHT: f64 = 0.05;
 
-/// Answers that end before the weights are worked out first, and seconds until they are again.
+/// Outputs that must end before the first computation of the weights; minimum seconds between two
+/// computations.
 const LEAST_ENDED: u64 = 16;
 const REFRESH_SECONDS: f64 = 1.0;
-/// Weight of the latest prompt in the mean of their lengths.
+/// Weight of the latest prompt in the mean prompt length.
 const PROMPT_WEIGHT: f64 = 0.01;
 
-/// How fast requests decode of late: tokens over request-seconds, both fading.
+/// Recent decode rate: tokens over request-seconds, both with exponential decay.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pace {
     tokens: f64,
@@ -58,7 +59,7 @@ struct Pace {
 impl Pace {
     fn pass(&mut self, now: Seconds) {
         if now == self.at {
-            return; // many tokens of one moment
+            return; // several tokens at one time
         }
         let seconds = (now - self.at).max(0.0);
         let kept = (-seconds / PACE_SECONDS).exp();
@@ -72,22 +73,22 @@ impl Pace {
     }
 }
 
-/// The decodes and the bound requests of all instances, by slot.
+/// Decoding and bound requests of all instances, by slot.
 #[derive(Clone, Debug, Default)]
 pub struct Ahead {
     loads: Vec<DecodeLoad>,
-    /// Those that decode by the tokens they will still make, where a policy asks for it.
+    /// Decoding requests by their remaining output tokens, if a policy needs this.
     left: Option<Vec<Histogram>>,
     paces: Vec<Pace>,
-    /// Over all instances.
+    /// Decode rate over all instances.
     pace: Pace,
     curve: CurveSettings,
     survival: Survival,
     /// Mean seconds from the end of a first segment to the first token of the second.
     lag: Seconds,
     lag_known: bool,
-    /// Makes the weights of requests, if a policy brings them; the present ones; from how many
-    /// ended answers and when they were worked out.
+    /// Source of the weights, if a policy brings one; the current weights; the number of ended
+    /// outputs behind them and the time of their computation.
     weights_of: Option<WeightsOf>,
     weights: Option<Arc<dyn DecodeWeights>>,
     weighed: (u64, Seconds),
@@ -95,8 +96,8 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// Nothing yet, of as many slots; of what only some policies ask for, what `reads` names.
-    /// `weights_of`: makes the weights of requests; `None`: no policy brings them.
+    /// Creates empty predictions for `slots` slots. `reads`: indicators to provide. `weights_of`:
+    /// source of the weights; `None`: no policy brings weights.
     pub fn new(
         reads: IndicatorSet,
         slots: usize,
@@ -111,15 +112,15 @@ impl Ahead {
         ahead
     }
 
-    /// Whether it keeps all that `reads` asks for, by this curve and these weights.
+    /// Returns whether the predictions provide all of `reads` with this curve and these weights.
     pub fn suits(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> bool {
         self.curve == curve
             && (self.left.is_some() || !reads.contains(Indicator::DecodePressureKnown))
             && weights_of.is_none_or(|new| self.weights_of.is_some_and(|old| fn_addr_eq(old, new)))
     }
 
-    /// One that keeps what `reads` asks for besides what this one keeps. It has learned the same,
-    /// but no request is in it yet.
+    /// Returns predictions that provide `reads` in addition to the present indicators. Learned
+    /// values stay; the result contains no requests yet.
     pub fn widened(&self, reads: IndicatorSet, curve: CurveSettings, weights_of: Option<WeightsOf>) -> Ahead {
         let mut kept = reads;
         if self.left.is_some() {
@@ -138,7 +139,7 @@ impl Ahead {
         }
     }
 
-    /// A segment decodes on a slot that began to before this was kept.
+    /// Adds a decoding segment that started to decode before the predictions were kept.
     pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
         if let Some(left) = &mut self.left {
@@ -158,7 +159,7 @@ impl Ahead {
         self.left.iter_mut().for_each(|left| left.resize_with(slots, || Histogram::new(width)));
     }
 
-    /// Forgets a slot's instance.
+    /// Clears a slot whose instance was removed.
     pub fn clear(&mut self, slot: usize) {
         self.pace.requests -= self.paces[slot].requests;
         let width = self.survival.bucket_tokens();
@@ -166,24 +167,23 @@ impl Ahead {
         self.left.iter_mut().for_each(|left| left[slot] = Histogram::new(width));
     }
 
-    /// The length curve learned so far.
+    /// Returns the learned survival curve of output lengths.
     pub fn survival(&self) -> &Survival {
         &self.survival
     }
 
-    /// What decodes on a slot and is bound there.
+    /// Returns the decoding and bound requests of a slot.
     pub fn load(&self, slot: usize) -> &DecodeLoad {
         &self.loads[slot]
     }
 
-    /// Mean seconds from the end of a first segment to the second one's first token, as far as
-    /// known.
+    /// Returns the mean seconds from the end of a first segment to the second segment's first
+    /// token; 0 if unknown.
     pub fn lag(&self) -> Seconds {
         self.lag
     }
 
-    /// A segment (see `Leg::key`) is bound to a slot and expected to start decoding there at
-    /// `start`.
+    /// Binds a segment to a slot, with its expected start of decoding. `key`: see `Leg::key`.
     pub fn bind(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         let prompt_tokens = entry.prompt_tokens;
         let weight = if self.mean_prompt_tokens == 0.0 { 1.0 } else { PROMPT_WEIGHT };
@@ -191,7 +191,8 @@ impl Ahead {
         self.loads[slot].bind(key, prompt_tokens, entry.left(), start);
     }
 
-    /// It started: its first token came. `lag`: seconds since the segment before it ended.
+    /// Records the first token of a bound segment. `lag`: seconds since the end of the previous
+    /// segment.
     pub fn start(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds, lag: Option<Seconds>) {
         self.loads[slot].unbind(key);
         self.loads[slot].enter(entry.prompt_tokens, entry.output_tokens);
@@ -210,7 +211,7 @@ impl Ahead {
         }
     }
 
-    /// It makes `tokens` tokens behind those it has.
+    /// Records `tokens` further output tokens of a decoding segment.
     pub fn grow(&mut self, slot: usize, entry: &Entry, tokens: f64, now: Seconds) {
         let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         self.loads[slot].grow(prompt_tokens, generated, tokens);
@@ -225,7 +226,7 @@ impl Ahead {
         }
     }
 
-    /// It is gone from the slot.
+    /// Removes a segment from the slot.
     pub fn end(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
         let (prompt_tokens, generated) = (entry.prompt_tokens, entry.output_tokens);
         if entry.stage != Stage::Decoding {
@@ -241,8 +242,8 @@ impl Ahead {
         }
     }
 
-    /// An answer ended well after so many tokens, of which `seen` were told of. `cost`: what a step
-    /// costs by what is known.
+    /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
+    /// were counted before. `cost`: known cost of a decode step.
     pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
         self.survival.passed(seen, f64::from(output_tokens).max(seen));
         self.survival.observe(output_tokens);
@@ -256,7 +257,7 @@ impl Ahead {
         }
     }
 
-    /// Writes the projections for a request that starts to decode at `then`.
+    /// Writes the predictions for a request that starts to decode at `then`.
     pub fn derive(&self, reads: IndicatorSet, now: Seconds, then: Seconds, columns: &mut Columns) {
         let mean_rate = self.pace.rate().unwrap_or(0.0);
         self.derive_weights(reads, Outlook { now, then, rate: mean_rate }, columns);
@@ -277,7 +278,7 @@ impl Ahead {
         }
     }
 
-    /// Writes what the requests weigh; absent if no policy brings weights.
+    /// Writes the weighted load of each slot; absent if no policy brings weights.
     fn derive_weights(&self, reads: IndicatorSet, outlook: Outlook, columns: &mut Columns) {
         let Some(weights) = &self.weights else {
             WEIGHED.iter().for_each(|id| columns.get_mut(id).fill(f64::NAN));

@@ -1,4 +1,4 @@
-//! The prefills of each instance that are not known to be over, and how fast they drain between
+//! Prefill backlogs: prefills of each instance not known to be over, and their drain rate between
 //! events.
 use super::counts::Entry;
 use crate::estimate::{PrefillRate, attention_pairs};
@@ -12,14 +12,14 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy, Debug)]
 struct Prefill {
     ticket: u32,
-    /// Tokens to compute, as booked, and their attention pairs.
+    /// Expected tokens to compute, and their attention pairs.
     tokens: f64,
     pairs: f64,
-    /// Whether it waits for what it pulls: prefills placed behind it do not.
+    /// Whether the prefill waits for a prefix fetch; later prefills do not wait for it.
     waits: bool,
-    /// Of the tokens, still to compute when the backlog was last settled.
+    /// Tokens still to compute when the backlog was last settled.
     left: f64,
-    /// What one of them takes, by what is learned; 0 where nothing drains by itself.
+    /// Learned seconds per token; 0 if prefills do not drain between events.
     seconds_per_token: f64,
 }
 
@@ -33,19 +33,19 @@ impl Prefill {
 #[derive(Clone, Debug, Default)]
 struct Queue {
     prefills: VecDeque<Prefill>,
-    /// Seconds that what is left of them takes.
+    /// Seconds that the remaining tokens take.
     left_seconds: Seconds,
-    /// When the first of them became the first.
+    /// Time at which the first prefill became the first.
     head_since: Seconds,
 }
 
-/// Prefills whose end became known together.
+/// Prefills that ended at the same event.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Ended {
-    /// Tokens computed, and their attention pairs.
+    /// Computed tokens, and their attention pairs.
     pub tokens: f64,
     pub pairs: f64,
-    /// Seconds since the first of them began.
+    /// Seconds since the first of the prefills began.
     pub seconds: Seconds,
 }
 
@@ -53,20 +53,20 @@ pub(super) struct Ended {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Backlogs {
     queues: Vec<Queue>,
-    /// Tokens left when a backlog was last settled, when that was, and the rate at which it drains
-    /// since: columns of their own for the decision's one pass.
+    /// Tokens left when a backlog was last settled, the time of the settlement, and the drain rate
+    /// since. Separate columns allow one vectorized pass per decision.
     left: Vec<f64>,
     since: Vec<f64>,
     rate: Vec<f64>,
-    /// Tokens left of the prefills of peer routers, as they reported them last.
+    /// Remaining prefill tokens of peer routers, as last reported.
     peers_left: Vec<f64>,
-    /// Tokens/s until a rate was learned; 0 where exact progress is reported and nothing drains by
-    /// itself.
+    /// Prefill rate in tokens/s until a rate is learned; 0 if exact progress is reported and
+    /// nothing drains between events.
     prior_rate: f64,
 }
 
 impl Backlogs {
-    /// No backlogs yet.
+    /// Creates empty backlogs.
     pub fn new(prior_rate: f64) -> Backlogs {
         Backlogs { prior_rate, ..Backlogs::default() }
     }
@@ -86,12 +86,12 @@ impl Backlogs {
         self.peers_left[slot] = 0.0;
     }
 
-    /// Whether no prefill is known to be under way.
+    /// Returns whether no prefill is known to run.
     pub fn is_empty(&self, slot: usize) -> bool {
         self.queues[slot].prefills.is_empty()
     }
 
-    /// A prefill was placed.
+    /// Adds a placed prefill.
     pub fn push(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
         let queue = &mut self.queues[slot];
         if queue.prefills.iter().all(|prefill| prefill.waits) {
@@ -115,15 +115,15 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// The prefill that was placed last waits for what it pulls.
+    /// Marks the last placed prefill as waiting for a prefix fetch.
     pub fn wait(&mut self, slot: usize) {
         if let Some(last) = self.queues[slot].prefills.back_mut() {
             last.waits = true;
         }
     }
 
-    /// What a prefill waited for has come, or will not: it goes behind all that were placed
-    /// meanwhile.
+    /// Ends a prefill's wait for a prefix fetch: the prefill moves behind all prefills placed
+    /// since.
     pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, learned: &PrefillRate, now: Seconds) {
         self.settle(slot, now);
         if let Some((_, gone)) = self.take(slot, ticket) {
@@ -132,7 +132,7 @@ impl Backlogs {
         self.push(slot, ticket, entry, learned, now);
     }
 
-    /// So many tokens of a prefill are still to compute.
+    /// Sets the tokens of a prefill still to compute.
     pub fn set_left(&mut self, slot: usize, ticket: u32, left: f64, now: Seconds) {
         self.settle(slot, now);
         let queue = &mut self.queues[slot];
@@ -144,7 +144,7 @@ impl Backlogs {
         }
     }
 
-    /// So many more tokens of a prefill are computed.
+    /// Records that `tokens` more of a prefill are computed.
     pub fn computed(&mut self, slot: usize, ticket: u32, tokens: f64, now: Seconds) {
         self.settle(slot, now);
         let queue = &mut self.queues[slot];
@@ -157,7 +157,7 @@ impl Backlogs {
         }
     }
 
-    /// Ends a prefill that will have no first token. False: there is none.
+    /// Ends a prefill that will have no first token. Returns false if there is none.
     pub fn cancel(&mut self, slot: usize, ticket: u32, now: Seconds) -> bool {
         self.settle(slot, now);
         let Some((place, gone)) = self.take(slot, ticket) else { return false };
@@ -168,8 +168,8 @@ impl Backlogs {
         true
     }
 
-    /// Ends a prefill whose first token came, and with it all that were placed before: engines
-    /// begin prefills in order, and requests that do not stream never tell.
+    /// Ends a prefill whose first token arrived, and all prefills placed before it. Engines begin
+    /// prefills in order, and requests without streaming send no first token.
     pub fn end_through(&mut self, slot: usize, ticket: u32, now: Seconds) -> Option<Ended> {
         self.settle(slot, now);
         let queue = &mut self.queues[slot];
@@ -194,7 +194,7 @@ impl Backlogs {
         Some(ended)
     }
 
-    /// Works out anew what all that is left takes.
+    /// Recomputes the drain time with the learned rate.
     pub fn price(&mut self, slot: usize, learned: &PrefillRate) {
         let queue = &mut self.queues[slot];
         for prefill in &mut queue.prefills {
@@ -205,12 +205,12 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// Tokens left of the prefills of peer routers.
+    /// Sets the remaining prefill tokens of peer routers.
     pub fn set_peers(&mut self, slot: usize, tokens: f64) {
         self.peers_left[slot] = tokens;
     }
 
-    /// Tokens left at `now` of the router's own prefills.
+    /// Returns the remaining tokens of the router's own prefills at `now`.
     pub fn own_tokens(&self, slot: usize, now: Seconds) -> f64 {
         let mut out = [0.0];
         let at = slot..slot + 1;
@@ -218,24 +218,24 @@ impl Backlogs {
         out[0]
     }
 
-    /// Tokens left at `now`, those of peer routers included.
+    /// Returns the remaining tokens at `now`, including prefills of peer routers.
     pub fn tokens(&self, slot: usize, now: Seconds) -> f64 {
         self.own_tokens(slot, now) + self.peers_left[slot]
     }
 
-    /// The same of each slot, in one pass over four columns.
+    /// Writes the remaining tokens of each slot at `now`, in one pass over four columns.
     #[inline]
     pub fn all_tokens(&self, now: Seconds, out: &mut [f64]) {
         drained(&self.left, &self.since, &self.rate, &self.peers_left, now, out);
     }
 
-    /// Attention pairs of the router's own prefills, as far as they were not settled.
+    /// Returns the attention pairs of the router's own prefills, as of the last settlement.
     pub fn own_pairs(&self, slot: usize) -> f64 {
         let left = |p: &Prefill| if p.tokens > 0.0 { p.pairs * p.left / p.tokens } else { 0.0 };
         self.queues[slot].prefills.iter().map(left).sum()
     }
 
-    /// Takes what drained since the backlog was last settled off the prefills, in their order.
+    /// Subtracts the tokens drained since the last settlement from the prefills, in order.
     fn settle(&mut self, slot: usize, now: Seconds) {
         let mut done = (self.rate[slot] * (now - self.since[slot])).clamp(0.0, self.left[slot]);
         self.since[slot] = now;
@@ -253,22 +253,22 @@ impl Backlogs {
         self.drain_rate(slot);
     }
 
-    /// What is left drains evenly in the seconds that its prefills take: long prompts take longer a
-    /// token.
+    /// Sets the drain rate: the remaining tokens drain evenly over the seconds that their prefills
+    /// take. Long prompts take longer per token.
     fn drain_rate(&mut self, slot: usize) {
         let seconds = self.queues[slot].left_seconds;
         self.rate[slot] = if seconds > 0.0 { self.left[slot] / seconds } else { 0.0 };
     }
 
-    /// Takes a prefill out of its queue, with its place there.
+    /// Removes a prefill from its queue; returns it with its position.
     fn take(&mut self, slot: usize, ticket: u32) -> Option<(usize, Prefill)> {
         let prefills = &mut self.queues[slot].prefills;
         let place = prefills.iter().position(|p| p.ticket == ticket)?;
         Some((place, prefills.remove(place)?))
     }
 
-    /// Takes ended prefills off what is left. (A sum and its parts are rounded apart: a sum may end
-    /// below zero.)
+    /// Subtracts ended prefills from the remaining tokens and seconds. Rounding can bring a
+    /// difference below zero, hence the bounds.
     fn take_off(&mut self, slot: usize, tokens: f64, seconds: Seconds) {
         let queue = &mut self.queues[slot];
         (self.left[slot], queue.left_seconds) = match queue.prefills.is_empty() {
@@ -279,8 +279,8 @@ impl Backlogs {
     }
 }
 
-/// What a token of such a prefill takes, by what is learned so far; 0 where nothing drains by
-/// itself.
+/// Returns the learned seconds per token of such a prefill; 0 if prefills do not drain between
+/// events.
 fn seconds_per_token(learned: &PrefillRate, tokens: f64, pairs: f64, prior_rate: f64) -> Seconds {
     match learned.seconds(tokens, pairs) {
         _ if prior_rate == 0.0 => 0.0,

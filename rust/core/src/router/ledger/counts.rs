@@ -1,78 +1,78 @@
-//! How many requests an instance has at each stage, and their tokens.
+//! Number of requests at each stage on an instance, and their tokens.
 
-/// How far a segment is.
+/// Progress of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Bound here; the segment before it is at work elsewhere.
+    /// Bound to this instance; the previous segment runs on another instance.
     Coming,
-    /// Placed, perhaps sent; queued at the engine as far as we know.
+    /// Placed, possibly sent; still in the engine's queue as far as known.
     Bound,
-    /// Known to have left the engine's queue; prefilling.
+    /// Known to have left the engine's queue; in prefill.
     Scheduled,
     /// Past its first token.
     Decoding,
 }
 
-/// What the ledger holds of one segment, as long as it is open.
+/// The ledger's entry of one open segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     /// Prompt length in tokens.
     pub prompt_tokens: f64,
-    /// Prompt tokens to compute there, by the index's word.
+    /// Prompt tokens to compute on the instance, according to the KV index.
     pub new_tokens: f64,
-    /// Output tokens seen.
+    /// Output tokens counted.
     pub output_tokens: f64,
-    /// Output tokens it may produce, where known.
+    /// Expected output tokens, if known.
     pub expected_output_tokens: Option<f64>,
-    /// How far it is.
+    /// Progress of the segment.
     pub stage: Stage,
-    /// Hash of its LoRA adapter's name and of its tenant's; 0: none.
+    /// Hash of its LoRA adapter's name; 0: none.
     pub lora: u64,
-    /// See above.
+    /// Hash of its tenant's name; 0: none.
     pub tenant: u64,
 }
 
 impl Entry {
-    /// Output tokens to come; 0 where nobody said.
+    /// Returns the expected remaining output tokens; 0 if unknown.
     fn remaining(&self) -> f64 {
         self.expected_output_tokens.map_or(0.0, |e| (e - self.output_tokens).max(0.0))
     }
 
-    /// Output tokens to come; without end where nobody said.
+    /// Returns the expected remaining output tokens; infinite if unknown.
     pub fn left(&self) -> f64 {
         self.expected_output_tokens.map_or(f64::INFINITY, |e| (e - self.output_tokens).max(0.0))
     }
 
-    /// Tokens of its prompt and its output so far.
+    /// Returns the tokens of the prompt and of the output so far.
     pub fn context(&self) -> f64 {
         self.prompt_tokens + self.output_tokens
     }
 
-    /// Prompt tokens that are there already.
+    /// Returns the prompt tokens that need no computation.
     pub fn cached(&self) -> f64 {
         (self.context() - self.new_tokens).max(0.0)
     }
 }
 
-/// The router's own requests on an instance. All numbers are integers in `f64`: adding and taking
-/// away leaves no residue.
+/// The router's own requests on an instance. All numbers are integers in `f64`, so sums have no
+/// rounding errors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    /// Bound here and not sent yet: their prompt is prefilled elsewhere.
+    /// Bound and not sent yet: another instance computes their prompts.
     pub coming: f64,
-    /// Without a first token, still in the engine's queue as far as we know.
+    /// Without a first token, still in the engine's queue as far as known.
     pub queued: f64,
     /// Without a first token, known to have left the engine's queue.
     pub scheduled: f64,
     /// Past their first token.
     pub decoding: f64,
-    /// Of `queued`, those that have left the engine's queue by its last report (the oldest leave
+    /// Requests in `queued` that have left the engine's queue by its last report (the oldest leave
     /// first).
     pub unqueued: f64,
-    /// Context tokens of those that decode, and of all others.
+    /// Context tokens of decoding requests, and of all others.
     pub decode_tokens: f64,
     pub bound_tokens: f64,
-    /// Output tokens to come, where known: of those that have left the queue, and of all others.
+    /// Expected output tokens, if known: of requests that have left the queue, and of all others.
     pub remaining_tokens: f64,
     pub bound_remaining_tokens: f64,
 }
@@ -89,14 +89,13 @@ impl Counts {
         self.add_tokens(entry, 1.0);
     }
 
-    /// Takes a segment off the stage that it is at.
+    /// Removes a segment from its stage.
     pub fn remove(&mut self, entry: &Entry) {
         match entry.stage {
             Stage::Coming => self.coming -= 1.0,
             Stage::Bound => {
                 self.queued -= 1.0;
-                // One of the queued is known to have left: the oldest, so one of those already
-                // taken for gone.
+                // The oldest queued request leaves first; it is already counted in `unqueued`.
                 self.unqueued = (self.unqueued - 1.0).max(0.0);
             }
             Stage::Scheduled => self.scheduled -= 1.0,
@@ -114,14 +113,14 @@ impl Counts {
         *remaining += sign * entry.remaining();
     }
 
-    /// A segment goes on to a later stage.
+    /// Moves a segment to a later stage.
     pub fn advance(&mut self, entry: &mut Entry, to: Stage) {
         self.remove(entry);
         entry.stage = to;
         self.add(entry);
     }
 
-    /// A segment that decodes made `tokens` more.
+    /// Records `tokens` more output tokens of a decoding segment.
     pub fn produced(&mut self, entry: &mut Entry, tokens: f64) {
         self.remaining_tokens -= entry.remaining();
         entry.output_tokens += tokens;
@@ -129,7 +128,7 @@ impl Counts {
         self.decode_tokens += tokens;
     }
 
-    /// Requests that the engine may know of.
+    /// Returns the number of requests that the engine may have.
     pub fn at_engine(&self) -> f64 {
         self.queued + self.scheduled + self.decoding
     }

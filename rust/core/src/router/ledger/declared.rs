@@ -1,15 +1,14 @@
-//! The values of declared indicators, with their times.
+//! Values of declared indicators, with their times.
 use crate::ids::Seconds;
 use crate::indicators::DeclaredId;
 
 /// No value: never reported, or withdrawn.
 const ABSENT: (f64, Seconds) = (f64::NAN, f64::NEG_INFINITY);
 
-/// What was last reported of each declared indicator, by slot.
+/// The last reported value of each declared indicator, by slot.
 #[derive(Clone, Debug, Default)]
 pub struct DeclaredValues {
-    /// Values and when they were received, by ID and slot. Indicators that nobody reported may be
-    /// missing.
+    /// Values and their times, by ID and slot. Indicators without any report may be missing.
     columns: Vec<Vec<(f64, Seconds)>>,
     slots: usize,
 }
@@ -31,8 +30,8 @@ impl DeclaredValues {
         self.columns[id.index()][slot] = value.map_or(ABSENT, |value| (value, at));
     }
 
-    /// The column of `id` at `now`, one value a slot: the default, or NaN, where nothing was
-    /// reported or only what is too old.
+    /// Writes the column of `id` at `now`, one value per slot. Missing and outdated values are
+    /// replaced by the default, or by NaN.
     pub fn read(&self, id: DeclaredId, now: Seconds, out: &mut Vec<f64>) {
         let decl = id.decl();
         let absent = decl.default.unwrap_or(f64::NAN);

@@ -1,22 +1,21 @@
-//! The load that nobody here placed: what an engine reports beyond the requests of this router and
-//! its peers.
+//! External load: requests that an engine reports beyond those of this router and its peers.
 use crate::ids::Seconds;
 
-/// What an engine last said.
+/// An engine's load report.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
-    /// When it was received.
+    /// Time at which the report arrived.
     pub at: Seconds,
     /// Waiting requests.
     pub waiting: Option<f64>,
     /// Running requests.
     pub running: Option<f64>,
-    /// Share of the KV cache in use, 0 to 1.
+    /// Fraction of the KV cache in use, 0 to 1.
     pub kv_usage: Option<f64>,
 }
 
-/// The fewest and the most requests of ours and of peer routers on an instance since its last
-/// report that said anything new: when in that time a report was sampled is not known.
+/// Minimum and maximum number of own and peer requests on an instance since the last report with
+/// new values. The sample time of a report within this period is unknown.
 #[derive(Clone, Copy, Debug, Default)]
 struct Span {
     least: f64,
@@ -26,37 +25,37 @@ struct Span {
 /// An instance's external load, from its reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct External {
-    /// Requests of others that wait and that run, from the last report.
+    /// External requests that wait and that run, from the last report.
     pub waiting: f64,
     pub running: f64,
-    /// Requests of ours and of peer routers since then.
+    /// Own and peer requests since the last report.
     known: Span,
-    /// What was last compared with them: waiting, running, and the KV cache's usage, which tells
-    /// two samples apart.
+    /// Values of the last compared report: waiting, running, and KV cache usage, which
+    /// distinguishes two samples.
     compared: Option<(f64, f64, Option<f64>)>,
-    /// The last report, with what earlier ones said where it says nothing.
+    /// The last report; missing values come from earlier reports.
     pub report: Option<Report>,
 }
 
 impl External {
-    /// The number of requests of ours and of peer routers may have changed.
+    /// Extends the span by the current number of own and peer requests.
     pub fn note(&mut self, known: f64) {
         self.known = Span { least: self.known.least.min(known), most: self.known.most.max(known) };
     }
 
-    /// Others' requests are those of a report beyond the `known`, of which `known_queued` wait. How
-    /// many of them the report counts depends on when it was sampled, so of the numbers that may
-    /// be, the one closest to what was known counts.
+    /// Updates the external load from a report: its requests beyond the `known` requests, of which
+    /// `known_queued` wait. The number of known requests in the report depends on its sample time.
+    /// Of the possible values, the one closest to the previous value is used.
     pub fn compare(&mut self, report: &Report, known: f64, known_queued: f64) {
         let (Some(waiting), Some(running)) = (report.waiting, report.running) else { return };
-        // The same figures to the last digit are the same sample: a page that somebody keeps. It
-        // tells nothing new.
+        // Identical numbers mean the same sample, for example a cached page without new
+        // information.
         let told = Some((waiting, running, report.kv_usage));
         if self.compared == told {
             return;
         }
-        // Only totals can be compared: what is ours of the engine's running requests depends on how
-        // far it is.
+        // Only totals can be compared: the own part of the engine's running requests depends on the
+        // engine's progress.
         let (all, before) = (waiting + running, self.waiting + self.running);
         let external = before.min(all - self.known.least).max(all - self.known.most).max(0.0);
         self.waiting = external.min((waiting - known_queued).max(0.0));
@@ -64,8 +63,7 @@ impl External {
         (self.compared, self.known) = (told, Span { least: known, most: known });
     }
 
-    /// Keeps a report, and what earlier ones said of the numbers that it leaves out. Returns the
-    /// report that is kept.
+    /// Stores a report; missing values come from earlier reports. Returns the stored report.
     pub fn keep(&mut self, report: Report) -> Report {
         let last = self.report.get_or_insert(report);
         last.at = report.at;

@@ -1,7 +1,7 @@
-//! The in-flight ledger: what the router placed on each instance and has not seen end, beside what
-//! engines and peers report. It is the only writer of the indicators that outlive a decision.
+//! The in-flight ledger: open requests of this router on each instance, and loads reported by
+//! engines and peers. Only the ledger writes the indicators that outlive a decision.
 //!
-//! Counts are written through to the columns at each event, so that a decision reads plain columns.
+//! Each event updates the indicator columns, so that a decision only reads plain columns.
 mod account;
 mod ahead;
 mod backlog;
@@ -35,15 +35,15 @@ pub struct Ledger {
     owners: Vec<Owners>,
     accounts: Vec<Account>,
     backlogs: Backlogs,
-    /// Time constant of what counts as recent.
+    /// Time constant of recent prefills.
     recent_seconds: Seconds,
-    /// What the load will be, if a policy or a forecast asks for it.
+    /// Predicted loads, if a policy or a forecast needs them.
     ahead: Option<Ahead>,
 }
 
 impl Ledger {
-    /// An empty ledger. `prior_rate`: tokens/s at which prefills drain until a rate was learned; 0:
-    /// they do not drain by themselves.
+    /// Creates an empty ledger. `prior_rate`: prefill rate in tokens/s until a rate is learned; 0:
+    /// prefills do not drain between events.
     pub fn new(prior_rate: f64) -> Ledger {
         Ledger {
             columns: Columns::of(IndicatorSet::ALL.without(IndicatorSet::DERIVED)),
@@ -56,25 +56,25 @@ impl Ledger {
         }
     }
 
-    /// The indicators that the ledger keeps.
+    /// Returns the indicators that the ledger keeps.
     #[inline]
     pub fn columns(&self) -> &Columns {
         &self.columns
     }
 
-    /// The column of an indicator that the ledger keeps.
+    /// Returns the column of an indicator that the ledger keeps.
     #[inline]
     pub fn get(&self, id: Indicator) -> &[f64] {
         self.columns.get(id)
     }
 
-    /// What the load will be; `None`: nothing asks for it.
+    /// Returns the predicted loads; `None`: no reader needs them.
     #[inline]
     pub fn ahead(&self) -> Option<&Ahead> {
         self.ahead.as_ref()
     }
 
-    /// Keeps what the load will be from now on, or no more.
+    /// Starts or stops to keep predicted loads.
     pub fn set_ahead(&mut self, ahead: Option<Ahead>) {
         self.ahead = ahead;
     }
@@ -89,7 +89,7 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
     }
 
-    /// Clears what is held of a slot, for its next instance.
+    /// Clears a slot for its next instance.
     pub fn clear(&mut self, slot: usize) {
         self.accounts[slot] = Account::default();
         self.backlogs.clear(slot);
@@ -110,7 +110,7 @@ impl Ledger {
         self.columns.get_mut(Indicator::Pulls)[slot] = 0.0;
     }
 
-    /// A segment was placed, and goes to its engine.
+    /// Records a segment that is placed and sent to its engine.
     pub fn open(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         self.accounts[slot].own.add(entry);
         self.owners[slot].add(entry);
@@ -118,26 +118,26 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// A segment that follows another was placed: nothing of it is at the engine yet, and what of
-    /// its prompt is computed here waits until it is.
+    /// Records a follow-up segment that is placed but not sent. Its prompt tokens join the backlog
+    /// when it is sent.
     pub fn bind(&mut self, slot: usize, entry: &Entry) {
         self.accounts[slot].own.add(entry);
         self.owners[slot].add(entry);
         self.write(slot);
     }
 
-    /// A segment decodes on a slot that began to before its load was looked ahead.
+    /// Adds a decoding segment to the predicted loads, which started after its decode.
     pub fn resume(&mut self, slot: usize, entry: &Entry, now: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.resume(slot, entry, now));
     }
 
-    /// A segment (see `Leg::key`) that was placed is expected to decode from `start` on.
+    /// Adds a placed segment (`Leg::key`) to the predicted loads; it decodes from `start` on.
     pub fn expect(&mut self, slot: usize, key: (u32, u32), entry: &Entry, start: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.bind(slot, key, entry, start));
     }
 
-    /// A prompt joins the backlog: at the placement or, of a segment that follows another, when it
-    /// is sent. (Engines begin prefills in this order.)
+    /// Adds a prompt to the backlog: at the placement or, for a follow-up segment, when it is sent.
+    /// (Engines begin prefills in this order.)
     pub fn queue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         let account = &mut self.accounts[slot];
         let pairs = attention_pairs(entry.cached(), entry.new_tokens);
@@ -145,30 +145,29 @@ impl Ledger {
         self.backlogs.push(slot, ticket, entry, &account.rate, now);
     }
 
-    /// The prefill that was placed last waits for what it pulls.
+    /// Marks the last placed prefill as waiting for a prefix fetch.
     pub fn wait(&mut self, slot: usize) {
         self.backlogs.wait(slot);
     }
 
-    /// What a prefill waited for has come, or will not: it goes behind all that were placed
-    /// meanwhile.
+    /// Ends a prefill's wait for a prefix fetch: it moves behind all prefills placed since.
     pub fn requeue(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         self.backlogs.requeue(slot, ticket, entry, &self.accounts[slot].rate, now);
     }
 
-    /// Counts what others pull from a slot.
+    /// Changes the number of prefix fetches that a slot serves.
     pub fn serve_pull(&mut self, slot: usize, more: f64) {
         self.accounts[slot].pulls += more;
         self.write_pulls(slot);
     }
 
-    /// The turn of a segment that follows another has come: it goes to the engine.
+    /// Records that a follow-up segment is sent to its engine.
     pub fn arrive(&mut self, slot: usize, entry: &mut Entry) {
         self.accounts[slot].own.advance(entry, Stage::Bound);
         self.write(slot);
     }
 
-    /// The engine took a segment off its queue.
+    /// Records that the engine took a segment off its queue.
     pub fn scheduled(&mut self, slot: usize, entry: &mut Entry) {
         if entry.stage == Stage::Bound {
             self.accounts[slot].own.advance(entry, Stage::Scheduled);
@@ -176,18 +175,18 @@ impl Ledger {
         }
     }
 
-    /// The engine says that `left` tokens of a prefill are still to compute.
+    /// Sets the tokens of a prefill still to compute, as reported by the engine.
     pub fn rebook(&mut self, slot: usize, ticket: u32, left: f64, now: Seconds) {
         self.backlogs.set_left(slot, ticket, left, now);
     }
 
-    /// The engine computed `tokens` more of a prefill.
+    /// Records that the engine computed `tokens` more of a prefill.
     pub fn prefilled(&mut self, slot: usize, ticket: u32, tokens: f64, now: Seconds) {
         self.backlogs.computed(slot, ticket, tokens, now);
     }
 
-    /// The first token of a segment came, which decodes from now on. `lag`: seconds since the
-    /// segment before it ended.
+    /// Records the first token of a segment, which decodes from now on. `lag`: seconds since the
+    /// end of the previous segment.
     pub fn begin_decoding(
         &mut self,
         slot: usize,
@@ -200,7 +199,7 @@ impl Ledger {
         self.ahead.iter_mut().for_each(|ahead| ahead.start(slot, key, entry, now, lag));
     }
 
-    /// The first token came, here or of the next segment: the prefill is over.
+    /// Ends a prefill at the first token of its segment or of the next segment.
     pub fn first_token(&mut self, slot: usize, ticket: u32, entry: &mut Entry, now: Seconds) {
         if entry.stage == Stage::Decoding {
             return;
@@ -229,7 +228,7 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// `n` further output tokens came.
+    /// Records `n` further output tokens.
     pub fn tokens(&mut self, slot: usize, ticket: u32, entry: &mut Entry, n: f64, now: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.grow(slot, entry, n, now));
         self.count(slot, entry, n, now);
@@ -248,19 +247,19 @@ impl Ledger {
         account.write_tokens(slot, &mut self.columns);
     }
 
-    /// A segment is over, however it ended.
+    /// Removes a segment that is over, for any reason.
     pub fn end(&mut self, slot: usize, key: (u32, u32), entry: &Entry, now: Seconds) {
         self.close(slot, key.0, entry, now);
         self.ahead.iter_mut().for_each(|ahead| ahead.end(slot, key, entry, now));
     }
 
-    /// An answer ended well after so many tokens, of which `seen` were reported. `cost`: what a
-    /// decode step costs.
+    /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
+    /// were counted before. `cost`: cost of a decode step.
     pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
         self.ahead.iter_mut().for_each(|ahead| ahead.finished(output_tokens, seen, cost, now));
     }
 
-    /// A segment that never decodes here is over: nothing was expected of it.
+    /// Removes a segment that does not appear in the predicted loads.
     pub fn close(&mut self, slot: usize, ticket: u32, entry: &Entry, now: Seconds) {
         let account = &mut self.accounts[slot];
         if entry.stage == Stage::Decoding {
@@ -274,8 +273,9 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// Takes in an engine's report. What it counts beyond our own is others' load, where it reports
-    /// both waiting and running; of our own, those beyond its waiting ones have left its queue.
+    /// Applies an engine's report. With both waiting and running requests reported, requests
+    /// beyond the known ones are external load. Own queued requests beyond the waiting ones have
+    /// left the engine's queue.
     pub fn report(&mut self, slot: usize, report: Report) {
         let account = &mut self.accounts[slot];
         if let Some(waiting) = report.waiting {
@@ -294,33 +294,33 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// Requests by LoRA adapter and by tenant, by slot.
+    /// Returns the requests by LoRA adapter and by tenant, by slot.
     pub fn owners(&self) -> &[Owners] {
         &self.owners
     }
 
-    /// A producer reports a declared indicator of the slot's instance; `None`: its value is no longer known.
+    /// Sets the reported value of a declared indicator; `None`: the value is no longer known.
     pub fn set_declared(&mut self, slot: usize, id: DeclaredId, value: Option<f64>, at: Seconds) {
         self.declared.set(slot, id, value, at);
     }
 
-    /// The reported values of declared indicators.
+    /// Returns the reported values of declared indicators.
     #[inline]
     pub fn declared(&self) -> &DeclaredValues {
         &self.declared
     }
 
-    /// The step time learned of the slot's instance.
+    /// Returns the step time learned for the slot's instance.
     pub fn step_fit(&self, slot: usize) -> &StepFit {
         self.accounts[slot].steps.fit()
     }
 
-    /// When the instance last reported its load.
+    /// Returns the time of the instance's last load report.
     pub fn reported_at(&self, slot: usize) -> Option<Seconds> {
         self.accounts[slot].external.report.map(|report| report.at)
     }
 
-    /// What the router has on a slot.
+    /// Returns this router's load on a slot.
     pub fn share(&self, slot: usize, now: Seconds) -> Share {
         let Account { own, windows, pulls, .. } = &self.accounts[slot];
         let (recent_prefill_tokens, recent_prefill_pairs) = windows.recent(self.recent_seconds, now);
@@ -344,12 +344,12 @@ impl Ledger {
         }
     }
 
-    /// What peer routers have on a slot.
+    /// Returns the load of peer routers on a slot.
     pub fn peers(&self, slot: usize) -> &Share {
         &self.accounts[slot].peers
     }
 
-    /// Sets what peer routers have on a slot.
+    /// Sets the load of peer routers on a slot.
     pub fn set_peers(&mut self, slot: usize, peers: Share, now: Seconds) {
         self.backlogs.set_peers(slot, peers.queued_prefill_tokens);
         let account = &mut self.accounts[slot];
@@ -361,35 +361,35 @@ impl Ledger {
         self.write(slot);
     }
 
-    /// Own requests on the slot, bound ones included.
+    /// Returns the number of own requests on the slot, including bound ones.
     pub fn in_flight(&self, slot: usize) -> f64 {
         let own = &self.accounts[slot].own;
         own.coming + own.at_engine()
     }
 
-    /// Queued prefill tokens of a slot at `now`.
+    /// Returns the queued prefill tokens of a slot at `now`.
     pub fn queued_prefill_on(&self, slot: usize, now: Seconds) -> f64 {
         self.backlogs.tokens(slot, now)
     }
 
-    /// Queued prefill tokens of each slot at `now`.
+    /// Writes the queued prefill tokens of each slot at `now`.
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
         self.backlogs.all_tokens(now, out);
     }
 
-    /// Attention pairs of the prefills queued on a slot, as far as they were not settled.
+    /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
     pub fn queued_pairs_on(&self, slot: usize) -> f64 {
         self.backlogs.own_pairs(slot) + self.accounts[slot].peers.queued_prefill_pairs
     }
 
-    /// Output tokens to come of those that have not left a slot's queue, where known.
+    /// Returns the expected output tokens of a slot's queued requests, as far as known.
     pub fn bound_remaining_on(&self, slot: usize) -> f64 {
         let account = &self.accounts[slot];
         account.own.bound_remaining_tokens + account.peers.bound_remaining_tokens
     }
 
-    /// The decayed sums of each slot at `now`: prefill tokens placed, output tokens produced.
+    /// Writes the decayed sums of each slot at `now`: prefill tokens and output tokens.
     pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
         for ((account, prefill), output) in self.accounts.iter().zip(prefill).zip(output) {
             let (placed, produced) = account.windows.sums(now);
@@ -398,12 +398,12 @@ impl Ledger {
         }
     }
 
-    /// Sets the time constant of what counts as recent.
+    /// Sets the time constant of recent prefills.
     pub fn set_recent(&mut self, seconds: Seconds) {
         self.recent_seconds = seconds;
     }
 
-    /// The share of its recent time that a slot spent on prefills, if they take what `step` says.
+    /// Returns the share of recent time that a slot spent on prefills, by the model `step`.
     pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
         let account = &self.accounts[slot];
         account.windows.prefill_share(&account.peers, step, self.recent_seconds, now)

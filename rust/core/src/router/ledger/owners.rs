@@ -2,7 +2,7 @@
 use super::counts::Entry;
 use hashbrown::HashMap;
 
-/// The requests of an instance by the hash of a name. Requests without one are not counted.
+/// Number of requests by the hash of a name. Requests without a name are not counted.
 type Counts = HashMap<u64, u32>;
 
 /// Requests on one instance, by LoRA adapter and by tenant.
@@ -13,7 +13,7 @@ pub struct Owners {
 }
 
 impl Owners {
-    /// A request was placed.
+    /// Adds a placed request.
     pub fn add(&mut self, entry: &Entry) {
         for (counts, name) in [(&mut self.lora, entry.lora), (&mut self.tenant, entry.tenant)] {
             if name != 0 {
@@ -22,7 +22,7 @@ impl Owners {
         }
     }
 
-    /// It is gone.
+    /// Removes a request.
     pub fn remove(&mut self, entry: &Entry) {
         for (counts, name) in [(&mut self.lora, entry.lora), (&mut self.tenant, entry.tenant)] {
             if name == 0 {
@@ -37,12 +37,12 @@ impl Owners {
         }
     }
 
-    /// Requests with the LoRA adapter of this hash.
+    /// Returns the number of requests with the LoRA adapter of this hash.
     pub fn lora(&self, name: u64) -> f64 {
         self.lora.get(&name).map_or(0.0, |count| f64::from(*count))
     }
 
-    /// Requests of the tenant of this hash.
+    /// Returns the number of requests of the tenant of this hash.
     pub fn tenant(&self, name: u64) -> f64 {
         self.tenant.get(&name).map_or(0.0, |count| f64::from(*count))
     }

@@ -1,21 +1,21 @@
-//! What one router has on an instance, as its peers are told of it.
+//! Published load: one router's load on an instance, for its peers.
 
 macro_rules! numbers {
     ($($(#[doc = $about:literal])* $name:ident),* $(,)?) => {
-        /// What one router, or several together, have on an instance.
+        /// Load of one router, or of several together, on an instance.
         #[derive(Clone, Copy, Debug, Default, PartialEq)]
         pub struct Share { $($(#[doc = $about])* pub $name: f64),* }
 
         impl Share {
-            /// The names of its numbers, in order.
+            /// Names of the numbers, in order.
             pub const NAMES: [&'static str; [$(stringify!($name)),*].len()] = [$(stringify!($name)),*];
 
-            /// Its numbers, in the order of their names.
+            /// Returns the numbers, in the order of their names.
             pub fn numbers(&self) -> [f64; Share::NAMES.len()] {
                 [$(self.$name),*]
             }
 
-            /// A share of these numbers.
+            /// Creates a load from its numbers.
             pub fn of([$($name),*]: [f64; Share::NAMES.len()]) -> Share {
                 Share { $($name),* }
             }
@@ -24,45 +24,45 @@ macro_rules! numbers {
 }
 
 numbers! {
-    /// Requests bound there whose prompt is prefilled elsewhere.
+    /// Bound requests whose prompts other instances compute.
     coming,
     /// Requests in the engine's queue.
     queued,
-    /// Requests that prefill.
+    /// Requests in prefill.
     scheduled,
     /// Requests past their first token.
     decoding,
-    /// Context tokens of these.
+    /// Context tokens of requests past their first token.
     decode_tokens,
-    /// Context tokens of all others.
+    /// Context tokens of all other requests.
     bound_tokens,
-    /// Output tokens that the running ones have still to come, where known.
+    /// Expected remaining output tokens of running requests, if known.
     remaining_tokens,
-    /// The same of those that do not run yet.
+    /// Expected remaining output tokens of requests that do not run yet, if known.
     bound_remaining_tokens,
-    /// Prefill tokens placed there and not computed, and their attention pairs.
+    /// Prefill tokens placed and not computed yet.
     queued_prefill_tokens,
-    /// See above.
+    /// Attention pairs of the prefills placed and not computed yet.
     queued_prefill_pairs,
-    /// Prefill tokens placed there of late, older ones for less, and their attention pairs.
+    /// Prefill tokens placed recently, with exponential decay.
     recent_prefill_tokens,
-    /// See above.
+    /// Attention pairs of the prefills placed recently, with exponential decay.
     recent_prefill_pairs,
-    /// The `window_*` indicators.
+    /// The indicator `window_prefill_tokens`.
     window_prefill_tokens,
-    /// See above.
+    /// The indicator `window_output_tokens`.
     window_output_tokens,
-    /// Prefixes that others pull from there.
+    /// Prefix fetches that the instance serves.
     pulls,
 }
 
 impl Share {
-    /// Requests that the engine may know of.
+    /// Returns the number of requests that the engine may have.
     pub fn at_engine(&self) -> f64 {
         self.queued + self.scheduled + self.decoding
     }
 
-    /// Context tokens of all.
+    /// Returns the context tokens of all requests.
     pub fn tokens(&self) -> f64 {
         self.decode_tokens + self.bound_tokens
     }

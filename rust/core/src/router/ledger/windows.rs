@@ -1,5 +1,4 @@
-//! Sums over the recent past that fade: prefill tokens placed on an instance, output tokens that it
-//! produced.
+//! Sums with exponential decay: prefill tokens placed on an instance and output tokens it produced.
 use super::share::Share;
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
@@ -7,7 +6,7 @@ use crate::ids::Seconds;
 /// Time constant of the `window_*` indicators, in seconds.
 pub const WINDOW_SECONDS: f64 = 180.0;
 
-/// A sum that fades with a time constant, which is the same at each call.
+/// A sum with exponential decay. All calls must use the same time constant.
 #[derive(Clone, Copy, Debug, Default)]
 struct Decayed {
     value: f64,
@@ -21,7 +20,7 @@ impl Decayed {
 
     fn add(&mut self, amount: f64, now: Seconds, over: Seconds) {
         if now == self.at {
-            self.value += amount; // many tokens of one moment
+            self.value += amount; // several tokens at one time
             return;
         }
         self.value = self.now(now, over) + amount;
@@ -29,12 +28,12 @@ impl Decayed {
     }
 }
 
-/// What an instance was given and produced recently.
+/// Recent input and output of an instance.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Windows {
     prefill: Decayed,
     output: Decayed,
-    /// Prefill tokens over a time constant of the caller's, and their attention pairs.
+    /// Prefill tokens and attention pairs, with the caller's time constant.
     recent_prefill: Decayed,
     recent_pairs: Decayed,
     /// When the first prefill was placed; infinite before.
@@ -54,13 +53,13 @@ impl Default for Windows {
 }
 
 impl Windows {
-    /// A prefill was placed, or a peer router has placed some.
+    /// Records that a prefill was placed by this router or a peer.
     pub fn prefills_began(&mut self, now: Seconds) {
         self.prefills_since = self.prefills_since.min(now);
     }
 
-    /// A prefill of so many tokens and attention pairs was placed. `recent_seconds`: time constant
-    /// of what counts as recent.
+    /// Records a placed prefill of `tokens` tokens and `pairs` attention pairs. `recent_seconds`:
+    /// time constant of recent prefills.
     pub fn placed(&mut self, tokens: f64, pairs: f64, recent_seconds: Seconds, now: Seconds) {
         self.prefill.add(tokens, now, WINDOW_SECONDS);
         self.prefills_began(now);
@@ -68,23 +67,23 @@ impl Windows {
         self.recent_pairs.add(pairs, now, recent_seconds);
     }
 
-    /// So many output tokens came.
+    /// Records `tokens` output tokens.
     pub fn produced(&mut self, tokens: f64, now: Seconds) {
         self.output.add(tokens, now, WINDOW_SECONDS);
     }
 
-    /// Prefill tokens placed and output tokens produced, faded.
+    /// Returns the decayed sums of prefill tokens placed and output tokens produced.
     pub fn sums(&self, now: Seconds) -> (f64, f64) {
         (self.prefill.now(now, WINDOW_SECONDS), self.output.now(now, WINDOW_SECONDS))
     }
 
-    /// Prefill tokens and attention pairs that count as recent.
+    /// Returns the recent prefill tokens and attention pairs.
     pub fn recent(&self, recent_seconds: Seconds, now: Seconds) -> (f64, f64) {
         (self.recent_prefill.now(now, recent_seconds), self.recent_pairs.now(now, recent_seconds))
     }
 
-    /// Share of its recent time that the instance spent on prefills, those of peer routers
-    /// included, if they take what `step` says.
+    /// Returns the share of its recent time that the instance spent on prefills, including prefills
+    /// of peer routers, according to the model `step`.
     pub fn prefill_share(
         &self,
         peers: &Share,
@@ -94,8 +93,8 @@ impl Windows {
     ) -> f64 {
         let (tokens, pairs) = self.recent(recent_seconds, now);
         let seconds = step.prefills(tokens + peers.recent_prefill_tokens, pairs + peers.recent_prefill_pairs);
-        // The time that was seen, faded as the sums are, and at least a thirtieth of all: the first
-        // prefill is not all that ever will be.
+        // Observed time with the same decay as the sums, at least 1/30 of the time constant, so
+        // that the first prefill is not taken for full load.
         let seen = recent_seconds * (1.0 - ((self.prefills_since - now) / recent_seconds).exp());
         if seconds > 0.0 { seconds / seen.max(recent_seconds / 30.0) } else { 0.0 }
     }

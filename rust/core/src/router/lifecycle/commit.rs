@@ -1,4 +1,4 @@
-//! The commit of a plan: its ticket, its receipt, and its segments in the ledger.
+//! Commits of plans: ticket, decision record, and ledger entries of the segments.
 use super::writer::Lifecycle;
 use crate::receipt::Receipt;
 use crate::request::Request;
@@ -7,8 +7,8 @@ use crate::router::parts::Chosen;
 use crate::router::tickets::{TicketId, TicketState};
 
 impl Lifecycle<'_> {
-    /// Opens the ticket of a planned request, without its chain ([`Lifecycle::keep_chain`]), and adds
-    /// its segments to the ledger. `receipt`: what explains the first choice.
+    /// Opens the ticket of a planned request and adds its segments to the ledger. The ticket has no
+    /// chain yet ([`Lifecycle::keep_chain`]). `receipt`: decision record of the first choice.
     pub fn commit(&mut self, request: &Request<'_>, chosen: Chosen, mut receipt: Box<Receipt>) -> Decision {
         let Lifecycle { state, context, requests, now } = self;
         let now = *now;
@@ -25,7 +25,7 @@ impl Lifecycle<'_> {
         receipt.uncut = chosen.uncut;
         receipt.unpulled = request.unpulled.filter(|_| state.pulls.is_some()).map(Into::into);
         receipt.pull = chosen.pull.as_ref().map(|pulling| state.pull_told(pulling));
-        let rate = || state.mean_prefill_rate(); // a walk over all instances
+        let rate = || state.mean_prefill_rate(); // iterates over all instances
         let (priority, place) = match &mut requests.ordering {
             Some(ordering) => {
                 ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)
@@ -67,7 +67,7 @@ impl Lifecycle<'_> {
         Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
     }
 
-    /// Gives a ticket its prompt's chain.
+    /// Sets the chain of a ticket's prompt.
     pub fn keep_chain(&mut self, ticket: TicketId, chain: Vec<u64>) {
         if let Ok(state) = self.requests.tickets.get(ticket) {
             state.chain = chain;

@@ -1,4 +1,4 @@
-//! Events of a request: their effects, applied.
+//! Applies the effects of a request's events.
 use super::machine::{self, Effect, Place};
 use super::writer::Lifecycle;
 use crate::error::CoreError;
@@ -10,10 +10,10 @@ use crate::router::tickets::{self, TicketId};
 use smallvec::smallvec;
 
 impl Lifecycle<'_> {
-    /// See [`Router::advance`](crate::router::Router::advance).
+    /// Applies an event ([`Router::advance`](crate::router::Router::advance)).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Router::advance`](crate::router::Router::advance).
     pub fn advance(&mut self, ticket: TicketId, event: Event) -> Result<Option<Segment>, CoreError> {
         let mut open_now = None;
         loop {
@@ -34,7 +34,7 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// Applies one effect of an event. Returns the segment that is open now if that changed.
+    /// Applies one effect of an event. Returns the segment that is open now, if it changed.
     #[inline]
     fn apply(
         &mut self,
@@ -71,8 +71,7 @@ impl Lifecycle<'_> {
         Ok(None)
     }
 
-    /// Applies an effect on the ledger alone. The ledger of an instance that has left holds nothing
-    /// any more.
+    /// Applies an effect on the ledger alone. Removed instances have no ledger entries.
     fn write_ledger(&mut self, effect: Effect, ticket: TicketId, event: Event) -> Result<(), CoreError> {
         let State { ledger, fleet, .. } = &mut *self.state;
         let request = self.requests.tickets.get(ticket)?;
@@ -98,7 +97,7 @@ impl Lifecycle<'_> {
             (Effect::Grow, Event::Tokens(n)) if current => {
                 ledger.tokens(slot, ticket, &mut leg.entry, f64::from(n), self.now);
             }
-            // Its instance has left, and finishes what it has.
+            // The instance was removed but finishes its requests.
             (Effect::Grow, Event::Tokens(n)) => leg.entry.output_tokens += f64::from(n),
             (Effect::Dequeue, _) if current => ledger.scheduled(slot, &mut leg.entry),
             (Effect::Rebook, Event::Scheduled(Some(cached))) if current => {
@@ -124,8 +123,9 @@ impl Lifecycle<'_> {
         Ok(())
     }
 
-    /// The request is on its way, so its blocks will be there. Not told at the decision: many new
-    /// blocks take tens of microseconds, and an instance that refuses the request never holds them.
+    /// Adds the prompt of a sent segment to the index. This happens after the decision for two
+    /// reasons: many new blocks take tens of microseconds, and an instance that refuses the request
+    /// never holds the blocks.
     fn record_prompt(&mut self, ticket: TicketId) {
         let Ok(state) = self.requests.tickets.get(ticket) else { return };
         let leg = &mut state.leg;
@@ -147,7 +147,7 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// Closes a ticket that nobody holds any more. Does nothing where it is closed.
+    /// Closes an abandoned ticket. Does nothing if the ticket is already closed.
     pub fn drop_ticket(&mut self, ticket: TicketId) {
         if let Some(state) = self.close(ticket) {
             self.requests.totals.dropped += 1;
@@ -177,8 +177,7 @@ impl Lifecycle<'_> {
         }
         self.requests.totals.finished += 1;
         self.requests.totals.prompt_tokens += u64::from(prompt);
-        // Of a prompt that was computed before it came, the first segment's engine says what was
-        // cached.
+        // After a handoff, the engine of the first segment knows the cached tokens of the prompt.
         let usage = match state.handed_over {
             Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
             None => {
@@ -206,15 +205,15 @@ impl Lifecycle<'_> {
         });
     }
 
-    /// Places a segment that failed on the best of the instances that have not failed it: the
-    /// ranking as it is by now, so that what one dead instance leaves behind does not all go to the
-    /// same next one. `None`: nobody is left.
+    /// Places a failed segment on the best instance that has not failed it. The choice uses current
+    /// scores, so that requests of a failed instance do not all go to one next instance. Returns
+    /// `None` if no instance is left.
     fn place_anew(&mut self, ticket: TicketId) -> Option<Segment> {
         let key = tickets::slot(ticket);
         self.end_pull(ticket);
         let state = self.requests.tickets.get(ticket).ok()?;
         let old = state.leg.clone();
-        state.leg.instance_generation = 0; // off the ledger, whatever comes
+        state.leg.instance_generation = 0; // no longer in the ledger
         state.failed.push(old.segment.instance.0);
         let later = std::mem::take(&mut state.later);
         let decision = state.decision;
@@ -222,8 +221,7 @@ impl Lifecycle<'_> {
         later.iter().for_each(|leg| self.close_leg(key, leg));
         let Segment { instance, from_token, to_token } = old.segment;
         let first = from_token == 0;
-        // Of three segments, one that fails in the middle leaves the rest to the one that takes it
-        // over.
+        // If a middle segment fails, its replacement runs to the end of the request.
         let to_token = to_token.filter(|_| first);
         let turn = self.state.turn_behind(instance);
         let now = self.now;

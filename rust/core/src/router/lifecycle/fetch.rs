@@ -1,19 +1,18 @@
-//! The life of a prefix fetch. Before a request begins, its instance copies the part of the
-//! prompt's KV cache that another instance (the holder) has, if that takes less time than computing
-//! it.
+//! Prefix fetches. Before a request begins, its instance copies a part of the prompt's KV cache
+//! from another instance (the holder), if this takes less time than computing it.
 //!
-//! A fetch is a [`Pull`](crate::plan::Pull) beside the plan's segments, not a segment: it is never open, produces no
-//! token, and takes no place in the holder's queue or batch. If it fails, the request goes on and
-//! its instance computes the missing part. A retry of the request begins at token 0. The ledger
-//! counts the fetches that a holder serves in `pulls`. What is fetched, and from which holder, is
-//! planned in [`crate::router::plan`].
+//! A fetch is a [`Pull`](crate::plan::Pull) beside the plan's segments, not a segment. It is never
+//! open, produces no token, and uses no place in the holder's queue or batch. If it fails, the
+//! request continues and its instance computes the missing part. A retry of the request begins at
+//! token 0. The ledger counts a holder's fetches in `pulls`. [`crate::router::plan`] plans the
+//! fetched tokens and the holder.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::router::tickets::{self, Leg, Pulling, TicketId};
 
 impl Lifecycle<'_> {
-    /// A leg's pull begins: its holder has one more to serve, and its prompt waits for it.
+    /// Begins a segment's prefix fetch: counts it at the holder, and its prompt waits for it.
     pub(super) fn open_pull(&mut self, leg: &Leg) {
         let Some(pulling) = leg.pull else { return };
         self.state.ledger.wait(leg.segment.instance.index());
@@ -21,8 +20,7 @@ impl Lifecycle<'_> {
         self.serve(&pulling, 1.0);
     }
 
-    /// What the open segment of a ticket pulls is over, or of no use any more. Does nothing where
-    /// it pulls nothing.
+    /// Ends the prefix fetch of a ticket's open segment, if one runs.
     pub(super) fn end_pull(&mut self, ticket: TicketId) {
         let leg = self.requests.tickets.get(ticket).ok().map(|state| &mut state.leg);
         if let Some(pulling) = leg.and_then(|leg| leg.pull.as_mut()).filter(|pulling| pulling.under_way) {
@@ -39,8 +37,8 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// `tokens` of what a ticket's open segment was to pull came, `seconds` after it was asked for;
-    /// its instance computes the rest.
+    /// Records the result of a prefix fetch: `tokens` arrived `seconds` after its start. The
+    /// instance computes the rest.
     pub(super) fn pulled(
         &mut self,
         ticket: TicketId,
@@ -49,17 +47,17 @@ impl Lifecycle<'_> {
     ) -> Result<(), CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         let Some(pulling) = state.leg.pull else {
-            let problem = "its open segment pulls nothing".into();
+            let problem = "its open segment fetches no prefix".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         };
         let most = pulling.pull.tokens();
         if tokens > most || !(seconds >= 0.0 && seconds.is_finite()) {
             let (what, got) = ("pulled".into(), format!("{tokens} tokens in {seconds} s"));
-            let expected = format!("at most the {most} tokens that were to be pulled, in 0 s or more");
+            let expected = format!("at most the {most} planned tokens, in 0 s or more");
             return Err(CoreError::BadValue { what, got, expected });
         }
         if !pulling.under_way {
-            return Ok(()); // a first token came before: it is known to be over
+            return Ok(()); // an earlier first token already ended the fetch
         }
         self.end_pull(ticket);
         let state = self.requests.tickets.get(ticket)?;

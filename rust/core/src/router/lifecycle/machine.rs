@@ -1,26 +1,26 @@
-//! What each event does to a request: one table from the event and the open segment to effects.
-//! [`super`] applies them.
+//! The event table: maps an event and the state of the open segment to effects. [`super`] applies
+//! the effects.
 use crate::plan::{Event, Failure, Usage};
 use crate::router::ledger::Stage;
 use crate::router::tickets::Leg;
 
-/// What follows the open segment.
+/// The position of the open segment in its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Nothing: it runs to the request's end.
+    /// No segment follows; the open segment runs to the end of the request.
     Last,
-    /// Another segment, which makes the first output token: the open one ends with the prompt.
+    /// The next segment produces the first output token: the open segment ends with the prompt.
     Prefill,
-    /// Another segment, behind the first output token.
+    /// The next segment begins after the first output token.
     Part,
 }
 
 impl Place {
-    /// All of them, with what they mean for the open segment.
+    /// All values, with their names for the open segment.
     pub const NAMES: [(&'static str, Place); 3] =
         [("last segment", Place::Last), ("prefill segment", Place::Prefill), ("other segment", Place::Part)];
 
-    /// The place of a segment in its request.
+    /// Returns the position of a segment in its request.
     pub fn of(leg: &Leg) -> Place {
         match leg.segment.to_token {
             None => Place::Last,
@@ -32,15 +32,15 @@ impl Place {
 
 macro_rules! effect_enum {
     ($($name:ident $about:literal,)*) => {
-        /// One thing that an event does.
+        /// One effect of an event.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Effect { $(#[doc = $about] $name),* }
 
         impl Effect {
-            /// All of them, with their names and what they do.
+            /// All effects, with their names and descriptions.
             pub const ALL: &[(Effect, &str, &str)] = &[$((Effect::$name, stringify!($name), $about)),*];
 
-            /// Its name.
+            /// Returns the name.
             pub fn name(self) -> &'static str {
                 match self { $(Effect::$name => stringify!($name)),* }
             }
@@ -49,26 +49,27 @@ macro_rules! effect_enum {
 }
 
 effect_enum! {
-    RecordPrompt "The KV index learns that the prompt is on its way to the instance (once per segment).",
+    RecordPrompt "The KV index records the prompt for the instance (once per segment).",
     Enqueue "The prompt joins the instance's prefill backlog, if it is not there yet.",
-    Dequeue "The segment has left the engine's queue.",
-    Rebook "The backlog is set to what the engine says it has to compute.",
-    CountPrefilled "The backlog gets shorter by what was computed.",
-    LearnFetch "The prefix fetch is over; what it brought and took is learned.",
-    EndFetch "The prefix fetch is over or of no use any more: its holder has one less to serve.",
+    Dequeue "The segment leaves the engine's queue.",
+    Rebook "The backlog is set to the number of prompt tokens that the engine has to compute.",
+    CountPrefilled "The computed tokens leave the backlog.",
+    LearnFetch "The prefix fetch is over; its tokens are counted and its cost is learned.",
+    EndFetch "The prefix fetch is over or no longer needed; it stops counting at its holder.",
     BeginDecoding "The segment decodes from now on; the prefill's cost is learned.",
-    CountFirstToken "A first token is counted, and the time to it.",
+    CountFirstToken "The first token is counted and the time to first token recorded.",
     CountTokens "Output tokens are counted.",
     Grow "The context of the segment on its instance grows by its output tokens.",
-    HandOver "The open segment is closed, and the next one opened: where it was bound, or chosen now.",
-    Again "The event is applied to the segment that is open now, too.",
-    CompleteMove "The open segment is cut where it is, and the one that the move bound behind it opened.",
+    HandOver "The open segment is closed and the next segment opened. An unbound next segment gets an instance now.",
+    Again "The event is also applied to the segment that is open now.",
+    CompleteMove "The open segment ends at its current token, and the segment that the move bound is opened.",
     Finish "The ticket is closed as finished; lengths and durations are learned.",
-    PlaceAnew "The segment is placed on the best instance that has not failed it; if nobody is left, the ticket is closed as failed.",
+    PlaceAnew "The segment is placed on the best instance that has not failed it; if no instance is left, the ticket is closed as failed.",
     Fail "The ticket is closed as failed.",
 }
 
-/// What an event does to a request whose open segment is at `stage` and in `place`, in order.
+/// Returns the effects of an event, in order, for a request whose open segment is in `stage` and
+/// `place`.
 pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
     use Effect::*;
     let decodes = stage == Stage::Decoding;
@@ -76,7 +77,7 @@ pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
         (Event::Moved, _) => &[CompleteMove],
         (Event::Finished(_), Place::Prefill | Place::Part) => &[RecordPrompt, HandOver],
         (Event::Finished(_), Place::Last) | (Event::Ended(_), _) => &[RecordPrompt, Finish],
-        // Both segments run at once: the token comes from the next one.
+        // Both segments run at once: the token comes from the next segment.
         (Event::FirstToken, Place::Prefill) => &[RecordPrompt, HandOver, Again],
         (Event::FirstToken, _) if decodes => &[RecordPrompt, EndFetch, CountFirstToken],
         (Event::FirstToken, _) => &[RecordPrompt, EndFetch, BeginDecoding, CountFirstToken],
@@ -93,8 +94,7 @@ pub fn effects(event: &Event, place: Place, stage: Stage) -> &'static [Effect] {
     }
 }
 
-/// Joins the names of values for which `of` is the same; `any` if it is for all. With each, one of
-/// its values.
+/// Groups values with equal `of`: joined names (`any` for all values) and one of the values.
 fn grouped<T: Copy, K: PartialEq>(all: &[(&'static str, T)], of: impl Fn(T) -> K) -> Vec<(String, T)> {
     let mut groups: Vec<(Vec<&str>, T)> = Vec::new();
     for (name, value) in all {
@@ -107,7 +107,7 @@ fn grouped<T: Copy, K: PartialEq>(all: &[(&'static str, T)], of: impl Fn(T) -> K
     groups.into_iter().map(|(names, value)| (joined(&names), value)).collect()
 }
 
-/// The table of `effects`, and what each effect does, in Markdown.
+/// Returns the event table and the effects' descriptions in Markdown.
 pub fn markdown() -> String {
     let stages = [("queued", Stage::Bound), ("prefilling", Stage::Scheduled), ("decoding", Stage::Decoding)];
     let events = [
@@ -127,7 +127,7 @@ pub fn markdown() -> String {
     let mut page =
         String::from("| event | open segment | its stage | effects |\n| --- | --- | --- | --- |\n");
     for (event_name, event) in events {
-        // Places that do the same at each stage, then stages that do the same in these places.
+        // Group positions with equal effects in each stage, then stages with equal effects.
         let at = |place, stage| effects(&event, place, stage);
         let places = grouped(&Place::NAMES, |place| stages.map(|(_, stage)| at(place, stage)));
         for (place_names, place) in places {

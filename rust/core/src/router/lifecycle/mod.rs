@@ -1,5 +1,5 @@
-//! The life of a request: from its commit through its segments to its end. Events become effects by
-//! the table in `machine`; `Lifecycle` applies them.
+//! The lifecycle of a request, from its commit through its segments to its end. The table in
+//! `machine` maps events to effects; `Lifecycle` applies them.
 mod commit;
 mod events;
 mod fetch;

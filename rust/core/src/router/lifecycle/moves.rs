@@ -1,9 +1,9 @@
-//! Moves of running requests: the open segment is closed early, and another goes on elsewhere
-//! (STAR, section 5.4).
+//! Moves of running requests: the open segment ends early, and another segment continues on the
+//! target instance (STAR, section 5.4).
 //!
-//! A move takes time, in which the request runs on or waits: its segment on the target is bound
-//! when the move begins ([`Lifecycle::begin_move`]) and opened when [`crate::plan::Event::Moved`] says
-//! that it is there. Whatever ends the request meanwhile ends the move with it.
+//! A move takes time. Meanwhile, the request continues or waits. The segment on the target is bound
+//! when the move begins ([`Lifecycle::begin_move`]). It is opened by [`crate::plan::Event::Moved`].
+//! An event that ends the request also ends the move.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
@@ -11,20 +11,20 @@ use crate::plan::{Cuts, Segment, Usage};
 use crate::router::ledger::Stage;
 use crate::router::tickets::{self, TicketId};
 
-/// How a move brings what was computed to the target.
+/// Transfer of computed state to the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carry {
-    /// Its KV is sent.
+    /// The KV cache is transferred.
     Kv,
-    /// Nothing is: the target computes it again behind what its prefix cache holds.
+    /// Nothing is transferred: the target computes all tokens after its cached prefix.
     Recompute,
 }
 
 impl Lifecycle<'_> {
-    /// See [`Router::begin_move`](crate::router::Router::begin_move).
+    /// Begins a move ([`Router::begin_move`](crate::router::Router::begin_move)).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Router::begin_move`](crate::router::Router::begin_move).
     pub fn begin_move(
         &mut self,
         ticket: TicketId,
@@ -40,13 +40,13 @@ impl Lifecycle<'_> {
         let able = |id: InstanceId| self.state.instances[id.index()].cuts >= Cuts::Output;
         let problem = match () {
             () if !runs => "it has no token yet",
-            () if bound => "another segment is to follow its open one",
-            () if source == target => "it runs there already",
+            () if bound => "a segment is already bound after its open segment",
+            () if source == target => "it already runs on the target",
             () if !self.state.takes_over(target) => {
-                "the target is gone, not healthy, draining, or prefills only"
+                "the target is removed, unhealthy, draining or prefill-only"
             }
             () if carry == Carry::Kv && !(able(source) && able(target)) => {
-                "the engines cannot hand over behind an output token"
+                "the engines cannot transfer KV after an output token"
             }
             () => "",
         };
@@ -73,10 +73,10 @@ impl Lifecycle<'_> {
         Ok(segment)
     }
 
-    /// See [`Router::elsewhere`](crate::router::Router::elsewhere).
+    /// Chooses another instance ([`Router::elsewhere`](crate::router::Router::elsewhere)).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Router::elsewhere`](crate::router::Router::elsewhere).
     pub fn elsewhere(&mut self, ticket: TicketId) -> Result<InstanceId, CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         let source = state.leg.segment.instance;
@@ -93,10 +93,10 @@ impl Lifecycle<'_> {
         })?
     }
 
-    /// See [`Router::cancel_move`](crate::router::Router::cancel_move).
+    /// Cancels a move ([`Router::cancel_move`](crate::router::Router::cancel_move)).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Router::cancel_move`](crate::router::Router::cancel_move).
     pub fn cancel_move(&mut self, ticket: TicketId) -> Result<(), CoreError> {
         let state = self.requests.tickets.get(ticket)?;
         if state.leg.segment.to_token.is_none() {
@@ -106,19 +106,19 @@ impl Lifecycle<'_> {
         Ok(())
     }
 
-    /// Closes the open segment where it is, and opens the one that was bound by a move.
+    /// Ends the open segment at its current token, and opens the segment that the move bound.
     pub(super) fn complete_move(&mut self, ticket: TicketId) -> Result<Segment, CoreError> {
         let key = tickets::slot(ticket);
         let state = self.requests.tickets.get(ticket)?;
         if state.later.is_empty() || state.leg.segment.to_token.is_some() {
-            let problem = "no move of it has begun".into();
+            let problem = "no move has begun".into();
             return Err(CoreError::Ticket { ticket: ticket.0, problem });
         }
         let (made, decision) = (state.leg.entry.output_tokens, state.decision);
         let from = state.prompt_tokens.saturating_add(made as u32);
         state.leg.segment.to_token = Some(from);
         let mut bound = state.later.remove(0);
-        // It has made some more since it was bound.
+        // Add the tokens produced since the segment was bound.
         self.close_leg(key, &bound);
         let more = made - bound.entry.output_tokens;
         bound.entry.output_tokens = made;

@@ -1,4 +1,4 @@
-//! The segments of a request's plan: opened, handed over, closed.
+//! Opens, hands off and closes the segments of a plan.
 use super::writer::Lifecycle;
 use crate::error::CoreError;
 use crate::plan::{Failure, Segment, Usage};
@@ -41,7 +41,7 @@ impl Lifecycle<'_> {
         self.state.foresee(ticket, leg, self.now);
     }
 
-    /// Takes a segment off the ledger, however it ended.
+    /// Removes a segment from the ledger.
     pub(super) fn close_leg(&mut self, ticket: u32, leg: &Leg) {
         if !self.state.fleet.is_current(leg.segment.instance, leg.instance_generation) {
             return;
@@ -49,9 +49,9 @@ impl Lifecycle<'_> {
         self.state.ledger.end(leg.segment.instance.index(), leg.key(ticket), &leg.entry, self.now);
     }
 
-    /// The open segment has ended well and another follows: closes the one, opens the other, which
-    /// is chosen now unless one that still serves was bound. Where there is nobody, the request has
-    /// failed and its ticket is closed.
+    /// Closes the open segment, which ended as planned, and opens the next one. A bound segment is
+    /// used if its instance is still available; otherwise an instance is chosen now. If no instance
+    /// is available, the request fails and its ticket is closed.
     ///
     /// # Errors
     /// `NoInstance`.
@@ -60,7 +60,7 @@ impl Lifecycle<'_> {
         self.end_pull(ticket);
         let state = self.requests.tickets.get(ticket)?;
         let mut ended = state.leg.clone();
-        state.leg.instance_generation = 0; // off the ledger, whatever comes
+        state.leg.instance_generation = 0; // no longer in the ledger
         let first = state.handed_over.map_or(usage, |(_, first)| first);
         state.handed_over = Some((self.now, first));
         state.failed.clone_from(&state.lost);
@@ -71,14 +71,14 @@ impl Lifecycle<'_> {
         if self.state.fleet.is_current(instance, ended.instance_generation) {
             let place = instance.index();
             if ended.prefills_only() {
-                // What a first token teaches of prefills, the end of a first segment does.
+                // The end of a prefill segment teaches the same prefill cost as a first token.
                 self.state.ledger.first_token(place, slot, &mut ended.entry, self.now);
                 self.state.ledger.close(place, slot, &ended.entry, self.now);
             } else {
                 self.close_leg(slot, &ended);
             }
         }
-        // Tokens of a segment that said nothing until its end.
+        // Tokens of a segment without reports before its end.
         self.requests.totals.output_tokens += (made - ended.entry.output_tokens).max(0.0) as u64;
         if ended.segment.from_token == 0 {
             self.count_cached(&ended, usage);
@@ -104,16 +104,16 @@ impl Lifecycle<'_> {
         Ok(segment)
     }
 
-    /// A segment's turn has come: where it was bound behind another, it goes to its engine.
+    /// Marks a bound segment as sent to its engine.
     pub(super) fn arrive(&mut self, leg: &mut Leg) {
         if leg.entry.stage == Stage::Coming {
             self.state.ledger.arrive(leg.segment.instance.index(), &mut leg.entry);
         }
     }
 
-    /// Chooses and places the segment that follows `ended`, instead of the segment `bound`, if
-    /// there was one. If nobody takes it over and `colocate` allows it, the whole request is placed
-    /// anew.
+    /// Chooses an instance for the segment after `ended` and places it; replaces the segment
+    /// `bound`, if any. If no instance is available and `colocate` allows it, the whole request is
+    /// placed again.
     fn go_on(&mut self, ticket: TicketId, ended: &Leg, bound: Option<Segment>) -> Result<Leg, CoreError> {
         let (turn, now) = (self.state.turn_behind(ended.segment.instance), self.now);
         let (from, to) = (ended.segment.to_token, bound.and_then(|segment| segment.to_token));
@@ -131,7 +131,8 @@ impl Lifecycle<'_> {
         self.open_leg(tickets::slot(ticket), &mut leg);
         let state = self.requests.tickets.get(ticket)?;
         let decision = state.decision;
-        // One that takes the request whole leaves nothing to those bound behind it.
+        // If the new segment runs to the end of the request, the segments bound after it are not
+        // needed.
         let needless =
             if leg.segment.to_token.is_none() { std::mem::take(&mut state.later) } else { Vec::new() };
         needless.iter().for_each(|leg| self.close_leg(tickets::slot(ticket), leg));
@@ -140,8 +141,8 @@ impl Lifecycle<'_> {
         Ok(leg)
     }
 
-    /// Plans for the request that a ticket was opened for: calls `with` with what planning reads
-    /// and writes, the request, and the slots that failed it.
+    /// Calls `with` to plan for a ticket's request. Arguments: state, planning context, request,
+    /// and the slots that failed it.
     ///
     /// # Errors
     /// `Ticket` if the ticket is closed.
@@ -156,7 +157,7 @@ impl Lifecycle<'_> {
         Ok(planned)
     }
 
-    /// Joins what was predicted of a cache with what its engine says.
+    /// Adds predicted and reported cached tokens to the totals.
     pub(super) fn count_cached(&mut self, leg: &Leg, usage: Usage) {
         if let Some(cached) = usage.cached_tokens {
             self.requests.totals.cached_tokens += u64::from(cached);
@@ -165,7 +166,7 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// Closes a ticket with all its segments.
+    /// Closes a ticket and all its segments.
     pub(super) fn close(&mut self, ticket: TicketId) -> Option<TicketState> {
         self.end_pull(ticket);
         let mut state = self.requests.tickets.close(ticket)?;

@@ -1,16 +1,16 @@
-//! What all files of the lifecycle write through.
+//! The writer that all lifecycle modules use.
 use crate::ids::Seconds;
 use crate::router::context::DecisionContext;
 use crate::router::requests::Requests;
 use crate::router::state::State;
 
-/// Changes requests at one moment: the only writer of tickets, and of what they are to the ledger,
-/// the index, the receipts and the totals.
+/// Changes requests at a given time. Only this type writes tickets and their entries in the ledger,
+/// the index, the decision records and the totals.
 pub struct Lifecycle<'a> {
     pub state: &'a mut State,
-    /// Where segments are planned.
+    /// Buffers to plan segments.
     pub context: &'a mut DecisionContext,
     pub requests: &'a mut Requests,
-    /// The router's clock.
+    /// Current time of the router.
     pub now: Seconds,
 }

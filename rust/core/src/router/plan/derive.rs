@@ -1,4 +1,4 @@
-//! Fills in the indicators that depend on the request or on the time, and only those that are read.
+//! Computes indicators that depend on the request or on the time, if they are read.
 use super::fetch::PULL;
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
@@ -11,8 +11,8 @@ use crate::router::state::State;
 use crate::wide::{greater, lesser};
 use multiversion::multiversion;
 
-/// Most prompt tokens that a cache can save: never the last one, which every engine computes, and
-/// whole blocks, unless engines keep `partial` last blocks.
+/// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
+/// last token, and caches hold whole blocks unless engines keep `partial` last blocks.
 #[inline]
 fn most_hit_tokens(request: &Request<'_>, partial: bool) -> f64 {
     if request.tokens_per_block <= 0.0 || request.prompt_tokens == 0 {
@@ -49,26 +49,26 @@ const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::PullCostTokens,
 ]);
 
-/// A learned step-time model that is off by more serves no prediction of the time to first token.
+/// Maximum relative error of a learned step-time model that predicts the time to first token.
 const MOST_STEP_ERROR: f64 = 1.0 / 3.0;
 
-/// What a prediction of the time to first token rests on.
+/// The source of a prediction of the time to first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TtftSource {
     /// The step-time model of the configured profile.
     Profile,
-    /// The step-time model learned from our own streams on the instance.
+    /// The step-time model learned from this router's streams on the instance.
     LearnedStepTime,
-    /// The prefill rate learned from our own first tokens on the instance.
+    /// The prefill rate learned from this router's first tokens on the instance.
     LearnedRate,
     /// The mean of the rates learned on other instances.
     PoolRate,
-    /// The assumed rate.
+    /// The assumed rate of the configuration.
     Prior,
 }
 
 impl TtftSource {
-    /// All of them, with the names used in metrics.
+    /// All values, with their names in metrics.
     pub const NAMES: [(&'static str, TtftSource); 5] = [
         ("profile", TtftSource::Profile),
         ("learned_step_time", TtftSource::LearnedStepTime),
@@ -77,16 +77,16 @@ impl TtftSource {
         ("prior", TtftSource::Prior),
     ];
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         TtftSource::NAMES.iter().find(|(_, source)| *source == self).expect("every source has a name").0
     }
 }
 
 impl State {
-    /// Fills in what `reads` names, for `request` at `now`. What the ledger keeps is there already.
-    /// `able`: instances that may take the segment. `handoff`: seconds until it is expected to
-    /// start to decode, if that is another segment than its first.
+    /// Computes the indicators `reads` for `request` at `now`, except the ledger's own. `able`:
+    /// number of instances that can take the segment. `handoff`: expected seconds until a follow-up
+    /// segment starts to decode; `None` for a first segment.
     pub fn derive(
         &self,
         context: &mut DecisionContext,
@@ -175,7 +175,8 @@ impl State {
         }
     }
 
-    /// Fills in what the request says of itself, and who else is where.
+    /// Computes the indicators about the request's properties and about related requests on each
+    /// instance.
     fn derive_facts(&self, columns: &mut Columns, request: &Request<'_>) {
         let (lora, tenant) = (request.lora.unwrap_or(0), request.tenant.id);
         let number = |name: u64| if name == 0 { f64::NAN } else { text_number(name) };
@@ -188,7 +189,7 @@ impl State {
         of_tenant.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.tenant(tenant));
     }
 
-    /// Fills in the declared indicators `ids` as they are at `now`.
+    /// Reads the declared indicators `ids` at `now`.
     pub fn derive_declared(&self, context: &mut DecisionContext, ids: &[DeclaredId], now: Seconds) {
         for id in ids {
             if context.declared.len() <= id.index() {
@@ -198,22 +199,22 @@ impl State {
         }
     }
 
-    /// Prompt tokens that `blocks` matched blocks save.
+    /// Returns the prompt tokens saved by `blocks` matched blocks.
     #[inline]
     pub fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
         let most = most_hit_tokens(request, self.config.partial_blocks);
         hit(blocks, request.tokens_per_block, most)
     }
 
-    /// Turns matched blocks into hit tokens, rounded down.
+    /// Converts matched blocks to hit tokens, rounded down.
     pub fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
         let most = most_hit_tokens(request, self.config.partial_blocks);
         blocks_to_tokens(blocks, request.tokens_per_block, most);
     }
 
-    /// What a decode step costs for each sequence and token of context: by the profile, else by
-    /// what is learned on an instance, else as if a request cost as much as a thousand tokens of
-    /// its context.
+    /// Returns the decode cost per sequence and per context token: from a profile, else from a
+    /// learned step-time model. The fallback assumes that a request costs as much as a thousand
+    /// context tokens.
     pub fn decode_cost(&self) -> DecodeCost {
         let decodes = |slot: &usize| self.fleet.role(InstanceId(*slot as u32)) != Role::Prefill;
         let profiled =
@@ -232,8 +233,8 @@ impl State {
         }
     }
 
-    /// What a prediction of the time to first token on a slot rests on. `pool_rate`: whether a rate
-    /// is known of any.
+    /// Returns the source of TTFT predictions on a slot. `pool_rate`: whether any instance has a
+    /// learned rate.
     pub fn ttft_source(&self, slot: usize, pool_rate: bool) -> TtftSource {
         match () {
             () if self.profiled(slot).is_some() => TtftSource::Profile,
@@ -246,19 +247,20 @@ impl State {
         }
     }
 
-    /// The step-time model learned on a slot, where prefills are to be predicted by it.
+    /// Returns the step-time model learned on a slot, if it is accurate enough for prefill
+    /// predictions.
     fn learned(&self, slot: usize) -> Option<StepTime> {
         let fit = self.ledger.step_fit(slot);
         let good = fit.knows_prefill() && fit.relative_error().is_some_and(|error| error < MOST_STEP_ERROR);
         if good { fit.step_time() } else { None }
     }
 
-    /// The step-time model of a slot, where the profile gives one or enough was learned.
+    /// Returns the step-time model of a slot, if a profile or enough measurements exist.
     pub fn step_time_of(&self, slot: usize) -> Option<StepTime> {
         self.profiled(slot).or_else(|| self.learned(slot))
     }
 
-    /// What profiles say of a slot: its own, or that of all.
+    /// Returns the step-time model of a slot's own profile, else of the common profile.
     fn profiled(&self, slot: usize) -> Option<StepTime> {
         self.instances[slot].step_time.or(self.config.step_time)
     }
@@ -277,8 +279,8 @@ impl State {
         }
     }
 
-    /// Mean of the learned prefill rates, tokens/s: an instance without one is taken for an average
-    /// one, or it would never be tried.
+    /// Returns the mean of the learned prefill rates in tokens/s. An instance without a learned
+    /// rate counts as average, so that it gets requests.
     pub fn mean_prefill_rate(&self) -> f64 {
         let rates = self.ledger.get(Indicator::PrefillTokensPerSecond);
         let known = rates.iter().filter(|r| !r.is_nan());
@@ -286,9 +288,9 @@ impl State {
         if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second }
     }
 
-    /// Seconds to the first token on a slot, if `queued` prefill tokens go first and `decoding`
-    /// sequences with `context` tokens run beside it, for a prompt of which `hit` tokens are cached
-    /// and `new` are not.
+    /// Returns the predicted seconds to the first token on a slot. The prompt has `hit` cached and
+    /// `new` uncached tokens; `queued` prefill tokens go first; `decoding` sequences with `context`
+    /// tokens run beside it.
     #[allow(clippy::too_many_arguments)]
     pub fn ttft(
         &self,
@@ -307,8 +309,9 @@ impl State {
         }
     }
 
-    /// A decode step of each slot's batch as it is, by what was learned; or with a request of so
-    /// many prompt tokens joining it, by the profile where one is set.
+    /// Predicts the decode step time of each slot. Without `joining`: the present batch, by learned
+    /// models. With `joining`: the batch with a request of that many prompt tokens, by the profile
+    /// if there is one.
     fn predict_step(&self, derived: &mut Columns, id: Indicator, joining: Option<f64>) {
         let (decoding, context) =
             (self.ledger.get(Indicator::DecodeBs), self.ledger.get(Indicator::DecodeTokens));
@@ -321,8 +324,8 @@ impl State {
     }
 }
 
-/// Whole tokens, so that the ledger's numbers stay whole. Through i32, which processors convert
-/// many at a time; an index never holds 2^31 blocks of a prompt.
+/// Returns whole tokens, so that the ledger's numbers stay integers. Converts through i32, which
+/// processors vectorize; an index never holds 2^31 blocks of a prompt.
 #[inline(always)]
 fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
     lesser(f64::from(blocks as i32) * per_block, most).floor()

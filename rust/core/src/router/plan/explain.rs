@@ -1,4 +1,4 @@
-//! Writes a decision's receipt: all scores, and the terms of the best few.
+//! Writes decision records: all scores, and the terms of the best instances.
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
@@ -12,8 +12,8 @@ use multiversion::multiversion;
 use smallvec::SmallVec;
 
 impl State {
-    /// Writes what the last choice of a first segment saw into its receipt. The context must still
-    /// be as that choice left it.
+    /// Writes the last choice of a first segment into its decision record. The context must be
+    /// unchanged since that choice.
     pub fn explain(
         &self,
         context: &DecisionContext,
@@ -43,7 +43,7 @@ impl State {
         for (i, (scores, kept)) in blocks.enumerate() {
             let (count, least) = keep(sign, scores, kept);
             scored += count;
-            // Beyond the first blocks, hardly any has a score among the best few.
+            // After the first blocks, few scores are among the best.
             if least < best.worst() {
                 best.offer(sign, i * BLOCK, scores);
             }
@@ -63,18 +63,19 @@ impl State {
             .find(|(_, slot)| *slot != chosen.0 && *slot != u32::MAX)
             .map(|(key, _)| key - chosen_key);
         let live = best.iter().take_while(|(_, slot)| *slot != u32::MAX).count();
-        // Among many equals the chosen one may have fallen off the end: it always has its place.
+        // With many ties, the chosen instance may be missing from the best: it replaces the last
+        // one.
         if !best[..live].iter().any(|(_, slot)| *slot == chosen.0) {
             best[live - 1] = (chosen_key, chosen.0);
         }
         let indicators = self.indicators(context);
-        // A request's own indicators have one value, in slot 0.
+        // Request indicators have one value, in slot 0.
         let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
         let columns: SmallVec<[(&[f64], bool); 8]> = self.first.reads.iter().map(column).collect();
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
             let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
-            // One by one: `extend` is inlined in one build and called in the next, at twice the instructions.
+            // One by one: in some builds `extend` is not inlined and takes twice the instructions.
             for (column, per_slot) in &columns {
                 receipt.terms.push(column[at(*per_slot)]);
             }
@@ -85,13 +86,13 @@ impl State {
     }
 }
 
-/// Slots looked at together.
+/// Slots processed together.
 const BLOCK: usize = 64;
-/// Running minima kept apart, so that none waits for the other.
+/// Independent running minima, so that no minimum waits for another.
 const LANES: usize = 8;
 
-/// Copies a block of scores into the receipt, NaN for infinities; returns how many are finite,
-/// and the least `sign * score`.
+/// Copies a block of scores into the decision record, with NaN for infinities. Returns the number
+/// of finite scores and the lowest `sign * score`.
 #[multiversion(targets("x86_64+avx2"))]
 fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
     // x - x is 0 for finite numbers and NaN for all others, without a branch.
@@ -110,7 +111,7 @@ fn keep(sign: f64, scores: &[f64], kept: &mut [f32]) -> (usize, f64) {
     (count as usize, least.fold(f64::INFINITY, |least, key| lesser(key, least)))
 }
 
-/// The best few slots, best first, equals in slot order.
+/// The best slots, best first; ties in slot order.
 struct Best {
     kept: [(f64, u32); TERMS_KEPT],
 }

@@ -1,9 +1,8 @@
-//! Plans prefix fetches: what the chosen instance fetches of a prompt's KV cache, and from which
-//! holder.
+//! Plans prefix fetches: the tokens that the chosen instance fetches, and the holder.
 //!
-//! Each instance has two options: compute what it misses, or fetch as much as the fullest holder
-//! with capacity has ([`Indicator::PullTokens`], [`Indicator::PullCostTokens`]). Scores may read
-//! these. Whatever they read, the chosen instance fetches if it pays.
+//! Each instance can compute its missing tokens or fetch as many as the best available holder has
+//! ([`Indicator::PullTokens`], [`Indicator::PullCostTokens`]). Scores can read these indicators.
+//! Independent of the score, the chosen instance fetches if this saves time.
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, IndicatorSet};
 use crate::plan::{Cuts, Pull};
@@ -15,11 +14,11 @@ use crate::router::state::State;
 use crate::router::tickets::Pulling;
 use rand::RngExt;
 
-/// Indicators of what would be pulled.
+/// Indicators of possible prefix fetches.
 pub(super) const PULL: IndicatorSet = IndicatorSet::of(&[Indicator::PullTokens, Indicator::PullCostTokens]);
 
 impl State {
-    /// Fills in what each instance would pull of the request's prompt, and what that costs.
+    /// Computes the possible fetch of each instance and its cost.
     pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
         let reach = if first { self.reach(context, request) } else { 0.0 };
         let [tokens, cost, hits] = context.derived.several_mut([
@@ -41,10 +40,10 @@ impl State {
         }
     }
 
-    /// What `tokens` more of a prompt add to the steps of a slot if they are computed behind `hit`
-    /// cached ones: by the step-time model where a profile gives one or it was learned, else at the
-    /// rate of whole prefills, which counts what steps take in any case, too. `mean_rate`: the
-    /// pool's, once it was worked out.
+    /// Returns the seconds that `tokens` more prompt tokens after `hit` cached tokens add to a
+    /// slot's steps. Uses the step-time model of a profile or a learned one. The fallback is the
+    /// rate of whole prefills, which includes fixed step costs. `mean_rate` caches the pool's mean
+    /// rate.
     fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
         match self.step_time_of(slot) {
             Some(model) => model.prefill_seconds(hit, tokens),
@@ -56,8 +55,8 @@ impl State {
         }
     }
 
-    /// The most tokens of the prompt that an instance holds which could hand them over now; none
-    /// where nothing must be pulled.
+    /// Returns the longest prefix of the prompt, in tokens, on an instance that can serve a fetch
+    /// now; 0 if prefixes must not be fetched.
     fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
         if self.pulls.is_none() || request.unpulled.is_some() {
             return 0.0;
@@ -71,14 +70,15 @@ impl State {
         self.saved_tokens(request, most)
     }
 
-    /// Whether a slot can pull a prefix now.
+    /// Returns whether a slot can fetch a prefix now.
     fn may_pull(&self, slot: usize) -> bool {
         let most = self.pulls.map_or(0.0, |pulls| pulls.config.most_kv_usage);
-        let full = most < 1.0 && self.ledger.get(Indicator::KvUsage)[slot] >= most; // never, where it is not told
+        // False without a reported usage.
+        let full = most < 1.0 && self.ledger.get(Indicator::KvUsage)[slot] >= most;
         self.instances[slot].cuts == Cuts::Anywhere && !full
     }
 
-    /// Whether a prefix can be pulled from a slot now.
+    /// Returns whether a slot can serve a prefix fetch now.
     fn hands_over(&self, slot: usize) -> bool {
         let id = InstanceId(slot as u32);
         let most = self.pulls.map_or(0, |pulls| pulls.config.most_pulls);
@@ -88,9 +88,10 @@ impl State {
             && self.ledger.get(Indicator::Pulls)[slot] < f64::from(most)
     }
 
-    /// What the chosen instance pulls, where that pays: from the holder of most; of several from
-    /// one that serves the least pulls, then the least requests, then by lot. A segment that ends
-    /// inside the prompt pulls nothing: where it is cut was worked out without.
+    /// Plans the chosen instance's prefix fetch, if it saves time. The holder has the longest
+    /// prefix. Ties are broken by the fewest fetches, then the fewest requests, then at random. A
+    /// segment that ends inside the prompt fetches nothing, because its cut was planned without a
+    /// fetch.
     pub fn pull_for(
         &self,
         context: &mut DecisionContext,
@@ -124,7 +125,7 @@ impl State {
         let blocks = (reach / request.tokens_per_block) as u32;
         for slot in 0..context.hit_blocks.len() {
             if context.hit_blocks[slot] < blocks {
-                continue; // most, and by less than what rounding may hide
+                continue; // fewer tokens, beyond rounding errors
             }
             let holds =
                 self.saved_tokens(request, context.hit_blocks[slot]) == reach && self.hands_over(slot);
@@ -145,7 +146,7 @@ impl State {
         best.map(|(_, holder)| holder)
     }
 
-    /// For the receipt.
+    /// Returns the fetch for the decision record.
     pub fn pull_told(&self, pulling: &Pulling) -> Pulled {
         let Pull { holder, from_token, to_token } = pulling.pull;
         Pulled {

@@ -1,5 +1,5 @@
-//! Plans: where a request begins, where it goes on, where it is cut, and what its instances fetch.
-//! Planning reads [`State`] and writes [`DecisionContext`]; it places nothing.
+//! Plans: instances of the first and follow-up segments, cuts, and prefix fetches. Planning reads
+//! [`State`] and writes [`DecisionContext`]; it places nothing.
 mod derive;
 mod explain;
 mod fetch;
@@ -21,13 +21,13 @@ use crate::router::parts::{Chosen, Follow, Rest, Turn};
 use crate::router::state::{Planner, State, View};
 
 impl State {
-    /// How much of a prompt each instance holds.
+    /// Finds the length of the prompt's prefix on each instance.
     pub fn match_prefix(&self, context: &mut DecisionContext, chain: &[u64]) {
         self.index.match_prefix(chain, &mut context.hit_blocks);
     }
 
-    /// What follows a first segment on `first`, and what is fetched before it; `failed`: slots that
-    /// are not asked.
+    /// Plans the segments after a first segment on `first`, and its prefix fetch. `failed`: slots
+    /// to exclude.
     pub fn plan(
         &self,
         context: &mut DecisionContext,
@@ -36,7 +36,7 @@ impl State {
         failed: &[u32],
         now: Seconds,
     ) -> Result<Chosen, CoreError> {
-        // What must not be cut does not move, either.
+        // Requests that must not be split do not move either; the record shows the reason.
         context.uncut = request.uncut.filter(|_| self.rescheduling.is_some()).map(Into::into);
         context.balance = None;
         let rest = match self.fleet.role(first) {
@@ -71,7 +71,7 @@ impl State {
         Ok(Rest::from_iter([self.follow(context, request.prompt_tokens, instance, handoff)]))
     }
 
-    /// A segment on an instance that was chosen last, or is none yet.
+    /// Returns a segment on the last chosen instance, or on an instance to choose later.
     fn follow(
         &self,
         context: &DecisionContext,
@@ -83,13 +83,13 @@ impl State {
         Follow { from_token, instance, start_seconds, score: score.unwrap_or(f64::NAN) }
     }
 
-    /// Whether the segment that a segment leads to is on an equal of its instance, and not on one
-    /// that decodes only.
+    /// Returns whether the segment after this one runs on a peer of the same role, not in a pool of
+    /// decode instances.
     pub fn peers(&self, segment: &Segment) -> bool {
         self.fleet.role(segment.instance) != Role::Prefill
     }
 
-    /// For the receipt: what follows, as far as its instances are chosen.
+    /// Returns the follow-up instances for the decision record, as far as they are chosen.
     pub fn next_in(&self, rest: &Rest) -> Nexts {
         let chosen = rest.iter().filter_map(|follow| Some((follow, follow.instance?)));
         chosen
@@ -103,14 +103,14 @@ impl State {
     }
 }
 
-/// What follows where no roles split. Whatever stands against a split leaves the request in one
-/// piece, with the reason.
+/// Plans the follow-up segments if roles do not split. If the request cannot be split, it stays
+/// whole, with the reason.
 fn rest_of_split(planner: &dyn Planner, view: &mut View<'_>) -> Rest {
     if let Some(reason) = view.request.uncut {
         return view.leave_whole(reason);
     }
     if view.cuts_of(&[view.first]) == Cuts::Nowhere {
-        return view.leave_whole("its instance cannot hand over");
+        return view.leave_whole("its instance cannot transfer KV");
     }
     planner.rest(view)
 }

@@ -1,4 +1,4 @@
-//! The segments of a plan, with what they will count in the ledger.
+//! Segments of plans, with their entries in the ledger.
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
@@ -13,7 +13,7 @@ use crate::router::state::State;
 use crate::router::tickets::Leg;
 
 impl State {
-    /// The segments of a plan, as far as their instances are chosen.
+    /// Returns the segments of a plan, as far as their instances are chosen.
     pub fn legs_of(
         &self,
         context: &DecisionContext,
@@ -35,8 +35,8 @@ impl State {
         (leg, later.collect())
     }
 
-    /// A segment of a request. What comes before `from_token` was computed elsewhere and is carried
-    /// over.
+    /// Returns a segment of a request. Another instance computes the tokens before `from_token` and
+    /// transfers them.
     pub fn leg(
         &self,
         context: &DecisionContext,
@@ -70,8 +70,8 @@ impl State {
         }
     }
 
-    /// Adds a segment to what the load will be, if that is kept: one that decodes as it is, another
-    /// as one that is expected.
+    /// Adds a segment to the predicted loads, if they are kept: as a decode if it already decodes,
+    /// else with its expected start.
     pub fn foresee(&mut self, ticket: u32, leg: &Leg, now: Seconds) {
         let current = self.fleet.is_current(leg.segment.instance, leg.instance_generation);
         if leg.prefills_only() || !current || self.ledger.ahead().is_none() {
@@ -86,14 +86,14 @@ impl State {
         self.ledger.expect(slot, leg.key(ticket), &leg.entry, start);
     }
 
-    /// Whether a bound segment's instance still takes it.
+    /// Returns whether the instance of a bound segment still accepts it.
     pub fn serves(&self, leg: &Leg) -> bool {
         let instance = leg.segment.instance;
         let (healthy, ..) = self.fleet.state(instance);
         healthy && self.fleet.is_current(instance, leg.instance_generation)
     }
 
-    /// Who is asked to go on behind a segment on `instance`.
+    /// Returns the kind of choice for the segment after a segment on `instance`.
     pub fn turn_behind(&self, instance: InstanceId) -> Turn {
         match self.fleet.role(instance) {
             Role::Both => Turn::Peer(None),
@@ -101,7 +101,7 @@ impl State {
         }
     }
 
-    /// Where the tokens `from` to `to` of a request go whose tokens before are computed.
+    /// Places the tokens `from` to `to` of a request whose earlier tokens are computed.
     pub fn place_later(
         &self,
         context: &mut DecisionContext,
@@ -128,14 +128,16 @@ impl State {
         }
     }
 
-    /// For the receipt: where a request goes on, as the last choice of a later segment saw it.
+    /// Returns the instance of a follow-up segment for the decision record, with the score of the
+    /// last choice.
     pub fn next_of(&self, context: &DecisionContext, instance: InstanceId, handoff_seconds: Seconds) -> Next {
         let slot = instance.0;
         let score = context.later.scores.score.get(instance.index()).copied().unwrap_or(f64::NAN);
         Next { slot, name: self.fleet.name(instance).clone(), score, handoff_seconds }
     }
 
-    /// Expected seconds until a request whose first segment is on `first` starts to decode.
+    /// Returns the expected seconds until a request with its first segment on `first` starts to
+    /// decode.
     pub fn expected_handoff(
         &self,
         context: &DecisionContext,
@@ -148,8 +150,8 @@ impl State {
         prefill + self.ledger.ahead().map_or(0.0, |ahead| ahead.lag())
     }
 
-    /// Seconds that a slot is expected to take for a prompt of which it holds `hit` tokens and not
-    /// `new`.
+    /// Returns the expected seconds of a prefill on a slot, with `hit` cached and `new` uncached
+    /// tokens.
     pub fn prefill_seconds(&self, slot: usize, hit: f64, new: f64, now: Seconds) -> Seconds {
         let (queued, decoding, context) = match self.config.unlimited_prefill {
             true => (0.0, 0.0, 0.0),
@@ -162,7 +164,7 @@ impl State {
         self.ttft(slot, queued, hit, new, decoding, context, self.mean_prefill_rate())
     }
 
-    /// Where a request begins that failed elsewhere, and where it goes on.
+    /// Plans a request again after a failure on another instance.
     pub fn place_first(
         &self,
         context: &mut DecisionContext,
@@ -174,12 +176,12 @@ impl State {
         let first = self.choose(context, request, Turn::First, failed, None, now)?;
         let chosen = self.plan(context, request, first, failed, now)?;
         let (leg, later) = self.legs_of(context, request, &chosen, now);
-        // A reason that the caller gave stands in the receipt already, in the caller's words.
+        // The decision record already shows a reason given by the caller.
         let notes = request.uncut.is_none().then_some((chosen.uncut, chosen.balance));
         Ok((leg, later, self.next_in(&chosen.rest), notes))
     }
 
-    /// Whether requests that run may go on there.
+    /// Returns whether an instance can take over running requests.
     pub fn takes_over(&self, id: InstanceId) -> bool {
         let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
         live && {
@@ -189,7 +191,7 @@ impl State {
     }
 }
 
-/// What a placement adds to the ledger.
+/// Returns the ledger entry of a new placement.
 fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
     let prompt_tokens = f64::from(request.prompt_tokens);
     Entry {

@@ -1,5 +1,4 @@
-//! The choice of an instance: who may take a segment, what its policy reads, how it scores, who is
-//! best.
+//! The choice of an instance: eligible slots, indicators, scores, best slot.
 use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::guard::Restriction;
@@ -13,7 +12,7 @@ use crate::router::parts::Turn;
 use crate::router::state::{Selector, State};
 
 impl State {
-    /// The policy of a turn.
+    /// Returns the policy of a turn.
     fn selector(&self, turn: Turn) -> &Selector {
         match turn {
             Turn::First => &self.first,
@@ -21,8 +20,8 @@ impl State {
         }
     }
 
-    /// The instance of a segment, by the policy of its turn, without the slots in `failed`.
-    /// `handoff`: seconds until it is expected to start to decode, if it follows another.
+    /// Chooses the instance of a segment by the policy of its turn, without the slots in `failed`.
+    /// `handoff`: expected seconds until a follow-up segment starts to decode.
     pub fn choose(
         &self,
         context: &mut DecisionContext,
@@ -71,8 +70,8 @@ impl State {
         if let Some(best) = select::best(scores, snapshot.eligible, rng) {
             return Ok(InstanceId(best as u32));
         }
-        // An instance that takes requests exists, so the request must not fail: fewest requests
-        // wins.
+        // The fleet has an eligible instance, so the request must not fail: the fewest requests
+        // win.
         *unscored += 1;
         scores.reset(slots);
         scores.unscored = true;
@@ -82,8 +81,8 @@ impl State {
         best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
     }
 
-    /// Marks who may take a segment; returns how many. Where nobody takes prompts, instances that
-    /// decode only take whole requests, if they may.
+    /// Marks the slots that can take a segment; returns their number. If no instance accepts
+    /// prompts and `colocate` allows it, decode instances take whole requests.
     pub fn admit(&self, context: &mut DecisionContext, turn: Turn, failed: &[u32]) -> usize {
         let fleet = &self.fleet;
         let (eligible, able, count) = match turn {
@@ -96,8 +95,8 @@ impl State {
             eligible.extend_from_slice(able);
             failed.iter().for_each(|slot| eligible[*slot as usize] = false);
             if let Turn::Peer(first) = turn {
-                // It takes over from the first: the engines of both must be able to, and the roles
-                // that prefill only do not go on.
+                // Engines of both instances must be able to transfer KV, and prefill-only instances
+                // do not decode.
                 for (slot, eligible) in eligible.iter_mut().enumerate() {
                     let id = InstanceId(slot as u32);
                     *eligible &= first != Some(id)
@@ -119,19 +118,20 @@ impl State {
         CoreError::NoInstance(match (live, turn) {
             (0, _) => "the router has no instances".into(),
             (_, Turn::First) => {
-                format!("none of the {live} instances is healthy, of a fitting role and not draining")
+                format!("none of the {live} instances is healthy, not draining and of a suitable role")
             }
             (_, Turn::Later) => {
-                format!("none of the {live} instances is of the role decode, healthy and not draining")
+                format!("none of the {live} instances is healthy, not draining and of the role decode")
             }
             (_, Turn::Peer(_)) => {
-                format!("none of the {live} instances takes over from others, healthy and not draining")
+                format!("none of the {live} instances is healthy, not draining and able to take over")
             }
         })
     }
 }
 
-/// From here on a score that is a number belongs to an instance that may take the request.
+/// Sets the scores of ineligible slots to NaN, so that every later number belongs to an eligible
+/// slot.
 fn leave_ineligible(scores: &mut Scores, snapshot: &Snapshot<'_>) {
     if snapshot.eligible_count < snapshot.eligible.len() {
         for (score, _) in scores.score.iter_mut().zip(snapshot.eligible).filter(|(_, e)| !**e) {

@@ -1,29 +1,29 @@
-//! When prefixes are fetched from other instances.
+//! Settings of prefix fetches.
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use serde::Deserialize;
 
-/// When prefixes are pulled.
+/// Settings of prefix fetches.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct PullConfig {
-    /// What a pulled token takes until it was learned: its KV bytes over the link's bytes a second.
+    /// Seconds per fetched token until learned: KV bytes per token over the link's bytes/s.
     pub seconds_per_token: Seconds,
-    /// What a pull takes besides, until it was learned.
+    /// Fixed seconds per fetch until learned.
     pub fixed_seconds: Seconds,
-    /// No pull of fewer tokens.
+    /// Minimum tokens of a fetch.
     pub least_tokens: u32,
-    /// Most pulls that one holder serves at once.
+    /// Maximum number of concurrent fetches that one holder serves.
     pub most_pulls: u32,
-    /// An instance pulls nothing while it reports that this share of its KV cache, or more, is in
-    /// use: engines may hold what they have pulled for a lease behind the request's end, and would
-    /// be full of what nobody needs. 1: it pulls until it is full.
+    /// An instance fetches nothing while its reported KV cache usage is at least this fraction.
+    /// Engines may keep fetched KV for a lease after the end of the request, and would fill up with
+    /// unused KV. 1: no limit.
     pub most_kv_usage: f64,
 }
 
 impl Default for PullConfig {
-    /// 100 KB a token over 200 Gbit/s, and 5 ms for the request and the holder's step; four at once
-    /// are a guess.
+    /// 100 KB per token over 200 Gbit/s, and 5 ms for the request and the holder's step. Four
+    /// concurrent fetches are a guess.
     fn default() -> PullConfig {
         PullConfig {
             seconds_per_token: 4e-6,
@@ -36,6 +36,8 @@ impl Default for PullConfig {
 }
 
 impl PullConfig {
+    /// Checks the settings.
+    ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
@@ -50,7 +52,11 @@ impl PullConfig {
             }
         }
         if !(0.0..=1.0).contains(&self.most_kv_usage) {
-            return bad("most_kv_usage", self.most_kv_usage.to_string(), "a share of the KV cache, 0 to 1");
+            return bad(
+                "most_kv_usage",
+                self.most_kv_usage.to_string(),
+                "a fraction of the KV cache, 0 to 1",
+            );
         }
         for (what, number) in [("least_tokens", self.least_tokens), ("most_pulls", self.most_pulls)] {
             if number == 0 {

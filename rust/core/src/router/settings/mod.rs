@@ -1,4 +1,4 @@
-//! What a router is set up with.
+//! Settings of a router.
 mod fetch;
 mod rescheduling;
 
@@ -9,48 +9,48 @@ use crate::estimate::StepTime;
 use crate::guard::GuardConfig;
 use crate::plan::Binding;
 
-/// Who feeds the KV index.
+/// Source of the entries in the KV index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum IndexFeed {
-    /// The router itself: what it placed somewhere is believed to be cached there.
+    /// The router's own placements: placed prompts are assumed to be cached.
     #[default]
     Approximate,
-    /// The engines' own events.
+    /// The engines' events.
     Exact,
 }
 
 /// Settings of a router.
 #[derive(Clone, Debug)]
 pub struct RouterConfig {
-    /// Who feeds the KV index.
+    /// Source of the entries in the KV index.
     pub index_feed: IndexFeed,
-    /// Most bytes that the KV index may take.
+    /// Maximum bytes of the KV index.
     pub index_bytes: usize,
-    /// Most bytes that the receipts may take.
+    /// Maximum bytes of the decision records.
     pub receipt_bytes: usize,
     /// Seed of every random choice.
     pub seed: u64,
-    /// Whether queued prefill tokens drain between events by the learned cost of prefills (off
-    /// where progress is reported exactly).
+    /// Whether queued prefill tokens drain between events at the learned rate (off if progress is
+    /// reported exactly).
     pub drain: bool,
     /// The hot-spot guard.
     pub guard: GuardConfig,
-    /// Step-time model behind `predicted_ttft_seconds`; without one, what is learned serves.
+    /// Step-time model behind `predicted_ttft_seconds`; `None`: learned models only.
     pub step_time: Option<StepTime>,
-    /// Prefill rate assumed until one was learned, in tokens/s.
+    /// Prefill rate until one is learned, in tokens/s.
     pub prior_prefill_tokens_per_second: f64,
-    /// Whether engines keep the partial last block of a prompt too, so that all but one token may
-    /// be cached. (vLLM does not.)
+    /// Whether engines cache the partial last block of a prompt, so that all but one token can be
+    /// cached. (vLLM does not.)
     pub partial_blocks: bool,
     /// When the instance of a second segment is chosen.
     pub binding: Binding,
-    /// Whether an instance takes a whole request, whatever its role, where nobody of the other role
-    /// is there.
+    /// Whether an instance takes a whole request, regardless of its role, if no instance of the
+    /// other role is available.
     pub colocate: bool,
-    /// Whether a prefill never waits for others on its instance, so that the expected hand-over
-    /// counts no queue (SIBYL, Algorithm 2).
+    /// Whether a prefill never waits for others on its instance, so that the expected handoff
+    /// includes no queue (SIBYL, Algorithm 2).
     pub unlimited_prefill: bool,
-    /// When prefixes are pulled from other instances; `None`: never.
+    /// Settings of prefix fetches; `None`: off.
     pub pull: Option<PullConfig>,
 }
 

@@ -1,4 +1,4 @@
-//! How running requests are moved.
+//! Settings of rescheduling.
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::reschedule::{
@@ -7,32 +7,32 @@ use crate::reschedule::{
 use crate::suggest::nearest;
 use serde::Deserialize;
 
-/// How running requests are moved.
+/// Rescheduling of running requests.
 pub struct Rescheduling {
     /// The rule.
     pub rule: Box<dyn Rescheduler>,
-    /// What it believes of lengths.
+    /// Forecast of output lengths.
     pub forecast: Box<dyn Forecast>,
-    /// Output tokens of a request after which its length is predicted anew (STAR, section 5.3: 20).
+    /// Output tokens of a request between two predictions of its length (STAR, section 5.3: 20).
     pub repredict_tokens: u32,
-    /// Whether the expected length of a request is the most that it may get; else it is what it
-    /// will get, which the curve must not know.
+    /// Whether a request's expected length is its maximum. Otherwise it is the true length, which
+    /// the learned curve must not use.
     pub expected_is_limit: bool,
 }
 
-/// The settings of [`Rescheduling`], to be told, kept and copied.
+/// Settings of [`Rescheduling`], which can be shown, stored and copied.
 #[derive(Debug, Deserialize)]
 #[serde(default)]
 pub struct RescheduleConfig {
     /// The rule with its settings.
     #[serde(skip)]
     pub rule: Rule,
-    /// See [`Rescheduling::forecast`].
+    /// Forecast of output lengths.
     #[serde(skip)]
     pub forecast: Box<dyn Forecast>,
-    /// See [`Rescheduling::repredict_tokens`].
+    /// Output tokens of a request between two predictions of its length.
     pub repredict_tokens: u32,
-    /// See [`Rescheduling::expected_is_limit`].
+    /// Whether a request's expected length is its maximum; otherwise its true length.
     #[serde(skip)]
     pub expected_is_limit: bool,
     /// Seconds between two rounds. 0.5: about [`INTERVAL_STEPS`] steps of 25 ms.
@@ -62,19 +62,19 @@ impl Clone for RescheduleConfig {
 pub enum Rule {
     /// STAR.
     Star(StarSettings),
-    /// As Llumnix does it.
+    /// Llumnix.
     Llumnix(LlumnixSettings),
 }
 
 impl RescheduleConfig {
-    /// The names that [`RescheduleConfig::named`] takes.
+    /// Names that [`RescheduleConfig::named`] accepts.
     pub const NAMES: [&str; 3] = ["star", "star_current", "llumnix"];
 
-    /// By name, at its defaults: `star` predicts by the learned curve, `star_current` looks at
-    /// present loads alone.
+    /// Returns the default settings of a rule: `star` predicts by the learned curve, `star_current`
+    /// uses only present loads.
     ///
     /// # Errors
-    /// `UnknownName` with the nearest one.
+    /// `UnknownName` with the nearest name.
     pub fn named(name: &str) -> Result<RescheduleConfig, CoreError> {
         let plain = RescheduleConfig::default();
         Ok(match name {
@@ -94,7 +94,7 @@ impl RescheduleConfig {
         })
     }
 
-    /// Ready to serve.
+    /// Builds the rescheduling from its settings.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.

@@ -1,16 +1,23 @@
-//! UniBoost's orders ("Beyond Prediction", section 3): who arrived first, less a boost that falls with the work that a request is known to be
-//! ([`lmetric_core::priority`]). The rank is the boosted arrival; nothing need be known of lengths.
+//! UniBoost's orders ("Beyond Prediction", section 3): by arrival, less a boost that falls with a
+//! request's known work ([`lmetric_core::priority`]). The rank is the boosted arrival; lengths need
+//! not be known.
 //!
-//! The ladder of Figure 7, each with what the one before it has:
-//! - `distboost` (3.1): prompts go by their boosted arrival, by the tokens that must be computed of them; nothing goes back for another. Gamma is fixed.
-//! - `uniboost_base` (3.2): the answer's tokens count, too, and a running request goes back for one whose boosted arrival is before its own (Eq. 7).
-//! - `uniboost_memguard` (3.3): priorities change where the work doubles; one that was taken off the queue is not put back before its next bin, and then only for one that is
-//!   ahead by the hysteresis. Of those that may go, and of all where memory runs out, it is the one whose boosted arrival less the seconds that it costs to bring it back is
-//!   the last: the cost counts as if it had arrived so much earlier. (The paper names the swap cost, but not how it counts.)
+//! The ladder of Figure 7, each rung with the features of the rung before it:
+//! - `distboost` (3.1): prompts go by their boosted arrival, by the tokens of them that must be
+//!   computed; no request is preempted for another. Gamma is fixed.
+//! - `uniboost_base` (3.2): the answer's tokens count, too, and a running request goes back for a
+//!   request whose boosted arrival is earlier (Eq. 7).
+//! - `uniboost_memguard` (3.3): priorities change when the work doubles. A request taken off the
+//!   queue is not preempted before its next bin, and then only for a request that is ahead by the
+//!   hysteresis. Preemption, also for want of memory, takes the request with the last boosted
+//!   arrival less the seconds that bringing it back costs: the cost counts like an earlier arrival.
+//!   (The paper names the swap cost, but not how it counts.)
 //! - `uniboost` (3.4): gamma follows the tail of the engine's own end-to-end times.
 //!
-//! Decodes get their token in every step unless the setting `decodes_wait` is 1: the one order of all phases then says who shares the step's prompt tokens, who is
-//! taken off the queue, and who goes back. With `decodes_wait=1` it picks the decodes of each step as well, as the paper's Algorithm 1 does (lines 13 to 26).
+//! Decodes get their token in every step unless the setting `decodes_wait` is 1. The one order of
+//! all phases then decides which requests share the step's prompt tokens, which are taken off the
+//! queue, and which go back. With `decodes_wait=1` it picks the decodes of each step as well, as
+//! the paper's Algorithm 1 does (lines 13 to 26).
 use super::super::learned::Learns;
 use super::{Given, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::CoreError;
@@ -28,24 +35,24 @@ pub(super) const ORDERS: &[OrderSpec] = &[
     },
     OrderSpec {
         name: "uniboost_base",
-        first: "the same by prompt and answer so far",
-        reads: "the same",
+        first: "as `distboost`, by prompt and answer so far",
+        reads: "the cache, the time per token",
         source: "UniBoost 3.2",
         settings: &["gamma", "decodes_wait"],
         build: |given| Boost::rung(1).build(given),
     },
     OrderSpec {
         name: "uniboost_memguard",
-        first: "the same in bins (`bin_tokens`, `hysteresis_seconds`)",
-        reads: "the same",
+        first: "as `uniboost_base`, in bins (`bin_tokens`, `hysteresis_seconds`)",
+        reads: "the cache, the time per token",
         source: "UniBoost 3.3",
         settings: &["gamma", "bin_tokens", "hysteresis_seconds", "decodes_wait"],
         build: |given| Boost::rung(2).build(given),
     },
     OrderSpec {
         name: "uniboost",
-        first: "the same, gamma learned from the tail",
-        reads: "the same, and end-to-end times",
+        first: "as `uniboost_memguard`, gamma learned from the tail",
+        reads: "the cache, the time per token, end-to-end times",
         source: "UniBoost 3.4",
         settings: &[
             "gamma",
@@ -68,14 +75,15 @@ pub(super) const ORDERS: &[OrderSpec] = &[
 pub struct Boost {
     /// Gamma, and when priorities change.
     pub settings: Settings,
-    /// Whether prompt and answer are one, and running requests go back; else only prompts are ordered.
+    /// Whether prompt and answer are one, and running requests are preempted; else only prompts are
+    /// ordered.
     pub unified: bool,
     /// Whether decodes compete for each step by the same order.
     pub decodes_wait: bool,
 }
 
 impl Boost {
-    /// The rung of Figure 7 with its settings at their defaults.
+    /// Makes the rung of Figure 7 with its default settings.
     fn rung(rung: u32) -> Boost {
         let all = Settings::default();
         Boost {
@@ -97,7 +105,7 @@ impl Boost {
         Ok(Box::new(self))
     }
 
-    /// The work that a request is known to be once `attained` tokens are computed of it.
+    /// Returns the known work of a request once `attained` of its tokens are computed.
     fn work(&self, job: &Job<'_>, attained: u32) -> Work {
         Work {
             prompt_tokens: job.context - job.made,
@@ -159,7 +167,8 @@ impl Preemption for Boost {
         if let Some(guard) = self.settings.memguard {
             return guard.next(tokens) - tokens;
         }
-        // Its boost falls until it is ahead by no more than this. The boost is its own inverse: 1 - e^-gw = e^-gb is the same with w and b changed.
+        // Its boost falls until it is ahead by no more than this. The boost is its own inverse: 1 -
+        // e^-gw = e^-gb is the same with w and b exchanged.
         let ahead = running.arrival_seconds - waiting as f64 * 1e-9;
         if ahead <= 0.0 {
             return u32::MAX;
@@ -180,7 +189,7 @@ mod tests {
         Boost::rung(names.iter().position(|known| *known == name).unwrap() as u32)
     }
 
-    /// What 1 / (1 - e^-(0.1 x 0.1 tokens)) is worth at gamma 0.1 and 0.1 s a token.
+    /// Value of 1 / (1 - e^-(0.1 x 0.1 tokens)) at gamma 0.1 and 0.1 s per token.
     fn worth(tokens: f64) -> f64 {
         -10.0 * (1.0 - (-0.01 * tokens).exp()).ln()
     }
@@ -205,7 +214,7 @@ mod tests {
             let rank = seconds(boost("uniboost").rank(&running));
             assert!((rank - (20.0 - worth(bin))).abs() < 1e-6, "{attained}");
         }
-        // While it decodes the work grows, but not for distboost.
+        // While it decodes, the work grows, but not for distboost.
         let running = Job { attained: 600, made: 501, context: 601, ..at_20 };
         assert!((seconds(boost("distboost").rank(&running)) - (20.0 - worth(100.0))).abs() < 1e-6);
         assert!((seconds(boost("uniboost_base").rank(&running)) - (20.0 - worth(600.0))).abs() < 1e-6);

@@ -1,4 +1,4 @@
-//! First come, first served: what vLLM and SGLang do unless told otherwise.
+//! First come, first served: the default of vLLM and SGLang.
 use super::{Job, LocalOrder, OrderSpec};
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {

@@ -1,10 +1,12 @@
-//! Gittins' index: who is expected to cost the least for the chance that it ends by then, answers' lengths being known only as a distribution, which the engine learns from its own
-//! requests.
+//! Gittins' index: the request with the least expected cost per chance to end goes first. Lengths
+//! of answers are known only as a distribution, which the engine learns from its own requests.
 //!
-//! Of a request that has made *a* tokens, with S the length of its answer: the least over all D of `E[min(S - a, D) | S > a] / P(S - a <= D | S > a)`, in seconds alone on
-//! this engine, what is left of its prompt included. The lengths are kept in buckets of 64 tokens ([`Survival`]): *a* is the lower edge of its bucket, D ends at an edge, so that
-//! the index of a request that decodes changes only where it leaves a bucket. Who is longer than any answer seen goes last. Until the first 16 requests have ended all
-//! go by arrival.
+//! Let S be the length of the answer of a request that has made *a* tokens. Its index is the least
+//! value of `E[min(S - a, D) | S > a] / P(S - a <= D | S > a)` over all D. The unit is seconds
+//! alone on this engine, including the rest of the prompt. The lengths are kept in buckets of 64
+//! tokens ([`Survival`]): *a* is the lower edge of its bucket, and D ends at an edge. So the index
+//! of a decoding request changes only when it leaves a bucket. A request that is longer than any
+//! answer seen goes last. Until the first 16 requests have ended, all go by arrival.
 use super::super::learned::Learns;
 use super::{Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::estimate::survival::{BUCKET_TOKENS, FLOOR, Survival};
@@ -22,12 +24,13 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 #[derive(Debug)]
 pub struct Gittins;
 
-/// The bucket of a request's answer so far.
+/// Returns the bucket of a request's answer so far.
 fn bucket(made: u32) -> usize {
     (f64::from(made) / BUCKET_TOKENS) as usize
 }
 
-/// The index for `prompt` seconds before the first token and `decode` for each.
+/// Returns the index for `prompt` seconds before the first token and `decode` seconds for each
+/// token.
 fn index(lengths: &Survival, made: u32, prompt: Seconds, decode: Seconds) -> Seconds {
     let s = lengths.boundaries();
     let from = bucket(made).min(s.len() - 1);
@@ -104,17 +107,18 @@ mod tests {
     fn the_index_by_hand() {
         let lengths = two_lengths().lengths;
         let at = |made, prompt| index(&lengths, made, prompt, 1.0);
-        // S falls from 1 to 0.5 over the first 64 tokens: half of them end for 48 tokens each.
+        // S falls from 1 to 0.5 over the first 64 tokens: half of them end, after 48 tokens each.
         assert!((at(0, 0.0) - 96.0).abs() < 1e-9);
         assert!((at(63, 10.0) - (48.0 + 10.0) / 0.5).abs() < 1e-9);
-        // Who has 64 is one of the long: 8 buckets, and half a one in which S falls to its floor of 0.0001.
+        // A request with 64 tokens is a long one: 8 buckets, and half a bucket in which S falls to
+        // its floor of 0.0001.
         let long = (8.0 * 64.0 * 0.5 + 32.0 * 0.5001) / 0.4999;
         assert!((at(64, 0.0) - long).abs() < 1e-9);
-        // About to end; longer than any.
+        // A request that is about to end, and a request longer than any answer seen.
         assert!((at(600, 0.0) - 32.0 * 0.5001 / 0.4999).abs() < 1e-9);
         assert_eq!(at(640, 0.0), f64::INFINITY);
         assert_eq!(at(u32::MAX, 0.0), f64::INFINITY);
-        // Where the prompt takes long it pays to wait for the end: all of 320 tokens.
+        // If the prompt takes long, it pays to wait for the end: all of 320 tokens.
         assert!((at(0, 500.0) - (500.0 + 48.0 + 256.0 + 32.0 * 0.5001) / 0.9999).abs() < 1e-9);
     }
 
@@ -123,13 +127,13 @@ mod tests {
         let (profile, learned) = (round(), two_lengths());
         let made =
             |made| Job { made, context: 100 + made, computed: 99 + made, learned: &learned, ..job(&profile) };
-        // 1 + 0.1 + 0.001 x 100 s a decode.
+        // 1 + 0.1 + 0.001 x 100 s per decode.
         assert!((Gittins.rank(&made(0)) as f64 * 1e-9 - 96.0 * 1.2).abs() < 1e-6);
         assert_eq!(Gittins.rank(&made(0)), Gittins.rank(&made(63)));
         assert_eq!((Gittins.firm_steps(&made(1), 0), Gittins.firm_steps(&made(64), 0)), (63, 64));
         assert!(Gittins.yields(&made(64), 0, Gittins.rank(&made(0))));
         assert!(!Gittins.yields(&made(600), 0, Gittins.rank(&made(0))));
-        // Before anything has ended all are alike.
+        // Before any request has ended, all are alike.
         let unknown = Job { learned: &NOTHING, ..made(64) };
         assert_eq!(Gittins.rank(&unknown), 0);
     }

@@ -1,11 +1,14 @@
-//! Least attained service, by levels that double (a multi-level feedback queue): nothing need be known of lengths.
+//! Least attained service, by levels that double (a multi-level feedback queue), without knowledge
+//! of lengths.
 //!
-//! Service is the seconds that what was computed for a request takes alone on this engine, prompt and answer alike, each token counted
-//! once, those that the cache gave left out. (UniBoost, section 3.2, counts tokens of both; a prompt's take a hundredth of the time:
-//! errata 7.) The first level ends at what 256 decodes take, UniBoost's bin k, every further one at twice as much.
+//! Service is the seconds that the tokens computed for a request take alone on this engine, prompt
+//! and answer alike. Each token counts once, and cached tokens do not count. (UniBoost, section
+//! 3.2, counts tokens of both; a prompt's take a hundredth of the time: errata 7.) The first level
+//! ends at the time of 256 decodes, UniBoost's bin k; every further level ends at twice as much.
 //!
-//! **No thrashing**: a request that was taken off the queue runs until it has passed the end of its level; then it goes back where one
-//! of a lower level waits. So others put it back at most once a level: nine times within 65,536 output tokens.
+//! **No thrashing**: a request that was taken off the queue runs until it has passed the end of its
+//! level. Then it goes back if a request of a lower level waits. So others preempt it at most once
+//! per level: nine times within 65,536 output tokens.
 use super::{Job, LocalOrder, OrderSpec, Preemption};
 use crate::profile::Profile;
 use lmetric_core::ids::Seconds;
@@ -25,7 +28,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 #[derive(Debug)]
 pub struct Las;
 
-/// What a decode takes at least.
+/// Returns the least time of a decode.
 fn decode_seconds(profile: &Profile) -> Seconds {
     profile.decode_seconds(0, 1)
 }
@@ -37,7 +40,7 @@ fn service_seconds(job: &Job<'_>) -> Seconds {
     job.profile.prefill_seconds_behind(job.spared, of_prompt) + job.profile.decode_seconds(prompt + 1, made)
 }
 
-/// 0 below what 256 decodes take, 1 below 512, 2 below 1,024, and so on.
+/// Returns the level: 0 below the time of 256 decodes, 1 below 512, 2 below 1,024, and so on.
 fn level(job: &Job<'_>) -> u32 {
     let firsts = service_seconds(job) / (FIRST * decode_seconds(job.profile));
     (firsts as u64).checked_ilog2().map_or(0, |doubled| doubled + 1)
@@ -59,7 +62,8 @@ impl Preemption for Las {
     }
 
     fn firm_steps(&self, running: &Job<'_>, _waiting: i64) -> u32 {
-        // So many decodes at most; with the context of the last of them none takes longer.
+        // An upper bound of the number of decodes: none takes longer than one with the context of
+        // the last.
         let decode = decode_seconds(running.profile);
         let left = FIRST * decode * f64::from(level(running)).exp2() - service_seconds(running);
         let most = (left / decode).ceil() as u32;
@@ -91,7 +95,8 @@ mod tests {
             let running = Job { attained, made, context: 100 + made, ..job(&profile) };
             assert_eq!((Las.rank(&running), Las.firm_steps(&running, 0)), (rank, steps), "{attained}");
         }
-        // 96 of the prompt's tokens were cached: a step with 4 takes 1.04 s and 4 x 98 pairs.
+        // 96 of the prompt's tokens were cached: a step with 4 tokens takes 1.04 s and 4 x 98
+        // pairs.
         let spared = Job { spared: 96, attained: 4, made: 1, context: 101, ..job(&profile) };
         assert!((service_seconds(&spared) - 1.0792).abs() < 1e-9);
     }
@@ -123,7 +128,7 @@ mod tests {
     fn a_level_is_run_out_before_another_gets_the_place() {
         let profile = Profile { decode_seconds_per_context_token: 0.0, ..round() };
         let at = |attained| Job { attained, made: 1000, context: 1100, ..job(&profile) };
-        // (tokens, level on entering the queue, level of the one that waits)
+        // (tokens, level on entering the queue, level of the waiting request)
         assert!(!Las.yields(&at(352), 0, 0));
         assert!(Las.yields(&at(353), 0, 0));
         assert!(!Las.yields(&at(353), 1, 0), "came back at this level");

@@ -1,8 +1,11 @@
-//! LTR with perfect prediction (Fu et al., 2024, "Efficient LLM Scheduling by Learning to Rank"), the baseline "LTR+" of UniBoost: the shortest answer first, and who has waited
-//! for too many steps is promoted before all others for a quantum of steps (their starvation prevention). Promoted ones go by arrival. Only want of memory puts a
-//! request back, the promoted last.
+//! LTR with perfect prediction (Fu et al., 2024, "Efficient LLM Scheduling by Learning to Rank"),
+//! the baseline "LTR+" of UniBoost: the shortest answer first. A request that has waited for too
+//! many steps is promoted before all others for a quantum of steps (their starvation prevention).
+//! Promoted requests go by arrival. Requests are preempted only for want of memory, the promoted
+//! ones last.
 //!
-//! The values are ours, no source at hand states any: promoted after 1,000 steps, some half a minute of a usual engine, for 200.
+//! The values are ours, since no available source states any: promoted after 1,000 steps, about
+//! half a minute of a usual engine, for 200.
 use super::{Job, LocalOrder, OrderSpec};
 use serde::Deserialize;
 
@@ -23,7 +26,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 pub struct Ltr {
     /// Steps in the queue after which a request is promoted; at least 1.
     pub starvation_steps: u32,
-    /// Steps in the batch for which it stays so.
+    /// Steps in the batch for which it stays promoted.
     pub quantum_steps: u32,
 }
 

@@ -1,5 +1,5 @@
-//! Shortest job first: the shortest answer, its length being known. LTR (Fu et al., 2024) with perfect prediction, without its
-//! guard against starvation.
+//! Shortest job first: the shortest answer, with known lengths. LTR (Fu et al., 2024) with perfect
+//! prediction, without its guard against starvation.
 use super::{Job, LocalOrder, OrderSpec};
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {

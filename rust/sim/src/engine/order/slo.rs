@@ -1,22 +1,27 @@
-//! Libra's batches (section 4.2, Algorithm 2): a step takes as many prompt tokens as keep it within the token SLO, beside all that decodes. Prompts
-//! go by arrival.
+//! Libra's batches (section 4.2, Algorithm 2): beside its decodes, a step takes as many prompt
+//! tokens as keep it within the token SLO. Prompts go by arrival.
 //!
-//! The paper's profile table (prefill tokens, context, decodes, measured time) is refined by each batch; here it is the engine's own step-time model, which
-//! is what such a table comes to when it is full. It knows the attention pairs of a chunk, too, which the table's three columns leave out.
+//! The paper refines a profile table (prefill tokens, context, decodes, measured time) with each
+//! batch. Here the engine's own step-time model replaces the table: a full table converges to it.
+//! The model also includes the attention pairs of a chunk, which the table's three columns leave
+//! out.
 //!
-//! A step in which nothing but thoughts are made goes by their SLO, one in which a single token of an answer is made by that of answers (section 4.4).
+//! A step that makes only reasoning tokens uses their SLO; a step that makes an answer token uses
+//! the answer SLO (section 4.4).
 //!
-//! Where nothing decodes there is no token to be late: the step takes the whole token budget. Where the decodes alone take longer than the SLO,
-//! [`LEAST_TOKENS`] go with them all the same: M = 0 would keep every prompt waiting until enough answers have ended.
+//! If no request decodes, no token can be late: the step takes the whole token budget. If the
+//! decodes alone take longer than the SLO, the step still takes [`LEAST_TOKENS`]: M = 0 would keep
+//! every prompt waiting until enough answers have ended.
 use super::{Composition, Job, LocalOrder, OrderSpec};
 use crate::gaps::{Makes, TokenSlo};
 use crate::profile::{Profile, StepWork};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
-/// Prompt tokens that a step takes at least, where a prompt has so many left: a block, one to three milliseconds of a usual engine.
+/// Least number of prompt tokens in a step, if a prompt has as many left: a block, one to three
+/// milliseconds of a usual engine.
 const LEAST_TOKENS: u32 = 16;
-/// What the paper's evaluation asks of each token, seconds (section 6.1).
+/// Token SLO of the paper's evaluation, in seconds (section 6.1).
 pub const TOKEN_SECONDS: Seconds = 0.1;
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
@@ -34,13 +39,16 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Slo {
-    /// Seconds that a step may take in which a token of an answer is made, and one in which nothing but thoughts are.
+    /// Longest time of a step that makes an answer token, and of a step that makes only reasoning
+    /// tokens, in seconds.
     pub tokens: TokenSlo,
 }
 
 impl Slo {
+    /// Checks the SLOs.
+    ///
     /// # Errors
-    /// `BadValue` for no time at all, or one that is no number.
+    /// `BadValue` for an SLO that is 0 or not a number.
     pub fn check(&self) -> Result<(), CoreError> {
         let TokenSlo { answer_seconds, think_seconds } = self.tokens;
         for (what, seconds) in [("token", answer_seconds), ("thought", think_seconds)] {
@@ -78,14 +86,16 @@ impl Composition for Slo {
         if planned.decode_sequences == 0 {
             return most;
         }
-        // The most t with c t + d t (before + t / 2) <= what the SLO leaves, in the form that has no cancellation.
+        // The largest t with c t + d t (before + t / 2) <= the rest of the SLO, in the form without
+        // cancellation.
         let room = self.tokens.of(makes) - profile.step_seconds(planned);
         let pair = profile.prefill_seconds_per_attention_pair;
         let token = profile.prefill_seconds_per_token + pair * f64::from(before);
         let root = (token * token + 2.0 * pair * room.max(0.0)).sqrt();
-        // A step that takes the SLO itself is within it, whatever the last bit says.
+        // A step that takes exactly the SLO is within it, despite rounding of the last bit.
         let tokens = 2.0 * room.max(0.0) / (token + root) + 1e-6;
-        // Where prompt tokens cost nothing, any number will do: the cast holds infinity at the largest, and makes 0 / 0 none.
+        // If prompt tokens cost nothing, any number is right: the cast turns infinity into the
+        // largest number, and 0 / 0 into 0.
         let least = LEAST_TOKENS.saturating_sub(planned.prefill_tokens);
         (tokens as u32).max(least).min(most)
     }
@@ -108,17 +118,18 @@ mod tests {
     #[test]
     fn the_budget_by_hand() {
         let profile = round();
-        // Four decodes of 100 tokens: 1 + 0.4 + 0.4 = 1.8 s. Of 10 s that leaves 8.2 s; 100 t + 0.5 t^2 = 82,000 at t = 317.19.
+        // Four decodes of 100 tokens: 1 + 0.4 + 0.4 = 1.8 s. Of 10 s that leaves 8.2 s; 100 t + 0.5
+        // t^2 = 82,000 at t = 317.19.
         let slo = Slo { tokens: TokenSlo::same(10.0) };
         assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
-        // Behind 1,000 tokens each costs ten times more: 1,100 t + 0.5 t^2 = 82,000.
+        // Behind 1,000 tokens each token costs ten times more: 1,100 t + 0.5 t^2 = 82,000.
         assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 1000, 4096), 72);
         assert_eq!(slo.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 100), 100);
-        // Where there are but thoughts they may take longer: 13 s leave 11.2 s, 100 t + 0.5 t^2 = 112,000.
+        // Reasoning tokens alone may take longer: 13 s leave 11.2 s, 100 t + 0.5 t^2 = 112,000.
         let stages = Slo { tokens: TokenSlo { think_seconds: 13.0, ..slo.tokens } };
         assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Answer, 0, 4096), 317);
         assert_eq!(stages.prefill_tokens(&profile, &planned(4), Makes::Thoughts, 0, 4096), 383);
-        // What was planned before it counts.
+        // Earlier parts of the plan count.
         let mut more = planned(4);
         more.add_prefill(0, 300);
         assert_eq!(slo.prefill_tokens(&profile, &more, Makes::Answer, 0, 4096), 54); // 100 t + 0.5 t^2 = 7,000

@@ -1,5 +1,6 @@
-//! Shortest prompt first, by the tokens that are neither cached nor sent by another engine when the request enters the queue:
-//! the "shortest prefill first" that UniBoost (section 2) names among the engines' heuristics, prefix hits left out as its A.5 does.
+//! Shortest prompt first, by the tokens that are neither cached nor sent by another engine when the
+//! request enters the queue. UniBoost (section 2) names "shortest prefill first" among the engines'
+//! heuristics; its A.5 leaves out prefix hits, as here.
 use super::{Job, LocalOrder, OrderSpec};
 
 pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {

@@ -1,13 +1,19 @@
-//! Shortest remaining processing time, lengths known: TRAIL with perfect prediction (Shahout et al., 2024), without its threshold.
+//! Shortest remaining processing time, with known lengths: TRAIL with perfect prediction (Shahout
+//! et al., 2024), without its threshold.
 //!
-//! Work is the seconds until the request would end, were it alone on this engine: in tokens, a long prompt with a short answer
-//! would pass for more work than a short prompt with a long answer, which takes longer.
+//! Work is the seconds until the request would end, alone on this engine. In tokens, a long prompt
+//! with a short answer would count as more work than a short prompt with a long answer, which takes
+//! longer.
 //!
-//! **No thrashing**: running requests go back only where the waiting one's work, and what all that run lose while those that go back are
-//! computed again, are together less than what the first to end has left. The waiting one would otherwise get in when that one ends:
-//! so it gains those seconds, each that goes back waits for about the waiting one's work, and everyone in the batch waits for the
-//! computing. In an engine of one place this is SRPT with a cost of changing, and each change lowers the sum of the end times. All that
-//! was computed counts as lost, though the cache may give some of it back.
+//! **No thrashing**: running requests go back only if the exchange pays. Its cost is the waiting
+//! request's work, plus the time that all running requests lose while the preempted ones are
+//! computed again. The cost must be less than the work left of the first request to end.
+//!
+//! Without the exchange, the waiting request would get in when that first request ends, so it gains
+//! those seconds. Each preempted request waits for about the waiting request's work, and every
+//! request in the batch waits for the computing. In an engine of one slot this is SRPT with a cost
+//! of changing, and each change lowers the sum of the end times. All computed tokens count as lost,
+//! though the cache may keep some of them.
 use super::{Exchange, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use lmetric_core::ids::Seconds;
 
@@ -51,16 +57,18 @@ impl Preemption for Srpt {
     }
 }
 
-/// Each decode lowers the least work left and raises what would be lost, so that a no stays a no for as long as the same would go back.
+/// Whether the exchange pays. Each decode lowers the least work left and raises the loss, so that a
+/// no stays a no while the same requests would go back.
 pub fn pays(exchange: &Exchange) -> bool {
     let lost = seconds_to_rank(f64::from(exchange.running) * exchange.lost_seconds);
     exchange.waiting.saturating_add(lost) < exchange.least
 }
 
-/// Decode steps for which `last` keeps more work left than `next`, being `ahead` nanoseconds ahead: it loses as much more with each as its decodes take longer.
+/// Returns the decode steps for which `last` keeps more work left than `next`, if it is `ahead`
+/// nanoseconds ahead. With each step it loses the difference of the two decode times.
 pub fn lasting_steps(last: &Job<'_>, next: &Job<'_>, ahead: i64) -> u32 {
     if last.profile.decode_throughput.is_some() {
-        return 1; // no straight lines
+        return 1; // not linear
     }
     let more = f64::from(last.context) - f64::from(next.context);
     let closing = more * last.profile.decode_seconds_per_context_token * 1e9;
@@ -68,11 +76,11 @@ pub fn lasting_steps(last: &Job<'_>, next: &Job<'_>, ahead: i64) -> u32 {
     if closing <= 0.0 { u32::MAX } else { ((ahead - 2) as f64 / closing).max(1.0) as u32 }
 }
 
-/// Seconds until a request that gets `output_tokens` would end, alone on the engine.
+/// Returns the seconds until a request with `output_tokens` would end, alone on the engine.
 pub fn seconds_left(job: &Job<'_>, output_tokens: u32) -> Seconds {
     let (profile, left) = (job.profile, output_tokens.saturating_sub(job.made));
     match job.context - job.computed {
-        // What computes one token behind its context is a decode.
+        // Computing one token behind the context is a decode.
         1 => profile.decode_seconds(job.context, left),
         tokens => {
             profile.prefill_seconds_behind(job.computed, tokens)
@@ -95,13 +103,15 @@ mod tests {
     fn remaining_work_by_hand() {
         let profile = round();
         let fresh = job(&profile);
-        // Two steps for 100 tokens: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001. Then 9 decodes behind 101 to 109 tokens: 9 x 1.1 + 945 x 0.001.
+        // Two steps for 100 tokens: 2 x 1 + 100 x 0.01 + 100 x 50 x 0.0001. Then 9 decodes behind
+        // 101 to 109 tokens: 9 x 1.1 + 945 x 0.001.
         close(seconds_left(&fresh, 10), 3.5 + 9.9 + 0.945);
         // 60 of them cached: 1 + 40 x 0.01 + 40 x (60 + 20) x 0.0001.
         close(seconds_left(&Job { computed: 60, ..fresh }, 10), 1.72 + 9.9 + 0.945);
         // Four tokens made: 6 decodes behind 104 to 109 tokens.
         close(seconds_left(&Job { made: 4, context: 104, computed: 103, ..fresh }, 10), 6.6 + 0.639);
-        // Put back with four made: two steps for 104 tokens, of which comes the fifth; 5 decodes behind 105 to 109.
+        // Preempted with four made: two steps for 104 tokens, which make the fifth; 5 decodes
+        // behind 105 to 109.
         let again = Job { made: 4, context: 104, ..fresh };
         close(seconds_left(&again, 10), 2.0 + 1.04 + 104.0 * 52.0 * 0.0001 + 5.5 + 0.535);
         // Sent by another engine: its last prompt token is computed as a decode is.
@@ -118,7 +128,8 @@ mod tests {
             output_tokens,
             ..job(&profile)
         };
-        // A decode takes 1.1 s and 1 ms for each token of its context: of 510 and 110 tokens, 0.4 s more.
+        // A decode takes 1.1 s and 1 ms for each token of its context: of 510 and 110 tokens, 0.4 s
+        // more.
         for (long, short) in
             [(at(510, 20), at(110, 20)), (at(510, 40), at(110, 45)), (at(1010, 33), at(90, 33))]
         {
@@ -130,13 +141,14 @@ mod tests {
             assert!((0..steps).all(|n| after(&long, n) >= after(&short, n)), "{steps}");
             assert_eq!(Srpt.lasting_steps(&short, &long), u32::MAX);
         }
-        // 30 x 1.61 + 0.435 s are left of the one, 35 x 1.21 + 0.595 s of the other: 5.79 s less, which is 14.5 times 0.4 s.
+        // 30 x 1.61 + 0.435 s are left of the first, 35 x 1.21 + 0.595 s of the second: 5.79 s
+        // less, which is 14.5 times 0.4 s.
         assert_eq!(Srpt.lasting_steps(&at(510, 40), &at(110, 45)), 14);
     }
 
     #[test]
     fn requests_go_back_only_where_that_pays_for_what_all_lose() {
-        // 2 s of work, and 3 x 0.5 s lost by three.
+        // 2 s of work, and three requests that lose 0.5 s each.
         let exchange =
             Exchange { waiting: 2_000_000_000, least: 3_500_000_000, running: 3, lost_seconds: 0.5 };
         assert!(!Srpt.pays(&exchange));

@@ -1,9 +1,12 @@
 //! Shortest remaining processing time by a predicted length.
 //!
-//! **The prediction**: the true length times `exp(0.5 z)`, rounded, at least 1, where `z` is standard normal: its median is right, two of
-//! three predictions are within a factor of 1.65, one in twenty is off by more than 2.66. `z` follows from the seed and the request's
-//! id, so a request is predicted alike wherever it runs and however often it is put back. A request that has outlived its prediction
-//! counts as having nothing left: as long as it runs nothing goes back. The rules are those of `srpt` in all else.
+//! The prediction is the true length times `exp(0.5 z)`, rounded, at least 1, where `z` is standard
+//! normal. Its median is right. Two of three predictions are within a factor of 1.65, and one in
+//! twenty is off by more than 2.66. The value of `z` follows from the seed and the request's id, so
+//! a request has the same prediction on every instance and after every preemption.
+//!
+//! A request that has outlived its prediction counts as having no work left: while it runs, no
+//! request goes back. All other rules are those of `srpt`.
 use super::srpt::{lasting_steps, pays, seconds_left};
 use super::{Exchange, Job, LocalOrder, OrderSpec, Preemption, seconds_to_rank};
 use std::f64::consts::TAU;
@@ -23,7 +26,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 
 #[derive(Clone, Copy, Debug)]
 pub struct SrptNoisy {
-    /// Another seed gives other predictions.
+    /// Seed of the predictions.
     pub seed: u64,
 }
 
@@ -83,7 +86,8 @@ mod tests {
             .collect();
         let mean = logs.iter().sum::<f64>() / 2e4;
         let sigma = (logs.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / 2e4).sqrt();
-        // Within four standard errors: 0.5 / sqrt(20,000) of the mean, 0.5 / sqrt(40,000) of the deviation.
+        // Within four standard errors: 0.5 / sqrt(20,000) of the mean, 0.5 / sqrt(40,000) of the
+        // deviation.
         assert!(mean.abs() < 0.0142 && (sigma - SIGMA).abs() < 0.01, "{mean} {sigma}");
         let far = logs.iter().filter(|x| x.abs() > 2.66f64.ln()).count();
         assert!((900..1100).contains(&far), "{far}");

@@ -1,7 +1,9 @@
-//! TRAIL with perfect prediction (Shahout et al., 2024), the baseline "TRAIL+" of UniBoost (section 4): shortest remaining processing time, but who has made a share of its
-//! answer, 0.6 if nothing else is said, is not put back for another any more (TRAIL's limited preemption).
+//! TRAIL with perfect prediction (Shahout et al., 2024), the baseline "TRAIL+" of UniBoost (section
+//! 4): shortest remaining processing time. But a request that has made a share of its answer
+//! (default: 0.6) is not preempted for another any more (TRAIL's limited preemption).
 //!
-//! Work is counted as under `srpt`, in seconds; TRAIL counts output tokens. Whether an exchange pays is not asked: that is what tells it from `srpt`.
+//! Work is counted in seconds, as under `srpt`; TRAIL counts output tokens. Unlike `srpt`, an
+//! exchange need not pay.
 use super::srpt::Srpt;
 use super::{Job, LocalOrder, OrderSpec, Preemption, bad};
 use serde::Deserialize;
@@ -24,7 +26,7 @@ pub(super) const ORDERS: &[OrderSpec] = &[OrderSpec {
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(default)]
 pub struct Trail {
-    /// The share of its answer with which a request is safe, 0 to 1.
+    /// Share of its answer after which a request is safe, 0 to 1.
     pub threshold: f64,
 }
 
@@ -48,7 +50,7 @@ impl LocalOrder for Trail {
     }
 }
 
-/// Each decode lowers the rank and adds to what was made, so that a no stays a no.
+/// Each decode lowers the rank and raises the number of tokens made, so that a no stays a no.
 impl Preemption for Trail {
     fn yields(&self, running: &Job<'_>, _entered: i64, waiting: i64) -> bool {
         let safe = f64::from(running.made) >= self.threshold * f64::from(running.output_tokens);

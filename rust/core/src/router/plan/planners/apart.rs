@@ -1,5 +1,6 @@
-//! Where a request decodes: where it was prefilled, or split at its prompt's end and elsewhere,
-//! wherever all requests together lose least ([`crate::split::apart`]).
+//! Decode placement: a request decodes on its prefill instance or, split at the end of its prompt,
+//! on another instance. The planner minimizes the time that all requests together lose
+//! ([`crate::split::apart`]).
 use super::*;
 use crate::estimate::{OutputLength, StepTime};
 use crate::indicators::Indicator;
@@ -10,12 +11,12 @@ use crate::router::context::DecisionContext;
 use crate::router::parts::Turn;
 use crate::split::apart::{Beside, Settings, lost_seconds};
 
-/// Most seconds of a setting.
+/// Maximum of settings in seconds.
 const MOST_SECONDS: f64 = 1e6;
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "apart",
-    about: "splits a request at its prompt's end if all requests together lose less time where it then decodes",
+    about: "splits a request at the end of its prompt if all requests together lose less time when it decodes on another instance",
     source: "ours",
     maturity: Maturity::Experimental,
     settings: &[
@@ -24,29 +25,29 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             1e-6,
             MOST_SECONDS,
             30.0,
-            "time constant of the share of its time that an instance spends on prefills, seconds",
+            "time constant of an instance's share of time spent on prefills, seconds",
         ),
         Knob::float(
             "least_gain_seconds",
             0.0,
             MOST_SECONDS,
             0.3,
-            "what decoding elsewhere must gain, seconds over all requests",
+            "minimum gain of a decode on another instance, seconds over all requests",
         ),
         Knob::float(
             "transfer_seconds_per_token",
             0.0,
             MOST_SECONDS,
             4e-6,
-            "seconds per moved token, until prefix fetches have been measured",
+            "seconds per transferred token, until prefix fetches are measured",
         ),
-        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.005, "seconds of each hand-over besides"),
+        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.005, "fixed seconds per handoff"),
         Knob::float(
             "most_stall_seconds",
             0.0,
             MOST_SECONDS,
             0.1,
-            "the client gets the prefill's own token if the hand-over is expected to take at most this long; \
+            "maximum expected handoff time, seconds, for which the client gets the prefill's own first token; \
              0: never",
         ),
         Knob::int(
@@ -54,12 +55,12 @@ pub static SPEC: PlannerSpec = PlannerSpec {
             1,
             u32::MAX as i64,
             300,
-            "tokens of an answer until 8 answers of its kind have ended; chats have 200 to 350",
+            "assumed output tokens until 8 similar outputs have ended; chats have 200 to 350",
         ),
         Knob::flag(
             "lengths_given",
             false,
-            "requests bring the length of their answer (the oracle of a simulation); nothing is learned",
+            "requests bring their output length (the oracle of a simulation); nothing is learned",
         )
         .for_studies(),
     ],
@@ -70,7 +71,7 @@ pub static SPEC: PlannerSpec = PlannerSpec {
 #[derive(Debug)]
 struct Apart {
     settings: Settings,
-    /// See `prior_tokens` of the settings; `None`: requests bring their lengths.
+    /// Assumed output tokens (setting `prior_tokens`); `None`: requests bring their lengths.
     prior_tokens: Option<u32>,
 }
 
@@ -89,43 +90,44 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
     Ok(Box::new(apart))
 }
 
-/// Share of its KV cache from which on an engine fetches no more than it must: vLLM holds what a
-/// request had that fetched the front of its prompt for a lease behind its end, and all of that is
-/// of no use.
+/// KV cache usage above which an engine only fetches what it must. vLLM keeps the KV of a finished
+/// request for a lease if the request fetched the front of its prompt, and this KV has no further
+/// use.
 const MOST_KV_USAGE: f64 = 0.8;
 
-/// A request that was prefilled on `first`, to decode anywhere.
+/// A request prefilled on `first` that can decode on any instance.
 struct Prefilled<'a> {
     request: &'a Request<'a>,
     output_tokens: f64,
     first: InstanceId,
-    /// What the steps of an instance take of which nothing is known.
+    /// Step-time model for instances without data.
     any: StepTime,
-    /// Seconds that a token takes on its way elsewhere, and that the way takes besides.
+    /// Transfer seconds per token, and fixed seconds per transfer.
     way: (Seconds, Seconds),
-    /// See [`crate::split::apart::Settings::most_stall_seconds`].
+    /// Maximum handoff time for the prefill's own token
+    /// ([`crate::split::apart::Settings::most_stall_seconds`]).
     most_stall_seconds: Seconds,
     now: Seconds,
 }
 
 impl Planner for Apart {
-    /// What follows a first segment on `first`: nothing, or the answer on another instance.
+    /// Plans the decode: no follow-up segment, or the rest of the output on another instance.
     fn rest(&self, view: &mut View<'_>) -> Rest {
         let View { state, request, first, failed, now, .. } = *view;
         let context = &mut *view.context;
         let Some(output_tokens) = request.expected_output_tokens else {
-            return context.leave_whole("nothing is known of the length of answers");
+            return context.leave_whole("output lengths are unknown");
         };
         if output_tokens < 2 {
-            return context.leave_whole("its answer ends with its prefill");
+            return context.leave_whole("its output ends with its prefill");
         }
-        // One of which nothing is known, or little that is sure, is taken for another, or it would
-        // never be tried.
+        // An instance without reliable data uses another instance's model, so that it gets
+        // requests.
         let Some(any) = (0..state.fleet.slots()).find_map(|slot| state.step_time_of(slot)) else {
-            return context.leave_whole("nothing is known of the instances' speed");
+            return context.leave_whole("the speed of the instances is unknown");
         };
         if state.admit(context, Turn::Peer(Some(first)), failed) == 0 {
-            return context.leave_whole("no second instance takes over");
+            return context.leave_whole("no second instance is available");
         }
         let settings = &self.settings;
         let way = match state.pulls.map(|pulls| pulls.learned()) {
@@ -151,12 +153,12 @@ impl Planner for Apart {
         let stay_seconds = state.lost_on(context, &asked, first.index());
         let Some(best) = select::best(&context.later.scores, &context.later.eligible, &mut context.rng)
         else {
-            return context.leave_whole("what the other instances would lose is no number");
+            return context.leave_whole("the predicted losses on other instances are not finite");
         };
         let apart_seconds = context.later.scores.score[best];
         context.balance = Some(Balance { stay_seconds, apart_seconds, ..Balance::default() });
         if stay_seconds - apart_seconds <= settings.least_gain_seconds {
-            return context.leave_whole("too little is lost where it is");
+            return context.leave_whole("a decode on another instance gains too little");
         }
         let start_seconds = state.expected_handoff(context, request, first, now);
         let instance = Some(InstanceId(best as u32));
@@ -175,7 +177,7 @@ impl Planner for Apart {
 }
 
 impl State {
-    /// What all requests together lose if it decodes on `slot`.
+    /// Returns the time that all requests together lose if the request decodes on `slot`.
     fn lost_on(&self, context: &DecisionContext, asked: &Prefilled<'_>, slot: usize) -> Seconds {
         let Prefilled { request, now, .. } = *asked;
         let step = self.step_time_of(slot).unwrap_or(asked.any);
@@ -195,19 +197,20 @@ impl State {
         lost(asked.output_tokens - made) + self.way(context, asked, slot)
     }
 
-    /// Seconds that its KV takes to `slot`.
+    /// Returns the transfer seconds of the request's KV to `slot`.
     fn way(&self, context: &DecisionContext, asked: &Prefilled<'_>, slot: usize) -> Seconds {
         let (per_token, fixed) = asked.way;
         let there = self.saved_tokens(asked.request, context.hit_blocks[slot]);
         fixed + per_token * (f64::from(asked.request.prompt_tokens) - there)
     }
 
-    /// Whether the client gets the prefill's own token where it goes on at `slot`: once it has one,
-    /// the way there is a gap in its answer.
+    /// Returns whether the client gets the prefill's own token before a handoff to `slot`. After
+    /// this token, the handoff is a gap in the stream.
     fn tells_early(&self, context: &DecisionContext, asked: &Prefilled<'_>, slot: usize) -> bool {
         let able =
             [asked.first.index(), slot].iter().all(|slot| self.instances[*slot].cuts == Cuts::Anywhere);
-        let full = self.ledger.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE; // never, where it is not told
+        // False without a reported usage.
+        let full = self.ledger.get(Indicator::KvUsage)[slot] >= MOST_KV_USAGE;
         able && !full && self.way(context, asked, slot) <= asked.most_stall_seconds
     }
 }

@@ -1,20 +1,14 @@
-//! Splits each request at a fraction of its prompt and expected output: to test engines and streams
-//! with.
+//! Splits each request at a fraction of its prompt and expected output, to test engines and
+//! streams.
 use super::*;
 use crate::split::{self, Whole};
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "force",
-    about: "splits each request at the fraction `at` of its prompt and expected output; a test of engines and streams",
+    about: "splits each request at a fraction of its prompt and expected output, to test engines and streams",
     source: "ours",
     maturity: Maturity::Experimental,
-    settings: &[Knob::float(
-        "at",
-        0.0,
-        1.0,
-        f64::NAN,
-        "the fraction, more than 0 and less than 1; it must be given",
-    )],
+    settings: &[Knob::float("at", 0.0, 1.0, f64::NAN, "the fraction, above 0 and below 1; required")],
     keeps_tokens: false,
     build,
 };
@@ -28,9 +22,9 @@ fn build(settings: &Knobs) -> Result<Box<dyn Planner>, CoreError> {
     let fraction = settings.get("at");
     if !(fraction > 0.0 && fraction < 1.0) {
         return Err(CoreError::BadValue {
-            what: "knob at of split force".into(),
+            what: "parameter at of split force".into(),
             got: fraction.to_string(),
-            expected: "more than 0 and less than 1".into(),
+            expected: "a number above 0 and below 1".into(),
         });
     }
     Ok(Box::new(Force { fraction }))
@@ -48,12 +42,12 @@ impl Planner for Force {
 }
 
 impl Force {
-    /// The token at which the request is split between instances that are able to do so; or why it
-    /// is not.
+    /// Returns the token at which the request is split, or the reason for no split. `able`:
+    /// positions that both engines support.
     fn token(&self, whole: &Whole, able: Cuts) -> Result<u32, &'static str> {
-        let wished = split::force_at(self.fraction, whole).ok_or("too short to be cut")?;
-        let token = able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot hand over")?;
-        // The last token is never computed, only made.
-        if token + 1 < whole.tokens() { Ok(token) } else { Err("too short to be cut") }
+        let wished = split::force_at(self.fraction, whole).ok_or("too short to split")?;
+        let token = able.nearest(wished, whole.prompt_tokens).ok_or("its instances cannot transfer KV")?;
+        // The last token is produced, but never computed as input.
+        if token + 1 < whole.tokens() { Ok(token) } else { Err("too short to split") }
     }
 }

@@ -1,61 +1,67 @@
-//! Libra: the pair first, then the token at which both instances are busy for equally long.
+//! Libra: chooses the pair of instances, then the token at which both are busy equally long.
 use super::*;
 use crate::estimate::output_length::{MARGIN_TOKENS, QUANTILE};
 use crate::estimate::{OutputLength, StepTime};
 use crate::receipt::Balance;
 use crate::split::{self, Settings};
 
-/// Most seconds of a transfer.
+/// Maximum seconds of a transfer.
 const MOST_SECONDS: f64 = 1e6;
 
 pub static SPEC: PlannerSpec = PlannerSpec {
     name: "libra",
-    about: "splits a request at the token that balances its two instances, if that pays",
+    about: "splits a request at the token that balances its two instances, if the split saves time",
     source: "Libra (NSDI 2026), section 4.1 (Algorithm 1)",
     maturity: Maturity::Experimental,
     settings: &[
-        Knob::int("probes", 1, 32, 6, "probes of the search at most (K; the paper's 6)"),
+        Knob::int("probes", 1, 32, 6, "maximum probes of the search (K; 6 in the paper)"),
         Knob::float(
             "epsilon",
             0.0,
             1.0,
             0.05,
-            "gap of both instances' seconds that counts as balance, a share of the request's own seconds",
+            "maximum gap between both instances' times in balance, as a fraction of the request's own time",
         ),
         Knob::float(
             "least_gain",
             -1.0,
             1.0,
             0.05,
-            "what a split must gain over the request in one piece on the better instance, a share of its own \
-             seconds; below 0: every balance is a split, as in Algorithm 1",
+            "minimum gain over the whole request on the better instance, as a fraction of its own time. \
+             Below 0: every balance is a split, as in Algorithm 1",
         ),
         Knob::flag(
             "bounded_batch",
             false,
-            "predictions bound a batch by the engine's sequence slots and memory (the paper's N_max)",
+            "whether the engine's sequence slots and memory limit predicted batches (N_max in the paper)",
         ),
-        Knob::int("least_tokens", 1, u32::MAX as i64, 32, "tokens of each part at least"),
+        Knob::int("least_tokens", 1, u32::MAX as i64, 32, "minimum tokens of each part"),
         Knob::float(
             "transfer_seconds_per_token",
             0.0,
             MOST_SECONDS,
             0.0,
-            "seconds per moved token that do not overlap with the first part",
+            "seconds per transferred token that do not overlap with the first part",
         ),
-        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.0, "seconds of each hand-over besides"),
-        Knob::float("quantile", 0.0, 1.0, QUANTILE, "quantile of learned answers that is expected"),
+        Knob::float("transfer_fixed_seconds", 0.0, MOST_SECONDS, 0.0, "fixed seconds per handoff"),
+        Knob::float(
+            "quantile",
+            0.0,
+            1.0,
+            QUANTILE,
+            "quantile of learned output lengths used as expected output",
+        ),
         Knob::int(
             "margin_tokens",
             0,
             u32::MAX as i64,
             MARGIN_TOKENS as i64,
-            "tokens added to the expected answer",
+            "tokens added to the expected output",
         ),
         Knob::flag(
             "lengths_given",
             false,
-            "requests bring the length of their answer (the oracle of a simulation); nothing is learned",
+            "requests bring their output length (the oracle of a simulation); nothing is learned",
         )
         .for_studies(),
     ],
@@ -63,12 +69,12 @@ pub static SPEC: PlannerSpec = PlannerSpec {
     build,
 };
 
-/// The search for the token, and what it goes by. The planner `libra`; other planners build on it.
+/// The planner `libra`: the search for the cut and its settings. Other planners build on it.
 #[derive(Debug)]
 pub struct Libra {
-    /// The search, without what engines can do.
+    /// Settings of the search, without the engines' capabilities.
     settings: Settings,
-    /// Quantile and margin of learned answers; `None`: requests bring their lengths.
+    /// Quantile and margin of learned output lengths; `None`: requests bring their lengths.
     lengths: Option<(f64, u32)>,
     bounded_batch: bool,
 }
@@ -93,10 +99,10 @@ impl Planner for Libra {
 }
 
 impl Libra {
-    /// Its settings, those of a planner that declares them all.
+    /// Declared settings, for planners that include all of them.
     pub const SETTINGS: &'static [Knob] = SPEC.settings;
 
-    /// The search by these settings.
+    /// Creates the search with these settings.
     pub fn new(settings: &Knobs) -> Libra {
         let get = |name| settings.get(name);
         Libra {
@@ -114,12 +120,12 @@ impl Libra {
         }
     }
 
-    /// The settings of a search between instances whose engines are able to cut there.
+    /// Returns the settings of a search between instances whose engines support these cuts.
     pub fn search(&self, cuts: Cuts) -> Settings {
         Settings { cuts, ..self.settings }
     }
 
-    /// The step-time model of an instance; its sequences are those that run at once there.
+    /// Returns the step-time model of an instance, with the number of sequences that run at once.
     pub fn step_of(&self, view: &View<'_>, id: InstanceId, load: &split::Load) -> Option<StepTime> {
         let step = view.step_time_of(id)?;
         let tokens_per_block = view.request().tokens_per_block;
@@ -132,20 +138,21 @@ impl Libra {
         Some(StepTime { max_sequences, ..step })
     }
 
-    /// The token at which a request is split between the first instance and `second` (section 4.1).
+    /// Returns the token at which a request is split between the first instance and `second`
+    /// (section 4.1).
     ///
     /// # Errors
-    /// Why the request is not split.
+    /// The reason for no split.
     pub fn in_two(&self, view: &mut View<'_>, second: InstanceId) -> Result<u32, &'static str> {
         if view.request().expected_output_tokens.is_none() {
-            return Err("nothing is known of the length of answers");
+            return Err("output lengths are unknown");
         }
         let on = [view.first(), second];
         let whole = view.whole(second);
         let loads = on.map(|id| view.load_of(id));
         let steps = [0, 1].map(|i| self.step_of(view, on[i], &loads[i]));
         let [Some(step_first), Some(step_second)] = steps else {
-            return Err("nothing is known of the instances' speed");
+            return Err("the speed of the instances is unknown");
         };
         let settings = self.search(view.cuts_of(&on));
         let found = split::search(&whole, &loads[0], &loads[1], &step_first, &step_second, &settings);

@@ -1,5 +1,5 @@
-//! Planners: how requests are split that no roles split. Each is one file here and one row of
-//! `planners!`. Other crates write planners of their own with [`Planner`] and [`View`].
+//! Planners split requests that roles do not split. Each planner is one file here and one row of
+//! `planners!`. Other crates write planners with [`Planner`] and [`View`].
 mod view;
 
 use crate::error::CoreError;
@@ -14,7 +14,8 @@ use std::fmt;
 pub use crate::router::state::{Planner, View};
 pub use libra::Libra;
 
-/// Each row is a file with its declaration `SPEC`, in the order of the docs page.
+/// Declares the planners. Each row names a file with a declaration `SPEC`, in the order of the docs
+/// page.
 macro_rules! planners {
     ($($file:ident,)*) => {
         $(mod $file;)*
@@ -28,33 +29,34 @@ planners! {
     force,
 }
 
-/// Makes a planner of the values of its settings.
+/// Builds a planner from the values of its settings.
 pub type Build = fn(&Knobs) -> Result<Box<dyn Planner>, CoreError>;
 
 /// The declaration of a planner.
 pub struct PlannerSpec {
-    /// Its name in configuration.
+    /// Name in the configuration.
     pub name: &'static str,
-    /// What it does.
+    /// Description, a predicate of "it" in the docs page.
     pub about: &'static str,
-    /// Where it was read: paper and section.
+    /// Source of the rule: paper and section.
     pub source: &'static str,
-    /// Who should use it.
+    /// Audience of the planner.
     pub maturity: Maturity,
-    /// Its settings.
+    /// Settings.
     pub settings: &'static [Knob],
-    /// Whether the last token that an engine makes before a split in the answer counts, its KV
-    /// being left to the next engine.
+    /// Whether the last token that an engine produces before a split inside the output counts. The
+    /// next engine then computes its KV.
     pub keeps_tokens: bool,
-    /// Makes it.
+    /// Builder.
     pub build: Build,
 }
 
-/// Classes that lengths are kept of, 0.5 KiB each; the one used least recently leaves.
+/// Maximum number of classes of learned lengths, 0.5 KiB each; the least recently used class is
+/// removed.
 const CLASSES: u32 = 1024;
 
-/// How requests are split that no roles split: a planner with its settings. A
-/// [`crate::Registry`] makes it from names.
+/// How requests that roles do not split are split: a planner with its settings. A
+/// [`crate::Registry`] creates it by name.
 #[derive(Clone, Default)]
 pub struct Split {
     planner: Option<(&'static PlannerSpec, Knobs)>,
@@ -64,27 +66,27 @@ impl Split {
     /// Requests are not split.
     pub const NONE: Split = Split { planner: None };
 
-    /// The planner with these settings, the others at their defaults.
+    /// Builds a planner with these settings, all others at their defaults.
     ///
     /// # Errors
-    /// `UnknownName` for a setting, `BadValue` for a setting out of its range.
+    /// `UnknownName` for an unknown setting; `BadValue` for a setting out of range.
     pub fn by(spec: &'static PlannerSpec, settings: &[(String, f64)]) -> Result<Split, CoreError> {
         let settings = Knobs::resolve(&format!("split {}", spec.name), spec.settings, settings)?;
         (spec.build)(&settings)?;
         Ok(Split { planner: Some((spec, settings)) })
     }
 
-    /// The planner; `None`: requests are not split.
+    /// Returns the planner's declaration; `None`: requests are not split.
     pub fn planner(&self) -> Option<&'static PlannerSpec> {
         self.planner.as_ref().map(|(spec, _)| *spec)
     }
 
-    /// All settings of the planner with their values.
+    /// Yields all settings of the planner with their values.
     pub fn settings(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
         self.planner.iter().flat_map(|(_, settings)| settings.iter())
     }
 
-    /// See [`PlannerSpec::keeps_tokens`].
+    /// Returns the planner's [`PlannerSpec::keeps_tokens`].
     pub fn keeps_tokens(&self) -> bool {
         self.planner().is_some_and(|spec| spec.keeps_tokens)
     }
@@ -99,7 +101,7 @@ impl fmt::Debug for Split {
 }
 
 impl State {
-    /// Sets how requests are split from now on that no roles split.
+    /// Sets the planner for requests that roles do not split.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
