@@ -16,7 +16,8 @@
 //! with NaN (an absent indicator) is false. `minimum` and `maximum` propagate NaN. Reductions run
 //! over the eligible instances and skip NaN. A division by zero at run time gives NaN or infinity.
 //! A score that is not finite excludes its instance from the decision. Errors that are known when
-//! the expression is built are raised then. mod check;
+//! the expression is built are raised then.
+mod check;
 mod eval;
 mod parse;
 mod program;

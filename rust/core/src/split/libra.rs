@@ -176,9 +176,9 @@ mod tests {
         expected_output_tokens: 1024,
     };
 
-    /// Returns the setup of Figure 5 (Qwen2.5-32B on A100). 5.6 requests/s prefill 1,024 tokens, and
-    /// 1.7 decode 1,024 tokens after them. Both sides reach 2.5 if the split is at 1358. Solved by
-    /// hand for 20 ms a step, no cost per sequence, 2,048 tokens a step.
+    /// Returns the setup of Figure 5 (Qwen2.5-32B on A100). 5.6 requests/s prefill 1,024 tokens,
+    /// and 1.7 decode 1,024 tokens after them. Both sides reach 2.5 if the split is at 1358. Solved
+    /// by hand for 20 ms a step, no cost per sequence, 2,048 tokens a step.
     ///
     /// - The second side has `1024 u + 1024 x 1535.5 b = 1 / 1.7` and
     ///   `690 u + 690 x 1702.5 b = 1 / 2.5`. This gives b = 3.15e-8 s a context token and
