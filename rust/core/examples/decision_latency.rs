@@ -71,7 +71,7 @@ fn main() {
             };
             router.match_prefix(&chain);
             let matched = Instant::now();
-            let chosen = router.score(&whole, now).expect("somebody");
+            let chosen = router.score(&whole, now).expect("an instance");
             let scored = Instant::now();
             let decision = router.commit(&whole, None, chosen, now).expect("a slot");
             let committed = Instant::now();
@@ -81,7 +81,7 @@ fn main() {
             let routing = Instant::now();
             hash(&tokens, &mut chain);
             let request = Request { prompt_tokens: TOKENS, tokens_per_block: 16.0, ..Request::default() };
-            let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+            let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
             let routed = routing.elapsed();
             router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
             let spans = [

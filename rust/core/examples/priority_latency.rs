@@ -80,7 +80,7 @@ fn decisions(name: &str, priorities: Option<Priorities>, instances: usize) {
         let tenant = Tenant { id: rng.random_range(0..100), ..Tenant::NOBODY };
         let request = Request { prompt_tokens, tokens_per_block: 16.0, tenant, ..Request::default() };
         let start = Instant::now();
-        let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+        let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
         took.push(start.elapsed().as_nanos() as f64);
         router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
     }

@@ -29,7 +29,7 @@ fn router(instances: usize) -> Router {
     }
     for i in 0..instances * REQUESTS {
         let request = Request { prompt_tokens: 1_000, tokens_per_block: 16.0, ..Request::default() };
-        let ticket = router.route(&request, 0.0).expect("somebody").ticket;
+        let ticket = router.route(&request, 0.0).expect("an instance").ticket;
         if i % 4 > 0 {
             router.advance(ticket, Event::FirstToken, 0.1).expect("open");
         }

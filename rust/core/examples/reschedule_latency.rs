@@ -110,7 +110,7 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
             expected_output_tokens: Some(32_768),
             ..Request::default()
         };
-        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("somebody");
+        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("an instance");
         router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
         router.advance(decision.ticket, Event::Tokens(rng.random_range(10..16_000)), 1.0).expect("open");
         let instance = decision.segment.instance.index();

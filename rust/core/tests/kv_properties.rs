@@ -235,7 +235,7 @@ proptest! {
                     let linear = chain.iter().take_while(|h| index.holds(instance(i), **h)).count();
                     prop_assert_eq!(hits[instance(i).index()] as usize, linear);
                     let held = chain.iter().filter(|h| index.holds(instance(i), **h)).count();
-                    prop_assert_eq!(linear, held, "an inner block went before a leaf");
+                    prop_assert_eq!(linear, held, "an inner block was evicted before a leaf");
                 }
             }
         }

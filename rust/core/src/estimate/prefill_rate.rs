@@ -98,7 +98,7 @@ mod tests {
         assert_eq!((rate.tokens_per_second(), rate.seconds(1.0, 1.0)), (None, None));
         rate.observe(1000.0, 0.0, 0.5);
         assert_eq!(rate.tokens_per_second(), Some(2000.0));
-        assert_eq!(rate.seconds(500.0, 1e9), Some(0.25), "of pairs nothing is known");
+        assert_eq!(rate.seconds(500.0, 1e9), Some(0.25), "the cost of pairs is unknown");
         (0..1000).for_each(|_| rate.observe(1000.0, 0.0, 0.1));
         assert!((rate.tokens_per_second().unwrap() - 10_000.0).abs() < 1.0);
         rate.observe(5.0, 0.0, 0.0);

@@ -323,7 +323,7 @@ mod tests {
             if (1..5).contains(&i) {
                 worst = worst.max(off);
             } else if i > 0 {
-                assert!(off.abs() < 0.05, "{off} at {i}: all is known, and the outlier is cut short");
+                assert!(off.abs() < 0.05, "{off} at {i}: all costs are known, and the outlier is clipped");
             }
             // Two predictions with the maximum error: the root of 2 x 0.95^75 / 20 is 0.046.
             assert!(i < 80 || fit.relative_error().unwrap() < 0.05, "{:?} at {i}", fit.relative_error());

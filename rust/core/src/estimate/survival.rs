@@ -11,7 +11,7 @@ use multiversion::multiversion;
 pub const BUCKET_TOKENS: f64 = 64.0;
 /// Longest answers: longer answers count as this long.
 const LONGEST_TOKENS: f64 = 32_768.0;
-/// Default number of boundaries.
+/// Default number of buckets.
 pub const BUCKETS: usize = 512;
 /// Weight that the curve keeps at each finished answer after the first thousand; before, all
 /// answers weigh the same.

@@ -90,7 +90,7 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
     }
     assert!(
         (0..40).step_by(2).all(|i| fleet.routed[i] == 3),
-        "a hit 64 times cheaper draws all: {:?}",
+        "a hit that is 64 times cheaper draws all requests: {:?}",
         fleet.routed
     );
 
@@ -163,7 +163,7 @@ fn requests_that_score_lower_elsewhere_start_the_count_again() {
     for (on_m, elsewhere) in [low, low, equal, low, low, (3.0, 2.0), low, low] {
         assert!(!observe(&mut guard, on_m, elsewhere, Prefer::Min), "2 in a row are not more than 2|M|");
     }
-    assert!(!observe(&mut guard, 1.0, 2.0, Prefer::Max), "where the highest wins, lower is elsewhere");
+    assert!(!observe(&mut guard, 1.0, 2.0, Prefer::Max), "with Prefer::Max, a lower score on M is worse");
     assert!(!observe(&mut guard, 9.0, 2.0, Prefer::Max) && !observe(&mut guard, 9.0, 2.0, Prefer::Max));
     assert!(observe(&mut guard, 9.0, 2.0, Prefer::Max));
     assert!(guard.excluded(&prompt(2, 0, 4)).is_none(), "other classes are free");
@@ -254,7 +254,7 @@ fn an_empty_rest_means_load_balance_only() {
 
     guard.set_on(false);
     assert_eq!(restrict(&guard, [t; 4]), (Restriction::Free, [t; 4]));
-    let events = guard.tick(1.0, 4, |_, _| panic!("off, nothing is looked up"));
+    let events = guard.tick(1.0, 4, |_, _| panic!("a disabled guard looks up nothing"));
     assert_eq!(events.iter().map(|e| (e.phase, e.released)).collect::<Vec<_>>(), [(Phase::Filtering, true)]);
     guard.observe(1.0, &chain, 2, &scores, &[true; 4], InstanceId(0));
     assert_eq!(guard.heavy.requests(), 0);
@@ -270,15 +270,15 @@ fn an_alarm_ends_when_demand_or_holders_are_gone() {
         scores.reset(4);
         (0..20).for_each(|_| guard.observe(0.0, &chain, 2, &scores, &[true; 4], InstanceId(2)));
         assert_eq!(suspicions(&guard.tick(0.0, 4, one)), 1);
-        assert_eq!(guard.tick(1.0, 4, one), [], "it is told once");
+        assert_eq!(guard.tick(1.0, 4, one), [], "each event is returned once");
         guard
     };
     let released = |events: Vec<GuardEvent>| events.len() == 1 && events[0].released;
     assert!(released(alarmed().tick(61.0, 4, one)), "the window is empty");
     assert!(released(alarmed().tick(1.0, 4, |_, _| ())), "evicted everywhere");
-    assert!(released(alarmed().tick(1.0, 1, one)), "nobody else is left");
+    assert!(released(alarmed().tick(1.0, 1, one)), "no other instance is left");
     let all = |_: u64, out: &mut Vec<InstanceId>| out.extend((0..4).map(InstanceId));
-    assert!(released(alarmed().tick(1.0, 4, all)), "everybody holds it");
+    assert!(released(alarmed().tick(1.0, 4, all)), "all instances hold it");
 }
 
 #[test]

@@ -70,7 +70,7 @@ pub(crate) fn add(
         return bad("default", value.to_string(), "a finite number, or none for an absent value");
     }
     if let Some(age) = max_age_seconds.filter(|age| !(age.is_finite() && *age > 0.0)) {
-        return bad("max_age_seconds", age.to_string(), "seconds above 0, or none for values that stay");
+        return bad("max_age_seconds", age.to_string(), "seconds above 0, or none to never expire");
     }
     let mut table = TABLE.write();
     if let Some(known) = table.iter().find(|decl| decl.name == name) {

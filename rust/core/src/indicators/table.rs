@@ -126,7 +126,7 @@ indicators! {
         "Time to first token if placed here. Computed by the step-time model of the profile, or by a learned model with an error below one third, else from `p_token` at the learned rate. `Router.stats()` and `/metrics` show the source.";
     PredictedTpotSeconds "predicted_tpot_seconds", "s", Pair, Router, "at once", "without a profile, until the instance's step time is learned",
         "Time per output token if placed here: a decode step of the batch including this request, by the step-time model (the profile's, else the learned model).";
-    DecodeTokensPerSecond "decode_tokens_per_second", "tokens/s", Instance, Router, "learned from this router's streams; fades in 10 s; kept if a policy reads it or a handoff indicator", "until decode tokens are measured",
+    DecodeTokensPerSecond "decode_tokens_per_second", "tokens/s", Instance, Router, "learned from this router's streams; fades in 10 s; kept if a policy reads this or a handoff indicator", "until decode tokens are measured",
         "Decode rate of each of this router's requests on the instance (SIBYL's v_k: the same for all requests of a batch).";
     HandoffRunningTokens "handoff_running_tokens", "tokens", Pair, Router, "at each token; kept if a policy reads it", "never",
         "Expected context tokens of the instance's running decodes when this request starts to decode (SIBYL type 1, Eq. 6).";

@@ -45,7 +45,7 @@ impl Llumnix {
         let below = setting("source_below_steps", settings.source_below_steps, 0.0, f64::INFINITY)?;
         setting("target_above_steps", settings.target_above_steps, below, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; `none` moves nothing"));
+            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         Ok(Llumnix { settings })
     }

@@ -132,12 +132,12 @@ impl Stop {
     /// Returns the reason as text, for decision records and logs.
     pub fn reason(self) -> &'static str {
         match self {
-            Stop::MostMoves => "the most moves of a round were found",
+            Stop::MostMoves => "the round reached its maximum number of moves",
             Stop::Off => "rescheduling is off",
             Stop::FewInstances => "fewer than two instances",
             Stop::NoneOverloaded => "no instance is overloaded",
             Stop::NoneUnderloaded => "no instance is underloaded",
-            Stop::NoneMovable => "no request of an overloaded instance may move and outlasts its move",
+            Stop::NoneMovable => "no movable request of an overloaded instance outlasts its move",
             Stop::NoRoom => "no underloaded instance has room",
             Stop::NoGain => "no move makes loads more even",
         }
@@ -192,7 +192,7 @@ fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreErr
     let expected = if most.is_finite() {
         format!("a number from {least} to {most}")
     } else {
-        format!("a number from {least} up")
+        format!("a number of at least {least}")
     };
     Err(bad(format!("rescheduling setting {name}"), value, &expected))
 }

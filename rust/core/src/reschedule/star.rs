@@ -132,7 +132,7 @@ impl Star {
         setting("migration_seconds_per_token", settings.migration_seconds_per_token, 0.0, f64::INFINITY)?;
         setting("caution", settings.caution, 0.0, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; `none` moves nothing"));
+            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         let grid = match settings.weights {
             _ if !settings.prediction => Grid::present(),
