@@ -63,7 +63,7 @@ impl Adaptive {
             return bad("gamma's smoothing", self.smoothing.to_string(), "more than 0, at most 1");
         }
         if !(least >= 1e-6 && least <= most && most <= 1e6) {
-            return bad("gamma's bounds", format!("{least} to {most}"), "two increasing values from 1e-6 to 1e6, in 1/s");
+            return bad("gamma's bounds", format!("{least} to {most}"), "1e-6 to 1e6 1/s, the least first");
         }
         Ok(())
     }
