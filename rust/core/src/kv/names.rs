@@ -5,8 +5,8 @@
 //! block again when it is a parent or is removed.
 //!
 //! Each physical copy takes 16 bytes, in tables that grow in small steps. Each rank of an instance
-//! has its own table, because each rank has its own cache: a block that one rank evicts, another
-//! rank may still hold.
+//! has its own table, because each rank has its own cache: another rank may still hold a block that
+//! one rank evicts.
 use super::index::{Copies, KvIndex};
 use super::table::{Inserted, Key, Slot, Table};
 use crate::ids::InstanceId;
