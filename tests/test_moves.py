@@ -41,7 +41,7 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
         tickets.append(ticket)
     (home,) = {ticket.instance for ticket in tickets}
     (move,), why = router.rebalance(1.0)
-    assert why == "the most moves of a round were found"
+    assert why == "the round reached its maximum number of moves"
     assert move["source"] == home != move["target"]
     assert move["variance_after"] < move["variance_before"]
     (ticket,) = (ticket for ticket in tickets if ticket.id == move["ticket"])

@@ -104,5 +104,5 @@ def test_the_indicators_of_an_instance_are_those_of_the_table() -> None:
         name for name, row in table.items() if row["owner"] != "declared"
     ]
     with_none = {name for name in hints if name not in own and hints[name] != float}  # noqa: E721
-    known = "a request whose output length is unknown counts 0"
+    known = "never: a request of unknown output length counts 0"
     assert with_none == {name for name in hints.keys() - own if table[name]["absent"] not in ("never", known)}

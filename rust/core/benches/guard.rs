@@ -1,4 +1,4 @@
-//! What the guard adds to a decision: `cargo bench -p lmetric-core --bench guard`.
+//! Cost of the guard per decision: `cargo bench -p lmetric-core --bench guard`.
 use criterion::{Criterion, criterion_group, criterion_main};
 use lmetric_core::InstanceId;
 use lmetric_core::guard::{Guard, GuardConfig, Phase};
@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 const INSTANCES: usize = 256;
 
-/// `shared` blocks that all prompts have, then blocks of its own.
+/// Returns a prompt of `shared` blocks common to all prompts, followed by its own blocks.
 fn prompt(id: u64, shared: usize, blocks: usize) -> Vec<u64> {
     let block =
         |i: usize| (i as u64 + 1 + if i < shared { 0 } else { id << 20 }).wrapping_mul(0x9E37_79B9_7F4A_7C15);

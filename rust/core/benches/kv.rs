@@ -1,4 +1,5 @@
-//! Index and hash, warm. `cargo bench -p lmetric-core --bench kv`; percentiles: `cargo run --release --example index_latency`.
+//! Index and hash with warm caches: `cargo bench -p lmetric-core --bench kv`. For percentiles, run
+//! `cargo run --release --example index_latency`.
 use criterion::{Criterion, criterion_group, criterion_main};
 use lmetric_core::InstanceId;
 use lmetric_core::Registry;

@@ -1,4 +1,5 @@
-//! Scoring and choosing over instances, the clearing of the scores included: `cargo bench -p lmetric-core --bench score`.
+//! Scoring and selection over instances, including clearing the scores:
+//! `cargo bench -p lmetric-core --bench score`.
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use lmetric_core::indicators::{Columns, Indicator, Snapshot};
 use lmetric_core::policy::{ExpressionPolicy, ExpressionSource, Policy, PolicyRng, Scores, best};

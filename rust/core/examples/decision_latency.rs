@@ -1,7 +1,8 @@
 //! Stages of a decision at 256 instances and about 1M (instance, block) pairs, 8k-token prompts.
 //!
-//! `cargo run --release -p lmetric-core --example decision_latency`. "cold": after 64 MB were written between decisions, the prompt
-//! just written. The receipts' ring is full before a time counts, as in a router that has run for a while.
+//! `cargo run --release -p lmetric-core --example decision_latency`. "cold": 64 MB are written
+//! between decisions, and the prompt was just written. The ring of decision records is full before
+//! times are measured, as in a router that has run for a while.
 use lmetric_core::InstanceId;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
@@ -17,7 +18,7 @@ const PROMPTS: u32 = 2200;
 const TOKENS: u32 = 8192;
 const STAGES: [&str; 6] = ["hash", "match", "score", "commit", "together", "route, hash included"];
 
-/// Prompt `p`: its first 512 tokens are everybody's.
+/// Returns prompt `p`. All prompts share the first 512 tokens.
 fn prompt(p: u32) -> Vec<u32> {
     (0..TOKENS).map(|i| if i < 512 { i } else { (p + 1) << 16 | i }).collect()
 }
@@ -70,7 +71,7 @@ fn main() {
             };
             router.match_prefix(&chain);
             let matched = Instant::now();
-            let chosen = router.score(&whole, now).expect("somebody");
+            let chosen = router.score(&whole, now).expect("an instance");
             let scored = Instant::now();
             let decision = router.commit(&whole, None, chosen, now).expect("a slot");
             let committed = Instant::now();
@@ -80,7 +81,7 @@ fn main() {
             let routing = Instant::now();
             hash(&tokens, &mut chain);
             let request = Request { prompt_tokens: TOKENS, tokens_per_block: 16.0, ..Request::default() };
-            let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+            let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
             let routed = routing.elapsed();
             router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
             let spans = [

@@ -1,6 +1,7 @@
 //! Percentiles of matching and feeding at 256 instances and about 1M (instance, block) pairs.
 //!
-//! `cargo run --release -p lmetric-core --example index_latency`. "cold": after 64 MB were written between queries.
+//! `cargo run --release -p lmetric-core --example index_latency`. "cold": 64 MB are written between
+//! queries.
 use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{chain, hash_tokens};
 use lmetric_core::kv::index::KvIndex;
@@ -72,7 +73,7 @@ fn main() {
                 },
             ),
         );
-        // The chain itself was just computed: only the index is cold.
+        // The chain was just computed, so only the index is cold.
         let chain = RefCell::new(Vec::new());
         row(
             &format!("match {blocks} blocks, cold"),
@@ -126,7 +127,7 @@ fn main() {
     holes(&mut index, &known);
 }
 
-/// Matching while one in a hundred blocks was evicted before what stands behind it.
+/// Measures matching while one in a hundred blocks was evicted before the blocks behind it.
 fn holes(index: &mut KvIndex, known: &[Vec<u64>]) {
     let mut hits = vec![0; INSTANCES];
     let holders: Vec<InstanceId> = (0..INSTANCES as u32).map(InstanceId).collect();

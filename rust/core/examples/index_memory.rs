@@ -1,7 +1,9 @@
 //! Memory of the index under many distinct prompts: it rises to its bound and stays there.
 //!
-//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [MiB]` (10,000,000 and 96). 64 instances; each prompt has 24 blocks of 16 tokens, of which it shares the first 8 with a tenth of the others. "exact" also
-//! keeps the map from engine hashes, and every eighth block is removed again by its engine.
+//! `cargo run --release -p lmetric-core --example index_memory -- [prompts] [MiB]` (10,000,000 and
+//! 96). 64 instances; each prompt has 24 blocks of 16 tokens and shares the first 8 with a tenth of
+//! the others. "exact" also keeps the map from engine hashes, and the engine removes every eighth
+//! block again.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
@@ -15,7 +17,7 @@ const BLOCKS: u64 = 24;
 const SHARED: u64 = 8;
 const BLOCK: usize = 16;
 
-/// The prompt's tokens: 16 to a block, from a number of the block.
+/// Writes the prompt's tokens: 16 per block, derived from the block's number.
 fn prompt(n: u64, out: &mut Vec<u32>) {
     out.clear();
     for block in 0..BLOCKS {
@@ -40,7 +42,7 @@ fn main() {
     let keys = Keys::new(&[Some("model".into())], BLOCK, 256).expect("a key scheme");
     for exact in [false, true] {
         let index_feed = if exact { IndexFeed::Exact } else { IndexFeed::Approximate };
-        // The same bytes for the index in both; the names come on top.
+        // The index has the same bytes with both feeds; the names need more bytes in addition.
         let bytes = if exact { bytes } else { bytes - bytes / 3 } as usize;
         let config = RouterConfig { index_feed, index_bytes: bytes, ..RouterConfig::default() };
         let policy = Registry::CORE.policy("lmetric", &[]).expect("a registered policy");

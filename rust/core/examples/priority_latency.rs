@@ -1,7 +1,13 @@
-//! What a priority costs: one request's, revised as a scheduler does with every step ([`Settings::boosted_arrival`]); gamma, with every request that ends ([`TailRate`]);
-//! virtual token counters; and a whole decision ([`Router::route`]) with priorities and without.
+//! Cost of priorities:
 //!
-//! `cargo run --release -p lmetric-core --example priority_latency`. Revisions are timed 64 at a time, for one takes less than reading the clock; all else call by call.
+//! - the priority of one request, revised at every step as in a scheduler
+//!   ([`Settings::boosted_arrival`]);
+//! - gamma, updated with every ended request ([`TailRate`]);
+//! - virtual token counters;
+//! - a whole decision ([`Router::route`]), with and without priorities.
+//!
+//! `cargo run --release -p lmetric-core --example priority_latency`. Revisions are timed 64 at a
+//! time, because one takes less time than reading the clock. All others are timed call by call.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Failure};
@@ -23,7 +29,7 @@ fn report(name: &str, mut nanoseconds: Vec<f64>) {
     println!("{name:<48} p50 {:7.3} us   p99 {:7.3} us   p99.9 {:7.3} us", at(0.5), at(0.99), at(0.999));
 }
 
-/// Priorities of requests that have got on by a token.
+/// Measures priorities of requests that have advanced by a token.
 fn revisions(name: &str, memguard: Option<MemGuard>) {
     let settings = Settings { memguard, ..Settings::default() };
     let mut rng = Pcg64::seed_from_u64(1);
@@ -74,7 +80,7 @@ fn decisions(name: &str, priorities: Option<Priorities>, instances: usize) {
         let tenant = Tenant { id: rng.random_range(0..100), ..Tenant::NOBODY };
         let request = Request { prompt_tokens, tokens_per_block: 16.0, tenant, ..Request::default() };
         let start = Instant::now();
-        let decision = router.route_taking(&request, &mut chain, None, now).expect("somebody");
+        let decision = router.route_taking(&request, &mut chain, None, now).expect("an instance");
         took.push(start.elapsed().as_nanos() as f64);
         router.advance(decision.ticket, Event::Failed(Failure::Cancelled), now).expect("open");
     }

@@ -1,6 +1,8 @@
-//! What routers side by side cost each other: telling what a router has on each instance ([`Router::share`]), and taking that in ([`Router::hear`]).
+//! Cost of peer load between routers: publishing a router's load on each instance
+//! ([`Router::share`]), and receiving it ([`Router::hear`]).
 //!
-//! `cargo run --release -p lmetric-core --example replica_latency`. Each instance has 8 requests of each of 4 routers.
+//! `cargo run --release -p lmetric-core --example replica_latency`. Each instance has 8 requests
+//! from each of 4 routers.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::Event;
@@ -27,7 +29,7 @@ fn router(instances: usize) -> Router {
     }
     for i in 0..instances * REQUESTS {
         let request = Request { prompt_tokens: 1_000, tokens_per_block: 16.0, ..Request::default() };
-        let ticket = router.route(&request, 0.0).expect("somebody").ticket;
+        let ticket = router.route(&request, 0.0).expect("an instance").ticket;
         if i % 4 > 0 {
             router.advance(ticket, Event::FirstToken, 0.1).expect("open");
         }
@@ -48,7 +50,7 @@ fn main() {
         let hearing = (0..SAMPLES).map(|i| {
             let shares = told.iter().map(|(instance, share)| (&**instance, *share));
             let start = Instant::now();
-            ours.hear(OTHERS[i % OTHERS.len()], shares, 0.2 + i as f64 * 0.1).expect("numbers that can be");
+            ours.hear(OTHERS[i % OTHERS.len()], shares, 0.2 + i as f64 * 0.1).expect("valid loads");
             start.elapsed().as_nanos() as f64
         });
         report(&format!("heard of one of three, {instances} instances"), hearing.collect());

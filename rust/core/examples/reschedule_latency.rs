@@ -1,10 +1,14 @@
-//! What a round of rescheduling takes: `cargo run --release --example reschedule_latency [instances [requests on each]]`. Microseconds.
+//! Duration of a rescheduling round, in microseconds:
+//! `cargo run --release --example reschedule_latency [instances [requests on each]]`.
 //!
-//! Loads differ as they do without rescheduling: requests fall at random, each fourth instance gets twice as many as it should, each fourth half as many.
-//! First the rule by itself, on loads that are there; then a router's whole round, which gathers them from its tickets. Between two of these, all requests
-//! make the tokens of a period, so that their tickets are where they are in a router at work: not in the cache.
+//! Loads differ as they do without rescheduling: requests are placed at random. Every fourth
+//! instance gets twice its share, every fourth half its share. The rule is measured first by
+//! itself, on given loads, then as a router's whole round, which collects the loads from its
+//! tickets. Between two whole rounds, all requests generate the tokens of a period, so that their
+//! tickets are not in the cache, as in a busy router.
 //!
-//! Rounds during which the kernel took the thread off its core are left out, and their share is shown: what else a machine does is no part of a round.
+//! Rounds in which the kernel preempted the thread are excluded, and their fraction is shown: time
+//! of other processes is not part of a round.
 use lmetric_core::Registry;
 use lmetric_core::estimate::Remaining;
 use lmetric_core::fleet::Role;
@@ -17,9 +21,10 @@ use rand::{RngExt, SeedableRng};
 use std::time::Instant;
 
 const ROUNDS: usize = 1000;
-/// Of a router's whole rounds: its requests are many, and each makes its tokens in between.
+/// Number of whole rounds of a router. It has many requests, and each generates its tokens between
+/// rounds.
 const WHOLE_ROUNDS: usize = 400;
-/// Requests of an instance for each four that are asked for.
+/// Requests on each instance per four requested, in turn.
 const SHARES: [usize; 4] = [4, 8, 4, 2];
 
 fn main() {
@@ -47,14 +52,15 @@ fn main() {
     }
 }
 
-/// Times that the kernel took this thread off its core for another; 0 where it does not say.
+/// Returns the number of times that the kernel preempted this thread; 0 if the number is not
+/// available.
 fn interruptions() -> u64 {
     let told = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let line = told.lines().find_map(|line| line.strip_prefix("nonvoluntary_ctxt_switches:"));
     line.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Microseconds of rounds, and how many were interrupted.
+/// Round times in microseconds, and the number of preempted rounds.
 #[derive(Default)]
 struct Timed {
     micros: Vec<f64>,
@@ -75,7 +81,7 @@ impl Timed {
         }
     }
 
-    /// Moves a round, share of rounds left out in percent, p50 and p99.
+    /// Returns moves per round, excluded rounds in percent, p50 and p99.
     fn summary(mut self) -> [f64; 4] {
         self.micros.sort_by(f64::total_cmp);
         let (n, all) = (self.micros.len(), self.micros.len() + self.interrupted);
@@ -85,7 +91,7 @@ impl Timed {
     }
 }
 
-/// A router whose instances decode as many requests as their shares say, and their tickets.
+/// Creates a router whose instances decode the requested load, and returns it with its tickets.
 fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<TicketId>) {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let policy = Registry::CORE.policy("round_robin", &[]).expect("registered");
@@ -104,7 +110,7 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
             expected_output_tokens: Some(32_768),
             ..Request::default()
         };
-        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("somebody");
+        let decision = router.route_taking(&request, &mut chain, None, 0.0).expect("an instance");
         router.advance(decision.ticket, Event::FirstToken, 1.0).expect("open");
         router.advance(decision.ticket, Event::Tokens(rng.random_range(10..16_000)), 1.0).expect("open");
         let instance = decision.segment.instance.index();
@@ -118,7 +124,7 @@ fn at_work(name: &str, instances: usize, requests: usize) -> (Router, Vec<Ticket
     (router, open)
 }
 
-/// As [`measure`], of [`Router::reschedule`]; the moves are named and not made.
+/// Measures [`Router::reschedule`] like [`measure`]. The moves are returned but not carried out.
 fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let (mut router, open) = at_work(name, instances, requests);
     let (mut timed, mut now) = (Timed::default(), 1.0);
@@ -132,7 +138,7 @@ fn measure_whole(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     timed.summary()
 }
 
-/// Rounds, each over a fleet of its own.
+/// Measures rounds, each with a new fleet.
 fn measure(name: &str, instances: usize, requests: usize) -> [f64; 4] {
     let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(1);
     let mut rule = RescheduleConfig::named(name).and_then(|config| config.build()).expect("known").rule;

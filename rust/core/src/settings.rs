@@ -1,4 +1,4 @@
-//! Settings by name, which serde turns into structs.
+//! Settings by name, deserialized into structs by serde.
 //!
 //! Several structs may share one set of settings: each takes its own fields. A struct declares its
 //! settings with `#[derive(Deserialize)]`, and `#[serde(default)]` if all have defaults.
@@ -9,7 +9,7 @@ use serde::forward_to_deserialize_any;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// A value of a setting: a number (true is 1, false is 0), or the text of something else.
+/// Value of a setting: a number (true is 1, false is 0), or the text of any other value.
 pub type Value = Result<f64, String>;
 
 /// Settings by name that no struct has taken yet.
@@ -21,7 +21,7 @@ pub struct SettingsReader {
 }
 
 impl SettingsReader {
-    /// `what` names the settings in errors, e.g. `rebalance star`.
+    /// Wraps `settings`. `what` names them in errors, e.g. `rebalance star`.
     pub fn new(what: &str, settings: impl IntoIterator<Item = (String, Value)>) -> SettingsReader {
         SettingsReader { what: what.into(), left: settings.into_iter().collect(), known: Vec::new() }
     }
@@ -48,7 +48,7 @@ impl SettingsReader {
         Some(Setting { what: format!("{}: {name}", self.what), value })
     }
 
-    /// Accepts a setting that the caller reads itself.
+    /// Accepts a setting without reading it, because the caller reads it.
     pub fn skip(&mut self, name: &'static str) {
         self.left.remove(name);
         self.known.push(name);
@@ -57,7 +57,7 @@ impl SettingsReader {
     /// Checks that no setting is left.
     ///
     /// # Errors
-    /// `BadValue` for a setting that no struct has, with those that exist.
+    /// `BadValue` for a setting that no struct has. The error lists the known settings.
     pub fn finish(self) -> Result<(), CoreError> {
         let Some(name) = self.left.into_keys().next() else { return Ok(()) };
         let expected = if self.known.is_empty() { "no settings".into() } else { self.known.join(", ") };
@@ -89,14 +89,14 @@ impl<'de> Deserializer<'de> for &mut SettingsReader {
     }
 }
 
-/// One setting with its name in errors.
+/// One setting, with its name for errors.
 struct Setting {
     what: String,
     value: Value,
 }
 
 impl Setting {
-    /// The number, if `accept` takes it.
+    /// Returns the number converted by `accept`, or an error if it is not `expected`.
     fn number<T>(self, expected: &str, accept: impl Fn(f64) -> Option<T>) -> Result<T, CoreError> {
         let bad = |got| CoreError::BadValue { what: self.what, got, expected: expected.into() };
         match self.value {
@@ -121,7 +121,7 @@ impl<'de> Deserializer<'de> for Setting {
         visitor.visit_f64(self.number("a number", Some)?)
     }
 
-    /// Whole numbers up to [`u32::MAX`], also those written as 5.0.
+    /// Accepts whole numbers up to [`u32::MAX`], also written as 5.0.
     fn deserialize_u64<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, CoreError> {
         let whole = |n: f64| n.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&n);
         let expected = "a whole number from 0 to 4294967295";

@@ -462,7 +462,7 @@ fn on_ticket(op: &Op, t: usize, router: &mut Router, model: &mut Model) {
             let before = model.open[t].stage;
             match router.advance(ticket, Event::Failed(failure), now).unwrap() {
                 None => {
-                    assert!(router.advance(ticket, Event::Sent, now).is_err(), "a closed ticket says so");
+                    assert!(router.advance(ticket, Event::Sent, now).is_err(), "a closed ticket is an error");
                     model.open.remove(t);
                 }
                 Some(next) => {
@@ -546,7 +546,7 @@ impl Planner for Parts {
     fn rest(&self, view: &mut View<'_>) -> Rest {
         let Some((thinks, second)) = view.second() else { return Rest::new() };
         let Some(expected) = view.request().expected_output_tokens else {
-            return view.leave_whole("its length is not known");
+            return view.leave_whole("its length is unknown");
         };
         let prompt = view.request().prompt_tokens;
         let mut rest = Rest::from_iter([Follow { from_token: prompt, ..second }]);

@@ -146,7 +146,7 @@ fn a_block_is_held_where_one_rank_holds_it() {
     let bed = Bed::new(1 << 22);
     let second = Source { rank: 3, ..bed.a };
     bed.store(bed.a, 1, 0..4);
-    assert_eq!(bed.say(second, 1, 2..4, Means::NewCopy).unknown_parent, 2, "ranks know their own blocks");
+    assert_eq!(bed.say(second, 1, 2..4, Means::NewCopy).unknown_parent, 2, "each rank has its own blocks");
     bed.store(second, 1, 0..6);
     bed.store(bed.a, 2, 0..2);
     assert_eq!((bed.hits(1, 6).0, bed.hits(2, 2).0), (6, 2));

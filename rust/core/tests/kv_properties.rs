@@ -1,11 +1,12 @@
-//! The index against a naive model: per instance a count of physical copies of each block, and depths by linear scan.
+//! Compares the index with a naive model: a count of physical copies of each block per instance,
+//! and depths by linear scan.
 use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
 use lmetric_core::kv::index::{Copies, KvIndex};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 
-/// Slots far apart, more of them than a node keeps in a list.
+/// Returns widely spaced slots, more than a node keeps in a list.
 fn instance(i: usize) -> InstanceId {
     InstanceId((i * 37) as u32)
 }
@@ -21,7 +22,7 @@ fn chain_of(symbols: &[u64]) -> Vec<u64> {
 
 struct Model {
     copies: Vec<HashMap<u64, u32>>,
-    /// What any block stands behind, as far as seen.
+    /// Observed parent of each block.
     parents: HashMap<u64, Option<u64>>,
 }
 
@@ -30,7 +31,7 @@ impl Model {
         Model { copies: vec![HashMap::new(); INSTANCES], parents: HashMap::new() }
     }
 
-    /// Blocks someone holds, and all before them.
+    /// Returns blocks with a holder, and all their ancestors.
     fn known(&self) -> HashSet<u64> {
         let mut known = HashSet::new();
         for hash in self.copies.iter().flat_map(HashMap::keys) {
@@ -104,7 +105,7 @@ enum Step {
         i: usize,
         path: Vec<u64>,
     },
-    /// Removes a block of those the instance holds, or of a path that it may not hold.
+    /// Removes a block that the instance holds, or a block of any path.
     Remove {
         i: usize,
         pick: usize,
@@ -116,7 +117,7 @@ enum Step {
     },
 }
 
-/// A few symbols give much sharing, a tail of one symbol gives long runs.
+/// Few symbols give much sharing; a tail of one symbol gives long runs.
 fn paths(longest: usize) -> impl Strategy<Value = Vec<u64>> {
     (prop::collection::vec(0u64..2, 1..6), 0..longest).prop_map(|(mut path, tail)| {
         path.extend(std::iter::repeat_n(2, tail));
@@ -196,7 +197,8 @@ proptest! {
         run(all, queries)?;
     }
 
-    /// Approximate feed with capacities: bounded, prefix-closed, and what was recorded last is there.
+    /// Approximate feed with capacities: bounded and prefix-closed, and the last recorded chain is
+    /// present.
     #[test]
     fn records_stay_within_capacity_and_prefix_closed(
         capacities in prop::collection::vec(1u32..60, 3),
@@ -233,14 +235,14 @@ proptest! {
                     let linear = chain.iter().take_while(|h| index.holds(instance(i), **h)).count();
                     prop_assert_eq!(hits[instance(i).index()] as usize, linear);
                     let held = chain.iter().filter(|h| index.holds(instance(i), **h)).count();
-                    prop_assert_eq!(linear, held, "an inner block went before a leaf");
+                    prop_assert_eq!(linear, held, "an inner block was evicted before a leaf");
                 }
             }
         }
     }
 }
 
-/// What is pushed out is the least recently used chain, from its end; a touch counts as use.
+/// Eviction removes the least recently used chain from its end; a touch counts as use.
 #[test]
 fn eviction_takes_the_least_recently_used_chain_from_its_end() {
     let mut index = KvIndex::new(1 << 24);
@@ -261,7 +263,7 @@ fn eviction_takes_the_least_recently_used_chain_from_its_end() {
     assert_eq!(index.evicted_blocks(), 10);
 }
 
-/// A prefix used on its own outlives the older chain that goes on behind it.
+/// A prefix used by itself outlives an older, longer chain with the same prefix.
 #[test]
 fn a_touched_prefix_outlives_what_stands_behind_it() {
     let mut index = KvIndex::new(1 << 24);
@@ -279,7 +281,8 @@ fn a_touched_prefix_outlives_what_stands_behind_it() {
     assert_eq!(hits, [8]);
 }
 
-/// The bound in bytes holds after every call, in both feeds, with shared prefixes, holes and long queues.
+/// The byte bound holds after every call, in both feeds, with shared prefixes, holes and long
+/// queues.
 #[test]
 fn bytes_never_pass_the_bound() {
     let bound = 2 << 20;

@@ -197,7 +197,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     let mut router = fleet(libra(3), 3);
     assert_eq!(parts(&mut router, &THINKS), (3, None));
     let no_answer = Request { think_tokens: Some(1536), ..THINKS };
-    assert_eq!(parts(&mut router, &no_answer), (2, Some("in three parts: too short to be cut".into())));
+    assert_eq!(parts(&mut router, &no_answer), (2, Some("in three parts: too short to split".into())));
     for plain in [None, Some(0)] {
         assert_eq!(parts(&mut router, &Request { think_tokens: plain, ..THINKS }), (2, None));
     }
@@ -205,7 +205,7 @@ fn what_cannot_be_cut_in_three_is_cut_in_two_and_the_receipt_says_why() {
     let (pieces, why) = parts(&mut router, &unknown);
     assert_eq!((pieces, why.as_deref()), (1, Some("output lengths are unknown")));
     (0..3).for_each(|i| router.set_cuts(InstanceId(i), Cuts::PromptEnd).unwrap());
-    let cannot = "in three parts: its instances cannot hand over".to_string();
+    let cannot = "in three parts: its instances cannot transfer KV".to_string();
     assert_eq!(parts(&mut router, &THINKS), (2, Some(cannot)));
     assert_eq!(parts(&mut fleet(libra(2), 3), &THINKS), (2, None));
     assert_eq!(parts(&mut fleet(libra(3), 1), &THINKS).0, 1);

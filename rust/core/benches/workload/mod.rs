@@ -1,5 +1,5 @@
-//! The workload of the index figures: 256 instances, about 1M (instance, block) pairs, the first 32 blocks of every prompt
-//! shared by all, the rest of each prompt on one instance.
+//! Workload of the index benchmarks: 256 instances and about 1M (instance, block) pairs. All
+//! prompts share their first 32 blocks. The rest of each prompt is on one instance.
 use lmetric_core::InstanceId;
 use lmetric_core::kv::hash::{Domain, chain};
 use lmetric_core::kv::index::KvIndex;
@@ -12,7 +12,7 @@ pub(crate) fn domain() -> Domain {
     Domain::new(&[Some("model"), Some("tokenizer")], 16)
 }
 
-/// Local block hashes of prompt `p`.
+/// Returns the local block hashes of prompt `p`.
 pub(crate) fn prompt(p: u64, blocks: u64) -> Vec<u64> {
     (0..blocks).map(|b| if b < SHARED { b } else { (p + 1) << 24 | b }).collect()
 }
@@ -23,7 +23,7 @@ pub(crate) fn chained(local: &[u64]) -> Vec<u64> {
     out
 }
 
-/// The index, filled as a router would: each prompt recorded once, turn by turn.
+/// Returns an index filled as by a router: each prompt recorded once, turn by turn.
 pub(crate) fn filled(byte_bound: usize) -> KvIndex {
     let mut index = KvIndex::new(byte_bound);
     (0..INSTANCES as u32).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
@@ -36,7 +36,7 @@ pub(crate) fn filled(byte_bound: usize) -> KvIndex {
     index
 }
 
-/// Queries of so many local hashes; the last tenth of each is unseen.
+/// Returns queries of `blocks` local hashes. The last tenth of each query is not in the index.
 pub(crate) fn queries(blocks: u64) -> Vec<Vec<u64>> {
     let seen = blocks * 9 / 10;
     let query = |p: u64| {

@@ -1,15 +1,18 @@
-//! What decodes on one instance and what is bound there, kept so that a decision costs buckets of generated tokens, not requests.
+//! Decode load of one instance: running decodes and bound requests, in buckets of generated tokens.
+//! So a decision's cost depends on the number of buckets, not of requests.
 //!
-//! SIBYL (section 4.3) projects each request's load to the moment at which a new one will start to decode. Its three types are sums over requests;
-//! requests that have generated about as many tokens are projected together here, as if they stood in the middle of their bucket. A request's decode rate is its instance's: continuous batching gives each running request one token a step.
+//! SIBYL (section 4.3) projects each request's load to the time at which a new request will start
+//! to decode. Its three types are sums over requests. Here, requests of one bucket are projected
+//! together, as if they were in the middle of the bucket. All requests of an instance decode at the
+//! instance's rate: continuous batching gives each running request one token per step.
 use super::survival::{BUCKET_TOKENS, Survival, buckets_of};
 use crate::ids::Seconds;
 use multiversion::multiversion;
 
-/// Buckets for which room is kept at least: most answers are shorter.
+/// Minimum number of allocated buckets: most answers are shorter.
 const LEAST: usize = 16;
 
-/// Requests and their context tokens (prompt and generated) by buckets of a count of tokens.
+/// Requests and their context tokens (prompt and generated), in buckets by a token count.
 #[derive(Clone, Debug)]
 pub struct Histogram {
     bucket_tokens: f64,
@@ -24,7 +27,7 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Nothing, in buckets of so many tokens.
+    /// Creates an empty histogram with buckets of `bucket_tokens` tokens.
     pub fn new(bucket_tokens: f64) -> Histogram {
         Histogram { bucket_tokens, requests: Vec::new(), context: Vec::new() }
     }
@@ -33,7 +36,7 @@ impl Histogram {
         ((tokens / self.bucket_tokens) as usize).min(buckets_of(self.bucket_tokens) - 1)
     }
 
-    /// A request comes into the bucket of `tokens`.
+    /// Adds a request to the bucket of `tokens`.
     pub fn put(&mut self, tokens: f64, context: f64) {
         let bucket = self.bucket(tokens);
         if bucket >= self.requests.len() {
@@ -45,7 +48,7 @@ impl Histogram {
         self.context[bucket] += context;
     }
 
-    /// It goes.
+    /// Removes a request from the bucket of `tokens`.
     pub fn take(&mut self, tokens: f64, context: f64) {
         let bucket = self.bucket(tokens);
         self.requests[bucket] -= 1.0;
@@ -56,7 +59,8 @@ impl Histogram {
         }
     }
 
-    /// It goes on from `tokens` to `then`, and its context grows by `more`.
+    /// Moves a request from the bucket of `tokens` to the bucket of `then`, and adds `more` to its
+    /// context.
     pub fn move_on(&mut self, tokens: f64, then: f64, context: f64, more: f64) {
         let at = self.bucket(tokens);
         if at == self.bucket(then) {
@@ -67,34 +71,34 @@ impl Histogram {
         }
     }
 
-    /// Sum over buckets of requests x `one` + context tokens x `token`, which have a value for each
-    /// bucket.
+    /// Returns the sum over buckets of requests x `one` + context tokens x `token`. Both slices
+    /// have one value per bucket.
     pub fn weighed(&self, one: &[f64], token: &[f64]) -> f64 {
         weigh(&self.requests, &self.context, one, token)
     }
 
-    /// Requests and context tokens, by bucket.
+    /// Returns requests and context tokens, by bucket.
     pub fn buckets(&self) -> (&[f64], &[f64]) {
         (&self.requests, &self.context)
     }
 }
 
-/// The decodes of one instance by generated tokens, and the requests bound there.
+/// Decodes of one instance by generated tokens, and the requests bound to it.
 #[derive(Clone, Debug, Default)]
 pub struct DecodeLoad {
     decoding: Histogram,
     pending: Vec<Pending>,
 }
 
-/// A request bound to an instance that does not decode yet.
+/// A request bound to an instance on which it does not decode yet.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pending {
     key: (u32, u32),
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: f64,
-    /// Tokens of its answer; infinite where nobody knows.
+    /// Answer tokens; infinite if unknown.
     pub length: f64,
-    /// When it is expected to start (tau_k).
+    /// Expected start of its decode (tau_k).
     pub start: Seconds,
 }
 
@@ -103,61 +107,64 @@ pub struct Pending {
 pub struct Projection {
     /// Type 1: decoding now (Eq. 6).
     pub running: f64,
-    /// Type 2: bound, and decoding by then (Eq. 7).
+    /// Type 2: bound, and decoding by the projected time (Eq. 7).
     pub arrived: f64,
-    /// Type 2 with every request taken to last (the paper's `prob @ 1`).
+    /// Type 2, if every request is assumed to still decode (the paper's `prob @ 1`).
     pub arrived_for_certain: f64,
-    /// Type 3: bound, and decoding some time after (Eq. 8).
+    /// Type 3: bound, and decoding after the projected time (Eq. 8).
     pub coming: f64,
 }
 
 impl DecodeLoad {
-    /// Nothing, in buckets of so many generated tokens.
+    /// Creates an empty load with buckets of `bucket_tokens` generated tokens.
     pub fn new(bucket_tokens: f64) -> DecodeLoad {
         DecodeLoad { decoding: Histogram::new(bucket_tokens), pending: Vec::new() }
     }
 
-    /// A request's segment, of a name of the caller's, is bound here and expected to start at `start`; `length`: of its answer, infinite where nobody knows.
+    /// Binds a request's segment, expected to start decoding at `start`. The caller chooses `key`.
+    /// `length`: answer tokens, infinite if unknown.
     pub fn bind(&mut self, key: (u32, u32), prompt_tokens: f64, length: f64, start: Seconds) {
         self.pending.push(Pending { key, prompt_tokens, length, start });
     }
 
-    /// A bound request decodes now, or will not. Does nothing where it was not bound.
+    /// Removes a bound segment, because it decodes now or never will. Does nothing for an unknown
+    /// key.
     pub fn unbind(&mut self, key: (u32, u32)) {
         if let Some(i) = self.pending.iter().position(|p| p.key == key) {
             self.pending.swap_remove(i);
         }
     }
 
-    /// A request decodes that has `generated` tokens behind `prompt_tokens`.
+    /// Adds a decoding request with `prompt_tokens` and `generated` tokens.
     pub fn enter(&mut self, prompt_tokens: f64, generated: f64) {
         self.decoding.put(generated, prompt_tokens + generated);
     }
 
-    /// It does no more.
+    /// Removes a decoding request.
     pub fn leave(&mut self, prompt_tokens: f64, generated: f64) {
         self.decoding.take(generated, prompt_tokens + generated);
     }
 
-    /// It made `tokens` further tokens.
+    /// Adds `tokens` generated tokens to a decoding request.
     pub fn grow(&mut self, prompt_tokens: f64, generated: f64, tokens: f64) {
         self.decoding.move_on(generated, generated + tokens, prompt_tokens + generated, tokens);
     }
 
-    /// The requests that decode here, by generated tokens.
+    /// Returns the decoding requests, by generated tokens.
     pub fn decoding(&self) -> &Histogram {
         &self.decoding
     }
 
-    /// The requests bound here.
+    /// Returns the bound requests.
     pub fn pending(&self) -> impl Iterator<Item = &Pending> {
         self.pending.iter()
     }
 
-    /// The load at `then`, seen at `now` (SIBYL, Eq. 1). `rate`: tokens/s of a request that decodes here; `mean_rate`: over all instances, for those
-    /// of which nothing was seen yet.
+    /// Projects the load from `now` to `then` (SIBYL, Eq. 1). `rate`: tokens/s of a request that
+    /// decodes here. `mean_rate`: mean over all instances, used for bound requests.
     ///
-    /// Each running request's share is off by at most its context times the change of S(g + x)/S(g) within a bucket.
+    /// The error of each running request is at most its context times the change of S(g + x)/S(g)
+    /// within a bucket.
     pub fn project(
         &self,
         survival: &Survival,
@@ -171,26 +178,29 @@ impl DecodeLoad {
             ..Projection::default()
         };
         for p in &self.pending {
-            // One that has not started by now starts no earlier than now, whatever was expected of it.
+            // A request that has not started starts no earlier than now, whatever its expected
+            // start.
             let generated = (then - p.start.max(now)) * mean_rate;
             if generated >= 0.0 {
                 load.arrived += (p.prompt_tokens + generated) * survival.at(generated);
                 load.arrived_for_certain += p.prompt_tokens + generated;
             } else {
-                // Eq. (8): the pseudo-code's minus would let it grow with the distance.
+                // Eq. (8) as text: with the pseudo-code's minus, the load would grow with the
+                // distance.
                 load.coming += (p.prompt_tokens + generated).max(0.0);
             }
         }
         load
     }
 
-    /// Type 1, in buckets of the curve's width, with every running request `further` tokens on.
+    /// Returns the type 1 load, in buckets of the curve's width, with each request `further` tokens
+    /// ahead.
     fn running(&self, survival: &Survival, further: f64) -> f64 {
         let buckets = survival.buckets();
         let place = 0.5 + (further / survival.bucket_tokens()).min(buckets as f64);
         let (shift, part) = (place as usize, place - place.floor());
         let (curve, inverse) = (survival.boundaries(), survival.inverse_middles());
-        // Beyond the curve's end it stays what it is there.
+        // Beyond its end, the curve is constant.
         let (requests, context) = self.decoding.buckets();
         let within = requests.len().min(buckets.saturating_sub(shift));
         let ends = curve[buckets];
@@ -208,10 +218,11 @@ impl DecodeLoad {
     }
 }
 
-/// Sums kept apart, so that none waits for the other.
+/// Independent partial sums, so that additions need not wait for each other.
 const LANES: usize = 4;
 
-/// Sum over buckets of (context + requests x further) x S(middle + further) / S(middle).
+/// Returns the sum over buckets of (context + requests x further) x S(middle + further) /
+/// S(middle).
 #[multiversion(targets("x86_64+avx2"))]
 fn project(
     requests: &[f64],
@@ -245,7 +256,7 @@ fn project(
     sum
 }
 
-/// Sum over buckets of requests x one + context x token.
+/// Returns the sum over buckets of requests x one + context x token.
 #[multiversion(targets("x86_64+avx2"))]
 fn weigh(requests: &[f64], context: &[f64], one: &[f64], token: &[f64]) -> f64 {
     let n = requests.len();
@@ -282,10 +293,11 @@ mod tests {
         load.bind((1, 0), 500.0, f64::INFINITY, 12.0);
         load.bind((2, 0), 300.0, f64::INFINITY, 25.0);
         let p = load.project(&survival, 10.0, 20.0, 6.4, 40.0);
-        // Type 1: 64 tokens on, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5 s x 40 = 200 less than its prompt.
+        // Type 1: 64 tokens further, S(672) = 1/2. Type 2: 8 s x 40 = 320 tokens, S = 1. Type 3: 5
+        // s x 40 = 200 less than the prompt.
         assert!((p.running - 1672.0 * (0.5 / 0.75)).abs() < 1e-9, "{p:?}");
         assert!((p.arrived - 820.0).abs() < 1e-9 && (p.coming - 100.0).abs() < 1e-9, "{p:?}");
-        // Had it not started by 15 though expected at 12, it starts at 15 at the earliest.
+        // A request expected at 12 that has not started by 15 starts at 15 at the earliest.
         let late = load.project(&survival, 15.0, 20.0, 6.4, 40.0);
         assert!((late.arrived - 700.0).abs() < 1e-9, "{late:?}");
         load.unbind((1, 0));

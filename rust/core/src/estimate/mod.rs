@@ -1,4 +1,4 @@
-//! What the router learns or is told about speed.
+//! Learned and configured estimates of speed, load and answer length.
 pub mod decode_load;
 pub mod decode_weights;
 pub mod output_length;

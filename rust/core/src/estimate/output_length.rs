@@ -1,25 +1,27 @@
-//! How long an answer is expected to get: a quantile of the answers of its class, and a margin (Libra, section 5); or their mean, where a sum over many requests is
-//! asked for (what all together take).
+//! Expected answer length: a quantile of the class's answers plus a margin (Libra, section 5). For
+//! sums over many requests, it is the mean instead.
 //!
-//! A class is whatever is likely to answer alike: a session, a tenant, a model, a bucket of prompt lengths, hashed to 64 bits by the caller.
-//! Of each, counts by length are kept in buckets whose edges grow by a sixteenth (exact to 16 tokens), so a quantile is at most 6.25% too long and never
-//! too short. Recent answers weigh more: counts are halved when a class has seen 256. Bounded: `classes` x [`BUCKETS`] x 2 bytes; the class that
-//! was used least recently leaves.
+//! A class groups requests with likely similar answers: a session, a tenant, a model, a bucket of
+//! prompt lengths. The caller hashes it to 64 bits. Each class keeps counts by length in buckets
+//! whose edges grow by a sixteenth (exact to 16 tokens). So a quantile is at most 6.25% too long
+//! and never too short. Recent answers weigh more: the counts of a class are halved at 256 answers.
+//! Memory is bounded: `classes` x [`BUCKETS`] x 2 bytes; the least recently used class is dropped
+//! first.
 use crate::error::CoreError;
 use hashbrown::DefaultHashBuilder;
 use lru::LruCache;
 use std::num::NonZeroUsize;
 
-/// The quantile that is expected where nothing speaks for another: the median.
+/// Default quantile: the median.
 pub const QUANTILE: f64 = 0.5;
-/// Tokens that the paper adds against answers that outlive their prediction (section 5).
+/// Margin of the paper against answers that outlive their prediction, in tokens (section 5).
 pub const MARGIN_TOKENS: u32 = 20;
-/// Buckets of a class: 16 of one token each, then 16 for every doubling to 2^20 tokens.
+/// Buckets per class: 16 of one token each, then 16 for every doubling to 2^20 tokens.
 pub const BUCKETS: usize = 16 * 17;
-/// Answers after which a class forgets half of each count.
+/// Number of answers after which a class halves its counts.
 const HALVED_AT: u32 = 256;
 
-/// The bucket of a length, the last one for those beyond.
+/// Returns the bucket of a length. Longer lengths count in the last bucket.
 fn bucket(tokens: u32) -> usize {
     if tokens < 16 {
         return tokens as usize;
@@ -29,7 +31,7 @@ fn bucket(tokens: u32) -> usize {
     ((doublings + 1) as usize * 16 + within as usize).min(BUCKETS - 1)
 }
 
-/// The longest length in a bucket.
+/// Returns the longest length in a bucket.
 fn longest(bucket: usize) -> u32 {
     let (octave, within) = (bucket as u32 / 16, bucket as u32 % 16);
     if octave == 0 { within } else { ((16 + within + 1) << (octave - 1)) - 1 }
@@ -39,16 +41,17 @@ fn longest(bucket: usize) -> u32 {
 struct Class {
     counts: [u16; BUCKETS],
     seen: u32,
-    /// Of the counted answers, exactly.
+    /// Exact sum over the counted answers.
     sum_tokens: f64,
-    /// The quantile or the mean, as it was after the last answer.
+    /// The quantile or the mean, after the last answer.
     tokens: u32,
 }
 
 impl Class {
     const EMPTY: Class = Class { counts: [0; BUCKETS], seen: 0, sum_tokens: 0.0, tokens: 0 };
 
-    /// Halves all counts. What is left over of an odd one goes to the next that is not empty: so scattered answers, of one count each, last as long.
+    /// Halves all counts. The remainder of an odd count moves to the next nonempty bucket, so
+    /// scattered answers with a count of one each last as long.
     fn halve(&mut self) {
         let mut left = 0;
         for count in &mut self.counts {
@@ -74,14 +77,14 @@ fn bad(what: &str, got: String, expected: &str) -> CoreError {
     CoreError::BadValue { what: format!("output length: {what}"), got, expected: expected.into() }
 }
 
-/// What is expected of a class.
+/// Statistic that is expected of a class.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Expected {
     Quantile { quantile: f64, margin_tokens: u32 },
     Mean { prior_tokens: u32 },
 }
 
-/// How long answers are, by class.
+/// Answer lengths by class.
 #[derive(Clone, Debug)]
 pub struct OutputLength {
     expected: Expected,
@@ -89,11 +92,11 @@ pub struct OutputLength {
 }
 
 impl OutputLength {
-    /// Expects the `quantile` (0 to 1; the median, 0.5, where nothing speaks for another) of a class's answers and `margin_tokens` more, for at most `classes`
-    /// classes (1 to 2^20).
+    /// Expects the `quantile` (0 to 1; default 0.5, the median) of a class's answers plus
+    /// `margin_tokens`, for at most `classes` classes (1 to 2^20).
     ///
     /// # Errors
-    /// `BadValue` for a figure out of its range.
+    /// `BadValue` for a value out of range.
     pub fn new(quantile: f64, margin_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
         if !(0.0..=1.0).contains(&quantile) {
             return Err(bad("quantile", quantile.to_string(), "0 to 1"));
@@ -101,10 +104,11 @@ impl OutputLength {
         OutputLength::of(Expected::Quantile { quantile, margin_tokens }, classes)
     }
 
-    /// Expects the mean of a class's answers, and `prior_tokens` (1 or more) where too few are known, for at most `classes` classes (1 to 2^20).
+    /// Expects the mean of a class's answers, or `prior_tokens` (1 or more) if too few are known,
+    /// for at most `classes` classes (1 to 2^20).
     ///
     /// # Errors
-    /// `BadValue` for a figure out of its range.
+    /// `BadValue` for a value out of range.
     pub fn mean(prior_tokens: u32, classes: u32) -> Result<OutputLength, CoreError> {
         if prior_tokens == 0 {
             return Err(bad("prior tokens", "0".into(), "1 or more"));
@@ -115,19 +119,20 @@ impl OutputLength {
     fn of(expected: Expected, classes: u32) -> Result<OutputLength, CoreError> {
         let most = NonZeroUsize::new(classes as usize).filter(|most| most.get() <= 1 << 20);
         let most = most.ok_or_else(|| bad("classes", classes.to_string(), "1 to 2^20"))?;
-        // `LruCache::with_hasher` would make room for all classes at once.
+        // `LruCache::with_hasher` would allocate space for all classes at once.
         let mut classes = LruCache::unbounded_with_hasher(DefaultHashBuilder::default());
         classes.resize(most);
         Ok(OutputLength { expected, classes })
     }
 
-    /// Tokens that an answer of this class is expected to get, the margin in them; `None` until `least` of its answers (1 to 128) have ended.
+    /// Returns the expected tokens of an answer of this class, including the margin; `None` until
+    /// `least` (1 to 128) of its answers have ended.
     pub fn expected(&self, class: u64, least: u32) -> Option<u32> {
         let class = self.classes.peek(&class)?;
         (class.seen >= least).then_some(class.tokens)
     }
 
-    /// What is expected where too few answers are known; `None` of quantiles.
+    /// Returns the expectation if too few answers are known; `None` for quantiles.
     pub fn prior_tokens(&self) -> Option<u32> {
         match self.expected {
             Expected::Mean { prior_tokens } => Some(prior_tokens),
@@ -135,7 +140,8 @@ impl OutputLength {
         }
     }
 
-    /// An answer of this class ended by itself with `tokens` tokens. One cut short (a client that left, an engine that died) tells too little: leave it out.
+    /// Records that an answer of this class ended by itself with `tokens` tokens. Omit answers that
+    /// were cut short (client disconnected, engine failed): their lengths say too little.
     pub fn ended(&mut self, class: u64, tokens: u32) {
         let class = self.classes.get_or_insert_mut(class, || Class::EMPTY);
         class.counts[bucket(tokens)] += 1;
@@ -152,12 +158,12 @@ impl OutputLength {
         };
     }
 
-    /// Classes that are known.
+    /// Returns the number of known classes.
     pub fn len(&self) -> usize {
         self.classes.len()
     }
 
-    /// Whether no answer ended yet.
+    /// Returns whether no answer has ended yet.
     pub fn is_empty(&self) -> bool {
         self.classes.is_empty()
     }
@@ -187,7 +193,7 @@ mod tests {
         for tokens in [10, 11, 12, 1000] {
             lengths.ended(1, tokens);
         }
-        // 9, 10, 11, 12 and 1,000: the third; another class knows nothing of them.
+        // 9, 10, 11, 12 and 1,000: the third value. Another class has no answers.
         assert_eq!((lengths.expected(1, 5), lengths.expected(2, 1), lengths.len()), (Some(31), None, 1));
         let mut high = OutputLength::new(0.9, 0, 4).unwrap();
         (1..=10).for_each(|tokens| high.ended(7, tokens));
@@ -204,9 +210,9 @@ mod tests {
         for tokens in [10, 20, 1000] {
             lengths.ended(1, tokens);
         }
-        // 1,030 / 3; to the token, not to a bucket.
+        // 1,030 / 3, exact to the token instead of the bucket.
         assert_eq!((lengths.expected(1, 3), lengths.expected(1, 4)), (Some(343), None));
-        // What is forgotten is forgotten of the mean, too: 10 tokens for long, then 30.
+        // The mean forgets as well: a long run of 10 tokens, then of 30.
         (0..1000).for_each(|_| lengths.ended(2, 10));
         (0..1000).for_each(|_| lengths.ended(2, 30));
         assert_eq!(lengths.expected(2, 128), Some(30));
@@ -222,7 +228,8 @@ mod tests {
             answers += 1;
         }
         assert!((64..=256).contains(&answers), "{answers}");
-        // Scattered lengths, few of one bucket: no count is lost, none grows without bound, and the median stays theirs.
+        // Scattered lengths, few per bucket: no count is lost, no count grows without bound, and
+        // the median stays correct.
         (0..100_000u32).for_each(|i| lengths.ended(2, i * 7919 % 50_000));
         let class = lengths.classes.peek(&2).unwrap();
         assert!(class.seen < HALVED_AT);
@@ -238,7 +245,7 @@ mod tests {
         }
         let known: Vec<u64> = (1..=5).filter(|&class| lengths.expected(class, 1).is_some()).collect();
         assert_eq!((known, lengths.len()), (vec![1, 4, 5], 3));
-        // A long walk over many classes holds three, and those are the last.
+        // After many classes, the three last ones remain.
         (0..10_000u64).for_each(|class| lengths.ended(class * 7919, 5));
         assert_eq!((lengths.len(), lengths.expected(9999 * 7919, 1)), (3, Some(5)));
     }

@@ -1,39 +1,41 @@
-//! What prefills take on an instance, learned from our own first tokens.
+//! Prefill time of an instance, learned from this router's first tokens.
 use crate::ids::Seconds;
 
-/// Weight that an observation keeps when the next one comes: the last fifty or so count.
+/// Weight that an observation keeps when the next one arrives: about the last fifty count.
 const KEEP: f64 = 0.98;
-/// The same for errors of predictions: the last twenty.
+/// Weight that a prediction error keeps when the next one arrives: the last twenty count.
 const KEEP_ERROR: f64 = 0.95;
-/// Predictions judged, decayed, before their error is told: four.
+/// Minimum decayed number of predictions before their error is returned: four predictions.
 const LEAST_JUDGED: f64 = 3.0;
-/// Tokens and pairs are told apart where this much of the pairs is not in proportion to the tokens.
+/// Token and pair costs are separated if at least this fraction of the pairs is not proportional to
+/// the tokens.
 const LEAST_INDEPENDENT: f64 = 1e-3;
 
-/// Attention pairs of a prefill of `new` tokens behind `hit` cached ones.
+/// Returns the attention pairs of a prefill of `new` tokens after `hit` cached tokens.
 pub fn attention_pairs(hit: f64, new: f64) -> f64 {
     new * (hit + new / 2.0)
 }
 
-/// Least squares of seconds = a x tokens + b x attention pairs, both at least 0, over decayed observations, each weighted by one
-/// over its tokens. Without pairs that is the ratio of the sums: long prefills weigh more than short ones, whose time is mostly
-/// fixed cost.
+/// Least squares of seconds = a x tokens + b x attention pairs, both at least 0, over decayed
+/// observations. Each observation is weighted by 1 / tokens. Without pairs, this is the ratio of
+/// the sums: long prefills weigh more than short ones, whose time is mostly fixed cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillRate {
     tokens: f64,
     seconds: f64,
     pairs: f64,
-    /// Sums of pairs squared, and of pairs times seconds, each over tokens.
+    /// Sums of pairs squared, and of pairs times seconds, each divided by tokens.
     pairs_pairs: f64,
     pairs_seconds: f64,
-    /// Decayed sums: squared relative errors of predictions made before the observation, and their number.
+    /// Decayed sums of squared relative errors of predictions made before the observation, and
+    /// their number.
     errors: f64,
     judged: f64,
 }
 
 impl PrefillRate {
-    /// `tokens` uncached prompt tokens with so many attention `pairs` were computed in `seconds`, from the moment the instance
-    /// could begin.
+    /// Records that `tokens` uncached prompt tokens with `pairs` attention pairs took `seconds`,
+    /// counted from the time at which the instance could begin.
     pub fn observe(&mut self, tokens: f64, pairs: f64, seconds: Seconds) {
         if tokens > 0.0 && seconds > 0.0 {
             if let Some(predicted) = self.seconds(tokens, pairs).filter(|predicted| *predicted > 0.0) {
@@ -53,18 +55,19 @@ impl PrefillRate {
         }
     }
 
-    /// Tokens per second over all, once anything was observed.
+    /// Returns the overall tokens per second; `None` before the first observation.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.seconds > 0.0).then(|| self.tokens / self.seconds)
     }
 
-    /// Relative error, root mean square, of the predictions made before each of the last twenty or so prefills. None until there were
-    /// enough.
+    /// Returns the root mean square relative error of the predictions made before each of about the
+    /// last 20 prefills; `None` before enough prefills.
     pub fn relative_error(&self) -> Option<f64> {
         (self.judged >= LEAST_JUDGED).then(|| (self.errors / self.judged).sqrt())
     }
 
-    /// Seconds that a prefill of `tokens` tokens with so many attention `pairs` takes, once anything was observed.
+    /// Returns the seconds of a prefill of `tokens` tokens with `pairs` attention pairs; `None`
+    /// before the first observation.
     pub fn seconds(&self, tokens: f64, pairs: f64) -> Option<Seconds> {
         if self.seconds <= 0.0 {
             return None;
@@ -95,7 +98,7 @@ mod tests {
         assert_eq!((rate.tokens_per_second(), rate.seconds(1.0, 1.0)), (None, None));
         rate.observe(1000.0, 0.0, 0.5);
         assert_eq!(rate.tokens_per_second(), Some(2000.0));
-        assert_eq!(rate.seconds(500.0, 1e9), Some(0.25), "of pairs nothing is known");
+        assert_eq!(rate.seconds(500.0, 1e9), Some(0.25), "the cost of pairs is unknown");
         (0..1000).for_each(|_| rate.observe(1000.0, 0.0, 0.1));
         assert!((rate.tokens_per_second().unwrap() - 10_000.0).abs() < 1.0);
         rate.observe(5.0, 0.0, 0.0);
@@ -112,7 +115,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever tokens and pairs cost, prompts of several lengths tell.
+        /// For any costs per token and pair, prompts of several lengths determine both.
         #[test]
         fn tells_tokens_from_pairs(
             a in 1e-5f64..1e-3, b in 0.0f64..1e-8,

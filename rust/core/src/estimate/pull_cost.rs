@@ -1,31 +1,34 @@
-//! What pulling a prefix from another instance takes, learned from the pulls that callers report.
+//! Cost of fetching a prefix from another instance, learned from the fetches that callers report.
 use crate::ids::Seconds;
 
-/// Weight that an observation keeps when the next one comes: the last fifty or so count.
+/// Weight that an observation keeps when the next one arrives: about the last fifty count.
 const KEEP: f64 = 0.98;
-/// Tokens of the two pulls that the prior stands for: an observation outweighs both after some fifty others.
+/// Tokens of the prior's two observations. About fifty real observations outweigh both.
 const PRIOR_TOKENS: [f64; 2] = [1024.0, 32768.0];
-/// The fixed part is told from the tokens' where pulls differ so much in length.
+/// The fixed part and the per-token part are separated if fetch lengths differ by at least this
+/// much.
 const LEAST_INDEPENDENT: f64 = 1e-3;
 
-/// Least squares of seconds = fixed + per token x tokens, both at least 0, over decayed observations, each weighted by one over its tokens, so that the errors of
-/// short pulls count as much as those of long ones. It begins with two pulls that took what the prior says.
+/// Least squares of seconds = fixed + per token x tokens, both at least 0, over decayed
+/// observations. Each observation is weighted by 1 / tokens, so that errors of short and long
+/// fetches count equally. It starts with two observations that match the prior.
 #[derive(Clone, Copy, Debug)]
 pub struct PullCost {
     prior_fixed: Seconds,
-    /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds, and tokens x seconds.
+    /// Sums over observations, each weighted by 1 / tokens: of 1, tokens, tokens squared, seconds,
+    /// and tokens x seconds.
     ones: f64,
     tokens: f64,
     squares: f64,
     seconds: f64,
     products: f64,
     observed: u64,
-    /// (seconds per token, fixed seconds), as learned.
+    /// Learned (seconds per token, fixed seconds).
     cost: (Seconds, Seconds),
 }
 
 impl PullCost {
-    /// What is taken for true until pulls were seen.
+    /// Starts with a prior cost.
     pub fn new(seconds_per_token: Seconds, fixed_seconds: Seconds) -> PullCost {
         let mut cost = PullCost {
             prior_fixed: fixed_seconds,
@@ -41,7 +44,7 @@ impl PullCost {
         cost
     }
 
-    /// A pull of `tokens` took `seconds`, whatever it waited for.
+    /// Records a fetch of `tokens` that took `seconds`, including all waits.
     pub fn observe(&mut self, tokens: f64, seconds: Seconds) {
         if tokens > 0.0 && seconds >= 0.0 {
             self.observed += 1;
@@ -50,18 +53,18 @@ impl PullCost {
         }
     }
 
-    /// Seconds per token, and those that a pull takes besides.
+    /// Returns seconds per token and fixed seconds of a fetch.
     pub fn cost(&self) -> (Seconds, Seconds) {
         self.cost
     }
 
-    /// Seconds that a pull of so many tokens takes.
+    /// Returns the seconds of a fetch of `tokens` tokens.
     pub fn seconds(&self, tokens: f64) -> Seconds {
         let (per_token, fixed) = self.cost;
         fixed + per_token * tokens
     }
 
-    /// Pulls observed.
+    /// Returns the number of fetches observed.
     pub fn observed(&self) -> u64 {
         self.observed
     }
@@ -82,7 +85,7 @@ impl PullCost {
     fn solved(&self) -> (Seconds, Seconds) {
         let determinant = self.ones * self.squares - self.tokens * self.tokens;
         if determinant <= LEAST_INDEPENDENT * self.ones * self.squares {
-            // All of one length: the fixed part is not to be seen.
+            // All fetches have the same length, so the fixed part cannot be determined.
             let fixed = self.prior_fixed.min(self.products / self.tokens);
             return ((self.products - fixed * self.tokens) / self.squares, fixed);
         }
@@ -106,12 +109,12 @@ mod tests {
         let mut cost = PullCost::new(1e-5, 0.002);
         assert_eq!(cost.cost(), (1e-5, 0.002));
         assert_eq!(cost.seconds(1000.0), 0.012);
-        // One pull that took what the prior says changes nothing.
+        // An observation that matches the prior changes nothing.
         cost.observe(5000.0, 0.052);
         let close = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-9, "{a} is not {b}");
         close(cost.cost().0, 1e-5);
         close(cost.cost().1, 0.002);
-        // The network is four times as slow.
+        // The network is four times as slow as the prior.
         for i in 0..2000 {
             let tokens = f64::from(500 + 100 * (i % 50));
             cost.observe(tokens, 0.01 + 4e-5 * tokens);

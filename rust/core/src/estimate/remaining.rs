@@ -1,21 +1,23 @@
-//! How many tokens an answer still has to come, from how long answers are (the curve of `survival.rs`) and how long it is already.
+//! Expected remaining tokens of an answer, from the distribution of answer lengths (the curve of
+//! `survival.rs`) and its length so far.
 //!
-//! With S the chance that an answer is longer, one of g tokens has `integral of S from g on / S(g)` to come on average, and the mean of the square of what is to
-//! come is `2 x integral of (u - g) S(u) from g on / S(g)`. Straight lines run between the curve's points, so both integrals are exact sums, kept from
-//! each point on: a prediction costs O(1).
+//! With S the probability that an answer is longer, an answer of g tokens has
+//! `integral of S from g on / S(g)` remaining tokens on average. The mean square of the remaining
+//! tokens is `2 x integral of (u - g) S(u) from g on / S(g)`. The curve is linear between its
+//! points, so both integrals are exact sums, stored from each point on: a prediction costs O(1).
 use super::survival::{FLOOR, PRIOR_TOKENS, Survival};
 
-/// A prediction of output tokens still to come.
+/// A prediction of the remaining output tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Remaining {
-    /// The expected number: 0 or more.
+    /// Expected number of tokens: 0 or more.
     pub tokens: f64,
-    /// Its standard deviation in tokens; 0 where it is known.
+    /// Standard deviation in tokens; 0 if the number is known.
     pub deviation: f64,
 }
 
 impl Remaining {
-    /// Known for certain: an oracle's.
+    /// Returns a certain prediction, as from an oracle.
     pub fn exact(tokens: f64) -> Remaining {
         Remaining { tokens, deviation: 0.0 }
     }
@@ -25,15 +27,16 @@ impl Remaining {
 #[derive(Clone, Debug)]
 pub struct RemainingCurve {
     bucket_tokens: f64,
-    /// S at `i * bucket_tokens`; what is at the floor is 0.
+    /// S at `i * bucket_tokens`; values at the floor are 0.
     curve: Vec<f64>,
-    /// Integrals from each point on of S(u), and of S(u) times the way there.
+    /// Integrals from each point on of S(u), and of S(u) times the distance from the point.
     area: Vec<f64>,
     moment: Vec<f64>,
 }
 
 impl RemainingCurve {
-    /// From a length curve. Take [`Survival::product_limit`], which counts answers that still run: a mean over ended ones alone is too short.
+    /// Builds the curve from a length curve. Use [`Survival::product_limit`], which counts running
+    /// answers: a mean over ended answers alone is too short.
     pub fn new(survival: &Survival) -> RemainingCurve {
         let curve: Vec<f64> =
             survival.boundaries().iter().map(|s| if *s > FLOOR { *s } else { 0.0 }).collect();
@@ -45,15 +48,17 @@ impl RemainingCurve {
         RemainingCurve { bucket_tokens, curve, area, moment }
     }
 
-    /// What an answer that has `generated` tokens still has to come, at most until it has `limit` (its `max_tokens`; infinite where it has none).
+    /// Returns the remaining tokens of an answer with `generated` tokens, capped by `limit` total
+    /// tokens (its `max_tokens`; infinite if it has none).
     ///
-    /// Where no answer has come so far, its end is taken to be as likely at each token as the curve's prior has it (a mean of 2,000 tokens to come).
+    /// Beyond the longest observed answer, each token is equally likely to be the last, at the rate
+    /// of the curve's prior (a mean of 2,000 remaining tokens).
     pub fn at(&self, generated: f64, limit: f64) -> Remaining {
         let generated = generated.max(0.0);
         let most = (limit - generated).max(0.0);
         let (s, area, moment) = self.from(generated);
         let (tokens, square) = if s > FLOOR {
-            // Beyond the limit nothing comes: E[min(L, limit) - g], and its square.
+            // Beyond the limit nothing remains: E[min(L, limit) - g], and its square.
             let (_, beyond, beyond_moment) = self.from(limit.max(generated));
             let moment = if beyond > 0.0 { moment - beyond_moment - most * beyond } else { moment };
             ((area - beyond) / s, 2.0 * moment / s)
@@ -67,7 +72,7 @@ impl RemainingCurve {
         Remaining { tokens, deviation: (square - tokens * tokens).max(0.0).sqrt() }
     }
 
-    /// S at a length, and both integrals from there on.
+    /// Returns S at a length, and both integrals from there on.
     fn from(&self, tokens: f64) -> (f64, f64, f64) {
         let place = tokens / self.bucket_tokens;
         if place >= (self.curve.len() - 1) as f64 {
@@ -83,7 +88,8 @@ impl RemainingCurve {
     }
 }
 
-/// Both integrals from a place on: S falls from `s` to `end` over `width` tokens, from where on they are `area` and `moment`.
+/// Returns both integrals from a point on. S falls from `s` to `end` over `width` tokens; beyond
+/// that, the integrals are `area` and `moment`.
 fn onward(width: f64, s: f64, end: f64, area: f64, moment: f64) -> (f64, f64) {
     let here = width * (s + end) / 2.0;
     let here_moment = width * width * (s / 6.0 + end / 3.0);
@@ -104,14 +110,15 @@ mod tests {
 
     #[test]
     fn two_lengths() {
-        // Half end in the bucket up to 640, half in that up to 6,400: S falls in straight lines over these two buckets.
+        // Half end in the bucket up to 640, half in the bucket up to 6,400: S is linear in these
+        // two buckets.
         let curve = curve((0..1000).flat_map(|_| [640, 6400]));
         let at = |g: f64| curve.at(g, f64::INFINITY);
         assert!((at(0.0).tokens - (608.0 + 6368.0) / 2.0).abs() < 3.0, "{:?}", at(0.0));
         assert!((at(0.0).deviation - 2880.0).abs() < 3.0, "{:?}", at(0.0));
         assert!((at(1000.0).tokens - 5368.0).abs() < 1e-6, "{:?}", at(1000.0));
         assert!((at(1000.0).deviation - 64.0 / 12f64.sqrt()).abs() < 1e-3, "{:?}", at(1000.0));
-        // Cut at 2,000: half have 608, half 2,000.
+        // With a limit of 2,000: half have 608, half 2,000.
         let cut = curve.at(0.0, 2000.0);
         assert!((cut.tokens - 1304.0).abs() < 1.0 && (cut.deviation - 696.0).abs() < 1.0, "{cut:?}");
         assert_eq!(curve.at(3000.0, 2000.0), Remaining::exact(0.0));
@@ -147,7 +154,7 @@ mod tests {
             let mean = still.iter().sum::<f64>() / n;
             let deviation = (still.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / n).sqrt();
             let at = curve.at(generated, f64::INFINITY);
-            // The curve knows lengths to a bucket.
+            // The curve resolves lengths to one bucket.
             prop_assert!((at.tokens - mean).abs() <= BUCKET_TOKENS, "{at:?} {mean}");
             prop_assert!((at.deviation - deviation).abs() <= 2.0 * BUCKET_TOKENS, "{at:?} {deviation}");
         }

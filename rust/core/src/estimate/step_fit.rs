@@ -1,39 +1,45 @@
-//! The step-time model, learned as traffic passes: least squares over decayed observations, no cost below zero.
+//! Online fit of the step-time model: least squares over decayed observations, with costs of at
+//! least 0.
 use super::StepTime;
 use crate::ids::Seconds;
 use smallvec::SmallVec;
 
-/// Terms of the model: steps, decoding sequences, their context tokens, prefill tokens, prefill attention pairs.
+/// Terms of the model: steps, decoding sequences, their context tokens, prefill tokens, prefill
+/// attention pairs.
 pub const TERMS: usize = 5;
-/// The terms summed over the steps of some time.
+/// The terms, summed over the steps of a time span.
 pub type Work = [f64; TERMS];
 
-/// Weight that an observation keeps when the next one comes: the last seventy or so count.
+/// Weight that an observation keeps when the next one arrives: about the last seventy count.
 const KEEP: f64 = 0.985;
-/// The same for the errors of predictions: the last twenty.
+/// Weight that a prediction error keeps when the next one arrives: the last twenty count.
 const KEEP_ERROR: f64 = 0.95;
-/// Observations before anything is said.
+/// Minimum number of observations before the model is returned.
 const LEAST: f64 = 8.0;
-/// How far an observation may pull, in times of the usual error.
+/// Maximum influence of an observation, in multiples of the usual error.
 const PULL: f64 = 3.0;
-/// The least that counts as usual error.
+/// Minimum value of the usual error.
 const LEAST_ERROR: f64 = 0.05;
-/// The most that a prediction counts as off: what is off by more is no better known. The first ones, made before the terms are told apart, can be off by a hundred times, and
-/// squared would be all that is heard of for two hundred observations.
+/// Maximum error that one prediction counts for. The first predictions, before the terms are
+/// separated, can be off by a factor of a hundred. Squared, they would dominate the error for two
+/// hundred observations.
 const MOST_ERROR: f64 = 1.0;
-/// Pull towards the costs so far, as a share of what was observed of a term. It decides what observations leave open.
+/// Regularization towards the current costs, as a fraction of a term's observations. It decides
+/// what the observations leave open.
 const HOLD: f64 = 1e-3;
-/// Costs of a usual engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until traffic tells terms apart.
+/// Costs of a typical engine (the profile `llama-3.1-8b-a100`). Only their proportions count, until
+/// traffic separates the terms.
 const USUAL: Work = [0.01, 2e-5, 8e-8, 6e-5, 2.2e-9];
-/// Tokens that a step is taken to hold until one was seen to hold more: vLLM's smallest default.
+/// Assumed tokens per step until a step was seen to hold more: vLLM's smallest default.
 const USUAL_BATCH_TOKENS: f64 = 2048.0;
 
 fn dot(a: &Work, b: &Work) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Step seconds = costs x work, learned for one instance. Terms that its traffic does not tell apart keep the proportions they
-/// began with, so the sum is right where the traffic was, and only there. A constant number of bytes and of operations.
+/// Step seconds = costs x work, learned for one instance. Terms that its traffic does not separate
+/// keep their initial proportions. So the sum is accurate only for work like the observed traffic.
+/// Memory and time are constant.
 #[derive(Clone, Debug)]
 pub struct StepFit {
     /// Sums of products of terms, and of terms and seconds.
@@ -41,9 +47,10 @@ pub struct StepFit {
     seconds: Work,
     costs: Work,
     observations: f64,
-    /// Observations with that term in it.
+    /// Observations that contain each term.
     seen: Work,
-    /// Decayed sums: squared relative errors of predictions made before the observation, and their number.
+    /// Decayed sums of squared relative errors of predictions made before the observation, and
+    /// their number.
     errors: f64,
     judged: f64,
     batch_tokens: f64,
@@ -65,7 +72,7 @@ impl Default for StepFit {
 }
 
 impl StepFit {
-    /// The instance did `work` in `seconds`. What no engine can do is passed over.
+    /// Records that the instance did `work` in `seconds`. Ignores impossible values.
     pub fn observe(&mut self, work: &Work, seconds: Seconds) {
         let sane = work.iter().all(|term| (0.0..1e15).contains(term)) && work[0] >= 1.0;
         if !(sane && (1e-9..1e9).contains(&seconds)) {
@@ -74,10 +81,11 @@ impl StepFit {
         if self.observations == 0.0 {
             self.costs = USUAL.map(|cost| cost * seconds / dot(work, &USUAL));
         }
-        // A prediction of nothing would weigh without bound.
+        // A prediction of 0 would have unbounded weight.
         let predicted = dot(work, &self.costs).max(seconds / 100.0);
         let mut error = seconds / predicted - 1.0;
-        // What is predicted of a term that was hardly seen is a guess: that it is wrong tells nothing of the observation.
+        // For a rarely observed term, a prediction is a guess: its error does not make the
+        // observation an outlier.
         if (0..TERMS).all(|i| work[i] == 0.0 || self.seen[i] > LEAST) {
             let most = PULL * self.error().max(LEAST_ERROR);
             error = error.clamp(-most, most);
@@ -98,25 +106,29 @@ impl StepFit {
         self.solve();
     }
 
-    /// So many prefill tokens were computed in so many steps: a bound from below on what a step may hold.
+    /// Records that `tokens` prefill tokens were computed in `steps` steps: a lower bound on the
+    /// tokens per step.
     pub fn saw_chunks(&mut self, tokens: f64, steps: f64) {
-        // The first step of a time may be full before it, of the same prefill.
+        // The first step of a time span may already be filled by the same prefill.
         self.batch_tokens = self.batch_tokens.max((tokens / (steps + 1.0)).min(1e9));
     }
 
-    /// Steps that a prefill of `tokens` tokens takes alone.
+    /// Returns the number of steps of a prefill of `tokens` tokens alone.
     pub fn steps(&self, tokens: f64) -> f64 {
         (tokens / self.batch_tokens).ceil().max(1.0)
     }
 
-    /// Seconds of a decode step, by what is learned so far; 0 before anything was.
+    /// Returns the seconds of a decode step under the current costs; 0 before the first
+    /// observation.
     pub fn decode_seconds(&self, sequences: f64, context: f64) -> Seconds {
         self.costs[0] + self.costs[1] * sequences + self.costs[2] * context
     }
 
-    /// The costs that explain best what was observed; of the terms that would be below zero, the lowest is taken out in turn.
+    /// Fits the costs to the observations. While a cost is negative, the term with the lowest cost
+    /// is removed.
     fn solve(&mut self) {
-        // In units in which each term was observed once. A term that was never observed keeps its cost, and its row is not read.
+        // The system is scaled so that each observed term has diagonal 1. A term that was never
+        // observed keeps its cost, and its row is not read.
         let scale: Work = std::array::from_fn(|i| self.products[i][i].sqrt());
         let system = System {
             rows: std::array::from_fn(|i| {
@@ -145,13 +157,13 @@ impl StepFit {
         (self.errors / self.judged).sqrt()
     }
 
-    /// Relative error, at most 1 each, root mean square, of the predictions made before each of the last twenty or so observations. None until there
-    /// were enough.
+    /// Returns the root mean square relative error, each error at most 1, of the predictions before
+    /// each of about the last 20 observations; `None` before enough observations.
     pub fn relative_error(&self) -> Option<f64> {
         (self.judged >= LEAST).then(|| self.error())
     }
 
-    /// The model. None until enough was observed.
+    /// Returns the model; `None` before enough observations.
     pub fn step_time(&self) -> Option<StepTime> {
         (self.judged >= LEAST).then(|| StepTime {
             fixed_seconds: self.costs[0],
@@ -164,22 +176,24 @@ impl StepFit {
         })
     }
 
-    /// Whether prefills were among what was observed.
+    /// Returns whether the observations include prefills.
     pub fn knows_prefill(&self) -> bool {
         self.products[3][3] > 0.0
     }
 }
 
-/// Linear equations whose diagonal dominates enough to need no pivots: a Gram matrix with unit diagonal and something added to it.
+/// Linear equations with a dominant diagonal that need no pivoting: a regularized Gram matrix with
+/// unit diagonal.
 struct System {
     rows: [Work; TERMS],
     right: Work,
 }
 
 impl System {
-    /// The solution for the terms `free` alone, in their order.
+    /// Returns the solution for the terms `free` alone, in their order.
     fn solve(&self, free: &[usize]) -> Work {
-        // A function for each number of terms, so that its loops are unrolled whatever the compiler inlines elsewhere.
+        // One function per number of terms, so that its loops are unrolled even if the compiler
+        // does not inline.
         match *free {
             [] => [0.0; TERMS],
             [a] => self.eliminate([a]),
@@ -191,7 +205,8 @@ impl System {
         }
     }
 
-    // By index: loops over constant ranges are unrolled, chains of `skip` and `zip` in some builds only.
+    // Indexed, because the compiler unrolls loops over constant ranges, but `skip` and `zip` only
+    // sometimes.
     #[allow(clippy::needless_range_loop)]
     fn eliminate<const N: usize>(&self, free: [usize; N]) -> Work {
         let mut rows: [[f64; N]; N] = free.map(|i| free.map(|j| self.rows[i][j]));
@@ -220,7 +235,7 @@ mod tests {
     use proptest::prelude::*;
     use rand::{RngExt, SeedableRng};
 
-    /// Stretches of traffic: every other one with a prefill in it.
+    /// Stretches of traffic; every other one contains a prefill.
     fn works(seed: u64) -> Vec<Work> {
         let mut rng = rand_pcg::Pcg64Mcg::seed_from_u64(seed);
         let mut some = |from: f64, to: f64| rng.random_range(from..to);
@@ -239,7 +254,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever an engine costs, its traffic tells: of varied work, each cost; and where an outlier lies among it, nearly so.
+        /// For any engine costs, varied traffic determines each cost, and approximately so if it
+        /// contains an outlier.
         #[test]
         fn learns_the_costs(costs in costs(), seed: u64, outlier: bool) {
             let works = works(seed);
@@ -255,7 +271,7 @@ mod tests {
             prop_assert!(fit.relative_error().unwrap() < tolerance);
         }
 
-        /// Whatever comes, costs are numbers of at least 0.
+        /// For any input, costs are at least 0.
         #[test]
         fn costs_are_never_negative(
             observed in prop::collection::vec((prop::array::uniform5(-1.0f64..1e9), -1.0f64..1e4), 1..100),
@@ -298,7 +314,8 @@ mod tests {
 
     #[test]
     fn one_prediction_that_was_wild_is_not_heard_of_for_long() {
-        // Two long prefills come first and take all that is observed, so that the decodes after them are predicted to take next to nothing.
+        // Two long prefills come first and take all the observed time, so the following decodes are
+        // predicted to take almost no time.
         let costs: Work = [0.048, 4e-6, 1.6e-8, 2.8e-4, 4.4e-10];
         let (mut fit, mut worst) = (StepFit::default(), 0.0f64);
         for (i, work) in works(18_069_448_246_200_261_675).iter().enumerate() {
@@ -306,9 +323,9 @@ mod tests {
             if (1..5).contains(&i) {
                 worst = worst.max(off);
             } else if i > 0 {
-                assert!(off.abs() < 0.05, "{off} at {i}: all is known, and the outlier is cut short");
+                assert!(off.abs() < 0.05, "{off} at {i}: all costs are known, and the outlier is clipped");
             }
-            // Two predictions off by all at most: the root of 2 x 0.95^75 / 20 is 0.046.
+            // Two predictions with the maximum error: the root of 2 x 0.95^75 / 20 is 0.046.
             assert!(i < 80 || fit.relative_error().unwrap() < 0.05, "{:?} at {i}", fit.relative_error());
             fit.observe(work, dot(work, &costs) * if i == 100 { 50.0 } else { 1.0 });
         }
@@ -317,7 +334,8 @@ mod tests {
 
     #[test]
     fn prefills_that_come_late_are_no_outliers() {
-        // Their tokens take 18 times what they do of a usual engine, beside decodes that were known exactly before them.
+        // Prefill tokens take 18 times as long as on a typical engine, with decodes that were exact
+        // before.
         let costs: Work = [0.002, 4e-6, 1.6e-8, 2.2e-4, 4.4e-10];
         let mut fit = StepFit::default();
         let (decodes, prefills): (Vec<Work>, Vec<Work>) = works(7).iter().partition(|work| work[3] == 0.0);

@@ -1,51 +1,58 @@
-//! Cuts an instance's traffic into observations of its step time.
+//! Converts an instance's traffic into observations of its step time.
 //!
-//! Every decoding sequence gets one token a step, so the tokens of one stream, the *lead*, count the steps. An observation reaches
-//! from one of its tokens to a later one. Both must be *clean*: no prefill half done, that is none in flight, or one just ended
-//! (engines prefill in order). So each prefill's work falls between two cuts, whole but for what the next prefill took of its last
-//! step. What an idle instance begins with, up to the first token, is an observation of its own.
+//! Every decoding sequence gets one token per step, so the tokens of one stream, the *lead*, count
+//! the steps. An observation spans from one lead token to a later one. Both must be *clean*: no
+//! prefill is half done. A prefill is not half done if none is in flight or one has just ended
+//! (engines prefill in order). So each prefill's work falls entirely between two cuts, except for
+//! the part of its last step that the next prefill uses. On an idle instance, the time up to the
+//! first token is a separate observation.
 use super::step_fit::{StepFit, Work};
 use crate::ids::Seconds;
 
-/// Steps that an observation has at least: the time of a token at the router is its step's end, give or take the way.
+/// Minimum steps of an observation: a token's arrival time at the router is its step's end plus
+/// network jitter.
 const LEAST_STEPS: f64 = 8.0;
-/// The same where the lead ends.
+/// Minimum steps of an observation at the lead's end.
 const LEAST_LAST_STEPS: f64 = 2.0;
-/// Steps after which an observation without a clean end is given up.
+/// Maximum steps of an observation without a clean end; then it is dropped.
 const MOST_STEPS: f64 = 1024.0;
-/// First tokens that come this share of a decode step after the lead's token are of the same step.
+/// First tokens within this fraction of a decode step after the lead's token belong to the same
+/// step.
 const SAME_STEP: f64 = 0.25;
 
-/// What is decoding on an instance: sequences, and their context tokens.
+/// Decode batch of an instance: sequences and their context tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Batch {
     /// Sequences.
     pub sequences: f64,
-    /// Context tokens of them all.
+    /// Context tokens of all sequences.
     pub context: f64,
 }
 
-/// Prompt tokens computed, and their attention pairs.
+/// Computed prompt tokens and their attention pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Prefilled {
-    /// Tokens.
+    /// Computed tokens.
     pub tokens: f64,
-    /// Pairs.
+    /// Attention pairs.
     pub pairs: f64,
 }
 
-/// Watches one instance. Every event costs a few operations; one in eight of the lead's tokens a small system of equations.
+/// Observer of one instance. Each event costs a few operations; every eighth token of the lead
+/// solves a small system of equations.
 #[derive(Clone, Debug, Default)]
 pub struct StepWatch {
     fit: StepFit,
     /// Ticket of the stream whose tokens count the steps.
     lead: Option<u32>,
-    /// When the lead's last token came, until when others are taken for its step's, the batch then, and whether it was clean.
+    /// Time of the lead's last token, end of the interval that counts as the same step, batch at
+    /// that time, and whether the token was clean.
     at: Seconds,
     same_step_until: Seconds,
     batch: Batch,
     clean: bool,
-    /// When the observation under way began, its work up to `at`, and the steps it needs; None: it waits for a clean token.
+    /// Start of the current observation, its work up to `at`, and its minimum steps; `None`: it
+    /// waits for a clean token.
     since: Option<Seconds>,
     work: Work,
     least_steps: f64,
@@ -55,13 +62,14 @@ pub struct StepWatch {
 }
 
 impl StepWatch {
-    /// What was learned.
+    /// Returns the learned model.
     pub fn fit(&self) -> &StepFit {
         &self.fit
     }
 
-    /// A first token came at `now`, with `batch` decoding from now on and other prefills in flight or not, and with it `ended`
-    /// prefills; `idle_since`: when the first of them could begin, where nothing decoded beside them.
+    /// Records a first token at `now`, with `ended` prefills. `batch`: the decodes from now on.
+    /// `prefilling`: whether other prefills are in flight. `idle_since`: the earliest start of the
+    /// first prefill, if nothing decoded beside it.
     pub fn first_token(
         &mut self,
         ticket: u32,
@@ -93,12 +101,13 @@ impl StepWatch {
         self.passed(now, batch, prefilling);
     }
 
-    /// A prefill ended without a first token: nobody knows how much of it was computed.
+    /// Records that a prefill ended without a first token, so its computed part is unknown.
     pub fn disturbed(&mut self) {
         (self.since, self.clean) = (None, false);
     }
 
-    /// A stream got `n` tokens by `now`, with `batch` decoding and prefills in flight or not. True: something was learned.
+    /// Records that a stream got `n` tokens by `now`. `batch`: the decodes. `prefilling`: whether
+    /// prefills are in flight. Returns whether the model learned from it.
     pub fn tokens(&mut self, ticket: u32, n: f64, now: Seconds, batch: Batch, prefilling: bool) -> bool {
         let mut learned = false;
         match self.lead {
@@ -107,7 +116,7 @@ impl StepWatch {
                 learned = self.cut();
                 if self.since.is_some() {
                     self.work[0] += n;
-                    // The batch has changed in between: take its mean.
+                    // The batch changed in between, so its mean is used.
                     self.work[1] += n * (self.batch.sequences + batch.sequences) / 2.0;
                     self.work[2] += n * (self.batch.context + batch.context) / 2.0;
                     self.add(self.ended);
@@ -122,7 +131,7 @@ impl StepWatch {
         learned
     }
 
-    /// A stream ended.
+    /// Records the end of a stream.
     pub fn ended(&mut self, ticket: u32) {
         if self.lead == Some(ticket) {
             self.least_steps = self.least_steps.min(LEAST_LAST_STEPS);
@@ -136,14 +145,15 @@ impl StepWatch {
         self.work[4] += ended.pairs;
     }
 
-    /// A token of the lead came.
+    /// Records a token of the lead.
     fn passed(&mut self, now: Seconds, batch: Batch, prefilling: bool) {
         self.clean = self.ends > 0 || !prefilling;
         (self.at, self.batch, self.ended, self.ends) = (now, batch, Prefilled::default(), 0);
         self.same_step_until = now + SAME_STEP * self.fit.decode_seconds(batch.sequences, batch.context);
     }
 
-    /// Where the lead's last token was clean, ends the observation there, if it has the steps, and begins the next.
+    /// If the lead's last token was clean and the observation is long enough, ends it there and
+    /// begins the next.
     fn cut(&mut self) -> bool {
         let mut learned = false;
         if let Some(since) = self.since {
@@ -169,7 +179,7 @@ mod tests {
 
     const ALONE: Batch = Batch { sequences: 1.0, context: 100.0 };
 
-    /// A step takes 10 ms, and one of 1,000 prefill tokens 60 ms more.
+    /// A step takes 10 ms; a step with 1,000 prefill tokens takes 60 ms more.
     #[test]
     fn prefills_fall_between_two_cuts() {
         let mut watch = StepWatch::default();
@@ -192,7 +202,7 @@ mod tests {
         assert!(watch.fit().relative_error().unwrap() < 0.02);
     }
 
-    /// Two prompts end with the same step, before and after the lead's own token.
+    /// Two prompts end in the same step, before and after the lead's own token.
     #[test]
     fn whoever_tells_first_prefills_of_one_step_stay_together() {
         let mut watch = StepWatch::default();
@@ -238,7 +248,7 @@ mod tests {
                 now += 0.01;
                 watch.tokens(lead, 1.0, now, ALONE, step == 7);
                 if step == 8 {
-                    now += 5.0; // a prefill that was given up; who knows how far it was
+                    now += 5.0; // a prefill was dropped with unknown progress
                     watch.disturbed();
                     watch.tokens(lead, 1.0, now, ALONE, false);
                 }

@@ -1,34 +1,39 @@
-//! How long answers are: the chance that one is longer than so many tokens, learned online (SIBYL section 4.2, Eqs. 3 and 4).
+//! Distribution of answer lengths: the probability that an answer is longer than a number of
+//! tokens, learned online (SIBYL section 4.2, Eqs. 3 and 4).
 //!
-//! Two corrections to the paper. Eq. (4) updates only the boundaries that the finished answer has passed, whose indicator is always 1, so that
-//! S would stay 1 for ever: here every boundary is updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
+//! Two corrections to the paper. Eq. (4) updates only the boundaries that the finished answer has
+//! passed, where the indicator is always 1, so S would stay 1 forever. Here every boundary is
+//! updated. And S is P(L > l), so the indicator is `L > l`; the printed `>=` is off by one.
 use crate::wide::greater;
 use multiversion::multiversion;
 
-/// Tokens between two boundaries at which the curve is kept, by default; straight lines run between them.
+/// Default tokens between two boundaries of the curve. The curve is linear between boundaries.
 pub const BUCKET_TOKENS: f64 = 64.0;
-/// The longest answers: what is beyond counts as there.
+/// Longest answers: longer answers count as this long.
 const LONGEST_TOKENS: f64 = 32_768.0;
-/// Boundaries, by default.
+/// Default number of buckets.
 pub const BUCKETS: usize = 512;
-/// Weight that the curve keeps at each finished answer, once a thousand were seen; until then all count alike.
+/// Weight that the curve keeps at each finished answer after the first thousand; before, all
+/// answers weigh the same.
 pub const ALPHA: f64 = 0.999;
-/// The same of what the product-limit curve is made of: a long tail has few answers that tell of it.
+/// Weight that the counts of the product-limit curve keep. It is higher, because few answers reach
+/// a long tail.
 const KEEP: f64 = 0.9999;
-/// The curve never falls below: nothing divides by 0, and fewer than one in ten thousand cannot be told from none.
+/// Minimum of the curve. It avoids division by 0, and probabilities below one in ten thousand
+/// cannot be measured.
 pub const FLOOR: f64 = 1e-4;
 
-/// Requests that count as seen before any was.
+/// Number of prior requests.
 const PRIOR: f64 = 2.0;
-/// Their mean length in tokens.
+/// Mean length of the prior requests in tokens.
 pub const PRIOR_TOKENS: f64 = 2000.0;
 
-/// Buckets of so many tokens up to the longest answers.
+/// Returns the number of buckets of `bucket_tokens` tokens up to the longest answers.
 pub fn buckets_of(bucket_tokens: f64) -> usize {
     (LONGEST_TOKENS / bucket_tokens).ceil() as usize
 }
 
-/// How the curve is kept.
+/// Settings of the curve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CurveSettings {
     /// Weight that the curve keeps at each finished answer (Eq. 4), 0 to 1.
@@ -43,18 +48,19 @@ impl Default for CurveSettings {
     }
 }
 
-/// S(l) = P(L > l): non-increasing, S(0) = 1. Until an answer was seen S is 1 everywhere.
+/// S(l) = P(L > l): non-increasing, S(0) = 1. Before the first answer, S is 1 everywhere.
 #[derive(Clone, Debug)]
 pub struct Survival {
     settings: CurveSettings,
     seen: u64,
-    /// Answers that came to each bucket, and that ended there, those of long ago for less; `weight` is what one counts for now.
+    /// Answers that reached each bucket, and that ended in it, decayed over time. `weight` is the
+    /// weight of a new answer.
     entries: Vec<f64>,
     exits: Vec<f64>,
     weight: f64,
     /// S at `i * bucket_tokens`.
     curve: Vec<f64>,
-    /// The same, at least [`FLOOR`], and 1 over its value in the middle of each bucket.
+    /// The curve, at least [`FLOOR`], and 1 over its value in the middle of each bucket.
     floored: Vec<f64>,
     inverse: Vec<f64>,
 }
@@ -66,7 +72,7 @@ impl Default for Survival {
 }
 
 impl Survival {
-    /// A curve of which nothing is known.
+    /// Creates a curve without observations.
     pub fn new(settings: CurveSettings) -> Survival {
         let buckets = buckets_of(settings.bucket_tokens);
         Survival {
@@ -81,17 +87,17 @@ impl Survival {
         }
     }
 
-    /// Tokens between two boundaries.
+    /// Returns the tokens between two boundaries.
     pub fn bucket_tokens(&self) -> f64 {
         self.settings.bucket_tokens
     }
 
-    /// Number of buckets: one less than boundaries.
+    /// Returns the number of buckets: one less than boundaries.
     pub fn buckets(&self) -> usize {
         self.inverse.len()
     }
 
-    /// An answer ended after `tokens` tokens.
+    /// Records an answer that ended after `tokens` tokens.
     pub fn observe(&mut self, tokens: u32) {
         self.seen += 1;
         let keep = self.settings.alpha.min(1.0 - 1.0 / self.seen as f64);
@@ -111,7 +117,7 @@ impl Survival {
         }
     }
 
-    /// A running answer went on from `before` tokens to `after` (from 0: it began).
+    /// Records that a running answer grew from `before` to `after` tokens (from 0: it began).
     pub fn passed(&mut self, before: f64, after: f64) {
         let (width, buckets) = (self.bucket_tokens(), self.buckets() as f64);
         let bucket = |tokens: f64| (tokens / width).ceil().min(buckets) as usize;
@@ -120,8 +126,10 @@ impl Survival {
         }
     }
 
-    /// The same curve by the product-limit estimator (Kaplan and Meier): in each bucket, those that ended of those that came to it, wherever the others are by
-    /// now. A mean over ended answers alone sees the short ones first, and is too short for as long as a life takes.
+    /// Returns the curve by the product-limit estimator (Kaplan and Meier): in each bucket, the
+    /// fraction that ended among the answers that reached it, including running answers. A mean
+    /// over ended answers alone sees short answers first, so it is too short for the duration of an
+    /// answer.
     pub fn product_limit(&self) -> Survival {
         let mut limit = Survival { seen: self.seen, ..Survival::new(self.settings) };
         let mut s = 1.0;
@@ -134,12 +142,12 @@ impl Survival {
         limit
     }
 
-    /// Answers seen.
+    /// Returns the number of answers observed.
     pub fn seen(&self) -> u64 {
         self.seen
     }
 
-    /// S at `tokens`, at least [`FLOOR`].
+    /// Returns S at `tokens`, at least [`FLOOR`].
     pub fn at(&self, tokens: f64) -> f64 {
         let buckets = self.buckets();
         let place = (tokens / self.bucket_tokens()).clamp(0.0, buckets as f64);
@@ -148,12 +156,12 @@ impl Survival {
         self.floored[bucket] * (1.0 - part) + self.floored[bucket + 1] * part
     }
 
-    /// S at the boundaries `0, bucket_tokens, ...`, at least [`FLOOR`].
+    /// Returns S at the boundaries `0, bucket_tokens, ...`, at least [`FLOOR`].
     pub fn boundaries(&self) -> &[f64] {
         &self.floored
     }
 
-    /// 1 / S in the middle of each bucket.
+    /// Returns 1 / S in the middle of each bucket.
     pub fn inverse_middles(&self) -> &[f64] {
         &self.inverse
     }
@@ -189,7 +197,8 @@ mod tests {
     #[test]
     fn the_mean_then_moves_by_alpha() {
         let mut s = Survival::new(CurveSettings { alpha: 0.5, ..CurveSettings::default() });
-        // The first sets S to 1 at 64, the second halves it (one half is both the mean's weight and alpha), the third halves it again.
+        // The first answer sets S to 1 at 64, the second halves it (one half is both the mean's
+        // weight and alpha), the third halves it again.
         for (tokens, expected) in [(100, 1.0), (10, 0.5), (10, 0.25), (100, 0.625)] {
             s.observe(tokens);
             assert_eq!(s.at(64.0), expected);
@@ -203,7 +212,7 @@ mod tests {
             s.passed(0.0, 1.0);
             s.passed(1.0, 100.0);
             s.observe(100);
-            // As many have come to 650 tokens, and run on.
+            // As many answers have reached 650 tokens and still run.
             s.passed(0.0, 650.0);
         }
         assert!(s.at(640.0) <= 2.0 * FLOOR);
@@ -212,7 +221,7 @@ mod tests {
         assert!((limit.at(640.0) - 0.5).abs() < 0.02, "{}", limit.at(640.0));
         let b = limit.boundaries();
         assert!(b[0] == 1.0 && b.windows(2).all(|w| w[0] >= w[1]));
-        // Where nobody has been, the prior's rate holds.
+        // Where no answer has been, the prior's rate applies.
         assert!(limit.at(2640.0) < 0.25 && limit.at(2640.0) > 0.1, "{}", limit.at(2640.0));
     }
 
@@ -230,7 +239,7 @@ mod tests {
             prop_assert!((b[0] - 1.0).abs() < 1e-9);
             prop_assert!(b.windows(2).all(|w| w[0] >= w[1] - 1e-12) && b.iter().all(|s| *s >= FLOOR));
             prop_assert!(s.inverse_middles().iter().all(|i| i.is_finite()));
-            // It starts as the share of longer answers, at each boundary.
+            // The curve starts as the fraction of longer answers, at each boundary.
             if alpha > 0.995 {
                 for i in [1, 7, s.buckets()] {
                     let longer = lengths.iter().filter(|&&l| f64::from(l) > i as f64 * bucket_tokens).count();

@@ -1,53 +1,55 @@
-//! Turns: which request continues which conversation, and how long the answers before were.
+//! Conversation turns: which request continues which conversation, and the lengths of its previous
+//! answers.
 //!
-//! A request's turn before is the latest one with the same session key or, without one, the latest
-//! whose whole prompt blocks begin this prompt. A prompt that `SHARED_AFTER` or more different
-//! ones continue is a system prompt, and ties no two requests together. `lmetric.lengths.from_trace`
-//! finds turns the same way, for training.
+//! The previous turn of a request is the latest request with the same session key. Without a
+//! session key, it is the latest request whose whole prompt blocks begin this prompt. A prompt with
+//! `SHARED_AFTER` or more different continuations is a system prompt and links no requests.
+//! `lmetric.lengths.from_trace` finds turns by the same rules, for training.
 use crate::ids::Seconds;
 use crate::request::Request;
 use hashbrown::DefaultHashBuilder;
 use lru::LruCache;
 use std::num::NonZeroUsize;
 
-/// A prompt with as many different continuations is a system prompt.
+/// Number of different continuations from which a prompt counts as a system prompt.
 const SHARED_AFTER: usize = 8;
-/// Prompts and sessions that are remembered, about 150 bytes each; the one used least recently leaves.
+/// Maximum number of prompts and sessions kept, about 150 bytes each; the least recently used is
+/// dropped first.
 const REMEMBERED: usize = 1 << 16;
 
-/// What is known of a request's conversation when the request arrives; all 0 in a first turn.
+/// Known conversation history of a request at its arrival; all 0 in a first turn.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Turn {
-    /// Turns before this one.
+    /// Number of previous turns.
     pub turns: u32,
-    /// Prompt tokens that the turn before did not have; all of them in a first turn.
+    /// Prompt tokens that the previous turn did not have; all prompt tokens in a first turn.
     pub new_prompt_tokens: f64,
-    /// Tokens of the answer before.
+    /// Tokens of the previous answer.
     pub previous_answer_tokens: f64,
-    /// Mean of all answers before in the conversation, tokens.
+    /// Mean tokens of all previous answers in the conversation.
     pub mean_answer_tokens: f64,
-    /// From the arrival of the turn before to this one's.
+    /// Seconds between the arrivals of the previous turn and this one.
     pub seconds_since_previous: Seconds,
-    /// What its answer is recorded under.
+    /// Key under which this turn's answer is recorded.
     key: u64,
 }
 
 #[derive(Debug)]
 struct Record {
-    /// Whole blocks of its prompt, and the hash of the last; its prompt's tokens.
+    /// Number of whole blocks in its prompt, the hash of the last block, and the prompt's tokens.
     blocks: usize,
     end: Option<u64>,
     prompt_tokens: u32,
     arrival: Seconds,
     turns: u32,
-    /// Answers of the turns before, and its own once it has ended.
+    /// Tokens of all previous answers, and of its own answer once it has ended.
     answers_tokens: f64,
     answer_tokens: f64,
-    /// First blocks of the prompts that continued it, while they are few.
+    /// First blocks of the prompts that continue it, while they are few.
     continuations: Vec<u64>,
 }
 
-/// The latest turns, by session key or by the last whole block of the prompt.
+/// Latest turns, by session key or by the last whole block of the prompt.
 #[derive(Debug)]
 pub struct Turns {
     records: LruCache<u64, Record, DefaultHashBuilder>,
@@ -55,7 +57,7 @@ pub struct Turns {
 
 impl Default for Turns {
     fn default() -> Turns {
-        // `LruCache::new` would make room for all of them at once.
+        // `LruCache::new` would allocate space for all records at once.
         let mut records = LruCache::unbounded_with_hasher(DefaultHashBuilder::default());
         records.resize(NonZeroUsize::new(REMEMBERED).expect("above 0"));
         Turns { records }
@@ -63,7 +65,7 @@ impl Default for Turns {
 }
 
 impl Turns {
-    /// A request arrives: what its conversation was, and from now on it is the latest turn.
+    /// Records the arrival of a request, and returns its conversation so far.
     pub fn arrived(&mut self, request: &Request<'_>, now: Seconds) -> Turn {
         let whole = (f64::from(request.prompt_tokens) / request.tokens_per_block) as usize;
         let chain = &request.chain[..request.chain.len().min(whole)];
@@ -102,15 +104,16 @@ impl Turns {
         turn
     }
 
-    /// The answer of a request has ended. Nothing happens if a later turn has come meanwhile, or the
-    /// turn was forgotten.
+    /// Records the end of a request's answer. Does nothing if a later turn has arrived or the turn
+    /// was dropped.
     pub fn ended(&mut self, turn: &Turn, answer_tokens: u32) {
         if let Some(record) = self.records.get_mut(&turn.key).filter(|record| record.turns == turn.turns) {
             record.answer_tokens = f64::from(answer_tokens);
         }
     }
 
-    /// The latest turn with the most whole blocks that begin `chain`, and the tokens of these.
+    /// Returns the latest turn with the most whole blocks that begin `chain`, and the tokens of
+    /// these blocks.
     fn by_prefix(&mut self, chain: &[u64], tokens_per_block: f64) -> Option<(&Record, f64)> {
         let mut longest = None;
         for (place, hash) in chain.iter().enumerate() {
@@ -130,10 +133,10 @@ impl Turns {
     }
 }
 
-/// Tokens of the turn before that this prompt begins with.
+/// Returns the tokens of the previous turn that this prompt begins with.
 fn shared(record: &Record, request: &Request<'_>, chain: &[u64]) -> f64 {
     match record.end {
-        // Prompts without blocks: a turn is taken to repeat the one before.
+        // Prompts without blocks: a turn is assumed to repeat the previous turn.
         None => f64::from(record.prompt_tokens.min(request.prompt_tokens)),
         end if chain.get(record.blocks - 1).copied() == end => {
             record.blocks as f64 * request.tokens_per_block
@@ -153,7 +156,7 @@ mod tests {
     #[test]
     fn a_prompt_continues_the_latest_one_that_it_begins_with() {
         let mut turns = Turns::default();
-        // 40 tokens: two whole blocks; the partial third ties nothing together.
+        // 40 tokens: two whole blocks; the partial third block links nothing.
         let first = turns.arrived(&request(&[1, 2, 3], 40, None), 10.0);
         assert_eq!((first.turns, first.new_prompt_tokens, first.previous_answer_tokens), (0, 40.0, 0.0));
         turns.ended(&first, 30);
@@ -165,7 +168,7 @@ mod tests {
         assert_eq!((third.turns, third.previous_answer_tokens, third.mean_answer_tokens), (2, 50.0, 40.0));
         let other = turns.arrived(&request(&[7, 8, 9, 10], 70, None), 27.0);
         assert_eq!((other.turns, other.new_prompt_tokens), (0, 70.0));
-        // Nothing to remember it by.
+        // A request without blocks or session key cannot be remembered.
         assert_eq!(turns.arrived(&request(&[], 9, None), 28.0).turns, 0);
         assert_eq!(turns.arrived(&request(&[], 9, None), 29.0).turns, 0);
     }
@@ -189,10 +192,11 @@ mod tests {
         assert_eq!(other.turns, 0);
         let second = turns.arrived(&request(&[1, 2, 3], 48, Some(5)), 2.0);
         assert_eq!((second.turns, second.new_prompt_tokens, second.previous_answer_tokens), (1, 16.0, 7.0));
-        // A client that cut its history: nothing of the turn before is known to be there.
+        // The client truncated its history: no prompt token is known to be shared with the previous
+        // turn.
         let third = turns.arrived(&request(&[9, 3], 32, Some(5)), 3.0);
         assert_eq!((third.turns, third.new_prompt_tokens), (2, 32.0));
-        // The second answer ends after the third turn has come.
+        // The second answer ends after the third turn has arrived.
         turns.ended(&second, 100);
         let fourth = turns.arrived(&request(&[9, 3, 4], 48, Some(5)), 4.0);
         assert_eq!((fourth.turns, fourth.previous_answer_tokens), (3, 0.0));

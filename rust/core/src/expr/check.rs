@@ -1,7 +1,9 @@
-//! Tree to graph: resolves names, checks types, folds constants, shares equal parts.
+//! Tree to graph: resolves names, checks types, folds constants, shares equal subexpressions.
 //!
-//! What can be known before any request is refused here, with its place: unknown names, wrong types, division by a constant
-//! zero, logarithm of a constant that has none, constants that are not finite, reductions over what does not vary.
+//! The checker rejects all errors that are known before the first request, with their position.
+//! Examples: unknown names, wrong types, division by a constant zero, and reductions over a value
+//! that is the same for all instances. It also rejects logarithms of constants that are not
+//! positive, and constants that are not finite.
 use super::parse::{FUNCTIONS, Function, Infix, Kind, Node, Prefix};
 use super::{ExprError, Type};
 use crate::indicators::{DeclaredId, INDICATORS, Indicator, IndicatorSet, Scope, declared};
@@ -11,7 +13,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A function of one number. Truth values are 1 and 0.
+/// Function of one number. Truth values are 1 and 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Unary {
     Negative,
@@ -23,7 +25,7 @@ pub(super) enum Unary {
     Square,
 }
 
-/// A function of two numbers. `Norm` is `x / max`, and 0 where `x` is 0.
+/// Function of two numbers. `Norm` is `x / max`, and 0 if `x` is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Binary {
     Add,
@@ -44,7 +46,7 @@ pub(super) enum Binary {
     Norm,
 }
 
-/// A number over the eligible instances.
+/// Reduction over the eligible instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Reduction {
     Min,
@@ -52,7 +54,7 @@ pub(super) enum Reduction {
     Mean,
 }
 
-/// A number over the instances of a group.
+/// Reduction over the instances of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Grouping {
     Min,
@@ -77,7 +79,8 @@ impl Unary {
 }
 
 impl Binary {
-    /// numpy's meaning: `minimum` and `maximum` pass NaN on, comparisons with NaN are false (`!=` is true).
+    /// Applies the function with numpy's semantics: `minimum` and `maximum` propagate NaN,
+    /// comparisons with NaN are false (`!=` is true).
     #[inline(always)]
     pub fn apply(self, x: f64, y: f64) -> f64 {
         let truth = |b: bool| if b { 1.0 } else { 0.0 };
@@ -86,7 +89,7 @@ impl Binary {
             Binary::Subtract => x - y,
             Binary::Multiply | Binary::And => x * y,
             Binary::Divide => x / y,
-            // As `x ** 2` is where the 2 stands in the text.
+            // Matches `x ** 2` with a literal 2, which is compiled to a square.
             Binary::Power => {
                 if y == 2.0 {
                     x * x
@@ -132,28 +135,28 @@ impl Binary {
     }
 }
 
-/// One value of the graph; operands are indices of earlier ones.
+/// One value of the graph. Operands are indices of earlier values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Op {
     /// The bits of an `f64`.
     Constant(u64),
-    /// One value an instance.
+    /// One value per instance.
     Column(Indicator),
-    /// One value an instance, of a declared indicator.
+    /// One value per instance, from a declared indicator.
     Declared(DeclaredId),
-    /// One value a request.
+    /// One value per request.
     Request(Indicator),
     Unary(Unary, usize),
     Binary(Binary, usize, usize),
-    /// Condition, then, otherwise.
+    /// Operands: condition, then, otherwise.
     Where(usize, usize, usize),
     Reduce(Reduction, usize),
-    /// One value an instance: that of its group.
+    /// One value per instance: the value of its group.
     Group(Grouping, usize),
 }
 
 impl Op {
-    /// What it is computed from.
+    /// Returns the operands of the value.
     pub fn operands(self) -> impl Iterator<Item = usize> {
         let operands = match self {
             Op::Constant(_) | Op::Column(_) | Op::Declared(_) | Op::Request(_) => [None; 3],
@@ -165,11 +168,11 @@ impl Op {
     }
 }
 
-/// A checked expression. Operands come before what uses them.
+/// A checked expression. Operands come before the values that use them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Graph {
     pub ops: Vec<Op>,
-    /// Whether a value differs between instances.
+    /// Whether each value differs between instances.
     pub varies: Vec<bool>,
     pub root: usize,
     known: HashMap<Op, usize>,
@@ -183,7 +186,7 @@ impl Graph {
         }
     }
 
-    /// The value of `op`: an equal one that is there already, or a new one.
+    /// Returns the index of a value equal to `op`, adding it if there is none.
     fn push(&mut self, op: Op) -> usize {
         if let Some(id) = self.known.get(&op) {
             return *id;
@@ -199,7 +202,7 @@ impl Graph {
         self.ops.len() - 1
     }
 
-    /// As [`Graph::push`]; computed at once where all operands are constants.
+    /// Adds `op` as [`Graph::push`] does, and evaluates it at once if all operands are constants.
     fn fold(&mut self, op: Op) -> usize {
         let value = match op {
             Op::Unary(unary, a) => self.constant(a).map(|a| unary.apply(a)),
@@ -218,7 +221,7 @@ impl Graph {
     }
 }
 
-/// Checks the tree of `text`, which must have type `expect` where one is asked for; returns its type with it.
+/// Checks the tree of `text` and returns its type. The type must be `expect`, if given.
 pub(super) fn check(
     text: &str,
     nodes: &[Node],
@@ -249,7 +252,7 @@ pub(super) fn check(
     }
 }
 
-/// What is said of a text that is not compared.
+/// Error for a text outside a comparison.
 const TEXT: &str = "this is a text; compare it with another text, as in `tenant == \"acme\"`";
 
 struct Checker<'a> {
@@ -321,7 +324,7 @@ impl Checker<'_> {
         }
     }
 
-    /// The value of node `id`, which must be a number.
+    /// Returns the value of node `id`, which must be a number.
     fn number(&self, id: usize, of: &str) -> Result<usize, ExprError> {
         match self.typed[id] {
             (value, Type::Number) => Ok(value),
@@ -335,7 +338,7 @@ impl Checker<'_> {
         }
     }
 
-    /// The value of node `id`, which must be a truth value.
+    /// Returns the value of node `id`, which must be a truth value.
     fn truth(&self, id: usize, of: &str) -> Result<usize, ExprError> {
         match self.typed[id] {
             (value, Type::Bool) => Ok(value),
@@ -374,7 +377,7 @@ impl Checker<'_> {
         if infix == Infix::Divide && self.graph.constant(y) == Some(0.0) {
             return Err(self.error(&self.nodes[b].span, "division by zero: this is always 0"));
         }
-        // numpy squares by a product, too.
+        // numpy also squares by multiplication.
         let op = match (infix, self.graph.constant(y)) {
             (Infix::Power, Some(2.0)) => Op::Unary(Unary::Square, x),
             _ => Op::Binary(binary, x, y),
@@ -465,7 +468,7 @@ impl Checker<'_> {
                 let max = graph.push(Op::Reduce(Reduction::Max, x));
                 graph.push(Op::Binary(Binary::Norm, x, max))
             }
-            // Of the population, as numpy's.
+            // Population standard deviation, as in numpy.
             Function::Std => {
                 let mean = graph.push(Op::Reduce(Reduction::Mean, x));
                 let deviation = graph.push(Op::Binary(Binary::Subtract, x, mean));

@@ -1,13 +1,15 @@
-//! Runs a program. No allocation once the buffers have grown, no branch inside a loop over instances.
+//! Program evaluation. It allocates nothing once the buffers have grown, and loops over instances
+//! have no branches.
 use super::check::{Binary, Grouping, Reduction, Unary};
 use super::program::{Pass, Program, Source, Stage, StepOp};
 use crate::indicators::{Indicator, Snapshot};
 use multiversion::multiversion;
 use smallvec::SmallVec;
 
-/// Instances of a chunk: the few registers of this many numbers are few cache lines, which come back for each chunk.
+/// Instances per chunk. The registers of one chunk fit into a few cache lines, which each chunk
+/// reuses.
 const CHUNK: usize = 128;
-/// Partial sums of a mean; the same on every machine, so that scores are.
+/// Partial sums of a mean. Their number is the same on every machine, so scores are too.
 const LANES: usize = 8;
 
 /// Reusable buffers of an evaluation.
@@ -15,15 +17,15 @@ const LANES: usize = 8;
 pub struct Scratch {
     registers: Vec<Vec<f64>>,
     scalars: Vec<f64>,
-    /// Values over groups, one a slot.
+    /// Values over groups, one per slot.
     grouped: Vec<Vec<f64>>,
-    /// What is known of each group: the value so far, and of how many instances.
+    /// State of each group: the value so far, and the number of instances.
     groups: Vec<(f64, f64)>,
-    /// Truth values of a policy's filter, one a slot.
+    /// Truth values of a policy's filter, one per slot.
     pub(crate) filter: Vec<f64>,
 }
 
-/// The columns that a program reads, wherever they lie.
+/// The columns that a program reads.
 #[derive(Clone, Debug)]
 pub struct Inputs<'a> {
     columns: SmallVec<[(Indicator, &'a [f64]); 4]>,
@@ -33,41 +35,44 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// No columns yet, over `eligible.len()` slots.
+    /// Creates inputs without columns, over `eligible.len()` slots.
     pub fn new(eligible: &'a [bool]) -> Inputs<'a> {
         Inputs { columns: SmallVec::new(), declared: SmallVec::new(), eligible, groups: &[] }
     }
 
-    /// Sets the values of `id`: one a slot, or one alone where the indicator belongs to the request.
+    /// Sets the values of `id`: one per slot, or a single value if the indicator belongs to the
+    /// request.
     pub fn set(&mut self, id: Indicator, values: &'a [f64]) {
         self.columns.push((id, values));
     }
 
-    /// The values of `id`: a program reads few columns, so the search is short.
+    /// Returns the values of `id`. A program reads few columns, so a linear search is fast.
     #[inline(always)]
     fn column(&self, id: Indicator) -> &'a [f64] {
         let set = self.columns.iter().find(|(of, _)| *of == id);
         set.expect("every column that the program reads is set").1
     }
 
-    /// Says which instances belong together: a number below the number of slots for each slot, equal in a group. Without that,
-    /// each instance is its own group.
+    /// Sets the group of each slot: a number below the number of slots, equal within a group. By
+    /// default, each instance is its own group.
     pub fn set_groups(&mut self, groups: &'a [u32]) {
         self.groups = groups;
     }
 
-    /// Adds the values of a declared indicator, one a slot: for each of [`Program::declared`], in that order.
+    /// Adds the values of a declared indicator, one per slot. Call it for each of
+    /// [`Program::declared`], in that order.
     pub fn push_declared(&mut self, values: &'a [f64]) {
         self.declared.push(values);
     }
 }
 
 impl Program {
-    /// Evaluates over all slots; `out` has one entry a slot (1.0 and 0.0 for truth values). Reductions (`min`, `max`,
-    /// `mean`, `std`, `norm`) run over eligible slots and skip NaN; over none they are NaN.
+    /// Evaluates over all slots. `out` has one entry per slot (1.0 and 0.0 for truth values).
+    /// Reductions (`min`, `max`, `mean`, `std`, `norm`) run over eligible slots and skip NaN.
+    /// Without any value they are NaN.
     ///
     /// # Panics
-    /// If `out` has not one entry a slot.
+    /// If `out` does not have one entry per slot.
     pub fn eval(&self, snapshot: &Snapshot<'_>, scratch: &mut Scratch, out: &mut [f64]) {
         let mut inputs = Inputs::new(snapshot.eligible);
         for id in &self.columns {
@@ -80,10 +85,10 @@ impl Program {
         self.eval_inputs(&inputs, scratch, out);
     }
 
-    /// As [`Program::eval`], over columns that lie anywhere.
+    /// Evaluates over separate columns instead of a snapshot, like [`Program::eval`].
     ///
     /// # Panics
-    /// If `out` or a column that is read has not one entry a slot.
+    /// If `out` or a column that the program reads does not have one entry per slot.
     pub fn eval_inputs(&self, inputs: &Inputs<'_>, scratch: &mut Scratch, out: &mut [f64]) {
         assert_eq!(out.len(), inputs.eligible.len(), "one entry a slot");
         if out.is_empty() {
@@ -172,7 +177,7 @@ fn reduce(
     if count == 0.0 {
         return f64::NAN;
     }
-    // Adding 0 makes one zero of two, whichever was met first.
+    // Adding 0 turns -0.0 into 0.0, so the result does not depend on the order.
     0.0 + match reduction {
         Reduction::Min => state.into_iter().fold(f64::INFINITY, f64::min),
         Reduction::Max => state.into_iter().fold(f64::NEG_INFINITY, f64::max),
@@ -180,7 +185,7 @@ fn reduce(
     }
 }
 
-/// The outcome of a pass for each slot.
+/// Writes the result of a pass for each slot.
 fn evaluate(
     pass: &Pass,
     inputs: &Inputs<'_>,
@@ -201,7 +206,8 @@ fn evaluate(
     }
 }
 
-/// Gives each instance the value of its group: over all its instances, eligible or not, that have a value. `known`: scratch.
+/// Gives each instance the value of its group, over all instances of the group that have a value,
+/// eligible or not. `known` is scratch space.
 fn over_groups(grouping: Grouping, groups: &[u32], known: &mut Vec<(f64, f64)>, values: &mut [f64]) {
     if groups.is_empty() {
         return;
@@ -232,13 +238,13 @@ fn over_groups(grouping: Grouping, groups: &[u32], known: &mut Vec<(f64, f64)>, 
     }
 }
 
-/// `x` where `keep`, else NaN, without a branch: all bits set are a NaN.
+/// Returns `x` if `keep`, else NaN, without a branch: a number with all bits set is NaN.
 #[inline(always)]
 pub(crate) fn nan_unless(keep: bool, x: f64) -> f64 {
     f64::from_bits(x.to_bits() | u64::from(keep).wrapping_sub(1))
 }
 
-/// Folds the eligible values that are not NaN, slot `i` into lane `i % LANES`.
+/// Folds the eligible values that are not NaN: slot `i` goes to lane `i % LANES`.
 #[inline(always)]
 fn fold(
     values: &[f64],
@@ -260,7 +266,7 @@ fn fold(
             counts[lane] += if x.is_nan() { 0.0 } else { 1.0 };
         }
     };
-    // Copies, which stay in the processor's registers.
+    // Local copies stay in CPU registers.
     let (mut lanes, mut counted) = (*state, *counts);
     values.iter().zip(eligible).for_each(|(x, e)| eight(x, e, &mut lanes, &mut counted));
     if !values_rest.is_empty() {
@@ -279,7 +285,7 @@ enum Lanes<'a> {
     Scalar(f64),
 }
 
-/// The instances that a pass is at.
+/// The chunk of instances that a pass works on.
 struct Chunk<'a, 'i> {
     inputs: &'a Inputs<'i>,
     scalars: &'a [f64],
@@ -303,7 +309,8 @@ impl Chunk<'_, '_> {
     #[inline(always)]
     fn steps(&self, pass: &Pass, registers: &mut [Vec<f64>], out: &mut [f64]) {
         for step in &pass.steps {
-            // Taken out for the time being, so that the operands' registers can be read beside it.
+            // The target register is moved out temporarily, so that the operand registers can be
+            // read.
             let mut register = step.to.map_or_else(Vec::new, |to| std::mem::take(&mut registers[to]));
             let to = match step.to {
                 Some(_) => &mut register[..self.end - self.start],
@@ -324,7 +331,7 @@ impl Chunk<'_, '_> {
     }
 }
 
-/// Runs `$body` with `$op` known to the compiler, so that each operator has a loop of its own.
+/// Runs `$body` with `$op` as a compile-time constant, so that each operator has its own loop.
 macro_rules! specialise {
     ($value:expr, $Op:ident [$($name:ident)*], $op:ident => $body:expr) => {
         match $value { $($Op::$name => { let $op = $Op::$name; $body })* }
@@ -362,7 +369,7 @@ fn choose(condition: Lanes<'_>, then: Lanes<'_>, otherwise: Lanes<'_>, out: &mut
             Lanes::Scalar(value) => out.fill(value),
         },
         (Lanes::Vector(c), Lanes::Vector(a), Lanes::Vector(b)) => {
-            // By index: four zipped slices are not vectorised.
+            // Indexed, because four zipped slices are not vectorized.
             let (c, a, b) = (&c[..out.len()], &a[..out.len()], &b[..out.len()]);
             (0..out.len()).for_each(|i| out[i] = pick(c[i], a[i], b[i]));
         }

@@ -1,21 +1,22 @@
 //! Score expressions: text -> tree -> checked graph -> program -> vector evaluation over instances.
 //!
-//! The same text is written in YAML, in `--policy` and by the Python operators (`lm.P_TOKEN * (lm.BS + 1)` renders
-//! itself to text), so there is one parser and one checker.
+//! The same text is used in YAML, in `--policy` and by the Python operators:
+//! `lm.P_TOKEN * (lm.BS + 1)` renders to text. So there is one parser and one checker.
 //!
 //! | | |
 //! | --- | --- |
-//! | values | numbers; indicators in any case (`p_token`, `P_TOKEN`); named constants (a policy's knobs) |
-//! | texts | `"acme"`, `'acme'`, and the texts of the request (`tenant`), compared with `==` and `!=` |
+//! | values | numbers, named constants (parameters); indicators in any case: `p_token`, `P_TOKEN` |
+//! | texts | `"acme"`, `'acme'`, and the request's texts (`tenant`), compared by `==` and `!=` |
 //! | numbers | `+ - * / **`, `log exp sqrt abs`, `minimum maximum clip`, `where(condition, a, b)` |
-//! | truth values | `< <= > >= == !=` of numbers, joined by <code>& \| ~</code>; comparisons bind tighter and do not chain |
+//! | truth values | `< <= > >= == !=` of numbers, joined by <code>& \| ~</code> |
 //! | over the instances | `min max mean std`, and `norm(x)` = `x / max(x)`, 0 if all are 0 |
-//! | over a group of instances | `group_min group_max group_sum group_mean`: the value of each instance's group |
+//! | over groups | `group_min group_max group_sum group_mean`: the value of an instance's group |
 //!
-//! Meanings are numpy's: a comparison with NaN (an absent indicator) is false, `minimum` and `maximum` pass NaN on. Reductions
-//! run over the eligible instances and skip NaN. A division by zero that only shows at run time gives NaN or infinity,
-//! and a score that is not finite leaves its instance out of the decision; what can be known before is an error when the
-//! expression is built.
+//! Comparisons bind tighter than `& | ~` and do not chain. Semantics follow numpy. A comparison
+//! with NaN (an absent indicator) is false. `minimum` and `maximum` propagate NaN. Reductions run
+//! over the eligible instances and skip NaN. A division by zero at run time gives NaN or infinity.
+//! A score that is not finite excludes its instance from the decision. Errors that are known when
+//! the expression is built are raised then.
 mod check;
 mod eval;
 mod parse;
@@ -28,7 +29,7 @@ pub use eval::{Inputs, Scratch};
 pub use parse::{MAX_DEPTH, MAX_LENGTH};
 pub use program::Program;
 
-/// Whether a word means something in every expression, so that no indicator can have it as its name.
+/// Returns whether a word is reserved in expressions, so that no indicator can use it as its name.
 pub(crate) fn is_reserved(word: &str) -> bool {
     ["and", "or", "not"].contains(&word) || parse::FUNCTIONS.iter().any(|function| function.0 == word)
 }
@@ -36,16 +37,16 @@ pub(crate) fn is_reserved(word: &str) -> bool {
 use std::fmt;
 use std::ops::Range;
 
-/// What is wrong with an expression, and where.
+/// An error in an expression, with its position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExprError {
-    /// What is wrong and what would have been right.
+    /// Description of the error, with the expected form.
     pub message: String,
     /// The expression, on one line.
     pub text: String,
-    /// Byte offset where the offending part starts.
+    /// Byte offset of the start of the invalid part.
     pub start: usize,
-    /// Byte offset where it ends.
+    /// Byte offset of the end of the invalid part.
     pub end: usize,
 }
 
@@ -58,7 +59,7 @@ impl ExprError {
 impl std::error::Error for ExprError {}
 
 impl fmt::Display for ExprError {
-    /// The message, the text around the place, and carets under the place.
+    /// Writes the message, the surrounding text, and carets under the invalid part.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const AROUND: usize = 60;
         let (before, rest) = self.text.split_at(self.start.min(self.text.len()));
@@ -78,23 +79,23 @@ impl fmt::Display for ExprError {
     }
 }
 
-/// The type of an expression's value.
+/// Type of an expression's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
-    /// One number an instance (numbers that do not depend on the instance are spread).
+    /// One number per instance. Numbers that do not depend on the instance are broadcast.
     Number,
-    /// One truth value an instance.
+    /// One truth value per instance.
     Bool,
-    /// A text, to be compared with `==` and `!=`; no whole expression is one.
+    /// A text, for comparison with `==` and `!=`. It cannot be the value of a whole expression.
     Text,
 }
 
 impl Program {
-    /// Parses, checks and compiles `text`, which must have type `expect` (`None`: either). `knobs` are named constants, in
-    /// any case.
+    /// Parses, checks and compiles `text`, which must have type `expect` (`None`: any). `knobs` are
+    /// named constants, case-insensitive.
     ///
     /// # Errors
-    /// Names the place, and the nearest known name.
+    /// Error with the position, and the nearest known name.
     pub fn compile(
         text: &str,
         expect: impl Into<Option<Type>>,

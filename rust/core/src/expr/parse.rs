@@ -1,24 +1,25 @@
 //! Text to tree: lexer and precedence climbing.
 //!
-//! From loose to tight: `|`, `&`, `~`, comparisons, `+ -`, `* /`, unary `-`, `**` (to the right). Comparisons bind tighter
-//! than `& | ~`, as they do for `and`, `or`, `not` in Python; Python's own `&` binds tighter than `<=`, but every text that
-//! has a type under that reading means the same under this one, and the operators of the Python package put brackets.
+//! Precedence, from loose to tight: `|`, `&`, `~`, comparisons, `+ -`, `* /`, unary `-`, `**`
+//! (right-associative). Comparisons bind tighter than `& | ~`, as they do for `and`, `or`, `not` in
+//! Python. Python's own `&` binds tighter than `<=`. But every text that is well-typed with
+//! Python's precedence means the same here, and the operators of the Python package add brackets.
 use super::ExprError;
 use std::ops::Range;
 
-/// Longest text that is read, in bytes.
+/// Maximum length of an expression, in bytes.
 pub const MAX_LENGTH: usize = 16 * 1024;
-/// Deepest nesting of brackets, signs and powers.
+/// Maximum nesting depth of brackets, signs and powers.
 pub const MAX_DEPTH: usize = 256;
 
-/// Operators that take one operand.
+/// Operators with one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Prefix {
     Negative,
     Not,
 }
 
-/// Operators that take two.
+/// Operators with two operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Infix {
     Or,
@@ -37,7 +38,7 @@ pub(super) enum Infix {
 }
 
 impl Infix {
-    /// How tight it binds.
+    /// Returns the binding power.
     fn power(self) -> u8 {
         match self {
             Infix::Or => 1,
@@ -53,7 +54,7 @@ impl Infix {
 const COMPARISON: u8 = 4;
 const NEGATIVE: u8 = 7;
 
-/// Functions by numpy's names, and the reductions over instances.
+/// Functions by their numpy names, and the reductions over instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Function {
     Where,
@@ -75,7 +76,7 @@ pub(super) enum Function {
     GroupMean,
 }
 
-/// Name, function and how it is called.
+/// Function names, functions and their parameters.
 pub(super) const FUNCTIONS: &[(&str, Function, &[&str])] = &[
     ("where", Function::Where, &["condition", "then", "otherwise"]),
     ("minimum", Function::Minimum, &["a", "b"]),
@@ -99,9 +100,9 @@ pub(super) const FUNCTIONS: &[(&str, Function, &[&str])] = &[
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     Number(f64),
-    /// Between quotes, and where it stands.
+    /// Text between quotes, with its position.
     Text(Range<usize>),
-    /// An indicator or a named constant, and where its name stands.
+    /// Indicator or named constant, with the position of its name.
     Name(Range<usize>),
     Prefix(Prefix, usize),
     Infix(Infix, usize, usize),
@@ -111,11 +112,11 @@ pub(super) enum Kind {
 #[derive(Clone, Debug)]
 pub(super) struct Node {
     pub kind: Kind,
-    /// Bytes of the text, brackets included.
+    /// Byte range in the text, including brackets.
     pub span: Range<usize>,
 }
 
-/// Reads `text`. Operands come before what uses them; the last node is the root.
+/// Parses `text`. Operands come before the nodes that use them. The last node is the root.
 pub(super) fn parse(text: &str) -> Result<Vec<Node>, ExprError> {
     if text.len() > MAX_LENGTH {
         let message = format!("the expression has {} bytes; at most {MAX_LENGTH} are read", text.len());
@@ -165,7 +166,7 @@ fn lex(text: &str) -> Result<Vec<(Token, Range<usize>)>, ExprError> {
         (")", Token::Close),
         (",", Token::Comma),
     ];
-    /// What people write in other languages, and what it is here.
+    /// Syntax of other languages, and the hint for each.
     const FOREIGN: &[(&str, &str)] = &[
         ("//", "there is no whole-number division; write `/`"),
         ("&&", "write `&`"),
@@ -255,7 +256,7 @@ impl Parser<'_> {
         self.tokens[self.at].1.clone()
     }
 
-    /// An error at the next token.
+    /// Returns an error at the next token.
     fn unexpected(&self, message: &str) -> ExprError {
         let message = match &self.text[self.span()] {
             "and" => "write `&` for `and`",
@@ -270,7 +271,7 @@ impl Parser<'_> {
         self.nodes.len() - 1
     }
 
-    /// An expression whose operators all bind at least as tight as `least`.
+    /// Parses an expression whose operators all bind at least as tightly as `least`.
     fn expression(&mut self, least: u8) -> Result<usize, ExprError> {
         if self.depth == MAX_DEPTH {
             return Err(self.unexpected(&format!("nested deeper than {MAX_DEPTH}")));
@@ -331,7 +332,7 @@ impl Parser<'_> {
         }
     }
 
-    /// Passes the closing bracket; returns where it ends.
+    /// Consumes the closing bracket and returns its end.
     fn close(&mut self, open: Range<usize>) -> Result<usize, ExprError> {
         match self.peek() {
             Token::Close => {
@@ -385,7 +386,7 @@ fn arguments_of(count: usize) -> String {
 mod tests {
     use super::*;
 
-    /// The tree with all brackets.
+    /// Returns the tree as text with all brackets.
     fn show(text: &str) -> String {
         let nodes = parse(text).unwrap();
         let mut shown: Vec<String> = Vec::new();

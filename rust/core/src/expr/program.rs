@@ -1,30 +1,31 @@
-//! Graph to program: what is the same for all instances is computed once, the rest in passes over the instances.
+//! Graph to program: values that are the same for all instances are computed once, other values in
+//! passes over the instances.
 //!
-//! Each reduction is a pass of its own, since what follows needs its outcome; the score is the last pass. A pass runs its
-//! steps over one chunk of instances after the other, so that intermediate values stay in the nearest cache. Operands are
-//! read where they lie: columns in place, numbers as numbers.
+//! Each reduction is a separate pass, because later steps need its result. The score is the last
+//! pass. A pass runs its steps on one chunk of instances at a time, so that intermediate values
+//! stay in the L1 cache. Operands are read in place, without copies.
 use super::Type;
 use super::check::{Binary, Graph, Grouping, Op, Reduction, Unary};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet};
 
-/// Where an operand of a step lies.
+/// Location of a step's operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
     Column(Indicator),
-    /// An index into [`Program::declared`].
+    /// Index into [`Program::declared`].
     Declared(usize),
-    /// The outcome of a [`Stage::Group`].
+    /// Result of a [`Stage::Group`].
     Grouped(usize),
     Register(usize),
     Scalar(usize),
 }
 
-/// What a step computes.
+/// Operation of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum StepOp {
     Unary(Unary, Source),
     Binary(Binary, Source, Source),
-    /// Condition, then, otherwise.
+    /// Operands: condition, then, otherwise.
     Where(Source, Source, Source),
 }
 
@@ -32,18 +33,18 @@ pub(super) enum StepOp {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     pub op: StepOp,
-    /// The register that takes the outcome, never one of the operands; `None`: the program's output.
+    /// Register of the result, never an operand's; `None`: the program's output.
     pub to: Option<usize>,
 }
 
-/// Steps over all instances, and where their outcome lies.
+/// Steps over all instances, and the location of their result.
 #[derive(Clone, Debug)]
 pub(super) struct Pass {
     pub steps: Vec<Step>,
     pub result: Source,
 }
 
-/// What computes one scalar.
+/// Computation of one scalar.
 #[derive(Clone, Debug)]
 pub(super) enum Stage {
     Request(Indicator),
@@ -51,25 +52,26 @@ pub(super) enum Stage {
     Binary(Binary, usize, usize),
     Where(usize, usize, usize),
     Reduce(Reduction, Pass),
-    /// One value an instance, for all of them.
+    /// One value per instance, for all groups.
     Group(Grouping, Pass),
 }
 
 /// A checked expression, ready to run.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Scalars at the start: constants, and NaN for those that a stage computes.
+    /// Initial scalars: constants, and NaN for scalars that a stage computes.
     pub(super) scalars: Vec<f64>,
-    /// In the order in which they run, with the scalar that each computes (of [`Stage::Group`]: the column).
+    /// Stages in execution order, each with the index of its scalar (for [`Stage::Group`]: of its
+    /// column).
     pub(super) stages: Vec<(Stage, usize)>,
     pub(super) output: Pass,
     /// Number of columns that [`Stage::Group`] computes.
     pub(super) grouped: usize,
     /// Number of registers that the passes need.
     pub(super) registers: usize,
-    /// Indicators that are read.
+    /// Indicators that the program reads.
     pub(super) columns: Vec<Indicator>,
-    /// Declared indicators that are read.
+    /// Declared indicators that the program reads.
     pub(super) declared: Vec<DeclaredId>,
     result: Type,
 }
@@ -130,17 +132,17 @@ impl Program {
         }
     }
 
-    /// The type of its values.
+    /// Returns the type of the values.
     pub fn result(&self) -> Type {
         self.result
     }
 
-    /// Indicators it reads.
+    /// Returns the indicators that the program reads.
     pub fn reads(&self) -> IndicatorSet {
         IndicatorSet::of(&self.columns)
     }
 
-    /// Declared indicators it reads.
+    /// Returns the declared indicators that the program reads.
     pub fn declared(&self) -> &[DeclaredId] {
         &self.declared
     }
@@ -148,24 +150,25 @@ impl Program {
 
 struct Builder<'a> {
     graph: &'a Graph,
-    /// The scalar that holds a value that does not vary.
+    /// Index of the scalar that holds each value that is the same for all instances.
     scalar_of: Vec<usize>,
     declared: Vec<DeclaredId>,
-    /// The values over groups, in the order of their columns.
+    /// Values over groups, in column order.
     grouped: Vec<usize>,
     registers: usize,
 }
 
 impl Builder<'_> {
-    /// The steps that compute `result` for every instance.
+    /// Builds the steps that compute `result` for every instance.
     fn pass(&mut self, result: usize) -> Pass {
         let graph = self.graph;
-        // What a value over groups is computed from is another pass.
+        // The operand of a group reduction belongs to another pass.
         let vectors = |id: usize| {
             let here = !matches!(graph.ops[id], Op::Group(..));
             graph.ops[id].operands().filter(move |operand| here && graph.varies[*operand])
         };
-        // The last value that needs each: its register is free after that. The result's is never free.
+        // Last use of each value: its register is free after that. The result's register is never
+        // free.
         let mut last_use = vec![None; result + 1];
         last_use[result] = Some(usize::MAX);
         for id in (0..=result).rev() {

@@ -1,4 +1,4 @@
-//! Programs against a naive interpreter, and what the checker refuses.
+//! Programs compared with a naive interpreter, and errors of the checker.
 use super::parse::{Function, Infix, Kind, Node, Prefix, parse};
 use super::*;
 use crate::indicators::{Columns, Indicator, Scope, Snapshot};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 const KNOBS: &[(&str, f64)] = &[("lam", 0.7), ("zero", 0.0), ("bad", f64::NAN)];
 
-/// A fleet: columns in table order, and who is eligible.
+/// A fleet: columns in table order, and the eligible slots.
 #[derive(Debug)]
 struct Fleet {
     columns: Columns,
@@ -40,7 +40,7 @@ impl Fleet {
         out
     }
 
-    /// Evaluates node by node, each for all slots, as the tree stands.
+    /// Evaluates the tree node by node, for all slots.
     fn interpret(&self, text: &str, nodes: &[Node]) -> Vec<f64> {
         let slots = self.eligible.len();
         let mut values: Vec<Vec<f64>> = Vec::new();
@@ -128,7 +128,7 @@ impl Fleet {
                         let squares: Vec<f64> = counted.iter().map(|x| (x - middle) * (x - middle)).collect();
                         spread(mean(&squares).sqrt())
                     }
-                    // Each instance is a group of its own.
+                    // Each instance is its own group.
                     Function::GroupMin | Function::GroupMax | Function::GroupSum | Function::GroupMean => {
                         column(of[0]).to_vec()
                     }
@@ -144,14 +144,14 @@ impl Fleet {
     }
 }
 
-/// To the last bit, which of a power may differ: it is not rounded the same in every way to compute it.
+/// Equal up to the last bit: powers are not rounded the same in every implementation.
 fn same(a: f64, b: f64) -> bool {
     let near = a.to_bits().abs_diff(b.to_bits()) <= 1;
     a == b && (a != 0.0 || a.signum() == b.signum()) || (a.is_nan() && b.is_nan()) || near
 }
 
-/// Random numbers, as text with all brackets. Means are taken of columns of whole numbers only, whose sum is the same in any
-/// order, so that the outcome is compared to the last bit.
+/// Random numbers, as text with all brackets. Means use columns of whole numbers only, whose sum
+/// does not depend on the order, so that results can be compared to the last bit.
 fn number() -> BoxedStrategy<String> {
     let column = || prop::sample::select(vec!["bs", "Q_BS", "tokens", "p_token", "kv_usage"]);
     let leaf = prop_oneof![
@@ -217,7 +217,7 @@ proptest! {
                     prop_assert!(same(*a, *b), "{text}\nslot {slot}: {a} is not {b}\n{program:?}");
                 }
             }
-            // Random constants may meet in `1 / 0`; nothing else is wrong with these texts.
+            // Random constants can produce `1 / 0`; no other errors are expected.
             Err(error) => {
                 let known = ["division by zero", "not a finite number", "logarithm of", "square root of", "lower bound"];
                 prop_assert!(known.iter().any(|k| error.message.contains(k)), "{error}");
@@ -388,7 +388,7 @@ fn groups_reduce_over_their_instances() {
         ("2 * group_max(bs + 1) - group_min(bs)", [593.0, 597.0, 598.0]),
         ("group_max(group_sum(bs) / 2)", [7_425.0, 7_475.0, 7_525.0]),
         ("group_max(kv_usage)", [ABSENT; 3]),
-        // Over eligible instances, of values over groups.
+        // A reduction over eligible instances, of values over groups.
         ("bs - bs + max(group_min(bs))", [3.0; 3]),
     ] {
         let program = Program::compile(text, Type::Number, KNOBS).unwrap();

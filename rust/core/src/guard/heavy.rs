@@ -1,19 +1,22 @@
-//! Which prefixes are asked for most: Space-Saving over a sliding window.
+//! Most frequent prefixes, by Space-Saving over a sliding window.
 //!
-//! Space-Saving (Metwally, Agrawal, El Abbadi 2005) keeps a fixed number of counters; a key that is not counted takes over
-//! the smallest one. Here a counter is a ring of sub-windows, so that what is older than the window leaves it, and what the
-//! newcomer takes over is kept apart (`inherited`): it decides who is replaced next, but is never taken for requests seen.
-//! Shares are therefore lower bounds: a class is never thought hotter than it is.
+//! Space-Saving (Metwally, Agrawal, El Abbadi 2005) keeps a fixed number of counters. A new key
+//! takes over the smallest counter. Here, each counter is a ring of sub-windows, so requests older
+//! than the window expire. The count that a new key takes over is kept separately (`inherited`): it
+//! determines which class is replaced next, but never counts as observed requests. Shares are
+//! therefore lower bounds: a class is never estimated hotter than it is.
 //!
-//! Prefixes nest: a request belongs to one class at each power-of-two depth of its matched part. Counting all of them for each
-//! request would let long unique prompts flush the counters, so a request brings in at most one class that is not counted yet,
-//! its shallowest: a deep class cannot be heavier than the shallow one that it lies in.
+//! Prefixes nest: a request belongs to one class at each power-of-two depth of its matched part. If
+//! each request added all of its classes, long unique prompts would flush the counters. So a
+//! request adds at most one new class, the shallowest: a deep class cannot be heavier than the
+//! shallow class that contains it.
 use hashbrown::HashTable;
 
-/// Sub-windows of the sliding window: it moves in steps of a twelfth.
+/// Number of sub-windows: the sliding window moves in steps of one twelfth.
 pub const SUBWINDOWS: usize = 12;
 
-/// The classes of a prompt: chain hash and depth in blocks, at each power-of-two depth of its first `matched_blocks`.
+/// Iterates over a prompt's classes: chain hash and depth in blocks, at each power-of-two depth of
+/// its first `matched_blocks`.
 pub fn classes_of(chain: &[u64], matched_blocks: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
     let blocks = chain.len().min(matched_blocks as usize);
     (0..usize::BITS)
@@ -22,16 +25,16 @@ pub fn classes_of(chain: &[u64], matched_blocks: u32) -> impl Iterator<Item = (u
         .map(|d: usize| (chain[d - 1], d as u32))
 }
 
-/// One counted class.
+/// A counted class.
 #[derive(Clone, Debug)]
 pub struct Class {
     /// Chain hash of its last block.
     pub hash: u64,
-    /// Blocks that its requests share.
+    /// Number of blocks that its requests share.
     pub depth: u32,
-    /// The class of half the depth that it lies in.
+    /// The enclosing class at half the depth.
     pub parent: Option<u64>,
-    /// Requests seen in the window.
+    /// Requests observed in the window.
     pub requests: u32,
     ring: [u32; SUBWINDOWS],
     inherited: u32,
@@ -39,22 +42,24 @@ pub struct Class {
 }
 
 impl Class {
-    /// Who is replaced first: the rarest, of equals the deepest.
+    /// Returns the replacement rank: the rarest class is replaced first, the deepest among equally
+    /// rare ones.
     fn rank(&self) -> u64 {
         u64::from(self.requests + self.inherited) * ONE_REQUEST + u64::from(u32::MAX - self.depth)
     }
 }
 
-/// What a request adds to a class's rank.
+/// Rank that each request adds to its class.
 const ONE_REQUEST: u64 = 1 << 32;
 
-/// The heaviest classes of the last window, and how many requests there were.
+/// The heaviest classes of the last window, and the total number of requests.
 #[derive(Clone, Debug)]
 pub struct HeavyClasses {
     capacity: usize,
     step_seconds: f64,
     classes: Vec<Class>,
-    /// Of each class, side by side: the search for the lowest is most of what an entry costs.
+    /// One rank per class, contiguous: searching for the lowest rank is most of the cost of a new
+    /// entry.
     ranks: Vec<u64>,
     by_hash: HashTable<u16>,
     requests: u32,
@@ -64,7 +69,7 @@ pub struct HeavyClasses {
 }
 
 impl HeavyClasses {
-    /// At most `capacity` classes (1 to 65,535) over `window_seconds`.
+    /// Counts at most `capacity` classes (1 to 65,535) over `window_seconds`.
     pub fn new(capacity: usize, window_seconds: f64) -> HeavyClasses {
         HeavyClasses {
             capacity,
@@ -79,23 +84,24 @@ impl HeavyClasses {
         }
     }
 
-    /// Requests in the window.
+    /// Returns the number of requests in the window.
     pub fn requests(&self) -> u32 {
         self.requests
     }
 
-    /// The counted classes, in no order.
+    /// Returns the counted classes, in no particular order.
     pub fn classes(&self) -> &[Class] {
         &self.classes
     }
 
-    /// The class of that hash, where it is counted.
+    /// Returns the class with that hash, if it is counted.
     #[inline]
     pub fn get(&self, hash: u64) -> Option<&Class> {
         self.find(hash).map(|i| &self.classes[i])
     }
 
-    /// Lets go of what is older than the window. Time that stands still or runs back changes nothing.
+    /// Drops requests older than the window. Time that stands still or runs backwards changes
+    /// nothing.
     #[inline]
     pub fn advance(&mut self, now: f64) {
         if now >= self.step_ends {
@@ -124,7 +130,8 @@ impl HeavyClasses {
         self.step_ends = (step + 1) as f64 * self.step_seconds;
     }
 
-    /// Counts a request into each class of its matched part that is counted, and into its shallowest one that was not.
+    /// Counts a request in each counted class of its matched part, and in its shallowest uncounted
+    /// class.
     pub fn count(&mut self, chain: &[u64], matched_blocks: u32) {
         let at = Self::at(self.step);
         self.requests += 1;
@@ -186,7 +193,8 @@ mod tests {
     use std::collections::HashMap;
 
     proptest! {
-        /// Against a list of everything: the total is exact, and a class counts all since it came in, however often it was replaced before.
+        /// Compared with an exact list: the total is exact, and a class counts all requests since
+        /// it was last added, however often it was replaced before.
         #[test]
         fn counts_are_those_of_the_window_or_less(
             capacity in 1usize..6,

@@ -1,25 +1,32 @@
-//! The two-phase hot-spot guard (LMETRIC section 5.2).
+//! Two-phase hot-spot guard (LMETRIC section 5.2).
 //!
-//! A score that multiplies cached work with load fails in one case: a prefix so much in demand that the few instances
-//! which hold it, M, keep winning however long they grow. The guard finds such a prefix and takes M out of the choice for its
-//! requests until enough instances hold it.
+//! A score that multiplies cached work by load fails in one case: a prefix in very high demand. The
+//! few instances that hold it, M, keep winning however long their queues grow. The guard detects
+//! such a prefix and excludes M for its requests until enough instances hold the prefix.
 //!
-//! - A **class** is a shared prefix: the chain hash at a power-of-two depth of the *matched* part of a prompt (the paper
-//!   leaves it open). The heaviest are counted over a sliding window ([`heavy`]); x is a class's share of all requests.
-//! - **Phase 1**, at each [`Guard::tick`]: suspected where x / (1 - x) > |M| / |not M| (Equation 2 broken). Equation 3 is
-//!   misprinted and not used. With M empty or everybody there is nothing to filter, and no alarm.
-//! - **Phase 2**, at each request of a suspected class: once more than 2|M| *consecutive* ones scored lower on M than
-//!   elsewhere (Equation 4; equal scores do not count, since they do not draw the request to M), M is filtered out.
-//! - **Release** (the paper leaves it open): when phase 1 no longer holds with a margin, x / (1 - x) <= `release_factor` x |M| /
-//!   |not M|. A filtered request makes its new instance a holder at once, so a filter spreads the prefix over just as many
-//!   instances as its demand needs and then ends, mostly within a few requests.
-//! - **Nested classes.** A prompt belongs to one class at each depth, and holders of a longer prefix are among those of a
-//!   shorter one. Of nested classes with the *same* holders only the shallowest is suspected: it has all their requests, so it
-//!   is hot whenever they are. With fewer holders at a deeper cut both stand, each with its own count. Where several filter,
-//!   the shallowest counts: its M contains the others'.
-//! - Where the filter leaves nothing, the router balances load only ([`Restriction::BalanceOnly`]; section 1 of the paper).
+//! - A **class** is a shared prefix: the chain hash at a power-of-two depth of the *matched* part
+//!   of a prompt (the paper leaves the definition open). The guard counts the heaviest classes over
+//!   a sliding window ([`heavy`]). x is a class's share of all requests.
+//! - **Phase 1**, at each [`Guard::tick`]: a class is suspected if x / (1 - x) > |M| / |not M|
+//!   (Equation 2 broken). Equation 3 is misprinted and not used. If M is empty or contains all
+//!   instances, nothing can be filtered, so no alarm is raised.
+//! - **Phase 2**, at each request of a suspected class: M is filtered out once more than 2|M|
+//!   *consecutive* requests scored lower on M than elsewhere (Equation 4). Equal scores do not
+//!   count, since they do not draw the request to M.
+//! - **Release** (the paper leaves it open): an alarm ends when phase 1 no longer holds with a
+//!   margin, x / (1 - x) <= `release_factor` x |M| / |not M|. A filtered request makes its new
+//!   instance a holder at once. So a filter spreads the prefix to as many instances as its demand
+//!   needs, and then ends, mostly within a few requests.
+//! - **Nested classes.** A prompt belongs to one class at each depth. Holders of a longer prefix
+//!   also hold the shorter prefix. If nested classes have the *same* holders, only the shallowest
+//!   is suspected: it has all their requests, so it is hot whenever they are. If a deeper class has
+//!   fewer holders, both are suspected, each with its own count. If several filter, the shallowest
+//!   applies: its M contains the M of the others.
+//! - If the filter would leave no instance, the router balances load only
+//!   ([`Restriction::BalanceOnly`]; section 1 of the paper).
 //!
-//! A state machine without a clock: times come in. Nothing here costs more than counting while nobody is suspected.
+//! The guard is a state machine without a clock: callers pass the time. While no class is
+//! suspected, the only cost is counting.
 pub mod heavy;
 pub mod slots;
 
@@ -38,20 +45,22 @@ use serde::Deserialize;
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct GuardConfig {
-    /// Whether it works at all.
+    /// Whether the guard is enabled.
     #[serde(skip)]
     pub on: bool,
-    /// The sliding window over which shares are taken, seconds (the paper: 1 minute).
+    /// Sliding window over which request shares are computed, seconds (the paper: 1 minute).
     pub window_seconds: Seconds,
-    /// How often phase 1 is looked at, seconds. Ours.
+    /// Interval between two phase 1 checks, seconds. Ours.
     pub period_seconds: Seconds,
-    /// Classes counted at a time, 1 to 65,535.
+    /// Maximum number of classes counted at once, 1 to 65,535.
     pub classes: usize,
-    /// Requests of a class in the window below which it is never suspected: a share of a handful means nothing. Ours.
+    /// Minimum requests of a class in the window before it can be suspected: the share of a few
+    /// requests means nothing. Ours.
     pub min_requests: u32,
-    /// Phase 2 needs more than this times |M| consecutive requests (the paper: 2).
+    /// Phase 2 starts after more than this factor times |M| consecutive requests (the paper: 2).
     pub phase2_factor: f64,
-    /// Hysteresis, above 0 and at most 1: how far below the alarm the ratio must fall before it ends. Ours.
+    /// Hysteresis, above 0 and at most 1: the alarm ends when the ratio falls below this fraction
+    /// of its threshold. Ours.
     pub release_factor: f64,
 }
 
@@ -73,13 +82,13 @@ fn word(on: bool) -> &'static str {
     if on { "on" } else { "off" }
 }
 
-/// Why the guard is on or off if it was set.
+/// Returns the reason for a guard that the `guard` setting turned on or off.
 pub fn set_reason(on: bool) -> String {
     format!("the setting `guard` is {}", word(on))
 }
 
-/// Whether the guard is on, and why: `chosen` if given, else what the policy declares, else on if
-/// the policy reads prefix hits.
+/// Returns whether the guard is on, and why: `chosen` if given, else the policy's declaration, else
+/// on if the policy reads prefix hits.
 pub fn applies(policy: &dyn Policy, chosen: Option<bool>) -> (bool, String) {
     let spec = policy.spec();
     if let Some(on) = chosen {
@@ -124,27 +133,27 @@ impl GuardConfig {
     }
 }
 
-/// How far an alarm has gone.
+/// Phase of an alarm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Phase 1: more of the traffic than of the fleet.
+    /// Phase 1: the class's share of traffic exceeds its holders' share of the fleet.
     Suspected,
-    /// Phase 2: its holders are filtered out for its requests.
+    /// Phase 2: the class's holders are filtered out for its requests.
     Filtering,
 }
 
-/// A class under alarm, as it stands.
+/// Current state of a class under alarm.
 #[derive(Clone, Debug)]
 pub struct Alarm {
     /// Chain hash of the class.
     pub class: u64,
-    /// Blocks that its requests share.
+    /// Number of blocks that its requests share.
     pub depth: u32,
-    /// How far it has gone.
+    /// Current phase.
     pub phase: Phase,
-    /// Its share of all requests in the window, 0 to 1, when last looked at.
+    /// Its share of all requests in the window, 0 to 1, at the last check.
     pub share: f64,
-    /// M: who holds the prefix.
+    /// M: the instances that hold the prefix.
     pub holders: SlotSet,
     /// Consecutive requests that scored lower on M than elsewhere.
     consecutive: u32,
@@ -168,14 +177,14 @@ impl Alarm {
     }
 }
 
-/// Something to log and to count: an alarm went up a phase, or ended.
+/// Event to log and count: an alarm entered a phase, or ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GuardEvent {
     /// Chain hash of the class.
     pub class: u64,
-    /// Blocks that its requests share.
+    /// Number of blocks that its requests share.
     pub depth: u32,
-    /// The phase entered; where `released`, the phase it had reached.
+    /// The phase entered; if `released`, the phase that the alarm had reached.
     pub phase: Phase,
     /// Whether the alarm ended.
     pub released: bool,
@@ -187,46 +196,48 @@ pub struct GuardEvent {
     pub instances: usize,
 }
 
-/// What [`Guard::restrict`] did to a request's choice.
+/// Effect of [`Guard::restrict`] on a request's choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Restriction {
-    /// Nothing.
+    /// No effect.
     Free,
-    /// That many instances were taken out.
+    /// Number of instances filtered out.
     Filtered(usize),
-    /// The filter would have left nobody, so nothing was taken out: choose by load alone (least `bs`).
+    /// The filter would leave no instance, so it excludes none. The router chooses by load alone
+    /// (least `bs`).
     BalanceOnly,
 }
 
-/// The guard of one pool. Call [`restrict`](Guard::restrict) before scoring, [`observe`](Guard::observe) after each decision,
-/// and [`tick`](Guard::tick) about once a second.
+/// Hot-spot guard of one pool. Call [`restrict`](Guard::restrict) before scoring,
+/// [`observe`](Guard::observe) after each decision, and [`tick`](Guard::tick) about once a second.
 #[derive(Clone, Debug)]
 pub struct Guard {
     config: GuardConfig,
     heavy: HeavyClasses,
-    /// By depth, shallowest first.
+    /// Sorted by depth, shallowest first.
     alarms: Vec<Alarm>,
     instances: usize,
     events: Vec<GuardEvent>,
 }
 
 impl Guard {
-    /// A guard that has seen nothing.
+    /// Creates a guard with no observations.
     ///
     /// # Errors
-    /// `BadValue` naming the setting and its range.
+    /// `BadValue` with the setting and its range.
     pub fn new(config: GuardConfig) -> Result<Guard, CoreError> {
         config.check()?;
         let heavy = HeavyClasses::new(config.classes, config.window_seconds);
         Ok(Guard { config, heavy, alarms: Vec::new(), instances: 0, events: Vec::new() })
     }
 
-    /// Its settings.
+    /// Returns the settings.
     pub fn config(&self) -> &GuardConfig {
         &self.config
     }
 
-    /// Switches it on or off. Off, it forgets what it saw; alarms that stood are released (the next tick tells).
+    /// Enables or disables the guard. Disabling clears its observations and releases all alarms;
+    /// the next tick returns the releases.
     pub fn set_on(&mut self, on: bool) {
         if self.config.on && !on {
             self.heavy = HeavyClasses::new(self.config.classes, self.config.window_seconds);
@@ -236,19 +247,20 @@ impl Guard {
         self.config.on = on;
     }
 
-    /// The classes under alarm, shallowest first.
+    /// Returns the classes under alarm, shallowest first.
     pub fn alarms(&self) -> &[Alarm] {
         &self.alarms
     }
 
-    /// The instances that a request with this chain must not go to: M of its shallowest class that is filtered.
+    /// Returns the instances excluded for this chain: M of its shallowest filtered class.
     #[inline]
     pub fn excluded(&self, chain: &[u64]) -> Option<&SlotSet> {
         let mut filtering = self.alarms.iter().filter(|alarm| alarm.phase == Phase::Filtering);
         filtering.find(|alarm| alarm.has(chain)).map(|alarm| &alarm.holders)
     }
 
-    /// Takes the instances in [`excluded`](Guard::excluded) out of `eligible`, if that leaves somebody.
+    /// Removes the [`excluded`](Guard::excluded) instances from `eligible`, unless no instance
+    /// would be left.
     #[inline]
     pub fn restrict(&self, chain: &[u64], eligible: &mut [bool]) -> Restriction {
         let Some(excluded) = self.excluded(chain) else { return Restriction::Free };
@@ -264,10 +276,11 @@ impl Guard {
         Restriction::Filtered(out)
     }
 
-    /// Takes note of a decision.
+    /// Records a decision.
     ///
-    /// `matched_blocks`: the longest prefix of `chain` that any instance holds; `scores` and `eligible`: what was chosen from,
-    /// after [`restrict`](Guard::restrict); `chosen`: where the request goes.
+    /// `matched_blocks`: the longest prefix of `chain` that any instance holds. `scores` and
+    /// `eligible`: the candidates after [`restrict`](Guard::restrict). `chosen`: the instance of
+    /// the request.
     #[inline]
     pub fn observe(
         &mut self,
@@ -288,7 +301,7 @@ impl Guard {
         }
     }
 
-    /// Phase 2, and the spread of what is filtered.
+    /// Runs phase 2, and adds the new holders of filtered prefixes.
     fn follow(&mut self, chain: &[u64], scores: &Scores, eligible: &[bool], chosen: InstanceId) {
         let Guard { config, heavy, alarms, instances, events } = self;
         alarms.retain_mut(|alarm| {
@@ -315,10 +328,11 @@ impl Guard {
         });
     }
 
-    /// Phase 1: looks at the heavy classes, and returns what happened since the last tick.
+    /// Runs phase 1 over the heavy classes, and returns the events since the last tick.
     ///
-    /// `instances`: how many could take a request (|M| + |not M|); `holders`: appends those of them that hold the prefix ending
-    /// in a block (as `KvIndex::holders` does; only heavy classes are asked for).
+    /// `instances`: number of eligible instances (|M| + |not M|). `holders` appends the eligible
+    /// instances that hold the prefix ending in a block, as `KvIndex::holders` does. It is called
+    /// only for heavy classes.
     pub fn tick(
         &mut self,
         now: Seconds,
@@ -344,7 +358,7 @@ impl Guard {
             let known = before.iter().position(|alarm| alarm.class == class.hash);
             let one = u64::from(class.requests) * instances as u64 > u64::from(all);
             if known.is_none() && (class.requests < self.config.min_requests || !one) {
-                continue; // not even a single holder would be one too few
+                continue; // not hot even with a single holder
             }
             ids.clear();
             holders(class.hash, &mut ids);
@@ -368,7 +382,7 @@ impl Guard {
         self.events.extend(before.iter().map(|alarm| alarm.event(true, instances)));
     }
 
-    /// An instance is gone: its slot may be given to another.
+    /// Removes an instance, because its slot may be reused for another instance.
     pub fn instance_removed(&mut self, id: InstanceId) {
         for alarm in &mut self.alarms {
             alarm.holders.remove(id);
@@ -376,13 +390,13 @@ impl Guard {
     }
 }
 
-/// x / (1 - x) > factor x |M| / |not M|, without dividing by 0.
+/// Returns x / (1 - x) > factor x |M| / |not M|, without dividing by 0.
 fn is_hot(requests: u32, all: u32, holders: &SlotSet, instances: usize, factor: f64) -> bool {
     let (m, rest) = (holders.len(), instances.saturating_sub(holders.len()));
     m > 0 && f64::from(requests) * rest as f64 > factor * f64::from(all - requests) * m as f64
 }
 
-/// Whether the best score on M is better than the best elsewhere (Equation 4, strictly).
+/// Returns whether the best score on M beats the best score elsewhere (Equation 4, strictly).
 fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
     let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
     let (mut on, mut elsewhere) = (f64::INFINITY, f64::INFINITY);
@@ -400,7 +414,8 @@ fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
 
 #[cfg(test)]
 pub(crate) mod testing {
-    /// A prompt's chain: `shared` blocks that depend on nothing, the rest on `id`.
+    /// Builds a prompt's chain: `shared` blocks are the same for all `id`s, the others depend on
+    /// `id`.
     pub fn prompt(id: u64, shared: usize, blocks: usize) -> Vec<u64> {
         (0..blocks as u64)
             .map(|i| {

@@ -1,9 +1,10 @@
-//! A set of slots: who holds a class's prefix.
+//! A set of instance slots.
 use crate::InstanceId;
 use crate::ids::MAX_INSTANCES;
 use fixedbitset::{Block, FixedBitSet};
 
-/// A set of instances as bits, with their count: [`crate::guard`] asks for it with each request of a class under alarm.
+/// A set of instances as a bit set, with its size. [`crate::guard`] queries it for each request of
+/// a class under alarm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSet {
     bits: FixedBitSet,
@@ -17,31 +18,31 @@ impl Default for SlotSet {
 }
 
 impl SlotSet {
-    /// Slots that a word stands for.
+    /// Number of slots per word.
     pub const WORD: usize = Block::BITS as usize;
 
-    /// Words of [`SlotSet::WORD`] slots each, the lowest slot in the lowest bit.
+    /// Returns words of [`SlotSet::WORD`] slots each, with the lowest slot in the lowest bit.
     pub fn words(&self) -> &[Block] {
         self.bits.as_slice()
     }
 
-    /// Number of members.
+    /// Returns the number of members.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no member.
+    /// Returns whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether `id` is a member.
+    /// Returns whether `id` is a member.
     #[inline]
     pub fn contains(&self, id: InstanceId) -> bool {
         self.bits.contains(id.index())
     }
 
-    /// Adds `id`; whether it is new.
+    /// Adds `id` and returns whether it is new.
     ///
     /// # Panics
     /// If `id` is [`MAX_INSTANCES`] or more.
@@ -51,7 +52,7 @@ impl SlotSet {
         new
     }
 
-    /// Takes `id` out; whether it was a member.
+    /// Removes `id` and returns whether it was a member.
     pub fn remove(&mut self, id: InstanceId) -> bool {
         let member = self.contains(id);
         if member {
@@ -61,7 +62,7 @@ impl SlotSet {
         member
     }
 
-    /// Its members, in order.
+    /// Iterates over the members, in order.
     pub fn iter(&self) -> impl Iterator<Item = InstanceId> + '_ {
         self.bits.ones().map(|slot| InstanceId(slot as u32))
     }

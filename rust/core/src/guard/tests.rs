@@ -2,7 +2,8 @@ use super::testing::prompt;
 use super::*;
 use std::collections::HashMap;
 
-/// A little fleet that routes by LMETRIC, keeps an index as the router's approximate feed does, and a guard.
+/// A small fleet that routes by LMETRIC, with an index fed as the router's approximate feed does,
+/// and a guard.
 struct Fleet {
     guard: Guard,
     held: HashMap<u64, SlotSet>,
@@ -81,14 +82,15 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
     let mut fleet = Fleet::new(8, GuardConfig::default());
     let hot = prompt(7, 0, 64);
     fleet.store(3, &hot);
-    // Every second request is hot: x = 1/2, so |M| / |not M| must reach 1, four holders of eight.
+    // Every second request is hot: x = 1/2, so |M| / |not M| must reach 1, with four holders of
+    // eight.
     for i in 0..40 {
         fleet.now += 0.05;
         fleet.route(if i % 2 == 0 { hot.clone() } else { prompt(1000 + i, 0, 8) }.as_slice());
     }
     assert!(
         (0..40).step_by(2).all(|i| fleet.routed[i] == 3),
-        "a hit 64 times cheaper draws all: {:?}",
+        "a hit that is 64 times cheaper draws all requests: {:?}",
         fleet.routed
     );
 
@@ -102,7 +104,8 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
         expected
     );
 
-    // Phase 2: more than 2|M| = 2 consecutive requests, so the third raises it and the fourth is filtered.
+    // Phase 2 needs more than 2|M| = 2 consecutive requests: the third raises it, the fourth is
+    // filtered.
     let mut outcomes = Vec::new();
     for i in 0..6 {
         fleet.now += 0.05;
@@ -123,12 +126,13 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
         events.iter().map(|e| (e.phase, e.released)).collect::<Vec<_>>(),
         [(Phase::Filtering, false), (Phase::Filtering, true)]
     );
-    // x is a little above 1/2 (19 of 37 since phase 2 began to count), and it ends with hysteresis: 5 holders, not 4.
+    // x is a little above 1/2 (19 of 37 since phase 2 began to count). Hysteresis requires 5
+    // holders, not 4.
     assert_eq!(events[1].holders, 5);
     assert_eq!(fleet.route(&hot).1, Restriction::Free);
     assert!(fleet.guard.alarms().is_empty());
 
-    // Spread, the class stays quiet under the same demand.
+    // After the prefix has spread, the same demand raises no alarm.
     let seen = fleet.events.len();
     for i in 0..400 {
         fleet.now += 0.05;
@@ -159,7 +163,7 @@ fn requests_that_score_lower_elsewhere_start_the_count_again() {
     for (on_m, elsewhere) in [low, low, equal, low, low, (3.0, 2.0), low, low] {
         assert!(!observe(&mut guard, on_m, elsewhere, Prefer::Min), "2 in a row are not more than 2|M|");
     }
-    assert!(!observe(&mut guard, 1.0, 2.0, Prefer::Max), "where the highest wins, lower is elsewhere");
+    assert!(!observe(&mut guard, 1.0, 2.0, Prefer::Max), "with Prefer::Max, a lower score on M is worse");
     assert!(!observe(&mut guard, 9.0, 2.0, Prefer::Max) && !observe(&mut guard, 9.0, 2.0, Prefer::Max));
     assert!(observe(&mut guard, 9.0, 2.0, Prefer::Max));
     assert!(guard.excluded(&prompt(2, 0, 4)).is_none(), "other classes are free");
@@ -168,7 +172,8 @@ fn requests_that_score_lower_elsewhere_start_the_count_again() {
 
 #[test]
 fn a_mooncake_like_workload_never_alarms() {
-    // Every prompt shares block 0, held everywhere; beyond it, conversations that grow turn by turn.
+    // Every prompt shares block 0, which all instances hold. Beyond it, conversations grow turn by
+    // turn.
     let mut fleet = Fleet::new(16, GuardConfig::default());
     (0..16).for_each(|slot| fleet.store(slot, &prompt(0, 1, 1)));
     let mut turn = HashMap::new();
@@ -191,7 +196,8 @@ fn a_mooncake_like_workload_never_alarms() {
 
 #[test]
 fn a_deeper_cut_with_fewer_holders_stands_for_itself() {
-    // All share 4 blocks that instances 0-3 of 8 hold; 3 of 4 requests share 16 blocks that only instance 0 holds.
+    // All prompts share 4 blocks, held by instances 0-3 of 8. 3 of 4 requests share 16 blocks, held
+    // by instance 0 only.
     let mut guard = Guard::new(GuardConfig { min_requests: 4, ..GuardConfig::default() }).unwrap();
     let (long, short) = (prompt(1, 4, 16), prompt(2, 4, 16));
     let mut scores = Scores::default();
@@ -248,7 +254,7 @@ fn an_empty_rest_means_load_balance_only() {
 
     guard.set_on(false);
     assert_eq!(restrict(&guard, [t; 4]), (Restriction::Free, [t; 4]));
-    let events = guard.tick(1.0, 4, |_, _| panic!("off, nothing is looked up"));
+    let events = guard.tick(1.0, 4, |_, _| panic!("a disabled guard looks up nothing"));
     assert_eq!(events.iter().map(|e| (e.phase, e.released)).collect::<Vec<_>>(), [(Phase::Filtering, true)]);
     guard.observe(1.0, &chain, 2, &scores, &[true; 4], InstanceId(0));
     assert_eq!(guard.heavy.requests(), 0);
@@ -264,15 +270,15 @@ fn an_alarm_ends_when_demand_or_holders_are_gone() {
         scores.reset(4);
         (0..20).for_each(|_| guard.observe(0.0, &chain, 2, &scores, &[true; 4], InstanceId(2)));
         assert_eq!(suspicions(&guard.tick(0.0, 4, one)), 1);
-        assert_eq!(guard.tick(1.0, 4, one), [], "it is told once");
+        assert_eq!(guard.tick(1.0, 4, one), [], "each event is returned once");
         guard
     };
     let released = |events: Vec<GuardEvent>| events.len() == 1 && events[0].released;
     assert!(released(alarmed().tick(61.0, 4, one)), "the window is empty");
     assert!(released(alarmed().tick(1.0, 4, |_, _| ())), "evicted everywhere");
-    assert!(released(alarmed().tick(1.0, 1, one)), "nobody else is left");
+    assert!(released(alarmed().tick(1.0, 1, one)), "no other instance is left");
     let all = |_: u64, out: &mut Vec<InstanceId>| out.extend((0..4).map(InstanceId));
-    assert!(released(alarmed().tick(1.0, 4, all)), "everybody holds it");
+    assert!(released(alarmed().tick(1.0, 4, all)), "all instances hold it");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Indicator values: one dense `f64` column each.
 //!
-//! Inside a column absent is NaN, so that it spreads through a score by itself and the instance is
-//! left out; at the public edges it is `Option`.
+//! Inside a column, NaN means absent. NaN propagates through a score, so an instance without a
+//! value is left out of the choice. Public functions use `Option` instead.
 use super::declared::DeclaredId;
 use super::table::{COUNT, Indicator, IndicatorSet};
 
@@ -14,14 +14,14 @@ pub struct Columns {
 }
 
 impl Default for Columns {
-    /// Columns of all indicators, without a slot.
+    /// Returns columns of all indicators, with no slots.
     fn default() -> Self {
         Columns::of(IndicatorSet::ALL)
     }
 }
 
 impl Columns {
-    /// Columns of these indicators only, without a slot. The other columns stay empty.
+    /// Returns columns of these indicators only, with no slots. The other columns stay empty.
     pub fn of(of: IndicatorSet) -> Columns {
         Columns { data: vec![Vec::new(); COUNT], of, slots: 0 }
     }
@@ -39,27 +39,27 @@ impl Columns {
         self.slots
     }
 
-    /// The column of `id`. Request-scoped indicators use slot 0 only.
+    /// Returns the column of `id`. Request-scoped indicators use slot 0 only.
     #[inline]
     pub fn get(&self, id: Indicator) -> &[f64] {
         &self.data[id as usize]
     }
 
-    /// The column of `id`, to write.
+    /// Returns the writable column of `id`.
     #[inline]
     pub fn get_mut(&mut self, id: Indicator) -> &mut [f64] {
         &mut self.data[id as usize]
     }
 
-    /// Several columns at once, to write. They must differ.
+    /// Returns several writable columns. The ids must differ.
     pub fn several_mut<const N: usize>(&mut self, ids: [Indicator; N]) -> [&mut [f64]; N] {
         let columns = self.data.get_disjoint_mut(ids.map(|id| id as usize)).expect("different indicators");
         columns.map(|column| &mut column[..])
     }
 }
 
-/// All indicators for one decision: those that the ledger keeps, and those derived for the request
-/// and the moment ([`IndicatorSet::DERIVED`]).
+/// All indicators for one decision: the columns that the ledger keeps, and the columns derived for
+/// the request and the time ([`IndicatorSet::DERIVED`]).
 #[derive(Clone, Copy, Debug)]
 pub struct Indicators<'a> {
     kept: &'a Columns,
@@ -69,37 +69,38 @@ pub struct Indicators<'a> {
 }
 
 impl<'a> Indicators<'a> {
-    /// Both kinds together. `kept` and `derived` have the same number of slots.
+    /// Combines kept and derived columns. Both must have the same number of slots.
     pub fn new(kept: &'a Columns, derived: &'a Columns) -> Indicators<'a> {
         Indicators { kept, derived, declared: &[], groups: &[] }
     }
 
-    /// With these columns of declared indicators, by [`DeclaredId`].
+    /// Adds the columns of declared indicators, indexed by [`DeclaredId`].
     pub fn with_declared(self, declared: &'a [Vec<f64>]) -> Indicators<'a> {
         Indicators { declared, ..self }
     }
 
-    /// The column of `id`. Request-scoped indicators use slot 0 only.
+    /// Returns the column of `id`. Request-scoped indicators use slot 0 only.
     #[inline]
     pub fn get(self, id: Indicator) -> &'a [f64] {
         if IndicatorSet::DERIVED.contains(id) { self.derived.get(id) } else { self.kept.get(id) }
     }
 
-    /// With this group of each slot, a number below the number of slots.
+    /// Adds the group of each slot: a number below the number of slots.
     pub fn with_groups(self, groups: &'a [u32]) -> Indicators<'a> {
         Indicators { groups, ..self }
     }
 
-    /// The group of each slot; empty: each is its own.
+    /// Returns the group of each slot. Empty: each slot is its own group.
     #[inline]
     pub fn groups(self) -> &'a [u32] {
         self.groups
     }
 
-    /// The column of a declared indicator.
+    /// Returns the column of a declared indicator.
     ///
     /// # Panics
-    /// If the policy did not declare that it reads it ([`crate::policy::Policy::declared`]).
+    /// If the policy did not declare that it reads the indicator
+    /// ([`crate::policy::Policy::declared`]).
     #[inline]
     pub fn declared(self, id: DeclaredId) -> &'a [f64] {
         &self.declared[id.index()]
@@ -107,7 +108,7 @@ impl<'a> Indicators<'a> {
 }
 
 impl<'a> From<&'a Columns> for Indicators<'a> {
-    /// Columns that hold both kinds.
+    /// Uses one set of columns as both kept and derived.
     fn from(columns: &'a Columns) -> Indicators<'a> {
         Indicators::new(columns, columns)
     }

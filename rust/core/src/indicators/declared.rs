@@ -1,58 +1,58 @@
-//! Indicators that a program or a configuration declares beside those of the [table](super::table): one number for each instance,
-//! which its producers report.
+//! Indicators that a program or a configuration declares in addition to the built-in
+//! [table](super::table). Each has one number per instance, which its producers report.
 //!
-//! Declarations are names for the whole process, as registered policies are, and are never taken back. Each router keeps its
+//! Declarations are process-wide, like registered policies, and permanent. Each router keeps its
 //! own values.
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use parking_lot::RwLock;
 
-/// The place of a declared indicator among all of them.
+/// Index of a declared indicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeclaredId(u16);
 
 impl DeclaredId {
-    /// As an index.
+    /// Returns the index as a `usize`.
     #[inline]
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
 
-    /// Its declaration.
+    /// Returns the declaration.
     pub fn decl(self) -> &'static DeclaredIndicator {
         TABLE.read()[self.index()]
     }
 }
 
-/// One declaration.
+/// Declaration of one indicator.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeclaredIndicator {
-    /// Its place among the declared indicators.
+    /// Index among the declared indicators.
     pub id: DeclaredId,
-    /// Name in expressions and configurations: small letters, digits and `_`.
+    /// Name in expressions and configurations: lower-case letters, digits and `_`.
     pub name: &'static str,
     /// Unit.
     pub unit: &'static str,
-    /// Its value where none was reported, or none lately; `None`: absent (NaN).
+    /// Value if no value was reported within `max_age_seconds`; `None`: absent (NaN).
     pub default: Option<f64>,
-    /// Reported values that are older count no longer; `None`: they count until the next one.
+    /// Age in seconds after which a reported value expires; `None`: it stays until the next report.
     pub max_age_seconds: Option<Seconds>,
 }
 
 static TABLE: RwLock<Vec<&'static DeclaredIndicator>> = RwLock::new(Vec::new());
 
-/// All declared indicators, in the order in which they were declared.
+/// Returns all declared indicators, in order of declaration.
 pub fn declared() -> Vec<&'static DeclaredIndicator> {
     TABLE.read().clone()
 }
 
-/// The declared indicator of that name, in any case.
+/// Finds a declared indicator by name, ignoring case.
 pub fn find(name: &str) -> Option<&'static DeclaredIndicator> {
     TABLE.read().iter().find(|decl| decl.name.eq_ignore_ascii_case(name)).copied()
 }
 
-/// Adds a declaration, or returns the one that is there with the same attributes. The name must be
-/// free of other meanings: see [`crate::registry::declare_indicator`].
+/// Adds a declaration, or returns the existing declaration if all attributes are equal. The name
+/// must not have another meaning: see [`crate::registry::declare_indicator`].
 pub(crate) fn add(
     name: &str,
     unit: &str,
@@ -70,7 +70,7 @@ pub(crate) fn add(
         return bad("default", value.to_string(), "a finite number, or none for an absent value");
     }
     if let Some(age) = max_age_seconds.filter(|age| !(age.is_finite() && *age > 0.0)) {
-        return bad("max_age_seconds", age.to_string(), "seconds above 0, or none for values that stay");
+        return bad("max_age_seconds", age.to_string(), "seconds above 0, or none to never expire");
     }
     let mut table = TABLE.write();
     if let Some(known) = table.iter().find(|decl| decl.name == name) {

@@ -1,8 +1,9 @@
-//! The indicator factory: a named number for each instance (or each instance and request), with unit, owner and age.
+//! Indicators: named numbers per instance, or per instance and request, with unit, owner and age.
 //!
-//! [`table`] declares the built-in ones once; the docs page, the names in expressions and the Python symbols are made from it.
-//! [`declared`] are those that a program or a configuration adds.
-//! [`columns`] holds their values, one dense `f64` column each, indexed by [`crate::InstanceId`].
+//! [`table`] declares the built-in indicators. The docs page, the names in expressions and the
+//! Python symbols are generated from it. [`declared`] holds indicators that a program or a
+//! configuration adds. [`columns`] holds the values: one dense `f64` column per indicator, indexed
+//! by [`crate::InstanceId`].
 
 pub mod columns;
 pub mod declared;

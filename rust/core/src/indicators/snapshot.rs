@@ -1,22 +1,22 @@
-//! The read-only view that a policy decides from.
+//! Read-only view of the indicators that a policy decides from.
 use super::columns::Indicators;
 use super::declared::DeclaredId;
 use super::table::Indicator;
 
-/// Indicators at one moment, for one request. All slices have one entry a slot.
+/// Indicators at one moment, for one request. Each slice has one entry per slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Snapshot<'a> {
-    /// The values; those that the policy declared in `reads` are filled in.
+    /// Indicator values. Only the indicators in the policy's `reads` are filled in.
     pub columns: Indicators<'a>,
-    /// Which slots may take the request: live, healthy, of a fitting role, not excluded by the guard.
+    /// Eligibility of each slot: live, healthy, of a fitting role, not excluded by the guard.
     pub eligible: &'a [bool],
     /// Number of `true` in `eligible`.
     pub eligible_count: usize,
     /// A stable hash of each instance's name, for consistent hashing.
     pub name_hashes: &'a [u64],
-    /// How many decisions this router made before.
+    /// Number of decisions that this router made before.
     pub ordinal: u64,
-    /// Hash of the request's session key, where it has one.
+    /// Hash of the request's session key, if it has one.
     pub session: Option<u64>,
 }
 
@@ -27,25 +27,25 @@ impl<'a> Snapshot<'a> {
         self.eligible.len()
     }
 
-    /// The column of a per-instance or per-pair indicator.
+    /// Returns the column of a per-instance or per-pair indicator.
     #[inline]
     pub fn column(&self, id: Indicator) -> &'a [f64] {
         &self.columns.get(id)[..self.eligible.len()]
     }
 
-    /// The column of a declared indicator.
+    /// Returns the column of a declared indicator.
     #[inline]
     pub fn declared(&self, id: DeclaredId) -> &'a [f64] {
         &self.columns.declared(id)[..self.eligible.len()]
     }
 
-    /// The value of a per-request indicator (NaN where absent).
+    /// Returns the value of a per-request indicator (NaN if absent).
     #[inline]
     pub fn request(&self, id: Indicator) -> f64 {
         self.columns.get(id)[0]
     }
 
-    /// The slots that may take the request, in order.
+    /// Returns the eligible slots, in order.
     pub fn eligible_slots(&self) -> impl Iterator<Item = usize> + 'a {
         let eligible = self.eligible;
         (0..eligible.len()).filter(move |&i| eligible[i])

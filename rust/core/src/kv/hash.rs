@@ -1,41 +1,45 @@
-//! Chained block hashes: the hash of a block covers everything before it.
+//! Chained block hashes: the hash of a block covers all tokens before it.
 //!
-//! A block's *local* hash `l` is keyed by the [`Domain`] and mixed over all 64 bits; the chain is `h' = 5 h + l` (mod
-//! 2^64). The state of a chain is therefore its last hash alone, so hashing resumes anywhere (`*_after`), and one step
-//! costs two cycles of latency (shift-and-add, add) beside which the mixing of the next blocks runs in parallel. The
-//! index finalises hashes itself before it uses their bits. None of this is cryptographic: a forged collision can
-//! mislead a prediction of the router, never what an engine answers.
+//! A block's *local* hash `l` is keyed by the [`Domain`] and mixed over all 64 bits. The chain is
+//! `h' = 5 h + l` (mod 2^64). So the state of a chain is its last hash alone, and hashing can
+//! resume anywhere (`*_after`). One step has two cycles of latency (shift-and-add, add), and the
+//! mixing of the next blocks runs in parallel. The index finalizes hashes itself before it uses
+//! their bits. The hash is not cryptographic: a forged collision can mislead a prediction of the
+//! router, but never changes an engine's answer.
 use super::table::prefetch;
 use xxhash_rust::const_xxh3::const_custom_default_secret;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_secret, xxh3_64_with_seed};
 
 const NARROW: u64 = 0x9e6c_63d0_676a_9a99;
 
-/// Tokens of the block size that has its own path: one cache line of token ids.
+/// Block size in tokens with a specialized path: one cache line of token ids.
 const LINE_TOKENS: usize = 16;
 
-/// How far ahead token ids are asked for, in bytes: what was just written has often left the nearest cache.
+/// Prefetch distance for token ids, in bytes: recently written data has often left the nearest
+/// cache.
 const AHEAD: usize = 16 * 64;
 
-/// The domain of a hash chain. Prompts that must never match (another model, tokenizer, adapter, salt, block size, text
-/// against tokens) start from different seeds.
+/// Domain of a hash chain. Prompts that must never match start from different seeds: another model,
+/// tokenizer, adapter, salt or block size, or text instead of tokens.
 ///
-/// What all prompts of a router share keys the hash of every block. What a request brings of its own ([`Domain::with`]) moves
-/// only the start of its chain: engines name it with the first block alone, and all that follows hangs on that block's hash.
+/// The parts that all prompts of a router share key the hash of every block. A request's own parts
+/// ([`Domain::with`]) change only the start of its chain. Engines report these parts only with the
+/// first block, and the chain carries them on through that block's hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Domain {
     seed: u64,
-    /// Of the request's own parts; 0: it has none.
+    /// Hash of the request's own parts; 0: none.
     own: u64,
 }
 
 impl Domain {
-    /// The domain of these parts, in order; absent and empty parts differ.
+    /// Builds the domain of these parts, in order. Absent and empty parts differ.
     pub fn new(parts: &[Option<&str>], block_size: usize) -> Domain {
         let mut hasher = Xxh3::with_seed(0x6c6d_6574_7269_6300);
         hasher.update(&(block_size as u64).to_le_bytes());
         for part in parts {
-            // The length goes before the bytes, so that no two lists of parts spell the same input.
+            // The length goes before the bytes, so that no two lists of parts produce the same
+            // input.
             let length = part.map_or(u64::MAX, |p| p.len() as u64);
             hasher.update(&length.to_le_bytes());
             hasher.update(part.unwrap_or_default().as_bytes());
@@ -43,41 +47,46 @@ impl Domain {
         Domain { seed: hasher.digest(), own: 0 }
     }
 
-    /// This domain narrowed by a part of the request's own.
+    /// Narrows this domain by a part of the request.
     pub fn with(self, part: &[u8]) -> Domain {
         Domain { own: xxh3_64_with_seed(part, self.own ^ self.seed ^ NARROW) | 1, ..self }
     }
 
-    /// The domain of a request: one function for prompts and for engines' events, so that they meet.
+    /// Returns the domain of a request. Prompts and engine events both use it, so that their hashes
+    /// match.
     pub fn of_request(self, adapter: Option<&str>, salt: Option<&str>) -> Domain {
         let domain = adapter.map_or(self, |a| self.with(b"adapter").with(a.as_bytes()));
         salt.map_or(domain, |s| domain.with(s.as_bytes()))
     }
 
-    /// Where chains of token blocks start.
+    /// Returns the start of token block chains.
     pub fn token_start(self) -> u64 {
         self.kind("tokens").1
     }
 
-    /// What keys the blocks of one kind, so that equal bytes of another kind never meet, and where their chains start.
+    /// Returns the key and the chain start for one kind of blocks, so that equal bytes of different
+    /// kinds never match.
     fn kind(self, kind: &str) -> (u64, u64) {
         let keys = mix(xxh3_64_with_seed(kind.as_bytes(), self.seed ^ NARROW));
         (keys, if self.own == 0 { keys } else { mix(keys ^ self.own) })
     }
 }
 
-/// The state of a chain that goes on with a block which is more than its tokens (an image, an embedding): no other chain
-/// reaches it, and all that follows differs too. `part`: of what the block is besides.
+/// Returns the state of a chain that continues with a block of more than tokens (an image, an
+/// embedding). No other chain reaches this state, so all later hashes differ too. `part`: hash of
+/// the block's other content.
 pub fn narrowed(last: u64, part: u64) -> u64 {
     mix(last ^ mix(part ^ NARROW))
 }
 
-/// Appends the chained hashes of all full blocks of `tokens` to `out`. A `block_size` of 0 has no full blocks.
+/// Appends the chained hashes of all full blocks of `tokens` to `out`. A `block_size` of 0 has no
+/// full blocks.
 pub fn hash_tokens(domain: Domain, block_size: usize, tokens: &[u32], out: &mut Vec<u64>) {
     hash_tokens_after(domain, block_size, None, tokens, out);
 }
 
-/// As [`hash_tokens`], for tokens that follow the block whose chained hash is `last` (`None`: they start the prompt).
+/// Appends the hashes of tokens that follow the block with chained hash `last` (`None`: they start
+/// the prompt), like [`hash_tokens`].
 pub fn hash_tokens_after(
     domain: Domain,
     block_size: usize,
@@ -99,12 +108,14 @@ pub fn hash_tokens_after(
     }
 }
 
-/// Appends the chained hashes of all full blocks of `block_bytes` bytes of `text` to `out`. 0 has no full blocks.
+/// Appends the chained hashes of all full blocks of `block_bytes` bytes of `text` to `out`. 0 has
+/// no full blocks.
 pub fn hash_text(domain: Domain, block_bytes: usize, text: &[u8], out: &mut Vec<u64>) {
     hash_text_after(domain, block_bytes, None, text, out);
 }
 
-/// As [`hash_text`], for text that follows the block whose chained hash is `last` (`None`: it starts the prompt).
+/// Appends the hashes of text that follows the block with chained hash `last` (`None`: it starts
+/// the prompt), like [`hash_text`].
 pub fn hash_text_after(
     domain: Domain,
     block_bytes: usize,
@@ -116,13 +127,14 @@ pub fn hash_text_after(
     hash_bytes(seed, last.unwrap_or(start), block_bytes, text, out);
 }
 
-/// Appends the chained hashes over `local` block hashes (e.g. a trace's `hash_ids`) to `out`. They may be small numbers:
-/// each is mixed first.
+/// Appends the chained hashes over `local` block hashes (e.g. a trace's `hash_ids`) to `out`. Local
+/// hashes may be small numbers: each is mixed first.
 pub fn chain(domain: Domain, local: &[u64], out: &mut Vec<u64>) {
     chain_after(domain, None, local, out);
 }
 
-/// As [`chain`], for blocks that follow the one whose chained hash is `last` (`None`: they start the prompt).
+/// Appends the hashes of blocks that follow the block with chained hash `last` (`None`: they start
+/// the prompt), like [`chain`].
 pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut Vec<u64>) {
     let (seed, start) = domain.kind("local");
     let keys = [mix(seed ^ 1), mix(seed ^ 2)];
@@ -133,7 +145,8 @@ pub fn chain_after(domain: Domain, last: Option<u64>, local: &[u64], out: &mut V
     }));
 }
 
-/// Hashes a text that arrives in pieces; equal to [`hash_text`] over the whole. Clone it to keep a point to return to.
+/// Incremental hasher of a text in pieces, equal to [`hash_text`] over the whole text. Clone it to
+/// save a state.
 #[derive(Clone, Debug)]
 pub struct TextHasher {
     domain: Domain,
@@ -143,12 +156,12 @@ pub struct TextHasher {
 }
 
 impl TextHasher {
-    /// A hasher before the first byte.
+    /// Creates a hasher at the start of a text.
     pub fn new(domain: Domain, block_bytes: usize) -> TextHasher {
         TextHasher { domain, block_bytes, last: None, pending: Vec::new() }
     }
 
-    /// Takes the next piece and appends the hashes of the blocks it completes to `out`.
+    /// Hashes the next piece and appends the hashes of completed blocks to `out`.
     pub fn update(&mut self, mut piece: &[u8], out: &mut Vec<u64>) {
         if self.block_bytes == 0 {
             return;
@@ -178,15 +191,15 @@ fn step(h: u64, local: u64) -> u64 {
     h.wrapping_mul(5).wrapping_add(local)
 }
 
-/// Spreads an id, small or not, over all bits: a folded product of two keyed copies of it. The chain is linear in what this
-/// returns, so what keeps swapped and shifted ids apart is that the fold is not.
+/// Spreads an id over all bits: a folded product of two keyed copies of it. The chain is linear in
+/// the result, so the nonlinear fold is what distinguishes swapped and shifted ids.
 #[inline(always)]
 fn mix_local(local: u64, keys: [u64; 2]) -> u64 {
     let product = u128::from(local ^ keys[0]) * u128::from(local.rotate_left(32) ^ keys[1]);
     product as u64 ^ (product >> 64) as u64
 }
 
-/// A bijection whose every output bit depends on every input bit (the finaliser of splitmix64).
+/// A bijection in which every output bit depends on every input bit (the finalizer of splitmix64).
 fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -208,7 +221,8 @@ fn line_keys(seed: u64) -> [u64; 8] {
     std::array::from_fn(|i| mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1))))
 }
 
-/// Local hash of 16 tokens: the sum over GF(2) of four keyed, folded 64x64-bit products (the inner step of xxh3 and wyhash).
+/// Local hash of 16 tokens: the sum over GF(2) of four keyed, folded 64x64-bit products (the inner
+/// step of xxh3 and wyhash).
 #[inline(always)]
 fn line_hash(line: &[u8; 64], keys: &[u64; 8]) -> u64 {
     let words = line.as_chunks::<8>().0;
@@ -224,7 +238,8 @@ fn line_hash(line: &[u8; 64], keys: &[u64; 8]) -> u64 {
 }
 
 fn bytes_of(tokens: &[u32]) -> &[u8] {
-    // SAFETY: the same memory; a u32 has no padding, any byte is a valid u8, and u8 needs no alignment.
+    // SAFETY: the same memory. A u32 has no padding, any byte is a valid u8, and u8 needs no
+    // alignment.
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
 }
 
@@ -291,7 +306,7 @@ mod tests {
         assert_eq!(domain().of_request(None, None), domain());
     }
 
-    /// What follows the first block needs no word of the salt again.
+    /// Blocks after the first one do not need the salt.
     #[test]
     fn a_chain_goes_on_without_the_requests_own_parts() {
         let prompt: Vec<u32> = (0..96).collect();
@@ -353,7 +368,8 @@ mod tests {
         }
     }
 
-    /// Small ids, multiples and ids high up, in every order: neither swaps nor small linear relations between neighbours meet.
+    /// Small, multiple and large ids, in every order: neither swaps nor small linear relations
+    /// between neighbors collide.
     #[test]
     fn structured_ids_do_not_collide() {
         for (scale, offset) in [(1, 0), (512, 0), (1 << 32, 7), (1 << 57, 0), (0x0101_0101, u64::MAX - 9)] {
@@ -368,7 +384,8 @@ mod tests {
         }
     }
 
-    /// Each bit of a token flips each bit of the block's hash about half the time, also in the domain's own line path.
+    /// Each bit of a token flips each bit of the block's hash about half the time, also in the
+    /// specialized path for one line.
     #[test]
     fn every_input_bit_reaches_about_half_of_the_output() {
         for block_size in [16, 32] {

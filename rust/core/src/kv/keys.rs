@@ -1,24 +1,25 @@
-//! How a router's prompts become block hashes: block sizes and domains.
+//! Hashing scheme of a router's prompts: block sizes and domains.
 use super::hash::Domain;
 use crate::error::CoreError;
 
-/// The key scheme of one router: prompts and engines' events are hashed by the same one, so that they meet.
+/// Key scheme of one router. Prompts and engine events use the same scheme, so that their hashes
+/// match.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Keys {
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: usize,
-    /// Bytes a block, where prompts are text.
+    /// Bytes per block for text prompts.
     pub text_block_bytes: usize,
-    /// Of prompts given as token ids, and of the engines' events.
+    /// Domain of prompts given as token ids, and of engine events.
     pub tokens: Domain,
-    /// Of prompts given as text.
+    /// Domain of prompts given as text.
     pub text: Domain,
-    /// Of prompts given as hashes of blocks.
+    /// Domain of prompts given as block hashes.
     pub hashes: Domain,
 }
 
 impl Keys {
-    /// The scheme of prompts that share `parts` (model, tokenizer).
+    /// Builds the scheme of prompts that share `parts` (model, tokenizer).
     ///
     /// # Errors
     /// `BadValue` for a block size out of range.

@@ -1,4 +1,4 @@
-//! What is cached where: prompt -> for each instance, how many leading blocks it holds.
+//! Cached prefixes: for each instance, the number of leading blocks of a prompt that it holds.
 pub mod hash;
 pub mod index;
 pub mod keys;

@@ -1,17 +1,20 @@
-//! What the engines call their blocks.
+//! Engine names of blocks.
 //!
-//! An engine names blocks by its own hash. For each block it stores, its event carries the tokens, from which the router's hash
-//! follows; the engine's is only remembered to find the block again when it is someone's parent or is removed. 16 bytes a
-//! physical copy, in tables that grow in small steps, one for each rank of an instance: two ranks of an engine have caches of their own, and
-//! what one evicts the other may still hold.
+//! An engine names blocks by its own hash. The event of each stored block carries the tokens, from
+//! which the router computes its own hash. The router keeps the engine's hash only to find the
+//! block again when it is a parent or is removed.
+//!
+//! Each physical copy takes 16 bytes, in tables that grow in small steps. Each rank of an instance
+//! has its own table, because each rank has its own cache: another rank may still hold a block that
+//! one rank evicts.
 use super::index::{Copies, KvIndex};
 use super::table::{Inserted, Key, Slot, Table};
 use crate::ids::InstanceId;
 
-/// Segments of a rank's table, as a power of two.
+/// Number of segments of a rank's table, as a power of two.
 const SEGMENT_BITS: u32 = 4;
 
-/// One physical copy of a block: two copies are two equal entries.
+/// One physical copy of a block. Two copies are two equal entries.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     engine: u64,
@@ -30,12 +33,12 @@ impl Slot for Entry {
     }
 }
 
-/// What storing a block means for the count of its physical copies.
+/// Effect of a stored block on the number of its physical copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Means {
-    /// One more.
+    /// Adds one copy.
     NewCopy,
-    /// It is there: one where none was known, else nothing new.
+    /// Reports a block: adds a copy if none is known, else nothing.
     Report,
 }
 
@@ -44,12 +47,12 @@ struct Rank {
     table: Table<Entry>,
 }
 
-/// The names of all blocks known by name, bounded in bytes.
+/// Engine names of all known blocks, bounded in bytes.
 pub(crate) struct Names {
     ranks: Vec<Vec<Rank>>,
     byte_bound: usize,
     table_bytes: usize,
-    /// Of the lists of tables.
+    /// Bytes of the lists of tables.
     list_bytes: usize,
 }
 
@@ -66,12 +69,12 @@ impl Names {
         self.byte_bound = byte_bound;
     }
 
-    /// Physical copies known, over all instances.
+    /// Returns the number of known physical copies, over all instances.
     pub(crate) fn len(&self) -> usize {
         self.ranks.iter().flatten().map(|r| r.table.len()).sum()
     }
 
-    /// Bytes taken now, allocations included.
+    /// Returns the bytes in use, including allocations.
     pub(crate) fn bytes(&self) -> usize {
         self.table_bytes + self.list_bytes
     }
@@ -84,18 +87,18 @@ impl Names {
         self.ranks.get_mut(instance.index())?.iter_mut().find(|r| r.rank == rank).map(|r| &mut r.table)
     }
 
-    /// Whether a rank of the instance other than this one is known.
+    /// Returns whether another rank of the instance is known.
     pub(crate) fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
         self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.rank != rank))
     }
 
-    /// The index's hash of what the rank calls `engine`.
+    /// Returns the index's hash of the block that the rank calls `engine`.
     pub(crate) fn find(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
         let table = self.table(instance, rank)?;
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
-    /// Enters a copy; false if there is no room for it.
+    /// Adds a copy. Returns false if there is no room for it.
     pub(crate) fn insert(&mut self, instance: InstanceId, rank: u32, engine: u64, chain: u64) -> bool {
         if self.table(instance, rank).is_none() && !self.open(instance, rank) {
             return false;
@@ -109,13 +112,14 @@ impl Names {
         inserted != Inserted::No
     }
 
-    /// Forgets a copy; returns the index's hash of it.
+    /// Removes a copy and returns the index's hash of it.
     pub(crate) fn remove(&mut self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
         let table = self.table_mut(instance, rank)?;
         table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
-    /// Enters a copy of a block whose name is known already, given the index. Returns what it means there; `None`: no room.
+    /// Adds a copy of a block whose name may be known already. Returns the copy's effect on the
+    /// index; `None`: no room.
     pub(crate) fn enter_known(
         &mut self,
         index: &mut KvIndex,
@@ -127,7 +131,8 @@ impl Names {
     ) -> Option<Copies> {
         let mut known = self.find(instance, rank, engine);
         if known.is_some_and(|c| c != chain || !index.holds(instance, chain)) {
-            // The name is of another block by now, or of one that the index has evicted, which says nothing about copies.
+            // The name now belongs to another block, or to a block that the index has evicted.
+            // Neither says anything about copies.
             while let Some(old) = self.remove(instance, rank, engine) {
                 if old != chain {
                     index.removed(instance, old);
@@ -141,8 +146,9 @@ impl Names {
         }
     }
 
-    /// Takes up to `most` slots of the table's part where `engine` belongs, from slot `at` on, and forgets what the index does not
-    /// hold any more. Returns how many went, and where to go on.
+    /// Checks up to `most` slots in the table segment of `engine`, starting at slot `at`, and
+    /// removes entries that the index no longer holds. Returns the number removed, and the slot to
+    /// continue at.
     pub(crate) fn sweep(
         &mut self,
         index: &KvIndex,
@@ -155,12 +161,12 @@ impl Names {
         table.retain_some(table.key(engine), at, most, |e| index.holds(instance, e.chain))
     }
 
-    /// Names in the part of the table where `engine` belongs.
+    /// Returns the number of names in the table segment of `engine`.
     pub(crate) fn near(&self, instance: InstanceId, rank: u32, engine: u64) -> usize {
         self.table(instance, rank).map_or(0, |table| table.near(table.key(engine)))
     }
 
-    /// Forgets a rank; returns the index's hashes of its copies.
+    /// Removes a rank and returns the index's hashes of its copies.
     pub(crate) fn take(&mut self, instance: InstanceId, rank: u32) -> Option<impl Iterator<Item = u64>> {
         let ranks = self.ranks.get_mut(instance.index())?;
         let at = ranks.iter().position(|r| r.rank == rank)?;
@@ -169,7 +175,7 @@ impl Names {
         Some(table.into_iter().map(|e| e.chain))
     }
 
-    /// Forgets all ranks of an instance.
+    /// Removes all ranks of an instance.
     pub(crate) fn take_all(&mut self, instance: InstanceId) {
         if let Some(ranks) = self.ranks.get_mut(instance.index()) {
             let ranks = std::mem::take(ranks);
@@ -177,7 +183,7 @@ impl Names {
         }
     }
 
-    /// Makes sure of the rank's table; false if there is no room for it.
+    /// Ensures that the rank has a table. Returns false if there is no room for it.
     fn open(&mut self, instance: InstanceId, rank: u32) -> bool {
         let slots = (instance.index() + 1).saturating_sub(self.ranks.len());
         let table = Table::new(SEGMENT_BITS);

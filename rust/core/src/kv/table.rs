@@ -1,27 +1,28 @@
 //! A hash table that grows in small steps: many small segments, each sorted and open-addressed.
 //!
-//! The high bits of a key choose a segment; the next 32 (`place`) choose the home slot by multiplication, so that slots are
-//! sorted by place and a look-up ends at the first greater place, hit or miss alike, even at load 0.85. Sorted, a
-//! segment grows by one sequential pass to 5/4 of its size: no key is hashed again, no pause exceeds some microseconds,
-//! and on average three quarters of the memory is in use, where doubling would leave half of it empty.
+//! The high bits of a key select a segment. The next 32 bits (`place`) select the home slot by
+//! multiplication, so slots are sorted by place. A lookup, hit or miss, ends at the first greater
+//! place, even at load 0.85. A sorted segment grows by one sequential pass to 5/4 of its size. So
+//! no key is hashed again and no pause exceeds a few microseconds. On average, three quarters of
+//! the memory is in use, while doubling would leave half of it empty.
 use std::fmt;
 
-/// Slots behind the last home slot, for what is pushed over the end.
+/// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
-/// What the allocator keeps beside each block of memory.
+/// Allocator overhead per memory block, in bytes.
 const MALLOC_OVERHEAD: usize = 16;
 
-/// A slot's content: knows its place and whether it is empty.
+/// Content of a slot.
 pub(crate) trait Slot: Copy {
     /// The empty slot.
     const EMPTY: Self;
     /// Whether nothing is stored here.
     fn is_empty(self) -> bool;
-    /// The 32 bits of the key behind those that chose the segment.
+    /// Returns the 32 bits of the key after the bits that select the segment.
     fn place(self) -> u32;
 }
 
-/// Where a hash belongs.
+/// Location of a hash in the table.
 #[derive(Clone, Copy, Default, PartialEq)]
 pub(crate) struct Key {
     segment: u32,
@@ -29,35 +30,35 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// The key of `hash` in a table of 2^`bits` segments.
+    /// Returns the key of `hash` in a table of 2^`bits` segments.
     #[inline(always)]
     pub(crate) fn new(hash: u64, bits: u32) -> Key {
         let mixed = (hash ^ (hash >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Key { segment: ((mixed >> 1) >> (63 - bits)) as u32, place: ((mixed << bits) >> 32) as u32 }
     }
 
-    /// The hash whose mixed bits are these.
+    /// Returns the hash with these mixed bits.
     #[cfg(test)]
     pub(crate) fn unmixed(mixed: u64) -> u64 {
         let hash = mixed.wrapping_mul(0xf1de_83e1_9937_733d);
         hash ^ (hash >> 32)
     }
 
-    /// The bits that a slot of this key must return as its place.
+    /// Returns the bits that a slot of this key must return as its place.
     #[inline]
     pub(crate) fn place(self) -> u32 {
         self.place
     }
 }
 
-/// What came of an insertion.
+/// Result of an insertion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Inserted {
-    /// There was no room.
+    /// There was no room for the entry.
     No,
-    /// The entry has its place to itself.
+    /// No other entry has the same place.
     Alone,
-    /// There are other entries of the same place.
+    /// Other entries have the same place.
     Shared,
 }
 
@@ -67,7 +68,7 @@ struct Segment<S> {
     used: u32,
 }
 
-/// See the module.
+/// A segmented hash table of slots `S`.
 pub(crate) struct Table<S> {
     segments: Box<[Segment<S>]>,
     bits: u32,
@@ -85,51 +86,53 @@ impl<S: Slot> Table<S> {
     /// Bytes of a segment with its first few entries.
     pub(crate) const LEAST_SEGMENT_BYTES: usize = (16 + PAD) * size_of::<S>() + MALLOC_OVERHEAD;
 
-    /// An empty table of 2^`bits` segments.
+    /// Creates an empty table of 2^`bits` segments.
     pub(crate) fn new(bits: u32) -> Table<S> {
         let segments =
             (0..1usize << bits).map(|_| Segment { slots: Box::default(), homes: 0, used: 0 }).collect();
         Table { segments, bits, entries: 0, bytes: (size_of::<Segment<S>>() << bits) + MALLOC_OVERHEAD }
     }
 
-    /// Entries stored.
+    /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
         self.entries
     }
 
-    /// Bytes taken, the allocator's included.
+    /// Returns the bytes in use, including the allocator's overhead.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where `hash` belongs. Any hash will do, small numbers as well: its bits are mixed first, one to one.
+    /// Returns the key of `hash`. Hashes may be small numbers: a bijection mixes their bits first.
     #[inline(always)]
     pub(crate) fn key(&self, hash: u64) -> Key {
         Key::new(hash, self.bits)
     }
 
-    /// Asks for the cache line where a look-up of `key` starts.
+    /// Prefetches the cache line at which a lookup of `key` starts.
     #[inline(always)]
     pub(crate) fn prefetch(&self, key: Key) {
         let segment = &self.segments[key.segment as usize];
         prefetch(segment.slots.as_ptr().wrapping_add(home(key.place, segment.homes)));
     }
 
-    /// The first entry at the key's place that `is` the one.
+    /// Returns the first entry at the key's place for which `is` is true.
     #[inline(always)]
     pub(crate) fn find(&self, key: Key, is: impl FnMut(S) -> bool) -> Option<S> {
         let segment = &self.segments[key.segment as usize];
         segment.position(key.place, is).map(|at| segment.slots[at])
     }
 
-    /// As [`Table::find`], to write to; the place must stay.
+    /// Returns a mutable entry at the key's place for which `is` is true. Its place must not
+    /// change.
     #[inline]
     pub(crate) fn find_mut(&mut self, key: Key, is: impl FnMut(S) -> bool) -> Option<&mut S> {
         let segment = &mut self.segments[key.segment as usize];
         segment.position(key.place, is).map(|at| &mut segment.slots[at])
     }
 
-    /// Whether another entry has the same place as `key`: then the place alone does not tell them apart.
+    /// Returns whether several entries have the place of `key`, so that the place alone does not
+    /// identify an entry.
     pub(crate) fn is_shared(&self, key: Key) -> bool {
         let mut seen = 0;
         self.find(key, |_| {
@@ -139,7 +142,7 @@ impl<S: Slot> Table<S> {
         .is_some()
     }
 
-    /// Applies `change` to all entries of the key's place.
+    /// Applies `change` to all entries at the key's place.
     pub(crate) fn for_each_at(&mut self, key: Key, mut change: impl FnMut(&mut S)) {
         let segment = &mut self.segments[key.segment as usize];
         if let Some(first) = segment.position(key.place, |_| true) {
@@ -149,11 +152,11 @@ impl<S: Slot> Table<S> {
         }
     }
 
-    /// Stores `slot` at `key`; the table grows to `byte_limit` at most.
+    /// Stores `slot` at `key`. The table grows to at most `byte_limit` bytes.
     #[inline]
     pub(crate) fn insert(&mut self, key: Key, slot: S, byte_limit: usize) -> Inserted {
         debug_assert_eq!(slot.place(), key.place);
-        // Where it may not grow, it is filled further.
+        // If the segment may not grow, it is filled further.
         let full = !self.segments[key.segment as usize].has_room(17) && !self.grow(key, byte_limit);
         let segment = &mut self.segments[key.segment as usize];
         if full && !segment.has_room(19) {
@@ -163,7 +166,7 @@ impl<S: Slot> Table<S> {
         if segment.insert(slot) { Inserted::Shared } else { Inserted::Alone }
     }
 
-    /// Grows where `key` belongs, unless the table would pass `byte_limit`.
+    /// Grows the segment of `key`, unless the table would exceed `byte_limit`.
     fn grow(&mut self, key: Key, byte_limit: usize) -> bool {
         let segment = &mut self.segments[key.segment as usize];
         let before = segment.bytes();
@@ -172,7 +175,7 @@ impl<S: Slot> Table<S> {
         grown
     }
 
-    /// Takes out the first entry at the key's place that `is` the one.
+    /// Removes and returns the first entry at the key's place for which `is` is true.
     pub(crate) fn remove(&mut self, key: Key, is: impl FnMut(S) -> bool) -> Option<S> {
         let segment = &mut self.segments[key.segment as usize];
         let at = segment.position(key.place, is)?;
@@ -182,8 +185,9 @@ impl<S: Slot> Table<S> {
         Some(slot)
     }
 
-    /// Looks at up to `most` slots of the key's segment, from slot `at` on, and keeps the entries for which `keep` is true. Returns
-    /// how many went, and where to go on (`None`: that was the segment's end).
+    /// Checks up to `most` slots of the key's segment, starting at slot `at`, and keeps the entries
+    /// for which `keep` is true. Returns the number removed, and the slot to continue at (`None`:
+    /// the segment's end was reached).
     pub(crate) fn retain_some(
         &mut self,
         key: Key,
@@ -206,12 +210,12 @@ impl<S: Slot> Table<S> {
         (gone, (at < segment.slots.len()).then_some(at))
     }
 
-    /// Entries of the key's segment.
+    /// Returns the number of entries in the key's segment.
     pub(crate) fn near(&self, key: Key) -> usize {
         self.segments[key.segment as usize].used as usize
     }
 
-    /// All entries.
+    /// Returns all entries.
     pub(crate) fn into_iter(self) -> impl Iterator<Item = S> {
         self.segments.into_iter().flat_map(|s| s.slots).filter(|s| !s.is_empty())
     }
@@ -242,15 +246,15 @@ impl<S: Slot> Segment<S> {
         }
     }
 
-    /// Whether one more entry leaves at most so many twentieths of the home slots used, and the last slot, which ends every
-    /// shift, free.
+    /// Returns whether one more entry leaves at most `twentieths` / 20 of the home slots used, and
+    /// the last slot free, which ends every shift.
     #[inline(always)]
     fn has_room(&self, twentieths: u32) -> bool {
         u64::from(self.used) * 20 < u64::from(self.homes) * u64::from(twentieths)
             && self.slots.last().is_some_and(|s| s.is_empty())
     }
 
-    /// Returns whether its place was taken before. There must be room.
+    /// Inserts a slot and returns whether its place was already in use. There must be room.
     #[inline(always)]
     fn insert(&mut self, slot: S) -> bool {
         let mut at = home(slot.place(), self.homes);
@@ -283,13 +287,13 @@ impl<S: Slot> Segment<S> {
         self.used -= 1;
     }
 
-    /// Moves to 5/4 of the slots, if that stays within `byte_limit`.
+    /// Grows to 5/4 of the slots, if that stays within `byte_limit`.
     fn grow(&mut self, byte_limit: usize) -> bool {
         let mut homes = self.homes;
         loop {
             homes = (homes / 4 * 5).max(homes + 16);
             let slots = homes as usize + PAD;
-            // Nearly empty and yet no room: the keys are not mixed, and more slots would not help.
+            // Nearly empty but without room: the keys are not mixed, so more slots would not help.
             if slots * size_of::<S>() + MALLOC_OVERHEAD > byte_limit || homes > 64 * (self.used + 1) {
                 return false;
             }
@@ -309,11 +313,11 @@ impl<S: Slot> Segment<S> {
     }
 }
 
-/// Asks for the cache line at `address`; a hint, without effect where the target has none.
+/// Prefetches the cache line at `address`. It is a hint, without effect on targets that have none.
 #[inline(always)]
 pub(crate) fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch never faults, whatever the address; SSE is part of x86-64.
+    // SAFETY: a prefetch never faults, at any address; SSE is part of x86-64.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(address.cast());
@@ -347,7 +351,8 @@ mod tests {
                               steps in prop::collection::vec((any::<bool>(), 1u64..400), 1..1500)) {
             let mut table = Table::<Pair>::new(bits);
             let mut model = BTreeMap::new();
-            // Where narrow, many hashes share a place: their high bits, which would choose it, are cut off.
+            // In the narrow case, many hashes share a place: the high bits that would select it are
+            // cut off.
             let key = |table: &Table<Pair>, hash: u64| {
                 let key = table.key(hash);
                 if narrow { Key { place: key.place >> 28, ..key } } else { key }

@@ -1,34 +1,41 @@
-//! Gamma from the tail of what was observed (UniBoost, section 3.4, Eq. 9).
+//! Gamma, estimated from the tail of observed end-to-end times (UniBoost, section 3.4, Eq. 9).
 //!
-//! Where the share of requests that take longer than t falls as `exp(-gamma t)` between the 95th and the 99th percentile, `gamma = ln(0.05 / 0.01) / (t99 - t95)`, that is
-//! `ln 5 / (t99 - t95)`. (The appendix has `(log 99 - log 95)` there, 39 times smaller: erratum 7.)
+//! If the fraction of requests that take longer than t falls as `exp(-gamma t)` between the 95th
+//! and the 99th percentile, then `gamma = ln(0.05 / 0.01) / (t99 - t95) = ln 5 / (t99 - t95)`. (The
+//! appendix has `(log 99 - log 95)` there, 39 times smaller: erratum 7.)
 //!
-//! The paper leaves window, smoothing and bounds open. Ours: the last 1,024 end-to-end times; nothing before 256 have ended (fewer have no 99th percentile to speak of: two or
-//! three of them lie beyond it); a new estimate every 64; a fifth of it is taken each time, so that a shift of the workload is followed within some 300 requests
-//! once the window has seen it; bounds of 0.001 and 10 1/s (tails of 27 min and of 0.16 s).
+//! The paper leaves window, smoothing and bounds open. Ours:
+//!
+//! - The window is the last 1,024 end-to-end times.
+//! - The first estimate needs 256 ended requests: with fewer, only two or three lie beyond the 99th
+//!   percentile.
+//! - A new estimate follows every 64 requests, with a weight of one fifth. So gamma follows a
+//!   workload shift within about 300 requests once the window contains it.
+//! - Gamma stays between 0.001 and 10 1/s (tails of 27 min and of 0.16 s).
 use super::bad;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use serde::Deserialize;
 
-/// End-to-end times there must be before the first estimate, where nothing is said.
+/// Default number of end-to-end times before the first estimate.
 pub const LEAST: u32 = 256;
 
-/// How gamma is learned.
+/// Settings for learning gamma.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Adaptive {
-    /// End-to-end times that are looked at, the latest; 100 to 65,536.
+    /// Window: number of latest end-to-end times, 100 to 65,536.
     pub window: u32,
-    /// How many there must be first, 100 to the window; `None`: [`LEAST`], or the window where that is smaller.
+    /// End-to-end times before the first estimate, 100 to the window; `None`: [`LEAST`], or the
+    /// window if it is smaller.
     pub least: Option<u32>,
-    /// Requests that end between two estimates; 1 or more.
+    /// Ended requests between two estimates; 1 or more.
     pub every: u32,
-    /// beta: the share of an estimate that is taken; above 0, at most 1.
+    /// beta: weight of a new estimate; above 0, at most 1.
     pub smoothing: f64,
-    /// Lowest gamma, 1/s.
+    /// Minimum gamma, 1/s.
     pub least_gamma: f64,
-    /// Highest gamma, 1/s.
+    /// Maximum gamma, 1/s.
     pub most_gamma: f64,
 }
 
@@ -56,7 +63,7 @@ impl Adaptive {
             return bad("gamma's smoothing", self.smoothing.to_string(), "more than 0, at most 1");
         }
         if !(least >= 1e-6 && least <= most && most <= 1e6) {
-            return bad("gamma's bounds", format!("{least} to {most}"), "two in order from 1e-6 to 1e6, 1/s");
+            return bad("gamma's bounds", format!("{least} to {most}"), "1e-6 to 1e6 1/s, the least first");
         }
         Ok(())
     }
@@ -66,9 +73,10 @@ impl Adaptive {
     }
 }
 
-/// The rate of the tail of end-to-end times, as it was learned.
+/// Learned rate of the tail of end-to-end times.
 ///
-/// Bounded: a window of numbers. An estimate selects two quantiles among them, which takes some microseconds every 64th request.
+/// Memory is bounded by the window. Each estimate selects two quantiles, which takes a few
+/// microseconds every 64th request.
 #[derive(Clone, Debug)]
 pub struct TailRate {
     settings: Adaptive,
@@ -80,7 +88,7 @@ pub struct TailRate {
 }
 
 impl TailRate {
-    /// Begins with `gamma`, 1/s.
+    /// Starts with `gamma`, 1/s.
     ///
     /// # Errors
     /// `BadValue` for a setting out of its range.
@@ -97,17 +105,18 @@ impl TailRate {
         })
     }
 
-    /// 1/s.
+    /// Returns gamma, 1/s.
     pub fn gamma(&self) -> f64 {
         self.gamma
     }
 
-    /// Estimates so far; 0: gamma is what it began with.
+    /// Returns the number of estimates; 0: gamma is still the initial value.
     pub fn estimates(&self) -> u64 {
         self.estimates
     }
 
-    /// A request ended, `seconds` after it arrived. Whether gamma is another now. What is no time is left out.
+    /// Records that a request ended `seconds` after its arrival. Ignores invalid times. Returns
+    /// whether gamma changed.
     pub fn ended(&mut self, seconds: Seconds) -> bool {
         if !(0.0..1e9).contains(&seconds) {
             return false;
@@ -127,12 +136,12 @@ impl TailRate {
         self.scratch.clear();
         self.scratch.extend_from_slice(&self.latest);
         let n = self.scratch.len();
-        // t_p = inf {t: at most the share 1 - p takes longer}: the ceil(p n)th shortest.
+        // t_p = inf {t: at most a fraction 1 - p takes longer}: the ceil(p n)th shortest.
         let place = |share: f64| (share * n as f64).ceil() as usize - 1;
         let (below, &mut t99, _) = self.scratch.select_nth_unstable_by(place(0.99), f32::total_cmp);
         let t95 = *below.select_nth_unstable_by(place(0.95), f32::total_cmp).1;
         let (least, most) = (self.settings.least_gamma, self.settings.most_gamma);
-        // A tail of no length is as steep as any: the bound.
+        // A tail of length 0 is infinitely steep, so the maximum applies.
         let estimate = (5f64.ln() / f64::from(t99 - t95)).clamp(least, most);
         let before = self.gamma;
         self.gamma = (before + self.settings.smoothing * (estimate - before)).clamp(least, most);
@@ -146,7 +155,7 @@ mod tests {
     use super::*;
     use rand::{RngExt, SeedableRng};
 
-    /// End-to-end times of which the share e^-(rate t) takes longer than t.
+    /// End-to-end times with P(time > t) = e^-(rate t).
     fn exponential(rate: f64, seed: u64) -> impl Iterator<Item = f64> {
         let mut rng = rand_pcg::Pcg64::seed_from_u64(seed);
         std::iter::repeat_with(move || -(1.0 - rng.random::<f64>()).ln() / rate)
@@ -156,11 +165,11 @@ mod tests {
     fn equation_9_by_hand() {
         let settings = Adaptive { window: 100, every: 100, smoothing: 1.0, ..Adaptive::default() };
         let mut tail = TailRate::new(0.5, settings).unwrap();
-        // 0.1, 0.2, ... 10 s: the 95th is 9.5 s, the 99th 9.9 s.
+        // 0.1, 0.2, ... 10 s: the 95th percentile is 9.5 s, the 99th is 9.9 s.
         let changed: Vec<bool> = (1..=100).map(|i| tail.ended(f64::from(i) / 10.0)).collect();
         assert_eq!(changed.iter().position(|&changed| changed), Some(99));
         assert!((tail.gamma() - 5f64.ln() / 0.4).abs() < 1e-4, "{}", tail.gamma());
-        // Smoothed: a fifth of the way.
+        // Smoothed: one fifth of the way.
         let mut slow = TailRate::new(0.5, Adaptive { smoothing: 0.2, ..settings }).unwrap();
         (1..=100).for_each(|i| {
             slow.ended(f64::from(i) / 10.0);
@@ -183,7 +192,7 @@ mod tests {
                 break;
             }
         }
-        // The window must forget the long ones first: at most one in a hundred may be left.
+        // The window must first drop the long times: at most one in a hundred may be left.
         assert!((900..2600).contains(&after), "{after}");
     }
 
@@ -207,7 +216,7 @@ mod tests {
             assert!(!tail.ended(seconds));
         }
         assert_eq!(tail.ended, 2000);
-        // Longer than the window: bounded all the same.
+        // The sequence is longer than the window, but memory stays bounded.
         assert_eq!(tail.latest.len(), 1024);
     }
 

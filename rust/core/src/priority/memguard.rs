@@ -1,20 +1,22 @@
-//! MEMGUARD (UniBoost, section 3.3): who runs keeps its place until its work has doubled.
+//! MEMGUARD (UniBoost, section 3.3): a running request keeps its slot until its work has doubled.
 //!
-//! KV memory makes it dear to change one's mind. So a priority goes by work in bins of a geometric series, and a request that was dispatched is not put back before it has reached
-//! the next bin: at most `1 + log2(S / k)` times for S tokens. The bin is rounded down, as in the appendix and in the paper's worked examples; Eq. (8) rounds up (erratum 8).
+//! Preemption is expensive because it moves KV memory. So a priority depends on work in bins of a
+//! geometric series. A dispatched request is not preempted before it reaches the next bin: at most
+//! `1 + log2(S / k)` times for S tokens. The bin is rounded down, as in the appendix and the
+//! paper's worked examples; Eq. (8) rounds up (erratum 8).
 use super::bad;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use serde::Deserialize;
 
-/// When priorities change, and what an exchange must gain.
+/// Settings: when priorities change, and the minimum gain of a preemption.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct MemGuard {
-    /// k: tokens of the first bin, 1 or more; 1 is a priority that changes whenever the work has doubled.
+    /// k: tokens of the first bin, 1 or more. At 1, a priority changes each time the work doubles.
     pub bin_tokens: u32,
-    /// delta: seconds of boosted arrival by which a waiting request must be ahead of the one that goes back for it (Eq. 7); 0 or more. The paper gives 0.1 without a
-    /// unit.
+    /// delta: seconds of boosted arrival by which a waiting request must be ahead of the request
+    /// that it preempts (Eq. 7); 0 or more. The paper gives 0.1 without a unit.
     pub hysteresis_seconds: Seconds,
 }
 
@@ -37,13 +39,13 @@ impl MemGuard {
         Ok(())
     }
 
-    /// The bin's tokens: k below 2 k, 2 k below 4 k, and so on.
+    /// Returns the tokens of the bin: k below 2 k, 2 k below 4 k, and so on.
     pub fn bin(&self, tokens: u32) -> u32 {
         let bins = (tokens / self.bin_tokens).max(1);
         self.bin_tokens << bins.ilog2()
     }
 
-    /// Tokens at which the bin is left.
+    /// Returns the tokens at which the next bin starts.
     pub fn next(&self, tokens: u32) -> u32 {
         self.bin(tokens).saturating_mul(2)
     }

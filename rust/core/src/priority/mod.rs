@@ -1,16 +1,21 @@
 //! Tail-aware priorities that need no prediction: UniBoost ("Beyond Prediction", section 3).
 //!
-//! A request's priority is its *boosted arrival*: the time at which it arrived less a boost that is larger the less work it is known to be (Eq. 2). Who has the
-//! least boosted arrival goes first. The boost falls with the work observed so far, so a request that turns out long loses it; it never falls below 0, so
-//! nobody is overtaken by all that arrive later. One number sets how much: with a large gamma nobody is boosted (first come, first served), with a small one the least
-//! work goes first whatever its arrival (least attained service).
+//! A request's priority is its *boosted arrival*: its arrival time minus a boost. The less work a
+//! request is known to have, the larger its boost (Eq. 2). The request with the least boosted
+//! arrival goes first. The boost falls with the work observed so far, so a request that turns out
+//! long loses it. It never falls below 0, so no request is overtaken by all later arrivals. Gamma
+//! sets the strength: a large gamma boosts nothing (first come, first served). With a small gamma,
+//! the least work goes first whatever its arrival (least attained service).
 //!
-//! **Units** (errata 7 and 8). Gamma is 1/s and the paper's work tokens; their product must be a pure number. Here work is turned into seconds of the engine by the seconds
-//! that a token takes it, measured over all tokens of its batches. Work is all tokens, prompt and answer alike, also while it decodes: with the answer's alone, as in the paper's
-//! SIGNAL, the boost would jump up at the prompt's end. What the cache holds of the prompt is no work (A.5).
+//! **Units** (errata 7 and 8). Gamma is in 1/s and the paper's work is in tokens, but their product
+//! must be dimensionless. Here, work is converted to engine seconds by the seconds per token,
+//! measured over all tokens of the engine's batches. Work counts all tokens, prompt and answer
+//! alike, also during decode. If it counted only the answer's tokens, as in the paper's SIGNAL, the
+//! boost would jump up at the prompt's end. Cached prompt tokens are no work (A.5).
 //!
-//! - [`boost_seconds`], [`Work`]: the boost and what it is of.
-//! - [`memguard`]: priorities that change only where the work doubles, so that memory is not moved to and fro (section 3.3).
+//! - [`boost_seconds`], [`Work`]: the boost and its input.
+//! - [`memguard`]: priorities that change only when the work doubles, so that memory is not moved
+//!   repeatedly (section 3.3).
 //! - [`gamma`]: the tail's rate, learned from requests as they end (section 3.4).
 //! - [`vtc`]: fairness between tenants.
 pub mod gamma;
@@ -24,51 +29,54 @@ use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::settings::SettingsReader;
 
-/// The gamma that is taken until the tail is known, 1/s: answers of some ten seconds, of which one in a hundred takes 16 s longer than one in twenty.
+/// Default gamma until the tail is known, 1/s: for answers of about ten seconds, with a 99th
+/// percentile 16 s above the 95th.
 pub const INITIAL_GAMMA: f64 = 0.1;
-/// No boost is larger: no request waits for a year.
+/// Maximum boost: no request waits for a year.
 const MOST_SECONDS: Seconds = 3e7;
 
-/// Eq. (2): `ln(1 / (1 - exp(-gamma w))) / gamma` seconds, for `work` seconds and gamma in 1/s, both above 0; at most a year.
+/// Returns Eq. (2), `ln(1 / (1 - exp(-gamma w))) / gamma` in seconds, at most a year. `work` is in
+/// seconds and gamma in 1/s, both above 0.
 pub fn boost_seconds(work: Seconds, gamma: f64) -> Seconds {
     (-(-(-gamma * work).exp_m1()).ln() / gamma).clamp(0.0, MOST_SECONDS)
 }
 
-/// What a request is given for its engine's queue.
+/// Priority of a request in its engine's queue.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Priority {
     /// Lower goes first.
     pub value: i64,
-    /// Seconds that it was boosted by, below 0 where it was held back; 0 where it is ordered by something else.
+    /// Boost in seconds, below 0 if the request is held back; 0 if another rule sets the order.
     pub boost_seconds: Seconds,
 }
 
-/// What is known of the work that a request is, in tokens.
+/// Known work of a request, in tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Of these, the leading ones that need not be computed.
+    /// Leading prompt tokens that need not be computed.
     pub hit_tokens: u32,
-    /// Tokens computed for it so far, prompt and answer, each counted once.
+    /// Tokens computed for the request so far, prompt and answer, each counted once.
     pub attained_tokens: u32,
 }
 
 impl Work {
-    /// A.5: `max(w, prompt - hit)`; at least 1, for the prompt's last token is always computed.
+    /// Returns `max(w, prompt - hit)` (A.5), at least 1, because the prompt's last token is always
+    /// computed.
     pub fn tokens(&self) -> u32 {
         self.attained_tokens.max(self.prompt_tokens.saturating_sub(self.hit_tokens)).max(1)
     }
 }
 
-/// How requests are boosted.
+/// Boost settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// 1/s: what is taken throughout, or where it is learned until enough requests have ended; 1e-6 to 1e6.
+    /// Gamma in 1/s, 1e-6 to 1e6: fixed, or the initial value if it is learned.
     pub gamma: f64,
-    /// How gamma is learned; `None`: it stays.
+    /// Settings for learning gamma; `None`: gamma is fixed.
     pub adaptive: Option<Adaptive>,
-    /// When priorities change; `None`: with every token, and anyone may be put back for anyone.
+    /// When priorities change; `None`: with every token, and any request may preempt any other.
     pub memguard: Option<MemGuard>,
 }
 
@@ -83,10 +91,11 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Reads gamma, and the settings of the parts that these settings have.
+    /// Reads gamma and the settings of the enabled parts.
     ///
     /// # Errors
-    /// `BadValue` for a value of the wrong type; [`Settings::check`] for one out of its range.
+    /// `BadValue` for a value of the wrong type. [`Settings::check`] returns it for a value out of
+    /// its range.
     pub fn read(self, reader: &mut SettingsReader) -> Result<Settings, CoreError> {
         Ok(Settings {
             gamma: reader.one("gamma")?.unwrap_or(self.gamma),
@@ -105,12 +114,13 @@ impl Settings {
         self.memguard.map_or(Ok(()), |guard| guard.check())
     }
 
-    /// The tokens that a request's priority goes by.
+    /// Returns the number of tokens that determine the request's priority.
     pub fn weighed_tokens(&self, work: &Work) -> u32 {
         self.memguard.map_or(work.tokens(), |guard| guard.bin(work.tokens()))
     }
 
-    /// A request's boosted arrival, seconds on the clock of `arrival`: lower goes first. `token_seconds`: what a token takes the engine.
+    /// Returns a request's boosted arrival, in seconds on the clock of `arrival`: lower goes first.
+    /// `token_seconds`: engine seconds per token.
     pub fn boosted_arrival(
         &self,
         arrival: Seconds,
@@ -140,7 +150,7 @@ mod tests {
         // 1 - e^-ln 2 = 1/2: ln 2 seconds at gamma 1.
         close(boost_seconds(2f64.ln(), 1.0), 2f64.ln());
         close(boost_seconds(20.0 * 2f64.ln(), 0.05), 20.0 * 2f64.ln());
-        // Little work: -ln(gamma w) / gamma, nearly.
+        // Little work: approximately -ln(gamma w) / gamma.
         close(boost_seconds(1e-9, 1.0), -(1e-9f64).ln());
         close(boost_seconds(1000.0, 1.0), 0.0);
         assert_eq!(boost_seconds(0.0, 0.1), MOST_SECONDS);
@@ -148,10 +158,10 @@ mod tests {
 
     #[test]
     fn erratum_7_tokens_taken_for_seconds_boost_nobody() {
-        // The paper's own figures: t99 - t95 = 10 s, and 256 tokens.
+        // The paper's figures: t99 - t95 = 10 s, and 256 tokens.
         let gamma = 5f64.ln() / 10.0;
         assert!(boost_seconds(256.0, gamma) < 1e-17);
-        // At 0.1 ms a token they are 25.6 ms of work, and worth 34 s.
+        // At 0.1 ms per token, they are 25.6 ms of work and get a boost of 34 s.
         close(boost_seconds(0.0256, gamma), -(-(-gamma * 0.0256).exp_m1()).ln() / gamma);
         assert!((33.0..35.0).contains(&boost_seconds(0.0256, gamma)));
     }
@@ -162,7 +172,7 @@ mod tests {
         assert_eq!(fresh.tokens(), 1000);
         assert_eq!(Work { hit_tokens: 900, ..fresh }.tokens(), 100);
         assert_eq!(Work { hit_tokens: 1000, ..fresh }.tokens(), 1);
-        // Erratum 8: at the prompt's end nothing jumps.
+        // Erratum 8: nothing jumps at the prompt's end.
         for attained in 990..1010 {
             let work = Work { attained_tokens: attained, ..fresh };
             assert_eq!(work.tokens(), attained.max(1000));
@@ -176,10 +186,10 @@ mod tests {
             let work = Work { prompt_tokens: tokens, ..Work::default() };
             settings.boosted_arrival(arrival, &work, gamma, 1e-3)
         };
-        // Figure 3: much and early, little and 8 s later.
+        // Figure 3: a large early request, and a small one 8 s later.
         assert!(at(0.0, 10_000, 100.0) < at(8.0, 10, 100.0), "gamma 100 goes by arrival");
         assert!(at(0.0, 10_000, 0.01) > at(8.0, 10, 0.01), "gamma 0.01 goes by work");
-        // In between short ones overtake, but not those who have waited long.
+        // In between, short requests overtake, but not requests that have waited long.
         assert!(at(0.0, 10_000, 0.1) > at(8.0, 10, 0.1));
         assert!(at(0.0, 10_000, 0.1) < at(100.0, 10, 0.1));
     }

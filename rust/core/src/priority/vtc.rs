@@ -1,50 +1,55 @@
-//! Virtual token counters: fairness between tenants (Sheng et al., OSDI 2024), in the form that a router can give to engines.
+//! Virtual token counters: fairness between tenants (Sheng et al., OSDI 2024), as priorities that a
+//! router can pass to engines.
 //!
-//! A tenant's counter is the service that it was given: prompt tokens and twice its answer's tokens, divided by its weight. The paper's scheduler takes the next request of the tenant
-//! with the least counter; an engine takes an integer at submission and nothing later. So a request's priority is where its tenant's counter will be when all that the tenant sent
-//! before has been served: a *start tag*, as in start-time fair queueing. The prompt is charged at once, the answer when it has ended. A tenant that comes back is lifted to the
-//! least start tag in flight: what it did not use is not saved up.
+//! A tenant's counter is its service so far: prompt tokens plus twice the answer tokens, divided by
+//! the tenant's weight. The paper's scheduler takes the next request of the tenant with the least
+//! counter. An engine, however, accepts one integer at submission and no later update. So a
+//! request's priority is its tenant's counter after all earlier requests of the tenant have been
+//! served: a *start tag*, as in start-time fair queueing. The prompt is charged at once, the answer
+//! when it has ended. A returning tenant is lifted to the least start tag in flight: unused service
+//! is not saved up.
 use super::bad;
 use crate::error::CoreError;
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
 
-/// What an answer's token costs beside a prompt's (the paper's w_p = 1, w_q = 2).
+/// Cost of an answer token in prompt tokens (the paper: w_p = 1, w_q = 2).
 pub const OUTPUT_COST: f64 = 2.0;
-/// Tenants that are kept; those with nothing in flight leave for others.
+/// Maximum number of tenants kept. Tenants with nothing in flight are dropped first.
 pub const MOST_TENANTS: usize = 65_536;
-/// Tags are counted in thousandths of a virtual token, so that sums are exact.
+/// Tags are in thousandths of a virtual token, so that sums are exact.
 const UNIT: f64 = 1e3;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Tenant {
-    /// Where its next request starts, if it comes while others of it are in flight.
+    /// Start tag of the next request, if it arrives while other requests of the tenant are in
+    /// flight.
     next: u64,
     in_flight: u32,
 }
 
-/// A request's place: kept by the caller until it is over.
+/// Place of a request in its tenant's order. The caller keeps it until the request ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Thousandths of a virtual token: lower goes first.
+    /// Start tag in thousandths of a virtual token: lower goes first.
     pub start: u64,
     tenant: u64,
-    /// Thousandths that a token of its answer costs.
+    /// Cost of one answer token in thousandths.
     output_cost: u64,
 }
 
-/// The counters of all tenants, by a hash of their names.
+/// Counters of all tenants, by a hash of their names.
 #[derive(Clone, Debug, Default)]
 pub struct VirtualTokens {
     tenants: HashMap<u64, Tenant>,
     /// Requests in flight by start tag.
     starts: BTreeMap<u64, u32>,
-    /// The least of them, when last there were any.
+    /// Last known minimum of `starts`.
     now: u64,
 }
 
 /// # Errors
-/// `BadValue` for a weight that is none.
+/// `BadValue` for a weight out of range.
 pub fn check_weight(weight: f64) -> Result<(), CoreError> {
     if (1e-3..=1e6).contains(&weight) {
         return Ok(());
@@ -53,13 +58,14 @@ pub fn check_weight(weight: f64) -> Result<(), CoreError> {
 }
 
 impl VirtualTokens {
-    /// A request of a tenant comes. `weight`: its tenant's share of the service, checked ([`check_weight`]); 1 for all that have none of their own.
+    /// Starts a request of a tenant. `weight`: the tenant's share of the service, validated by
+    /// [`check_weight`]; 1 for tenants without a configured weight.
     pub fn begin(&mut self, tenant: u64, prompt_tokens: u32, weight: f64) -> Place {
         if let Some((least, _)) = self.starts.first_key_value() {
             self.now = self.now.max(*least);
         }
         if self.tenants.len() >= MOST_TENANTS && !self.tenants.contains_key(&tenant) {
-            self.tenants.retain(|_, tenant| tenant.in_flight > 0); // what the others owe is forgiven
+            self.tenants.retain(|_, tenant| tenant.in_flight > 0); // drops the debt of idle tenants
         }
         let at = self.tenants.entry(tenant).or_default();
         let start = at.next.max(self.now);
@@ -69,14 +75,14 @@ impl VirtualTokens {
         Place { start, tenant, output_cost: cost(OUTPUT_COST, weight) }
     }
 
-    /// A request's answer got so many tokens.
+    /// Charges `output_tokens` answer tokens of a request.
     pub fn charge(&mut self, place: Place, output_tokens: u32) {
         if let Some(at) = self.tenants.get_mut(&place.tenant) {
             at.next = at.next.saturating_add(u64::from(output_tokens).saturating_mul(place.output_cost));
         }
     }
 
-    /// A request is over, however it ended.
+    /// Ends a request, whatever its outcome.
     pub fn end(&mut self, place: Place) {
         if let Some(at) = self.tenants.get_mut(&place.tenant) {
             at.in_flight = at.in_flight.saturating_sub(1);
@@ -91,7 +97,7 @@ impl VirtualTokens {
         }
     }
 
-    /// Requests in flight, of all tenants.
+    /// Returns the number of requests in flight, of all tenants.
     pub fn in_flight(&self) -> u64 {
         self.starts.values().map(|count| u64::from(*count)).sum()
     }
@@ -117,10 +123,11 @@ mod tests {
             bulk.iter().map(|place| place.start / 1000).collect::<Vec<_>>(),
             [0, 1000, 2000, 3000, 4000]
         );
-        // Another tenant's come before all but bulk's first.
+        // Another tenant's requests go before all but the first request of the bulk tenant.
         assert_eq!([start(&mut counters, 2, 100), start(&mut counters, 2, 100)], [0, 100]);
         assert_eq!(start(&mut counters, 1, 1000), 5000);
-        // Two of bulk's are served, with 300 tokens of answers each, which cost 600: its next is behind those.
+        // Two bulk requests are served, with 300 answer tokens each, which cost 600: the next bulk
+        // request goes after them.
         counters.charge(bulk[0], 300);
         counters.end(bulk[0]);
         counters.charge(bulk[1], 300);
@@ -145,7 +152,8 @@ mod tests {
         let mut counters = VirtualTokens::default();
         let first = counters.begin(1, 10, 1.0);
         counters.end(first);
-        // Tenant 2 is served for long, two at a time; tenant 1 slept, and does not come in ahead of what is there.
+        // Tenant 2 is served for a long time, two requests at once. Tenant 1 was idle and does not
+        // go ahead of the running requests.
         let mut before = counters.begin(2, 1000, 1.0);
         for _ in 0..100 {
             let next = counters.begin(2, 1000, 1.0);

@@ -1,52 +1,53 @@
-//! Forecasts: how many tokens running requests still have to generate (STAR, section 4).
+//! Forecasts of the number of tokens that running requests still have to generate (STAR, section
+//! 4).
 use crate::error::CoreError;
 use crate::estimate::remaining::{Remaining, RemainingCurve};
 use crate::estimate::turns::Turn;
 use std::fmt::Debug;
 
-/// A running request whose remaining length is asked for, as it was at its last prediction.
+/// A running request at its last prediction, for which a forecast is requested.
 #[derive(Clone, Copy, Debug)]
 pub struct Running {
-    /// Its ticket.
+    /// Ticket of the request.
     pub ticket: u64,
-    /// Number of the prediction: 0 before the first token, and 1 more after each interval.
+    /// Number of the prediction: 0 before the first token, plus 1 after each interval.
     pub interval: u64,
-    /// Output tokens that it had then.
+    /// Output tokens generated at that time.
     pub output_tokens: f64,
-    /// Its prompt, tokens.
+    /// Prompt tokens.
     pub prompt_tokens: f64,
-    /// Output tokens that it will get in all (in simulations) or may get at most; `None`: unknown.
+    /// Total output tokens, as a known length (in simulations) or as a limit; `None`: unknown.
     pub expected_output_tokens: Option<f64>,
-    /// Whether `expected_output_tokens` is a limit, and not the truth.
+    /// Whether `expected_output_tokens` is a limit and not the true length.
     pub expected_is_limit: bool,
-    /// Its conversation; all 0 unless the forecast [reads turns](Forecast::reads_turns).
+    /// Conversation of the request; all 0 unless the forecast [reads turns](Forecast::reads_turns).
     pub turn: Turn,
 }
 
 impl Running {
-    /// Output tokens that truly are to come, if the request says it; else 0.
+    /// Returns the true number of remaining output tokens, if the request states it, else 0.
     pub fn given(&self) -> f64 {
         self.expected_output_tokens.map_or(0.0, |all| (all - self.output_tokens).max(0.0))
     }
 }
 
-/// Predicts the remaining lengths of running requests.
+/// A predictor of the remaining lengths of running requests.
 pub trait Forecast: Debug + Send + Sync {
-    /// Whether it reads the curve of answer lengths, which is then learned.
+    /// Returns whether the forecast reads the curve of answer lengths. If so, the router learns it.
     fn reads_curve(&self) -> bool {
         false
     }
 
-    /// Whether it reads which request continues which conversation, which is then remembered.
+    /// Returns whether the forecast reads conversation turns. If so, the router keeps them.
     fn reads_turns(&self) -> bool {
         false
     }
 
-    /// Appends one prediction for each of `running` to `remaining`. All running requests are asked
-    /// for in each round; a forecast that is slow keeps its predictions by ticket and interval.
+    /// Appends one prediction for each of `running` to `remaining`. Each round passes all running
+    /// requests; a slow forecast can cache its predictions by ticket and interval.
     ///
     /// # Errors
-    /// Whatever keeps it from predicting; the round then moves nothing.
+    /// Any failure to predict. The round then moves nothing.
     fn predict(
         &mut self,
         running: &[Running],
@@ -54,12 +55,12 @@ pub trait Forecast: Debug + Send + Sync {
         remaining: &mut Vec<Remaining>,
     ) -> Result<(), CoreError>;
 
-    /// The same forecast for another router, without what it keeps of requests.
+    /// Creates the same forecast for another router, without cached predictions.
     fn fresh(&self) -> Box<dyn Forecast>;
 }
 
-/// Counts answers: the mean of what answers as long as this one already still had to come, by the
-/// learned curve; never more than the request allows.
+/// Forecast from answer counts: the mean remaining tokens of answers at least as long as this one,
+/// by the learned curve. Never more than the request allows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Curve;
 

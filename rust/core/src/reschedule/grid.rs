@@ -1,7 +1,9 @@
-//! Moments of the future at which loads are compared, their weights, and the load of a set of requests at each (STAR section 5.2).
+//! Future points at which loads are compared, their weights, and the load of a set of requests at
+//! each point (STAR section 5.2).
 //!
-//! A request with N tokens and R still to come holds N + t tokens at step t < R, and none from then on. So a load at a point is a sum of tokens and a count
-//! of requests, over those that last until then: an instance's summary takes O(requests + points).
+//! A request with N tokens and R remaining tokens holds N + t tokens at step t < R, and none from
+//! then on. So the load at a point is a sum of tokens and a count of requests, over the requests
+//! still running. An instance's summary takes O(requests + points).
 use super::RunningRequest;
 
 /// Points t_0 = 0 < t_1 < ... < t_P = H in steps, with weights.
@@ -9,22 +11,24 @@ use super::RunningRequest;
 pub struct Grid {
     /// Steps from now, the present first.
     pub times: Vec<f64>,
-    /// What the variance at each point counts for (Eq. 4): 1 for the present, beta for the others.
+    /// Weight of the variance at each point (Eq. 4): 1 for the present, beta for the others.
     pub variance_weights: Vec<f64>,
-    /// What the load at each point counts for in w_i (Algorithm 1, line 13): 0 for the present, beta for the others; they sum to 1.
+    /// Weight of the load at each point in w_i (Algorithm 1, line 13): 0 for the present, beta for
+    /// the others; they sum to 1.
     pub load_weights: Vec<f64>,
-    /// Sums over the first m points of the variance's weights times 1, t and t squared, by m.
+    /// Prefix sums over the first m points of the variance weights times 1, t and t squared, by m.
     moments: Vec<[f64; 3]>,
 }
 
 impl Grid {
-    /// The present alone, for rescheduling without prediction (Eq. 3).
+    /// Returns a grid of the present alone, for rescheduling without prediction (Eq. 3).
     pub fn present() -> Grid {
         Grid::of(vec![0.0], vec![1.0], vec![1.0])
     }
 
-    /// `points` evenly spaced points over `horizon` steps (at least as many as points). `beta(t)` is the weight of step t, of any scale; a point stands for
-    /// the steps since the last one. With as many points as steps this is the paper's sum, step by step.
+    /// Returns `points` evenly spaced points over `horizon` steps (at least as many steps as
+    /// points). `beta(t)` is the weight of step t, in any scale. A point represents the steps since
+    /// the previous point. With as many points as steps, this is the paper's sum, step by step.
     pub fn future(horizon: u32, points: u32, beta: impl Fn(f64) -> f64) -> Grid {
         let at = |i: u32| (u64::from(i) * u64::from(horizon)).div_ceil(u64::from(points)) as u32;
         let times = (0..=points).map(|i| f64::from(at(i))).collect();
@@ -44,24 +48,26 @@ impl Grid {
         Grid { times, variance_weights, load_weights, moments }
     }
 
-    /// Number of points, the present included.
+    /// Returns the number of points, including the present.
     #[inline]
     pub fn len(&self) -> usize {
         self.times.len()
     }
 
-    /// Never: the present is always there.
+    /// Returns false: the present is always a point.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// How many of the first points see a request that has `remaining` tokens to come: at least 1, the present.
+    /// Returns the number of leading points at which a request with `remaining` tokens still runs:
+    /// at least 1, the present.
     #[inline]
     pub fn lasts(&self, remaining: f64) -> usize {
         1 + self.times[1..].partition_point(|t| *t < remaining)
     }
 
-    /// Load at each point, in tokens, into `row`: `constant` tokens and the requests, of which each comes with how many points it lasts.
+    /// Writes the load at each point, in tokens, into `row`: `constant` tokens plus the requests.
+    /// Each request comes with the number of points at which it runs.
     pub fn load<'a>(
         &self,
         constant: u64,
@@ -90,14 +96,16 @@ impl Grid {
         }
     }
 
-    /// Sum over the first `lasts` points of weight x load squared, of a request that has `tokens` now.
+    /// Returns the sum over the first `lasts` points of weight x load squared, for a request that
+    /// has `tokens` now.
     #[inline]
     pub fn square(&self, tokens: f64, lasts: usize) -> f64 {
         let [a, b, c] = self.moments[lasts];
         tokens * (tokens * a + 2.0 * b) + c
     }
 
-    /// Weighted sum of the variances over instances, in tokens squared (Eq. 4); `loads` has a row an instance.
+    /// Returns the weighted sum of the variances over instances, in tokens squared (Eq. 4). `loads`
+    /// has one row per instance.
     pub fn variance(&self, loads: &[f64]) -> f64 {
         let n = (loads.len() / self.len()) as f64;
         let at = |k: usize| loads.iter().skip(k).step_by(self.len());
@@ -136,7 +144,7 @@ mod tests {
         let mut row = [0.0; 5];
         grid.load(5, requests.iter().map(|r| (r, grid.lasts(r.remaining.tokens))), &mut row);
         assert_eq!(row, [1115.0, 1017.0, 1007.0, 1008.0, 1009.0]);
-        // 1 x 10^2 now, and a quarter of 11^2 a step later.
+        // 1 x 10^2 now, and a quarter of 11^2 one step later.
         assert_eq!(grid.square(10.0, 2), 100.0 + 121.0 / 4.0);
     }
 

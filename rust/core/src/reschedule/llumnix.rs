@@ -1,22 +1,28 @@
-//! Llumnix-style rescheduling: from the least free instances to the freest ones (Llumnix, OSDI 2024, section 4.4; its public code).
+//! Llumnix-style rescheduling: from the least free instances to the freest instances (Llumnix, OSDI
+//! 2024, section 4.4; its public code).
 //!
-//! An instance's freeness is (capacity - virtual usage) / batch size, in tokens a request: the steps that its batch can still run before the cache is full.
-//! Virtual usage counts what the first waiting request asks for as used. Instances below one threshold are sources, those above another are targets; the least
-//! free is paired with the freest, the next with the next, and the source gives up its request of lowest priority, of these the shortest. As the `balanced`
-//! pairing of the public code does, a move is left out that brings the target below the threshold or makes it less free than the source.
+//! An instance's freeness is (capacity - virtual usage) / batch size, in tokens per request: the
+//! steps that its batch can still run before the cache is full. Virtual usage includes the demand
+//! of the first waiting request. Instances below one threshold are sources, instances above another
+//! are targets. The least free source is paired with the freest target, the next with the next.
+//! Each source gives up its request of lowest priority, the shortest among equals. As in the public
+//! code's `balanced` pairing, a move is skipped if it brings the target below the threshold or
+//! makes it less free than the source.
 use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
 use crate::error::CoreError;
 use serde::Deserialize;
 
-/// Settings.
+/// Settings of the Llumnix-style rescheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct LlumnixSettings {
-    /// Below this freeness, in steps, an instance is a source. 48: the public code's 3 blocks of 16 tokens a request.
+    /// An instance below this freeness, in steps, is a source. 48: the public code's 3 blocks of 16
+    /// tokens per request.
     pub source_below_steps: f64,
-    /// Above it an instance is a target, at least `source_below_steps`. The public code has one threshold for both.
+    /// An instance above this freeness, in steps, is a target; at least `source_below_steps`. The
+    /// public code has one threshold for both.
     pub target_above_steps: f64,
-    /// Moves of a round at most, each from another source to another target.
+    /// Maximum moves per round, each from another source to another target.
     pub most_moves: usize,
 }
 
@@ -26,7 +32,7 @@ impl Default for LlumnixSettings {
     }
 }
 
-/// The rescheduler.
+/// Llumnix-style rescheduler.
 #[derive(Clone, Copy, Debug)]
 pub struct Llumnix {
     settings: LlumnixSettings,
@@ -39,13 +45,13 @@ impl Llumnix {
         let below = setting("source_below_steps", settings.source_below_steps, 0.0, f64::INFINITY)?;
         setting("target_above_steps", settings.target_above_steps, below, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; `none` moves nothing"));
+            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         Ok(Llumnix { settings })
     }
 }
 
-/// An instance in a round.
+/// State of an instance in a round.
 struct Place<'a> {
     load: &'a InstanceLoad<'a>,
     tokens: f64,
@@ -53,7 +59,8 @@ struct Place<'a> {
 }
 
 impl Place<'_> {
-    /// Freeness with so many tokens and requests more. An empty instance is infinitely free.
+    /// Returns the freeness with `tokens` and `requests` added. An empty instance is infinitely
+    /// free.
     fn with(&self, tokens: f64, requests: f64) -> f64 {
         let batch = self.load.requests.len() as f64 + requests;
         if batch <= 0.0 {
@@ -84,7 +91,7 @@ impl Rescheduler for Llumnix {
         let mean_load = places.iter().map(|p| p.freeness).sum::<f64>() / n;
         let mean_tokens = places.iter().map(|p| p.tokens).sum::<f64>() / n;
         let mut variance = places.iter().map(|p| (p.tokens - mean_tokens).powi(2)).sum::<f64>() / n;
-        // Stable sorts: equal ones stay in the order of instances.
+        // Stable sorts keep equal instances in their original order.
         let mut sources: Vec<&Place> =
             places.iter().filter(|p| p.freeness < self.settings.source_below_steps).collect();
         sources.sort_by(|a, b| a.freeness.total_cmp(&b.freeness));

@@ -1,7 +1,8 @@
-//! Which running decodes move, and where: STAR's rescheduler, a Llumnix-style rival, and none.
+//! Rescheduling of running decodes: STAR's rescheduler, a Llumnix-style one, and none.
 //!
-//! A round looks at all decode instances and names at most a few moves. It is pure: who calls it, how often (STAR Table 4: every [`INTERVAL_STEPS`] steps), and
-//! how a move is made, is the router's matter. The remaining lengths come from a [`Forecast`].
+//! A round compares all decode instances and returns a few moves. It is pure: the router decides
+//! when a round runs (STAR Table 4: every [`INTERVAL_STEPS`] steps) and how a request moves. The
+//! remaining lengths come from a [`Forecast`].
 pub mod forecast;
 pub mod grid;
 pub mod llumnix;
@@ -16,45 +17,46 @@ pub use forecast::{Curve, Forecast, Running};
 pub use llumnix::{Llumnix, LlumnixSettings};
 pub use star::{Star, StarSettings, Weights};
 
-/// Decode steps between two rounds: the best of STAR's Table 4. There is nothing to decide anew before lengths are predicted anew.
+/// Decode steps between two rounds: the best value in STAR's Table 4. Until lengths are predicted
+/// again, a new round has no new input.
 pub const INTERVAL_STEPS: u32 = 20;
 
-/// One request that decodes on an instance.
+/// A request that decodes on an instance.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RunningRequest {
-    /// The caller's number for it, unique in a round.
+    /// The caller's id of the request, unique in a round.
     pub id: u64,
-    /// Context tokens now, prompt and generated: N(r).
+    /// N(r): current context tokens, prompt and generated.
     pub tokens: u32,
     /// Output tokens still to come.
     pub remaining: Remaining,
-    /// The lower, the sooner Llumnix moves it; STAR has no priorities.
+    /// Lower values move first under Llumnix. STAR has no priorities.
     pub priority: i32,
-    /// Whether it may be moved at all.
+    /// Whether the request may be moved.
     pub movable: bool,
 }
 
-/// One decode instance as a round sees it.
+/// Input of a round: one decode instance.
 #[derive(Clone, Copy, Debug)]
 pub struct InstanceLoad<'a> {
-    /// Which.
+    /// Id of the instance.
     pub instance: InstanceId,
-    /// Tokens that its KV cache holds: C_mem, above 0.
+    /// C_mem: tokens that the KV cache can hold, above 0.
     pub capacity_tokens: u64,
-    /// Tokens in its KV cache that are of none of `requests` (others' load); taken to stay.
+    /// Tokens in the KV cache outside `requests` (external load), assumed to stay.
     pub other_tokens: u64,
-    /// Tokens that the first waiting request asks for: Llumnix counts them as used.
+    /// Tokens that the first waiting request needs. Llumnix counts them as used.
     pub queued_tokens: u64,
-    /// Time of one decode step there now, in seconds: T_exec, above 0.
+    /// T_exec: current time of one decode step, in seconds, above 0.
     pub step_seconds: f64,
-    /// Whether it may be a target: false where it drains or is unhealthy.
+    /// Whether the instance may be a target: false if it is draining or unhealthy.
     pub accepts: bool,
-    /// Its running requests.
+    /// Running requests on the instance.
     pub requests: &'a [RunningRequest],
 }
 
 impl InstanceLoad<'_> {
-    /// N_i(B_i), in tokens: what is in its KV cache now.
+    /// Returns N_i(B_i): tokens in the KV cache now.
     pub fn tokens(&self) -> u64 {
         self.other_tokens + self.requests.iter().map(|r| u64::from(r.tokens)).sum::<u64>()
     }
@@ -81,31 +83,34 @@ impl InstanceLoad<'_> {
     }
 }
 
-/// One request to move, and the numbers that explain it.
+/// A request to move, and the numbers that explain the move.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Move {
     /// The request.
     pub request: u64,
-    /// Where it runs.
+    /// Instance on which it runs.
     pub source: InstanceId,
-    /// Where it goes: never `source`.
+    /// Instance to which it moves, never `source`.
     pub target: InstanceId,
-    /// Load of the source before the move: for STAR its weighted workload w_i in tokens, for Llumnix its freeness in steps.
+    /// Load of the source before the move: the weighted workload w_i in tokens for STAR, the
+    /// freeness in steps for Llumnix.
     pub source_load: f64,
-    /// The same of the target.
+    /// Load of the target before the move, in the unit of `source_load`.
     pub target_load: f64,
-    /// Mean of that load over all instances; infinite for Llumnix where an instance is empty.
+    /// Mean load over all instances, in the unit of `source_load`; infinite for Llumnix if an
+    /// instance is empty.
     pub mean_load: f64,
-    /// Variance of loads over the instances before the move, in tokens squared: STAR's Eq. (4); for Llumnix that of current tokens.
+    /// Variance of loads over the instances before the move, in tokens squared: of Eq. (4) for
+    /// STAR, of current tokens for Llumnix.
     pub variance_before: f64,
-    /// The same after the move.
+    /// Variance of loads after the move, in tokens squared.
     pub variance_after: f64,
 }
 
-/// Why a round ended where it did.
+/// Reason why a round ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The most moves that a round may make were found.
+    /// The round reached its maximum number of moves.
     MostMoves,
     /// Rescheduling is off.
     Off,
@@ -115,52 +120,56 @@ pub enum Stop {
     NoneOverloaded,
     /// No instance that accepts requests is underloaded.
     NoneUnderloaded,
-    /// No request of an overloaded instance may be moved and lasts longer than its move takes.
+    /// No request of an overloaded instance may move and also runs longer than its move takes.
     NoneMovable,
-    /// None of these fits into an underloaded instance.
+    /// No movable request fits into an underloaded instance.
     NoRoom,
     /// No move makes loads more even.
     NoGain,
 }
 
 impl Stop {
-    /// In words, for receipts and logs.
+    /// Returns the reason as text, for decision records and logs.
     pub fn reason(self) -> &'static str {
         match self {
-            Stop::MostMoves => "the most moves of a round were found",
+            Stop::MostMoves => "the round reached its maximum number of moves",
             Stop::Off => "rescheduling is off",
             Stop::FewInstances => "fewer than two instances",
             Stop::NoneOverloaded => "no instance is overloaded",
             Stop::NoneUnderloaded => "no instance is underloaded",
-            Stop::NoneMovable => "no request of an overloaded instance may move and outlasts its move",
+            Stop::NoneMovable => "no movable request of an overloaded instance outlasts its move",
             Stop::NoRoom => "no underloaded instance has room",
             Stop::NoGain => "no move makes loads more even",
         }
     }
 }
 
-/// What a round decided.
+/// Result of a round.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Round {
-    /// Moves, in the order in which they were found; each takes those before it as done. A request moves at most once.
+    /// Moves, in the order in which they were found. Each move assumes that the previous moves are
+    /// done. A request moves at most once.
     pub moves: Vec<Move>,
-    /// Why there are no more.
+    /// Reason why there are no more moves.
     pub stop: Stop,
 }
 
-/// A rule that moves running requests.
+/// A rule that moves running requests between instances.
 pub trait Rescheduler: Send {
-    /// Its name.
+    /// Returns the rule's name.
     fn name(&self) -> &'static str;
 
-    /// One round. The order of `loads` and of their requests does not matter; ties go to the lowest request, then the lowest instances.
+    /// Runs one round. The order of `loads` and of their requests does not matter. Ties go to the
+    /// lowest request, then the lowest instances.
     ///
     /// # Errors
-    /// `BadValue`: an instance given twice, a capacity of 0, a step time that is not above 0, remaining tokens that are negative or not finite.
+    /// `BadValue`: a duplicate instance, a capacity of 0, a step time that is not above 0, or
+    /// remaining tokens that are negative or not finite.
     fn round(&mut self, loads: &[InstanceLoad]) -> Result<Round, CoreError>;
 }
 
-/// Places of `loads` by instance: sums and ties then don't depend on the order in which they were given.
+/// Returns the indices of `loads`, sorted by instance: sums and ties then do not depend on the
+/// input order.
 fn ordered(loads: &[InstanceLoad]) -> Result<Vec<usize>, CoreError> {
     loads.iter().try_for_each(InstanceLoad::check)?;
     let mut order: Vec<usize> = (0..loads.len()).collect();
@@ -175,7 +184,7 @@ fn bad(what: impl Into<String>, got: impl ToString, expected: &str) -> CoreError
     CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() }
 }
 
-/// `value` where it is finite and in `least..=most`, else an error that names the setting.
+/// Returns `value` if it is finite and in `least..=most`, else an error that names the setting.
 fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreError> {
     if value.is_finite() && value >= least && value <= most {
         return Ok(value);
@@ -183,7 +192,7 @@ fn setting(name: &str, value: f64, least: f64, most: f64) -> Result<f64, CoreErr
     let expected = if most.is_finite() {
         format!("a number from {least} to {most}")
     } else {
-        format!("a number from {least} up")
+        format!("a number of at least {least}")
     };
     Err(bad(format!("rescheduling setting {name}"), value, &expected))
 }

@@ -1,13 +1,16 @@
-//! STAR, Algorithm 1: the request whose move makes present and future token loads most even.
+//! STAR, Algorithm 1: moves the request that makes present and future token loads most even.
 //!
-//! Erratum 6 holds: weights sum to 1, an instance is underloaded below (1 - theta) times the mean, source and target differ, and the memory check counts the
-//! request's current tokens, too.
+//! Erratum 6 applies. Weights sum to 1. An instance is underloaded below (1 - theta) times the
+//! mean. Source and target differ. The memory check also counts the request's current tokens.
 //!
-//! The paper looks at each (request, source, target) in O(H). Here one costs O(1), and nothing is left out. With L the loads and x_k the request's load at
-//! point k, a move changes the sum of squares at k by `2 x_k (x_k + L_target - L_source)` and the sum not at all. With x_k = N + t_k while the request lasts
-//! (the first m points), the weighted sum over points is a constant of request and source plus
-//! `N sum_{k<m} W_k L_target + sum_{k<m} W_k t_k L_target`, two prefix sums an instance. The best target is the least of these over a row of targets, which the
-//! processor takes several at a time; a row is skipped where its least terms together cannot beat the best so far.
+//! The paper evaluates each (request, source, target) in O(H). Here, each takes O(1), and the
+//! result is exact. With L the loads and x_k the request's load at point k, a move changes the sum
+//! of squares at k by `2 x_k (x_k + L_target - L_source)` and leaves the sum unchanged. With x_k =
+//! N + t_k while the request runs (the first m points), the weighted sum over points is a constant
+//! of request and source plus `N sum_{k<m} W_k L_target + sum_{k<m} W_k t_k L_target`. These are
+//! two prefix sums per instance. The best target is the minimum over a row of targets, which the
+//! processor evaluates with SIMD. A row is skipped if the sum of its least terms cannot beat the
+//! best move so far.
 use super::grid::Grid;
 use super::{InstanceLoad, Move, Rescheduler, Round, Stop, bad, ordered, setting};
 use crate::error::CoreError;
@@ -15,50 +18,57 @@ use crate::wide::lesser;
 use multiversion::multiversion;
 use serde::Deserialize;
 
-/// What a step of the future counts for: beta_t, scaled to sum to 1.
+/// Weight of a future step: beta_t, scaled to sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(from = "f64")]
 pub enum Weights {
-    /// All alike.
+    /// Equal weights.
     Uniform,
-    /// Half as much each so many steps (above 0).
+    /// The weight halves every `half_life_steps` steps (above 0).
     Geometric {
-        /// The steps.
+        /// Half-life in steps.
         half_life_steps: f64,
     },
 }
 
 impl From<f64> for Weights {
-    /// By the half-life in steps; 0: all alike.
+    /// Converts a half-life in steps; 0: equal weights.
     fn from(half_life_steps: f64) -> Weights {
         if half_life_steps == 0.0 { Weights::Uniform } else { Weights::Geometric { half_life_steps } }
     }
 }
 
-/// Settings. The paper gives none of these values (erratum 6).
+/// Settings of STAR. The paper gives none of these values (erratum 6).
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct StarSettings {
-    /// Whether remaining lengths are used; else current loads alone are made even (the paper's STAR w/o prediction).
+    /// Whether remaining lengths are used. Otherwise only current loads are balanced (the paper's
+    /// STAR w/o prediction).
     #[serde(skip)]
     pub prediction: bool,
-    /// H, in decode steps. 2,048: the mean length of requests in decode instances of section 5.3 is 2,000, so most of what runs now has ended by then, and
-    /// what comes after is made by requests not yet here, of which the forecast knows nothing.
+    /// H: horizon in decode steps. Default 2,048: in section 5.3, requests in decode instances are
+    /// 2,000 long on average. So most current requests end within the horizon, and later load comes
+    /// from requests not yet here, which no forecast covers.
     pub horizon_steps: u32,
-    /// Points of the horizon at which loads are compared, at most as many as steps. 32: one each 64 steps, finer than any predictor.
+    /// Number of points in the horizon at which loads are compared, at most one per step. Default
+    /// 32: one point per 64 steps, finer than any predictor.
     pub points: u32,
-    /// Weights of the future. Half each 512 steps: near loads are better known than far ones.
+    /// Weights of future steps. By default, weights halve every 512 steps: near loads are known
+    /// better than far loads.
     #[serde(rename = "half_life_steps")]
     pub weights: Weights,
-    /// theta, 0 to 1. 0.1: a tenth is what a move of one request among ten changes; less would move requests to and fro.
+    /// theta: threshold, 0 to 1. Default 0.1: moving one request in ten changes the load by a
+    /// tenth. A smaller threshold would move requests back and forth.
     pub threshold: f64,
-    /// Seconds that a move takes whatever the request's size: the fixed part of C_mig.
+    /// Fixed seconds of a move, independent of the request's size: the fixed part of C_mig.
     pub migration_seconds: f64,
-    /// Seconds a token: bytes of a token's KV cache over the link's bytes a second. 2e-5: 56 KiB (7B, grouped heads, 16 bit) at 25 Gbit/s.
+    /// Seconds per moved token: a token's KV bytes over the link's bytes per second. Default 2e-5:
+    /// 56 KiB (7B, grouped heads, 16 bit) at 25 Gbit/s.
     pub migration_seconds_per_token: f64,
-    /// Deviations of the prediction that the memory check adds to the remaining tokens; 0 is the paper's.
+    /// Number of standard deviations of the prediction that the memory check adds to the remaining
+    /// tokens; the paper has 0.
     pub caution: f64,
-    /// Moves of a round at most; above 1 each sees those before it as done.
+    /// Maximum moves per round. Each move assumes that the previous moves are done.
     pub most_moves: usize,
 }
 
@@ -78,28 +88,31 @@ impl Default for StarSettings {
     }
 }
 
-/// Most steps of a horizon and points on it: they bound the memory of a round.
+/// Maximum steps and points of a horizon: they bound the memory of a round.
 const MOST_STEPS: u32 = 1 << 20;
 const MOST_POINTS: u32 = 4096;
-/// A gain below this part of the variance is rounding.
+/// A gain below this fraction of the variance is rounding.
 const ROUNDING: f64 = 1e-12;
 
-/// The rescheduler, with what it needs again each round.
+/// STAR rescheduler, with buffers that it reuses in each round.
 #[derive(Clone, Debug)]
 pub struct Star {
     settings: StarSettings,
     grid: Grid,
-    /// Load of each instance at each point: a row an instance.
+    /// Load of each instance at each point: one row per instance.
     loads: Vec<f64>,
-    /// For how many points each request lasts, instance by instance, 0 where it may not be moved; `starts` has each instance's first.
+    /// Number of points at which each request runs, instance by instance; 0 if it may not be moved.
+    /// `starts` has each instance's first index.
     lasts: Vec<u32>,
     starts: Vec<usize>,
-    /// Prefix sums over points of weight x load and weight x time x load of the targets: a row for each number of points.
+    /// Prefix sums over points of weight x load and weight x time x load of the targets: one row
+    /// for each number of points.
     sums: Vec<f64>,
     timed: Vec<f64>,
 }
 
-/// The best move so far: places of source and target in the order of instances, place of the request in its instance.
+/// Best move so far: indices of source and target instances, and the index of the request in its
+/// instance.
 struct Best {
     gain: f64,
     request: (u64, usize),
@@ -119,13 +132,14 @@ impl Star {
         setting("migration_seconds_per_token", settings.migration_seconds_per_token, 0.0, f64::INFINITY)?;
         setting("caution", settings.caution, 0.0, f64::INFINITY)?;
         if settings.most_moves == 0 {
-            return Err(bad("rescheduling setting most_moves", 0, "at least 1; `none` moves nothing"));
+            return Err(bad("rescheduling setting most_moves", 0, "at least 1; to move nothing, use `none`"));
         }
         let grid = match settings.weights {
             _ if !settings.prediction => Grid::present(),
             Weights::Uniform => Grid::future(horizon_steps, points, |_| 1.0),
             Weights::Geometric { half_life_steps } => {
-                // Below a step the weights of far points would all be 0, and the nearest alone would count.
+                // Below one step, the weights of far points would be 0 and only the nearest point
+                // would count.
                 setting("half_life_steps", half_life_steps, 1.0, f64::INFINITY)?;
                 Grid::future(horizon_steps, points, |t| (-t / half_life_steps).exp2())
             }
@@ -134,18 +148,20 @@ impl Star {
         Ok(Star { settings, grid, loads: none(), lasts: vec![], starts: vec![], sums: none(), timed: none() })
     }
 
-    /// The moments at which it compares loads, and their weights.
+    /// Returns the points at which loads are compared, and their weights.
     pub fn grid(&self) -> &Grid {
         &self.grid
     }
 
-    /// Tokens that must fit on the target at the request's end (line 21, with its current tokens).
+    /// Returns the tokens that must fit on the target at the request's end (line 21, plus its
+    /// current tokens).
     fn need(&self, request: &super::RunningRequest) -> f64 {
         let still = request.remaining.tokens + self.settings.caution * request.remaining.deviation;
         f64::from(request.tokens) + if self.settings.prediction { still } else { 0.0 }
     }
 
-    /// Summaries of all instances, and which of their requests outlast their move (line 20; without prediction nobody knows).
+    /// Computes summaries of all instances, and the requests that outlast their move (line 20; not
+    /// checked without prediction).
     fn summarise(&mut self, loads: &[&InstanceLoad]) {
         let points = self.grid.len();
         self.loads.resize(loads.len() * points, 0.0);
@@ -168,7 +184,8 @@ impl Star {
         }
     }
 
-    /// Prefix sums of an instance's row, as `row(m, sum, timed)` for the first m points.
+    /// Computes prefix sums of an instance's row, and calls `row(m, sum, timed)` for the first m
+    /// points.
     fn prefix(&self, instance: usize, mut row: impl FnMut(usize, f64, f64)) {
         let points = self.grid.len();
         let (mut sum, mut timed) = (0.0, 0.0);
@@ -181,7 +198,7 @@ impl Star {
         }
     }
 
-    /// The best move as things stand in the summaries, or why there is none.
+    /// Returns the best move for the current summaries, or why there is none.
     fn best(&mut self, loads: &[&InstanceLoad]) -> Result<Placed, Stop> {
         let (n, points) = (loads.len(), self.grid.len());
         let now = |i: usize, this: &Star| this.loads[i * points];
@@ -222,7 +239,8 @@ impl Star {
         let mut own = vec![(0.0, 0.0); points + 1];
         for &s in &over {
             self.prefix(s, |m, a, b| own[m] = (a, b));
-            // Light now and heavy later, an instance can be both; it is no target of its own.
+            // An instance that is light now and heavy later can be both source and target; it must
+            // not be its own target.
             let itself = under
                 .iter()
                 .position(|t| *t == s)
@@ -236,7 +254,8 @@ impl Star {
                 let (m, tokens) = (m as usize, f64::from(request.tokens));
                 let fixed = tokens * own[m].0 + own[m].1 - self.grid.square(tokens, m);
                 let most = fixed - (tokens * least[m].0 + least[m].1);
-                // Where nothing has fitted yet, the row is looked at for the reason that is given in the end.
+                // If no candidate has fitted so far, the row is evaluated anyway, because the final
+                // reason depends on it.
                 if fits && (most <= floor || best.as_ref().is_some_and(|b| most < b.gain)) {
                     continue;
                 }
@@ -281,7 +300,7 @@ impl Star {
         Ok(Placed { found, place, source, target })
     }
 
-    /// Takes the move as done.
+    /// Applies the move to the summaries.
     fn apply(&mut self, done: &Placed, loads: &[&InstanceLoad]) {
         let points = self.grid.len();
         let lasts = std::mem::take(&mut self.lasts[self.starts[done.source] + done.place]) as usize;
@@ -294,7 +313,7 @@ impl Star {
     }
 }
 
-/// A move with its places in the round.
+/// A move with its indices in the round.
 struct Placed {
     found: Move,
     place: usize,
@@ -329,7 +348,8 @@ impl Rescheduler for Star {
     }
 }
 
-/// The least of `tokens x sums + timed` where there is room for `need`; infinite where there is none.
+/// Returns the minimum of `tokens x sums + timed` over targets with room for `need`; infinite if
+/// none has room.
 #[multiversion(targets("x86_64+avx2"))]
 fn least_sum(sums: &[f64], timed: &[f64], room: &[f64], tokens: f64, need: f64) -> f64 {
     const LANES: usize = 8;

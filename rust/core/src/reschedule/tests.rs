@@ -1,4 +1,4 @@
-//! Cases by hand, and laws against a reference that tries everything.
+//! Cases by hand, and properties against an exhaustive reference.
 use super::*;
 use crate::router::RescheduleConfig;
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn instance(id: u32, capacity_tokens: u64, requests: &[RunningRequest]) -> Insta
     }
 }
 
-/// Four steps, each of which counts, and moves that take five steps.
+/// Four steps with equal weights, and moves that take five steps.
 fn small() -> StarSettings {
     StarSettings {
         horizon_steps: 4,
@@ -38,12 +38,13 @@ fn star(settings: StarSettings) -> Star {
 
 #[test]
 fn star_by_hand() {
-    // Instance 0: 100 + 60 tokens to come long; instance 1: nothing. Moving 60 leaves 100 and 60.
+    // Instance 0: 100 + 60 tokens with long remaining lengths; instance 1: empty. Moving 60 leaves
+    // 100 and 60.
     let (a, b) = ([request(1, 100, 9.0), request(2, 60, 9.0)], []);
     let round = star(small()).round(&[instance(0, 1000, &a), instance(1, 1000, &b)]).unwrap();
     let m = round.moves[0];
     assert_eq!((round.moves.len(), round.stop), (1, Stop::MostMoves));
-    // Either move leaves the same difference; the lower request goes.
+    // Either move leaves the same difference, so the lower request moves.
     assert_eq!((m.request, m.source, m.target), (1, InstanceId(0), InstanceId(1)));
     // Loads of 0 at steps 0 to 4: 160, 162, ..., 168; w is the mean of the last four.
     assert_eq!((m.source_load, m.target_load, m.mean_load), (165.0, 0.0, 82.5));
@@ -54,7 +55,8 @@ fn star_by_hand() {
 
 #[test]
 fn star_weighs_what_ends_soon_by_the_present() {
-    // The larger request ends in six steps. Seen now it is the better half to move; over 1,024 steps it is not.
+    // The larger request ends in six steps. For the present alone, it is the better request to
+    // move; over 1,024 steps it is not.
     let (a, b) =
         ([request(1, 500, 6.0), request(2, 400, 5000.0), request(3, 400, 5000.0)], [request(4, 300, 6.0)]);
     let loads = [instance(0, 100_000, &a), instance(1, 100_000, &b)];
@@ -62,7 +64,7 @@ fn star_weighs_what_ends_soon_by_the_present() {
     assert_eq!(star(far).round(&loads).unwrap().moves[0].request, 2);
     let current = StarSettings { prediction: false, ..small() };
     let round = star(current).round(&loads).unwrap();
-    // 1300 and 300: 500 moved leaves 800 and 800.
+    // 1300 and 300: moving 500 leaves 800 and 800.
     assert_eq!((round.moves[0].request, round.moves[0].variance_after), (1, 0.0));
 }
 
@@ -78,12 +80,12 @@ fn star_says_why_not() {
     assert_eq!(why(&[over]), Stop::FewInstances);
     assert_eq!(why(&[over, InstanceLoad { instance: InstanceId(7), ..over }]), Stop::NoneOverloaded);
     assert_eq!(why(&[over, InstanceLoad { accepts: false, ..under }]), Stop::NoneUnderloaded);
-    // A move takes five steps: what ends by then stays.
+    // A move takes five steps: requests that end by then stay.
     let soon = a.map(|r| RunningRequest { remaining: Remaining::exact(5.0), ..r });
     assert_eq!(why(&[instance(0, 1000, &soon), under]), Stop::NoneMovable);
     let fixed = a.map(|r| RunningRequest { movable: false, ..r });
     assert_eq!(why(&[instance(0, 1000, &fixed), under]), Stop::NoneMovable);
-    // 20 there + 60 + 9 to come is 89.
+    // 20 used + 60 + 9 to come is 89.
     assert_eq!(why(&[over, instance(1, 88, &b)]), Stop::NoRoom);
     let fits = star(small()).round(&[over, instance(1, 89, &b)]).unwrap();
     assert_eq!(fits.moves[0].request, 2);
@@ -108,20 +110,20 @@ fn llumnix_by_hand() {
     let (full, free) = (instance(0, 1000, &a), instance(1, 1000, &b));
     let run =
         |loads: &[InstanceLoad]| Llumnix::new(LlumnixSettings::default()).unwrap().round(loads).unwrap();
-    // Freeness (1000 - 930) / 3 against 700; the shortest goes: 270 / 2 and 500 / 2.
+    // Freeness (1000 - 930) / 3 against 700. The shortest request moves: 270 / 2 and 500 / 2.
     let m = run(&[full, free]).moves[0];
     assert_eq!((m.request, m.source, m.target), (2, InstanceId(0), InstanceId(1)));
     assert_eq!((m.source_load, m.target_load), (70.0 / 3.0, 700.0));
     assert_eq!((m.variance_before, m.variance_after), (315f64.powi(2), 115f64.powi(2)));
     let urgent = [a[0], RunningRequest { priority: 1, ..a[1] }, a[2]];
     assert_eq!(run(&[instance(0, 1000, &urgent), free]).moves[0].request, 3);
-    // What waits counts as used: without it nobody is short of room.
+    // Waiting requests count as used: without them, no instance is short of room.
     let roomy = instance(0, 1500, &a);
     assert_eq!(run(&[roomy, free]).stop, Stop::NoneOverloaded);
     assert_eq!(run(&[InstanceLoad { queued_tokens: 500, ..roomy }, free]).moves.len(), 1);
     assert_eq!(run(&[full, InstanceLoad { accepts: false, ..free }]).stop, Stop::NoneUnderloaded);
     assert_eq!(run(&[full, instance(1, 580, &b)]).stop, Stop::NoRoom);
-    // The least free goes with the freest, the next with the next.
+    // The least free instance is paired with the freest, the next with the next.
     let settings = LlumnixSettings { most_moves: 9, ..LlumnixSettings::default() };
     let fuller = InstanceLoad { instance: InstanceId(2), other_tokens: 20, ..full };
     let loads = [full, free, fuller, instance(3, 5000, &[])];
@@ -208,14 +210,14 @@ fn loads(fleet: &Fleet) -> Vec<InstanceLoad<'_>> {
         .collect()
 }
 
-/// Load of an instance at step t, request by request.
+/// Load of an instance at step t, computed request by request.
 fn load_at(load: &InstanceLoad, without: Option<u64>, with: Option<&RunningRequest>, t: f64) -> f64 {
     let here = load.requests.iter().filter(|r| Some(r.id) != without).chain(with);
     here.filter(|r| t == 0.0 || t < r.remaining.tokens).map(|r| f64::from(r.tokens) + t).sum::<f64>()
         + load.other_tokens as f64
 }
 
-/// Eq. (4), from its definition, with `moved` = (request, from, to) done.
+/// Eq. (4), computed from its definition, with `moved` = (request, from, to) applied.
 fn variance(
     loads: &[InstanceLoad],
     grid: &grid::Grid,
@@ -237,7 +239,8 @@ fn variance(
     grid.times.iter().zip(&grid.variance_weights).map(|(t, w)| w * at(*t)).sum()
 }
 
-/// Algorithm 1 as printed, with erratum 6: every candidate from its definition. The least variance, and that before.
+/// Algorithm 1 as printed, with erratum 6: every candidate, computed from its definition. Returns
+/// the variance before and the minimum after a move.
 fn exhaustive(loads: &[InstanceLoad], s: &StarSettings, grid: &grid::Grid) -> (f64, Option<f64>) {
     let w: Vec<f64> = loads
         .iter()

@@ -1,48 +1,64 @@
-//! Where a request decodes: what all requests together lose by that, in seconds.
+//! Decode placement: the seconds that all requests together lose if a request decodes on an
+//! instance.
 //!
-//! Pure: loads and step times come in as plain numbers, seconds come out. A request that was prefilled on one instance may decode there or, cut at its prompt's
-//! end, on any other. For each of them, [`lost_seconds`] adds up what its answer takes there and what it takes of others. Where that is least, it decodes. No
-//! instance has a role; but one that prefills much is a slow place to decode at, and one that decodes much gets few prefills from a score that
-//! counts its batch. So roles arise where they pay, as many as pay, and go when they do not.
+//! The functions are pure: loads and step times are plain numbers, results are seconds. A request
+//! that is prefilled on one instance may decode there or, split at its prompt's end, on any other
+//! instance. For each candidate, [`lost_seconds`] adds the time of the request's answer and the
+//! delay of other requests. The request decodes on the instance with the least sum. Instances have
+//! no fixed roles. But an instance with many prefills is slow to decode on, and an instance with
+//! many decodes gets few prefills from a score that counts its batch. So roles form and disappear
+//! as they pay off.
 //!
-//! **Derivation.** On an instance whose batch decodes `n` sequences of `C` context tokens together, a step in which nothing prefills takes
-//! `fixed + a n + b C`. A request of `P` prompt tokens is there for `L` steps, with `P + L / 2` context tokens in the mean. (Of its answer's tokens each takes one, but where the request
-//! stays the first comes of the prefill.)
+//! **Derivation.** On an instance whose batch decodes `n` sequences of `C` context tokens together,
+//! a step without prefill takes `fixed + a n + b C`. A request of `P` prompt tokens decodes for `L`
+//! steps, with `P + L / 2` context tokens on average. (Each answer token takes one step, except
+//! that the prefill makes the first token if the request stays.)
 //!
 //! - its own steps take `L (fixed + a (n + 1) + b (C + P + L / 2))`;
-//! - each of the `n` beside it waits for `L (a + b (P + L / 2))` more, if the batch stays as it is: what ends is replaced;
-//! - the instance spends the share `u` of its time on prefills, in steps that hold decodes up: all of that takes `1 / (1 - u)` times as long;
-//! - prefills that are queued there hold it up once more: they are what is late already, and not in `u` yet;
-//! - elsewhere than where its prompt is computed, its KV has to be moved: so much a token that is not there yet, and so much besides.
+//! - each of the `n` other sequences waits `L (a + b (P + L / 2))` longer, if the batch size stays
+//!   constant: new requests replace finished ones;
+//! - the instance spends the share `u` of its time on prefills, in steps that delay decodes: all of
+//!   the above takes `1 / (1 - u)` times as long;
+//! - prefills queued on the instance add their own delay: they are not in `u` yet;
+//! - on an instance other than the prefill's, the KV must be transferred: a time per missing token,
+//!   plus a fixed time.
 //!
-//! Waiting for less than there is to gain does not pay, and `u` says too much of answers of a few tokens: the score keeps prefills away from where one has just begun. So going elsewhere has to
-//! gain a little.
+//! Decoding elsewhere requires a minimum gain, because `u` overstates the delay of answers of a few
+//! tokens: the score keeps prefills away from instances where a decode has just begun.
 //!
-//! What a prefill delays by being placed where it is, the score of the first choice weighs; it is the same for all places to decode at.
+//! The delay that a prefill causes on its instance is part of the first choice's score. It is the
+//! same for all decode candidates.
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
 
-/// An instance spends at most this share of its time on prefills, as far as costs are concerned: what is placed there faster than it is computed is in its queue.
+/// Maximum share of time that an instance spends on prefills in the cost model. Prefills placed
+/// faster than they are computed count in the queue instead.
 pub const MOST_PREFILL_SHARE: f64 = 0.95;
 
-/// What the seconds lost are made of.
+/// Settings of the decode placement cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// Time constant of the share of its time that an instance spends on prefills, in seconds; more than 0.
+    /// Time constant of the share of time that an instance spends on prefills, in seconds; more
+    /// than 0.
     pub recent_seconds: Seconds,
-    /// What going elsewhere must gain, in seconds over all requests; 0 or more.
+    /// Minimum gain of decoding elsewhere, in seconds over all requests; 0 or more.
     pub least_gain_seconds: Seconds,
-    /// Seconds that a moved token takes; where prefixes are pulled, what pulls taught counts instead. 0 or more.
+    /// Seconds per transferred token; 0 or more. If prefix fetches are enabled, the learned fetch
+    /// cost replaces it.
     pub transfer_seconds_per_token: Seconds,
-    /// Seconds that each hand-over takes besides. 0 or more. (A pull's besides are its wait for a step of its holder.)
+    /// Fixed seconds per handoff; 0 or more. (A prefix fetch's fixed part is its wait for a step of
+    /// its holder.)
     pub transfer_fixed_seconds: Seconds,
-    /// The client gets the prefill's own token where the hand-over is expected to take at most so many seconds and both engines can leave that token's KV to the
-    /// next; else the next one makes the first token, once the KV is there. 0 or more; 0: never.
+    /// Longest expected handoff, in seconds, at which the client gets the prefill's own token, if
+    /// both engines can leave that token's KV to the decode instance. Otherwise the decode instance
+    /// makes the first token after the KV transfer. 0 or more; 0: never.
     pub most_stall_seconds: Seconds,
 }
 
 impl Default for Settings {
-    /// 10 to 180 recent seconds differ little; a tenth of a second is what users are said to bear between two tokens; and a gain of 0.3 s is the least at which answers of a few tokens lose nothing (`docs/planner.md`); a hand-over as [`crate::router::PullConfig`] has it.
+    /// Time constants from 10 to 180 s differ little. Users are said to tolerate 0.1 s between two
+    /// tokens. 0.3 s is the smallest gain at which answers of a few tokens lose nothing
+    /// (`docs/planner.md`). The handoff defaults are those of [`crate::router::PullConfig`].
     fn default() -> Settings {
         Settings {
             recent_seconds: 30.0,
@@ -54,20 +70,21 @@ impl Default for Settings {
     }
 }
 
-/// What is at work on an instance at which a request may decode.
+/// Load on an instance on which a request may decode.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Beside {
-    /// n: sequences that decode there or are bound to.
+    /// n: sequences that decode on the instance or are bound to it.
     pub decoding: f64,
-    /// C: their context tokens.
+    /// C: context tokens of these sequences.
     pub context_tokens: f64,
-    /// u: share of its time that it spends on prefills.
+    /// u: share of its time that the instance spends on prefills.
     pub prefill_share: f64,
-    /// Seconds that prefills take which are queued there.
+    /// Seconds of the prefills queued on the instance.
     pub queued_prefill_seconds: Seconds,
 }
 
-/// What all requests together lose if one of `prompt_tokens` decodes for `steps` on an instance whose steps take what `step` says; but for the move there.
+/// Returns the seconds that all requests together lose if a request of `prompt_tokens` decodes for
+/// `steps` steps on an instance with step time `step`. Excludes the KV transfer.
 pub fn lost_seconds(step: &StepTime, beside: &Beside, prompt_tokens: f64, steps: f64) -> Seconds {
     let Beside { decoding, context_tokens, prefill_share, queued_prefill_seconds } = *beside;
     let mean_context = prompt_tokens + steps / 2.0;
@@ -102,14 +119,15 @@ mod tests {
         let near = |beside: Beside, expected: f64| {
             assert!((lost(beside) - expected).abs() < 1e-12, "{} {expected}", lost(beside));
         };
-        // 200 steps of 10 ms, 0.1 ms for itself, 1,100 context tokens: 10.21 ms.
+        // 200 steps of 10 ms, 0.1 ms for the sequence, 1,100 context tokens: 10.21 ms.
         near(IDLE, 200.0 * 0.01021);
-        // Nine of 2,000 tokens each beside it: its steps take 0.9 + 1.8 ms more, and each of the nine gets 0.21 ms slower.
+        // Nine other sequences of 2,000 tokens each: steps take 0.9 + 1.8 ms more, and each of the
+        // nine slows by 0.21 ms.
         let nine = Beside { decoding: 9.0, context_tokens: 18_000.0, ..IDLE };
         near(nine, 200.0 * (0.01021 + 0.0009 + 0.0018 + 9.0 * 0.00021));
-        // Three quarters of the time go to prefills: four times that.
+        // Prefills take three quarters of the time: four times as long.
         near(Beside { prefill_share: 0.75, ..nine }, 4.0 * 200.0 * 0.0148);
-        // Never all of it.
+        // The prefill share is capped.
         near(Beside { prefill_share: 3.0, ..IDLE }, 20.0 * 200.0 * 0.01021);
         // Half a second of queue.
         near(Beside { queued_prefill_seconds: 0.5, ..IDLE }, 200.0 * 0.01021 + 0.5);

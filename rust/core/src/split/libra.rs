@@ -1,18 +1,23 @@
-//! Algorithm 1: the token at which both instances are busy for equally long, by bounded binary search.
+//! Algorithm 1: bounded binary search for the split token at which both instances are busy for
+//! equally long.
 use super::predict::{Instance, parts};
 use super::{Found, Load, Settings, Whole, Why};
 use crate::estimate::StepTime;
 use crate::ids::Seconds;
 use crate::plan::Cuts;
 
-/// Where to cut `whole` between a first instance, whose load is `first`, and a second one (Libra, section 4.1, Algorithm 1).
+/// Searches where to split `whole` between a first instance with load `first` and a second instance
+/// (Libra, section 4.1, Algorithm 1).
 ///
-/// The search starts at `phi = P / (P + D)`, the prompt's end, and halves what is left of the allowed range at each of at most K probes:
-/// `s = ceil(phi (P + D))` tokens go to the first instance. T1 never falls and T2 never grows with phi, but for the one token at the prompt's end.
-/// Of the probes, that with the smallest gap counts, not the last. Never allocates; about K closed forms.
+/// The search starts at `phi = P / (P + D)`, the prompt's end, and halves the remaining range at
+/// each of at most K probes: `s = ceil(phi (P + D))` tokens go to the first instance. T1 never
+/// falls and T2 never grows with phi, except for one token at the prompt's end. The result is the
+/// probe with the smallest gap, not the last probe. The search never allocates and evaluates about
+/// K closed forms.
 ///
-/// A cut in the prompt moves at least `least_tokens` that the second instance does not hold; the first may hold them all: then nothing is
-/// computed there, and the cut is a pull of a prefix.
+/// A split inside the prompt moves at least `least_tokens` that the second instance does not hold.
+/// The first instance may hold all of them: then it computes nothing, and the split is a prefix
+/// fetch.
 pub fn search(
     whole: &Whole,
     first: &Load,
@@ -62,19 +67,20 @@ pub fn search(
     pair.judge(whole, &best, probes, settings)
 }
 
-/// The cut at the fraction `fraction` of P + D, clipped so that both parts have a token: to test engines and streams with.
-/// `None`: a request of less than two tokens, or a fraction that is no number.
+/// Returns the split at `fraction` of P + D, clipped so that both parts have a token. For tests of
+/// engines and streams. Returns `None` for a request of fewer than two tokens or if `fraction` is
+/// NaN.
 pub fn force_at(fraction: f64, whole: &Whole) -> Option<u32> {
     let all = whole.tokens();
     (all >= 2 && !fraction.is_nan()).then(|| ((fraction * f64::from(all)).ceil() as u32).clamp(1, all - 1))
 }
 
-/// First and last token at which a cut may lie.
+/// Returns the first and last token at which a split is allowed.
 fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
     let (prompt, least_tokens) = (whole.prompt_tokens, settings.least_tokens.max(1));
-    // What the second instance holds need not be moved there.
+    // The KV that the second instance holds need not be transferred.
     let least = whole.second_hit_tokens.min(prompt).saturating_add(least_tokens);
-    // The last token is never computed, only made: a part that is to make it alone has nothing to do.
+    // The last token's KV is never computed, so a part with that token alone would have no work.
     let most = whole.tokens().saturating_sub(least_tokens.max(2));
     let (least, most) = match settings.cuts {
         Cuts::Nowhere => return Err(Why::Unable),
@@ -86,7 +92,7 @@ fn allowed(whole: &Whole, settings: &Settings) -> Result<(u32, u32), Why> {
     if least <= most { Ok((least, most)) } else { Err(Why::TooShort) }
 }
 
-/// A cut that was looked at.
+/// An evaluated split.
 #[derive(Clone, Copy, Debug)]
 struct Probe {
     token: u32,
@@ -100,13 +106,13 @@ impl Probe {
     }
 }
 
-/// Two instances, and what they take without the request and with all of it.
+/// Two instances, with their seconds without the request and with the whole request.
 struct Pair {
     first: Instance,
     second: Instance,
     idle: [Seconds; 2],
     loaded: [Seconds; 2],
-    /// What the request adds, the mean of both.
+    /// Seconds that the request adds, mean of both instances.
     own_seconds: Seconds,
 }
 
@@ -124,12 +130,14 @@ impl Pair {
         Probe { token, first: self.first.seconds(&first), second: self.second.seconds(&second) }
     }
 
-    /// Whether the best cut pays: when the pair is done with all, against the request whole on the better of both.
+    /// Decides if the best split pays: when the pair is done, against the whole request on the
+    /// better instance.
     fn judge(&self, whole: &Whole, best: &Probe, probes: u32, settings: &Settings) -> Found {
         let moved = f64::from(best.token.saturating_sub(whole.second_hit_tokens));
         let transfer = settings.transfer_fixed_seconds + settings.transfer_seconds_per_token * moved;
         let handed_over = self.first.until_done(&parts(whole, best.token).0) + transfer;
-        // The second part begins no sooner than it is handed over; until then its instance does what else it has.
+        // The second part starts after the KV transfer. Until then, its instance does its other
+        // work.
         let waits = (handed_over - self.idle[1]).max(0.0);
         let seconds_cut = best.first.max(best.second + waits);
         let [on_first, on_second] = [self.loaded[0].max(self.idle[1]), self.loaded[1].max(self.idle[0])];
@@ -168,13 +176,18 @@ mod tests {
         expected_output_tokens: 1024,
     };
 
-    /// The figures of Figure 5 (Qwen2.5-32B on A100): 5.6 requests/s prefill 1,024 tokens, 1.7 decode 1,024 tokens behind them, and both sides
-    /// make 2.5 where the cut is at 1358. Solved by hand for 20 ms a step, no cost a sequence, 2,048 tokens a step:
-    /// - 1024 u + 1024 x 1535.5 b = 1 / 1.7 and 690 u + 690 x 1702.5 b = 1 / 2.5 (the second side) give b = 3.15e-8 s a context token and
-    ///   u = 5.26e-4 s: 20 ms shared by 38 sequences;
-    /// - 1024 c + 20 ms x 1024 / 2017 = 1 / 5.6 (the first, which only prefills) gives c = 1.645e-4;
-    /// - 1 / 2.5 - 1024 c - 334 x 1191.5 b for 334 decodes leaves 20 ms shared by 30.5: the first side's batch is smaller, as requests
-    ///   stay there for fewer tokens. With one batch size for both, no constants meet all four figures.
+    /// Returns the setup of Figure 5 (Qwen2.5-32B on A100). 5.6 requests/s prefill 1,024 tokens,
+    /// and 1.7 decode 1,024 tokens after them. Both sides reach 2.5 if the split is at 1358. Solved
+    /// by hand for 20 ms a step, no cost per sequence, 2,048 tokens a step.
+    ///
+    /// - The second side has `1024 u + 1024 x 1535.5 b = 1 / 1.7` and
+    ///   `690 u + 690 x 1702.5 b = 1 / 2.5`. This gives b = 3.15e-8 s a context token and
+    ///   u = 5.26e-4 s: 20 ms shared by 38 sequences.
+    /// - The first side, which only prefills, has `1024 c + 20 ms x 1024 / 2017 = 1 / 5.6`. This
+    ///   gives c = 1.645e-4.
+    /// - For 334 decodes, `1 / 2.5 - 1024 c - 334 x 1191.5 b` leaves 20 ms shared by 30.5. The
+    ///   first side's batch is smaller, because requests stay there for fewer tokens. With one
+    ///   batch size for both sides, no constants fit all four figures.
     fn figure_5() -> (StepTime, Load, Load) {
         let step = StepTime {
             fixed_seconds: 0.02,
@@ -201,14 +214,15 @@ mod tests {
         assert!((prefill - 5.6).abs() < 0.05 && (decode - 1.7).abs() < 0.02, "{prefill} {decode}");
         let (prefill, decode) = rates(1358);
         assert!((prefill - 2.5).abs() < 0.01 && (decode - 2.5).abs() < 0.01, "{prefill} {decode}");
-        // Probes at 1024, 1536, 1280, 1408 and 1344, whose gap is within 5% of what the request takes.
+        // Probes at 1024, 1536, 1280, 1408 and 1344, with a gap within 5% of the request's own
+        // seconds.
         let as_printed = Settings { least_gain: None, least_tokens: 1, ..Settings::default() };
         let found = search(&ALIKE, &first, &second, &step, &step, &as_printed);
         assert_eq!(
             (found.why, found.probes, found.cut_token.map(|s| s.abs_diff(1344) <= 1)),
             (Why::Balanced, 5, Some(true))
         );
-        // Finer: where the rates are equal.
+        // A finer search ends where the rates are equal.
         let finer = Settings { probes: 12, epsilon: 0.001, ..as_printed };
         let found = search(&ALIKE, &first, &second, &step, &step, &finer);
         assert!(found.cut_token.unwrap().abs_diff(1358) <= 3, "{found:?}");
@@ -221,7 +235,8 @@ mod tests {
         let idle = Load::default();
         let found = search(&ALIKE, &idle, &idle, &step, &step, &settings);
         assert_eq!((found.cut_token, found.why), (None, Why::NoGain));
-        // On an idle pair nothing is gained: the parts take what the whole takes, and the second begins when the first ends.
+        // An idle pair gains nothing: both parts take as long as the whole, and the second part
+        // starts when the first ends.
         assert!(found.seconds_cut >= found.seconds_whole);
         let busy = Load {
             decoding: 32.0,
@@ -232,10 +247,10 @@ mod tests {
         let found = search(&ALIKE, &busy, &busy, &step, &step, &settings);
         assert_eq!((found.why, found.cut_token.is_some()), (Why::Balanced, true), "{found:?}");
         assert!(found.seconds_cut < found.seconds_whole);
-        // A transfer that takes longer than what the second instance has to do makes it wait.
+        // The second instance waits if the transfer takes longer than its other work.
         let slow = Settings { transfer_fixed_seconds: 60.0, ..settings };
         assert_eq!(search(&ALIKE, &busy, &busy, &step, &step, &slow).why, Why::NoGain);
-        // Where the second instance has far more to do, the request stays on the first, and the other way round.
+        // If one instance has far more work, the request stays whole on the other instance.
         let more = Load { remaining_output_tokens: 1e6, ..busy };
         let found = search(&ALIKE, &busy, &more, &step, &step, &settings);
         assert_eq!((found.cut_token, found.whole_on_second), (None, false));
@@ -257,7 +272,7 @@ mod tests {
         let inside = cut(&long, Cuts::Anywhere).0.unwrap();
         assert!((3000..5000).contains(&inside), "{inside}");
         assert_eq!(cut(&long, Cuts::Output).0, Some(8192));
-        // What the second holds already is not handed over.
+        // The prefix that the second instance holds is not transferred.
         let held = Whole { second_hit_tokens: 8000, ..long };
         assert!(cut(&held, Cuts::Anywhere).0.unwrap() >= 8032);
         for (whole, cuts, why) in [
@@ -311,7 +326,8 @@ mod tests {
             let (low, high) = (token(x.min(y)), token(x.max(y)));
             let (before, after) = (pair.probe(&whole, low), pair.probe(&whole, high));
             prop_assert!(before.first <= after.first * (1.0 + 1e-12));
-            // At the prompt's end the second side makes one token more: the first, which a prefill makes at no cost.
+            // At the prompt's end, the second side makes one token more: the first token, which a
+            // prefill makes at no cost.
             let one = 0.01 + 1e-4 + 1e-6 * f64::from(whole.tokens());
             let seam = if low < whole.prompt_tokens && high >= whole.prompt_tokens { one } else { 0.0 };
             prop_assert!(after.second <= before.second * (1.0 + 1e-12) + seam);
@@ -332,7 +348,8 @@ mod tests {
                 prop_assert!(gap <= 0.05 * pair.own_seconds);
                 return Ok(());
             }
-            // Six probes leave an interval of 1/32 of the range: balance is no further off, or at the range's end.
+            // Six probes leave an interval of 1/32 of the range: the result is at most that far
+            // from balance, or at the range's end.
             let width = (whole.tokens() - settings.least_tokens - least) / 32 + 2;
             let gap_at = |t: u32| {
                 let probe = pair.probe(&whole, t);

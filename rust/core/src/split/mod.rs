@@ -1,13 +1,17 @@
-//! Where to cut a request between two instances: Libra (NSDI 2026), sections 3.1 and 4.1.
+//! Request splitting between two instances: Libra (NSDI 2026), sections 3.1 and 4.1.
 //!
-//! Pure: loads and step times come in as plain numbers, a cut and its reason come out. Nothing is allocated.
+//! The functions are pure: loads and step times are plain numbers, the result is a split and its
+//! reason. They do not allocate.
 //!
-//! **The measure** is work, as in the paper's Figure 5: an instance's seconds `T` are those until it has done all that is assigned to it,
-//! each step's fixed cost shared by the batch that it runs with ([`predict`]). Where `T1 = T2`, neither waits for the other in the long run.
+//! **Measure.** As in the paper's Figure 5, `T` is the seconds until an instance has done all its
+//! assigned work. The batch shares each step's fixed cost ([`predict`]). If `T1 = T2`, neither
+//! instance waits for the other in the long run.
 //!
-//! **Whether it pays** is left open by the paper ("when the system is underutilized ... FPS may avoid partitioning", 3.1). The two parts of one
-//! request never run at the same time. So a cut gains only where the second instance has other work until the first part is handed over;
-//! on two idle instances the request takes as long as whole, and the transfer besides. [`libra::search`] counts that wait in.
+//! **When a split pays** is left open by the paper ("when the system is underutilized ... FPS may
+//! avoid partitioning", 3.1). The two parts of a request never run at the same time. So a split
+//! gains only if the second instance has other work until the KV of the first part arrives. On two
+//! idle instances the request takes as long as whole, plus the transfer. [`libra::search`] includes
+//! that wait.
 pub mod apart;
 pub mod libra;
 pub mod predict;
@@ -17,18 +21,18 @@ pub use libra::{force_at, search};
 use crate::ids::Seconds;
 use crate::plan::Cuts;
 
-/// What is assigned to an instance already, decoding or not yet begun, bound there or running.
+/// Work already assigned to an instance: running, waiting or bound to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Load {
-    /// Prompt tokens still to be computed.
+    /// Prompt tokens not yet computed.
     pub queued_prefill_tokens: f64,
-    /// Their attention pairs ([`crate::estimate::attention_pairs`]).
+    /// Attention pairs of these tokens ([`crate::estimate::attention_pairs`]).
     pub queued_prefill_pairs: f64,
     /// Sequences that decode together: now, or in the instance's recent batches.
     pub decoding: f64,
-    /// Context tokens of them all.
+    /// Context tokens of all these sequences.
     pub context_tokens: f64,
-    /// Output tokens that all requests assigned there have yet to get.
+    /// Output tokens that all assigned requests have yet to generate.
     pub remaining_output_tokens: f64,
 }
 
@@ -47,45 +51,49 @@ impl Load {
     }
 }
 
-/// The request that may be cut.
+/// A request that may be split.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Whole {
     /// P: prompt tokens.
     pub prompt_tokens: u32,
     /// Leading prompt tokens cached on the first instance.
     pub first_hit_tokens: u32,
-    /// The same on the second.
+    /// Leading prompt tokens cached on the second instance.
     pub second_hit_tokens: u32,
-    /// D: output tokens that it is expected to get; the caller adds a margin, if any.
+    /// D: expected output tokens, including the caller's margin, if any.
     pub expected_output_tokens: u32,
 }
 
 impl Whole {
-    /// P + D.
+    /// Returns P + D.
     pub fn tokens(&self) -> u32 {
         self.prompt_tokens.saturating_add(self.expected_output_tokens)
     }
 }
 
-/// How to search.
+/// Settings of the search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// K: probes at most (the paper's 6); 1 to 32.
+    /// K: maximum number of probes (the paper: 6); 1 to 32.
     pub probes: u32,
-    /// Gap of `T1` and `T2` that counts as balance, as a share of the request's own seconds; 0 to 1. 0.05 by default: six probes of a request of
-    /// any length leave a gap of 0.03 on equal instances, and figures of loads and lengths are not better than that. A share of `T` itself
-    /// would be met at once wherever queues are long.
+    /// Gap of `T1` and `T2` that counts as balance, as a fraction of the request's own seconds; 0
+    /// to 1. Default 0.05: six probes leave a gap of 0.03 on equal instances for any request
+    /// length, and load and length estimates are less accurate than that. With a fraction of `T`
+    /// itself, any split would count as balanced if queues are long.
     pub epsilon: f64,
-    /// What a cut must gain over the whole request on the better of both, as a share of its own seconds; at most 1. On equal instances that have work
-    /// enough, a balanced cut gains a half. `None`: every balance found is a cut, as in Algorithm 1.
+    /// Minimum gain of a split over the whole request on the better instance, as a fraction of the
+    /// request's own seconds; at most 1. On equal instances with enough work, a balanced split
+    /// gains one half. `None`: split at every balance found, as in Algorithm 1.
     pub least_gain: Option<f64>,
-    /// Tokens that each part has to compute or make at least; 1 or more. 32 by default: fewer do not pay for the hand-over's messages.
+    /// Minimum tokens that each part computes or generates; 1 or more. Default 32: fewer tokens do
+    /// not pay for the handoff's messages.
     pub least_tokens: u32,
-    /// Seconds of a hand-over that do not overlap with the first part, for each token moved; 0 or more.
+    /// Seconds of a KV transfer that do not overlap with the first part, per transferred token; 0
+    /// or more.
     pub transfer_seconds_per_token: Seconds,
-    /// Seconds that each hand-over takes besides; 0 or more.
+    /// Fixed seconds per KV transfer; 0 or more.
     pub transfer_fixed_seconds: Seconds,
-    /// Where both engines are able to cut.
+    /// Positions at which both engines can split.
     pub cuts: Cuts,
 }
 
@@ -103,57 +111,61 @@ impl Default for Settings {
     }
 }
 
-/// Why a request is cut or left whole.
+/// Reason why a request is split or left whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// Balanced within epsilon.
     Balanced,
-    /// The best of the probes; balance lies between two of them, or outside of what the engines are able to.
+    /// The best of the probes: balance lies between two probes, or outside the range that the
+    /// engines support.
     Nearest,
-    /// Whole: it would end sooner, or as soon.
+    /// Whole: it would end no later.
     NoGain,
-    /// Whole: a part would be too small.
+    /// Whole: one part would be too small.
     TooShort,
-    /// Whole: the engines cannot hand over.
+    /// Whole: the engines cannot transfer KV.
     Unable,
-    /// Whole: nothing is known of the instances' speed (the paper's cold start, erratum 9), or a figure is none.
+    /// Whole: an instance's speed is unknown (the paper's cold start, erratum 9), or a figure is
+    /// not a valid number.
     Unknown,
 }
 
 impl Why {
-    /// For receipts.
+    /// Returns the text for decision records.
     pub fn text(self) -> &'static str {
         match self {
             Why::Balanced => "balanced",
-            Why::Nearest => "as near to balance as it gets",
-            Why::NoGain => "a cut gains nothing",
-            Why::TooShort => "too short to be cut",
-            Why::Unable => "its instances cannot hand over",
-            Why::Unknown => "speeds or loads are not known",
+            Why::Nearest => "the nearest to balance",
+            Why::NoGain => "a split gains nothing",
+            Why::TooShort => "too short to split",
+            Why::Unable => "its instances cannot transfer KV",
+            Why::Unknown => "speeds or loads are unknown",
         }
     }
 }
 
-/// What a search found.
+/// Result of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Found {
-    /// s: tokens of the first part; `None`: not cut.
+    /// s: tokens of the first part; `None`: not split.
     pub cut_token: Option<u32>,
-    /// s / (P + D) of the best probe, cut or not; NaN where none was made.
+    /// s / (P + D) of the best probe, whether split or not; NaN if no probe was made.
     pub phi: f64,
-    /// Probes made.
+    /// Number of probes made.
     pub probes: u32,
-    /// T1: seconds until the first instance has done all that it has, the first part included; NaN where no probe was made.
+    /// T1: seconds until the first instance has done all its work, including the first part; NaN if
+    /// no probe was made.
     pub seconds_first: Seconds,
-    /// T2: the same of the second instance.
+    /// T2: seconds until the second instance has done all its work, including the second part; NaN
+    /// if no probe was made.
     pub seconds_second: Seconds,
-    /// When the pair is done, the second part's wait for the first counted in.
+    /// Seconds until the pair is done with a split, including the second part's wait for the first.
     pub seconds_cut: Seconds,
-    /// The same with the request whole, on the better of both.
+    /// Seconds until the pair is done with the whole request on the better instance.
     pub seconds_whole: Seconds,
-    /// Whether the better of both is the second one.
+    /// Whether the second instance is the better one for the whole request.
     pub whole_on_second: bool,
-    /// Why.
+    /// Reason for the result.
     pub why: Why,
 }
 

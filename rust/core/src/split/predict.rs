@@ -1,43 +1,52 @@
-//! The execution predictor (Libra, section 4.1): what an instance takes for all that is assigned to it, in closed form.
+//! Execution predictor (Libra, section 4.1): the time that an instance needs for all its assigned
+//! work, in closed form.
 //!
-//! The paper plays virtual passes: prefill chunks and one token of every active decode share a pass under the token budget, until all is done.
-//! Each pass costs what the step-time model says, which is linear. So the sum over passes needs no passes, only their number:
+//! The paper simulates virtual passes: prefill chunks and one token of every active decode share a
+//! pass under the token budget, until all is done. Each pass costs its step time, which is linear
+//! in the work. So the sum over passes needs only their number:
 //!
 //! `T = fixed x passes + a x decodes + b x their contexts + c x prefill tokens + d x prefill pairs`
 //!
-//! `passes` is the larger of two: those that the decodes need, at the batch that the instance has ("drawn from each instance's recent batching
-//! history"), and those that the prefill needs, beside these decodes under the token budget. The batch is taken to stay: under a stream of
-//! requests what ends is replaced. All decodes of a batch count as equally far from their ends.
+//! `passes` is the larger of two numbers. The first is the passes for the decodes, at the
+//! instance's batch size ("drawn from each instance's recent batching history"). The second is the
+//! passes for the prefill, beside these decodes under the token budget. The batch size is assumed
+//! constant: in a stream of requests, new requests replace finished ones. All decodes of a batch
+//! are assumed equally far from their ends.
 //!
-//! The paper's N_max bounds the batch: [`StepTime::max_sequences`], which [`sequence_slots`] makes smaller where memory holds fewer requests. Of more
-//! requests, the rest waits for a slot. Without the bound, a backlog looks like one large batch, in which decodes cost next to nothing.
+//! The paper's N_max bounds the batch: [`StepTime::max_sequences`], which [`sequence_slots`] lowers
+//! if memory holds fewer requests. The remaining requests wait for a slot. Without the bound, a
+//! backlog looks like one large batch, in which decodes cost almost nothing.
 use super::{Load, Whole};
 use crate::estimate::{StepTime, attention_pairs};
 use crate::ids::Seconds;
 
-/// Work of a part of a request on one instance.
+/// Work of one part of a request on one instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Part {
-    /// Prompt tokens to be computed.
+    /// Prompt tokens to compute.
     pub prefill_tokens: f64,
-    /// Their attention pairs.
+    /// Attention pairs of these tokens.
     pub prefill_pairs: f64,
     /// Decode passes.
     pub decodes: f64,
-    /// Context tokens behind which they run, summed over the passes.
+    /// Context tokens of the decode passes, summed over the passes.
     pub contexts: f64,
 }
 
 impl Part {
-    /// Tokens `from..to` (of prompt and output counted through), of which the leading `hit` tokens are in the cache. `first`: the part begins the request.
+    /// Returns the work of tokens `from..to` (prompt and output counted together). The leading
+    /// `hit` tokens are cached.
     ///
-    /// A pass computes one token's KV, but a part that begins behind the prompt's end computes the last token that it got again, to make the
-    /// next one ([`crate::plan`]). So `to - max(from, P)` decodes make a later part's tokens; where the prefill is here and the request ends here, one
-    /// less, since the prefill makes the first.
+    /// A pass computes one token's KV. A part that begins after the prompt's end first computes the
+    /// KV of the last token that it received ([`crate::plan`]). So a later part needs
+    /// `to - max(from, P)` decodes. If the prefill is on this instance and the request ends here,
+    /// it
+    /// needs one decode less, because the prefill makes the first token.
     pub fn of(prompt_tokens: u32, tokens: u32, hit: u32, from: u32, to: u32) -> Part {
         let p = f64::from(prompt_tokens);
         let begin = f64::from(from.max(hit).min(prompt_tokens));
-        // The last prompt token is always computed, where the part reaches the answer and the prompt is its own.
+        // The last prompt token is always computed if the part reaches the answer and includes the
+        // prompt.
         let end = f64::from(to.min(prompt_tokens));
         let own_prompt = from < prompt_tokens;
         let least = if own_prompt && to >= prompt_tokens { 1.0 } else { 0.0 };
@@ -56,7 +65,7 @@ impl Part {
         }
     }
 
-    /// Both, on one instance.
+    /// Returns the sum of two parts on one instance.
     pub fn and(&self, other: &Part) -> Part {
         Part {
             prefill_tokens: self.prefill_tokens + other.prefill_tokens,
@@ -67,8 +76,9 @@ impl Part {
     }
 }
 
-/// Requests that run at once on an instance: the model's sequences, or as many as its memory of so many tokens holds, each with its mean context when half
-/// of what remains of its answer is there; at least 1.
+/// Returns the number of requests that run at once on an instance, at least 1: the model's maximum,
+/// or the number that fits into `cache_tokens`. Each request counts with its mean context after
+/// half of its remaining answer.
 pub fn sequence_slots(load: &Load, step: &StepTime, cache_tokens: Option<f64>) -> f64 {
     let tokens = load.context_tokens + load.remaining_output_tokens / 2.0;
     match cache_tokens {
@@ -79,25 +89,28 @@ pub fn sequence_slots(load: &Load, step: &StepTime, cache_tokens: Option<f64>) -
     }
 }
 
-/// An instance as the search sees it: what its load takes, worked out once, and its rates.
+/// Precomputed load and rates of an instance.
 #[derive(Clone, Copy, Debug)]
 pub struct Instance {
     step: StepTime,
-    /// Passes that the present decodes need, prefill tokens that are queued, and the cost of all that but for the fixed part.
+    /// Passes for the present decodes, queued prefill tokens, and their cost without the fixed
+    /// part.
     passes: f64,
     prefill_tokens: f64,
     seconds: Seconds,
-    /// Passes until one that begins now has a slot.
+    /// Passes until a request that begins now has a slot.
     waiting_passes: f64,
-    /// Sequences in the batch, the new one counted, and the token budget that the present ones leave.
+    /// Sequences in the batch including the new one, and the token budget left by the present
+    /// sequences.
     batch: f64,
     budget: f64,
-    /// A pass of the present batch with the new one in it, but for the new one's context.
+    /// Seconds of a pass of the present batch with the new sequence, without the new sequence's
+    /// context.
     pass_seconds: Seconds,
 }
 
 impl Instance {
-    /// `None`: a figure is no number, below zero or beyond all bounds, or a pass takes no time.
+    /// Returns `None` if a figure is NaN, negative or out of bounds, or a pass takes no time.
     pub fn new(load: &Load, step: &StepTime) -> Option<Instance> {
         let costs = [
             step.fixed_seconds,
@@ -109,7 +122,7 @@ impl Instance {
         let sane = costs.iter().all(|cost| (0.0..1e6).contains(cost))
             && step.max_batch_tokens >= 1.0
             && step.max_sequences >= 1.0;
-        // A prompt and an answer both cost something, or nothing is known of them.
+        // If prompts or answers cost nothing, the speeds are unknown.
         let known = costs[0] + costs[1] > 0.0 && costs[3] > 0.0;
         if !(load.check() && sane && known) {
             return None;
@@ -118,14 +131,14 @@ impl Instance {
         let (remaining, each) = (load.remaining_output_tokens, load.remaining_output_tokens / present);
         let slots = step.max_sequences;
         let running = present.min(slots);
-        // Of those that run beside the new one, which has a slot of its own.
+        // Sequences beside the new one, which has its own slot.
         let beside = load.decoding.min(slots - 1.0);
         let context = if beside < load.decoding {
             load.context_tokens * beside / load.decoding
         } else {
             load.context_tokens
         };
-        // Each of the batch has its mean context ahead, and grows by what it has yet to get.
+        // Each sequence starts with the mean context and grows by its remaining tokens.
         let contexts = remaining * (load.context_tokens / present + (each - 1.0).max(0.0) / 2.0);
         Some(Instance {
             step: *step,
@@ -142,7 +155,7 @@ impl Instance {
         })
     }
 
-    /// T: seconds until all is done, `part` included.
+    /// Returns T: seconds until all work is done, including `part`.
     pub fn seconds(&self, part: &Part) -> Seconds {
         let decode = self.passes + part.decodes / self.batch;
         let prefill = (self.prefill_tokens + part.prefill_tokens) / self.budget;
@@ -154,8 +167,8 @@ impl Instance {
             + self.step.prefill_seconds_per_attention_pair * part.prefill_pairs
     }
 
-    /// Seconds until `part` itself is done if it begins now: prefills go first come, first served beside the decodes, then each of its tokens
-    /// takes a whole pass.
+    /// Returns the seconds until `part` is done if it begins now: prefills go first come, first
+    /// served beside the decodes, then each of its tokens takes a whole pass.
     pub fn until_done(&self, part: &Part) -> Seconds {
         let (mut seconds, mut passes) = (0.0, self.waiting_passes + part.decodes);
         if part.prefill_tokens > 0.0 {
@@ -167,7 +180,7 @@ impl Instance {
     }
 }
 
-/// Both parts of a request that is cut at `token`, each with the prefix that its own instance holds.
+/// Returns both parts of a request split at `token`, each with the prefix cached on its instance.
 pub fn parts(whole: &Whole, token: u32) -> (Part, Part) {
     let Whole { prompt_tokens, first_hit_tokens, second_hit_tokens, .. } = *whole;
     let all = whole.tokens();
@@ -199,7 +212,8 @@ pub(crate) mod tests {
 
     #[test]
     fn parts_by_hand() {
-        // P = 100, D = 20. Cut at 110: 100 prompt tokens and 10 decodes behind 101 to 110 tokens; then 10 behind 110 to 119.
+        // P = 100, D = 20. Split at 110: 100 prompt tokens and 10 decodes after 101 to 110 tokens;
+        // then 10 after 110 to 119.
         let first = Part::of(100, 120, 0, 0, 110);
         assert_eq!(
             first,
@@ -207,13 +221,16 @@ pub(crate) mod tests {
         );
         let second = Part::of(100, 120, 0, 110, 120);
         assert_eq!(second, Part { decodes: 10.0, contexts: 1145.0, ..Part::default() });
-        // At the prompt's end: no decode here, all 20 there, the first of which computes the last prompt token again.
+        // Split at the prompt's end: no decode on the first instance and all 20 on the second. The
+        // first of these computes the last prompt token again.
         assert_eq!(Part::of(100, 120, 0, 0, 100).decodes, 0.0);
         assert_eq!(Part::of(100, 120, 0, 100, 120).decodes, 20.0);
-        // Inside the prompt, 30 tokens of 70 behind 70 are computed there, and 19 decodes follow.
+        // Split inside the prompt: the second instance computes 30 tokens after 70, and 19 decodes
+        // follow.
         let late = Part::of(100, 120, 0, 70, 120);
         assert_eq!((late.prefill_tokens, late.prefill_pairs, late.decodes), (30.0, 30.0 * 85.0, 19.0));
-        // Cached: the first holds 64, the second 96 and so computes 4; a prompt that is cached whole has its last token computed.
+        // Cached: the first instance holds 64; the second holds 96 and computes 4. If a prompt is
+        // fully cached, its last token is still computed.
         assert_eq!(Part::of(100, 120, 64, 0, 70).prefill_tokens, 6.0);
         assert_eq!(Part::of(100, 120, 64, 0, 50).prefill_tokens, 0.0);
         assert_eq!(Part::of(100, 120, 96, 70, 120).prefill_tokens, 4.0);
@@ -222,7 +239,7 @@ pub(crate) mod tests {
 
     #[test]
     fn seconds_by_hand() {
-        // 4 decodes of 1,000 tokens with 100 left each, 1,000 prompt tokens of 500,000 pairs queued.
+        // 4 decodes of 1,000 tokens with 100 left each; queued: 1,000 prompt tokens, 500,000 pairs.
         let load = Load {
             queued_prefill_tokens: 1000.0,
             queued_prefill_pairs: 5e5,
@@ -233,13 +250,14 @@ pub(crate) mod tests {
         let instance = Instance::new(&load, &round()).unwrap();
         let alone = 0.01 * 100.0 + 400.0 * 1e-4 + 400.0 * 1049.5 * 1e-6 + 0.1 + 0.005;
         close(instance.seconds(&Part::default()), alone);
-        // 50 decodes more, at a fifth of a pass each.
+        // 50 more decodes, at a fifth of a pass each.
         let part = Part { prefill_tokens: 100.0, prefill_pairs: 5000.0, decodes: 50.0, contexts: 6000.0 };
         close(instance.seconds(&part), alone + 0.01 * 10.0 + 0.005 + 0.006 + 0.01 + 5e-5);
         // 60,000 prompt tokens need more passes than the decodes: 61,000 / 508.
         let long = Part { prefill_tokens: 60_000.0, ..Part::default() };
         close(instance.seconds(&long), alone - 1.0 + 0.01 * 61_000.0 / 508.0 + 6.0);
-        // Its own end: 1,100 prompt tokens take 3 passes; each pass 10 ms + 5 x 0.1 ms + 4,000 x 1 us.
+        // The part's own end: 1,100 prompt tokens take 3 passes; each pass 10 ms + 5 x 0.1 ms +
+        // 4,000 x 1 us.
         close(instance.until_done(&part), 0.11 + 5e-5 + 53.0 * 0.0145 + 0.006);
     }
 
@@ -257,12 +275,13 @@ pub(crate) mod tests {
         let work = 4000.0 * 1e-4 + 4000.0 * 1049.5 * 1e-6;
         close(of(&round()).seconds(&Part::default()), 0.01 * 100.0 + work);
         close(of(&bounded).seconds(&Part::default()), 0.01 * 500.0 + work);
-        // 50 decodes more are 50 / 8 passes, not 50 / 41.
+        // 50 more decodes are 50 / 8 passes, not 50 / 41.
         let part = Part { decodes: 50.0, contexts: 6000.0, ..Part::default() };
         close(of(&bounded).seconds(&part), 0.01 * (500.0 + 6.25) + work + 0.005 + 0.006);
-        // Of its own end: 33 go before it, 100 passes each at 8 a pass; then 50 passes of 8 requests, 7 of them with 1,000 tokens.
+        // The part's own end: 33 requests go before it, 100 passes each at 8 a pass; then 50 passes
+        // of 8 requests, 7 of them with 1,000 tokens.
         close(of(&bounded).until_done(&part), (33.0 / 8.0 * 100.0 + 50.0) * (0.01 + 8e-4 + 7e-3) + 0.006);
-        // As many slots as requests are no bound.
+        // With at least as many slots as requests, the bound has no effect.
         let enough = StepTime { max_sequences: 41.0, ..round() };
         assert_eq!(of(&enough).seconds(&part), of(&round()).seconds(&part));
         assert_eq!(of(&enough).until_done(&part), of(&round()).until_done(&part));

@@ -1,16 +1,17 @@
-//! Blocks come and go: the books of who holds what, kept node by node.
+//! Adding and removing blocks, with holders counted per node.
 //!
-//! An instance's entry on a node counts the node's children that it holds, so that one look tells whether a block is the
-//! last of a chain there, and evicting an inner block leaves a hole rather than a walk over what stands behind it.
+//! An instance's entry on a node counts the children of the node that the instance holds. So one
+//! lookup tells if a block is the last of a chain there. Evicting an inner block leaves a hole and
+//! needs no walk over the blocks behind it.
 use super::cells::{BORN, CHILDREN, DEPTH, Id, PARENT};
 use super::holders::Holder;
 use super::holes::Holes;
 use super::{AHEAD, Copies, KvIndex, NodeSlot};
 use crate::kv::table::Inserted;
 
-/// Blocks come.
+/// Adding blocks.
 impl KvIndex {
-    /// Records `chain`, whose first `held` blocks the instance holds.
+    /// Records `chain`; the instance holds its first `held` blocks.
     pub(super) fn record_behind(&mut self, instance: u32, chain: &[u64], held: usize) {
         let book = &self.books[instance as usize];
         let chain = &chain[..chain.len().min(book.capacity as usize)];
@@ -33,7 +34,7 @@ impl KvIndex {
         }
     }
 
-    /// Places consecutive blocks behind `prev`; returns how many found room.
+    /// Places consecutive blocks after `prev` and returns the number placed.
     pub(super) fn place(&mut self, instance: u32, mut prev: Id, chain: &[u64], copies: Copies) -> usize {
         let mut placed = 0;
         while placed < chain.len() {
@@ -60,7 +61,7 @@ impl KvIndex {
                 }
             };
             if self.cells.parent(node) != prev {
-                // A feed that says so is wrong; the blocks stay where they first were.
+                // The feed reported a wrong parent. The blocks keep their first position.
                 self.touch_open(prev, instance);
             }
             prev = node;
@@ -70,16 +71,16 @@ impl KvIndex {
         placed
     }
 
-    /// Touches a node that may be an end without a place in the queue.
+    /// Touches a node that may be an end without an entry in the queue.
     fn touch_open(&mut self, node: Id, instance: u32) {
         if node != 0 {
             self.touch_node(node, instance);
         }
     }
 
-    /// Makes nodes for blocks that are not known yet, each behind the other, held by the instance: as many as there is room for
-    /// right now. Returns the last of them and their number. Only the first is known to be new; that the others are follows,
-    /// as a block is known only if all before it are.
+    /// Creates a chain of nodes for unknown blocks, held by the instance, as far as there is room
+    /// now. Returns the last node and the number created. Only the first block is known to be new.
+    /// The others are new too, because a block is known only if all blocks before it are.
     fn grow(&mut self, hashes: &[u64], prev: Id, instance: u32) -> (Id, usize) {
         let hashes = &hashes[..hashes.len().min(self.room())];
         let (mut depth, mut born) = (0, 0);
@@ -100,7 +101,7 @@ impl KvIndex {
             let inserted = self.table.insert(key, NodeSlot::new(key, 1, node), table_limit);
             let known = |n: Id| n != node && self.cells.hash(n) == hash;
             if inserted == Inserted::Shared && self.table.find(key, |s| known(s.node())).is_some() {
-                // A feed that says so is wrong; the caller takes the block for the known one it is.
+                // The feed is wrong. The caller treats the block as the known block.
                 self.table.remove(key, |s| s.node() == node);
                 self.cells.give(node);
                 break;
@@ -137,7 +138,7 @@ impl KvIndex {
         (last, made)
     }
 
-    /// The instance stores a block that is known.
+    /// Records that the instance stores a known block.
     pub(super) fn gain(&mut self, node: Id, instance: u32, copies: Copies) {
         let Some((at, holder)) = self.cells.entry(node, instance) else {
             self.hold_end(node, instance);
@@ -159,7 +160,7 @@ impl KvIndex {
         }
     }
 
-    /// Enters the instance as holder of a node of which it held nothing.
+    /// Adds the instance as holder of a node on which it has no entry.
     fn hold_end(&mut self, node: Id, instance: u32) {
         self.cells.add_entry(node, Holder::end(instance));
         let book = &mut self.books[instance as usize];
@@ -185,7 +186,7 @@ impl KvIndex {
         }
     }
 
-    /// Repeats the node's number of holders in its slot.
+    /// Copies the node's number of holders to its slot.
     fn count_holders(&mut self, node: Id) {
         let key = self.table.key(self.cells.hash(node));
         let holders = match self.table.is_shared(key) {
@@ -198,10 +199,10 @@ impl KvIndex {
     }
 }
 
-/// Blocks go.
+/// Removing blocks.
 impl KvIndex {
-    /// The instance holds no copy of the node's block any more. Returns the parent, if that is now an end (without a place
-    /// in the queue), else 0.
+    /// Records that the instance holds no more copies of the node's block. Returns the parent if it
+    /// is now an end (without a queue entry), else 0.
     pub(super) fn lose(&mut self, node: Id, instance: u32) -> Id {
         let Some((at, holder)) = self.cells.entry(node, instance) else { return 0 };
         let parent = self.cells.parent(node);
@@ -224,7 +225,7 @@ impl KvIndex {
         if is_end { parent } else { 0 }
     }
 
-    /// Returns whether the parent is now an end of the instance's.
+    /// Returns whether the parent is now an end of the instance.
     pub(super) fn child_lost(&mut self, parent: Id, instance: u32) -> bool {
         if parent == 0 {
             return false;
@@ -241,7 +242,7 @@ impl KvIndex {
         children == 0
     }
 
-    /// Frees the node and those before it that nothing keeps.
+    /// Frees the node and its ancestors that nothing keeps.
     pub(super) fn prune(&mut self, mut node: Id) {
         while node != 0 && self.cells.is_bare(node) {
             let parent = self.cells.parent(node);

@@ -1,20 +1,21 @@
-//! One kind of memory: cells of 32 bytes, named by number, in chunks that never move.
+//! A single kind of memory: numbered cells of 32 bytes, in chunks that never move.
 //!
-//! Nodes, holders of shared nodes and the recency queues are all made of cells, so that what one frees another can take
-//! and the byte bound has one thing to watch. Words of a cell by use (word 4 tells nodes from the rest: a node has a kind
-//! in its two high bits, all others keep them 0):
+//! Nodes, holders of shared nodes and the recency queues all consist of cells. So any use can take
+//! a cell that another has freed, and the byte bound covers one pool. The table lists the words of
+//! a cell by use. Word 4 distinguishes nodes from other uses: a node has a kind in its two high
+//! bits, and other uses keep these bits 0. Group n covers instances 64 n to 64 n + 63.
 //!
 //! | word | node | entries | group |
 //! | --- | --- | --- | --- |
 //! | 0, 1 | hash | first pair | bits of up to 64 holders |
 //! | 2, 3 | parent, child nodes | second pair | - |
-//! | 4 | holder or summary of holders | pairs in use; in a queue, the upper half of its stamps | number of the group: instances 64 n .. 64 n + 63 |
+//! | 4 | holder or summary of holders | pairs in use; queue: stamps' upper half | group number |
 //! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
 //! | 7 | start of its run | next cell | next cell |
-/// Number of a cell; 0 is none.
+/// Number of a cell; 0: none.
 pub(super) type Id = u32;
 
-/// Cells of one allocation (128 KiB).
+/// Cells per allocation (128 KiB).
 pub(super) const CHUNK: usize = 4096;
 
 pub(super) const PARENT: usize = 2;
@@ -22,7 +23,7 @@ pub(super) const CHILDREN: usize = 3;
 pub(super) const WHO: usize = 4;
 pub(super) const DEPTH: usize = 6;
 pub(super) const BORN: usize = 7;
-/// Pairs in use in a cell of entries; number of a group.
+/// Pairs in use in a cell of entries, or the number of a group.
 pub(super) const COUNT: usize = 4;
 /// Upper half of the stamps in a cell of a queue.
 pub(super) const EPOCH: usize = 4;
@@ -37,7 +38,7 @@ pub(super) const PAIRS: [usize; 3] = [0, 2, 5];
 pub(super) struct Cell(pub(super) [u32; 8]);
 
 impl Cell {
-    /// Words 0 and 1: a node's hash, a group's bits.
+    /// Returns words 0 and 1: a node's hash, a group's bits.
     #[inline(always)]
     pub(super) fn wide(&self) -> u64 {
         u64::from(self.0[0]) | u64::from(self.0[1]) << 32
@@ -54,15 +55,15 @@ impl Cell {
 #[derive(Default)]
 pub(super) struct Cells {
     chunks: Vec<Box<[Cell; CHUNK]>>,
-    /// First of the freed cells, linked by their `NEXT`.
+    /// First freed cell; freed cells are linked by `NEXT`.
     free: Id,
     freed: usize,
-    /// The first cell never used; cell 0 stands for none.
+    /// First cell never used; cell 0 means none.
     fresh: usize,
 }
 
 impl Cells {
-    /// Bytes taken.
+    /// Returns the allocated bytes.
     pub(super) fn bytes(&self) -> usize {
         self.capacity() * size_of::<Cell>() + self.chunks.capacity() * size_of::<Box<[Cell; CHUNK]>>()
     }
@@ -71,7 +72,7 @@ impl Cells {
         self.chunks.len() * CHUNK
     }
 
-    /// Cells that can be taken before the next chunk is needed.
+    /// Returns the number of cells available before the next chunk is needed.
     pub(super) fn available(&self) -> usize {
         self.capacity() + self.freed - self.fresh.max(1).min(self.capacity())
     }
@@ -81,7 +82,7 @@ impl Cells {
         self.chunks.push(chunk.try_into().unwrap_or_else(|_| unreachable!("made with that length")));
     }
 
-    /// A cell of zeros. The caller has made sure that one is available.
+    /// Takes a cell of zeros. The caller must ensure that one is available.
     pub(super) fn take(&mut self) -> Id {
         if self.free != 0 {
             let id = self.free;

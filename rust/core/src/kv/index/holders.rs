@@ -1,28 +1,31 @@
-//! Who holds a node: one holder in the node itself, a few in a list of cells, many in groups of 64 with a bit set each.
+//! Holders of a node: one holder in the node itself, a few in a list of cells, many in groups of 64
+//! with one bit each.
 //!
-//! An entry exists for each instance that holds the block or holds a child of it. In the second case alone (copies 0) it is a
-//! *hole*: the block itself was evicted there before its children.
+//! Each instance that holds the block or a child of the block has an entry. An entry for a child
+//! alone (copies 0) is a *hole*: the instance evicted the block before its children.
 use super::cells::{CHILDREN, COUNT, Cell, Cells, DEPTH, ENTRIES, Id, NEXT, PAIRS, PARENT, WHO};
 
 const INSTANCE: u32 = (1 << 12) - 1;
 const COPIES_AT: u32 = 12;
-/// Most physical copies counted of one block on one instance; further ones are not told apart.
+/// Maximum counted copies of one block on one instance; further copies are not counted.
 const MOST_COPIES: u32 = u16::MAX as u32;
-/// The instance holds none of the node's children: the second half is a stamp, else it counts those children.
+/// The instance holds none of the node's children. Then the second half is a stamp, else a count of
+/// those children.
 const END: u32 = 1 << 28;
-/// Matched since it last was an end: spared once.
+/// Matched since it last was an end, so eviction spares it once.
 const TOUCHED: u32 = 1 << 29;
 const KIND_AT: u32 = 30;
 const SINGLE: u32 = 1;
 const FEW: u32 = 2;
 const MANY: u32 = 3;
-/// In the summary of a node of kind FEW or MANY: entries, above the number of holders.
+/// Bit position of the entry count, above the number of holders, in the summary of a node of kind
+/// FEW or MANY.
 const ENTRIES_AT: u32 = 13;
 const HOLDERS: u32 = (1 << ENTRIES_AT) - 1;
-/// Entries in a list before they are put into groups; half of it leads back.
+/// Maximum entries in a list before they move to groups. At half of it they move back.
 const FEW_MOST: u32 = 12;
 
-/// The entry of one instance on one node.
+/// Entry of one instance on one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Holder {
     who: u32,
@@ -30,18 +33,18 @@ pub(super) struct Holder {
 }
 
 impl Holder {
-    /// Holds one copy of the block and none of its children.
+    /// Creates an entry with one copy of the block and no children.
     #[inline(always)]
     pub(super) fn end(instance: u32) -> Holder {
         Holder { who: instance | 1 << COPIES_AT | END | SINGLE << KIND_AT, aux: 0 }
     }
 
-    /// Holds one child, but not the block itself.
+    /// Creates an entry with one child, without the block itself.
     pub(super) fn hole(instance: u32) -> Holder {
         Holder { who: instance | SINGLE << KIND_AT, aux: 1 }
     }
 
-    /// Makes it the only entry of a node.
+    /// Writes this entry as the only entry of a node.
     #[inline(always)]
     pub(super) fn write(self, node: &mut Cell) {
         (node.0[WHO], node.0[WHO + 1]) = (self.who, self.aux);
@@ -67,7 +70,7 @@ impl Holder {
         self.who & END != 0
     }
 
-    /// The stamp of its last use, where it is an end.
+    /// Returns the stamp of its last use, if it is an end.
     pub(super) fn stamp(self) -> Option<u32> {
         self.is_end().then_some(self.aux)
     }
@@ -84,7 +87,7 @@ impl Holder {
         Holder { who: self.who | TOUCHED, ..self }
     }
 
-    /// Children of the node that the instance holds.
+    /// Returns the number of the node's children that the instance holds.
     pub(super) fn children(self) -> u32 {
         if self.is_end() { 0 } else { self.aux }
     }
@@ -98,7 +101,7 @@ impl Holder {
     }
 }
 
-/// Where an entry lies: cell and word.
+/// Location of an entry: cell and word.
 #[derive(Clone, Copy)]
 pub(super) struct At {
     cell: Id,
@@ -122,7 +125,7 @@ impl Cells {
         self[node].0[DEPTH] as usize
     }
 
-    /// Neither holder nor hole nor child: nothing keeps the node.
+    /// Returns whether nothing keeps the node: it has no holder, hole or child.
     pub(super) fn is_bare(&self, node: Id) -> bool {
         self[node].0[CHILDREN] == 0 && self.kind(node) == 0
     }
@@ -148,7 +151,7 @@ impl Cells {
 
 /// Holders of a node.
 impl Cells {
-    /// Instances that hold the node's block.
+    /// Returns the number of instances that hold the node's block.
     #[inline(always)]
     pub(super) fn holders(&self, node: Id) -> u32 {
         let who = self[node].0[WHO];
@@ -159,7 +162,7 @@ impl Cells {
         }
     }
 
-    /// Whether some instance holds a child of the node, but not the node's block.
+    /// Returns whether an instance holds a child of the node, but not the node's block.
     pub(super) fn has_hole(&self, node: Id) -> bool {
         let who = self[node].0[WHO];
         match who >> KIND_AT {
@@ -169,13 +172,14 @@ impl Cells {
         }
     }
 
-    /// The only entry of the node, if there is but one.
+    /// Returns the node's entry if it has exactly one.
     #[inline(always)]
     pub(super) fn single(&self, node: Id) -> Option<Holder> {
         (self.kind(node) == SINGLE).then(|| self.pair(At { cell: node, word: WHO }))
     }
 
-    /// Calls `each` with the number of a group of 64 instances and the bits of holders in it; a group may come in parts.
+    /// Calls `each` with the number of each group of 64 instances and the bits of its holders. A
+    /// group may be passed in several parts.
     #[inline(always)]
     pub(super) fn for_each_group(&self, node: Id, mut each: impl FnMut(usize, u64)) {
         let mut one = |h: Holder| {
@@ -198,7 +202,7 @@ impl Cells {
         }
     }
 
-    /// Whether the instance holds the node's block.
+    /// Returns whether the instance holds the node's block.
     #[inline(always)]
     pub(super) fn holds(&self, node: Id, instance: u32) -> bool {
         match self.kind(node) {
@@ -207,7 +211,7 @@ impl Cells {
         }
     }
 
-    /// The instance's entry on the node.
+    /// Returns the instance's entry on the node.
     #[inline(always)]
     pub(super) fn entry(&self, node: Id, instance: u32) -> Option<(At, Holder)> {
         let list = match self.kind(node) {
@@ -229,7 +233,7 @@ impl Cells {
         found
     }
 
-    /// Adds the entry of an instance that has none on the node. May take 32 cells.
+    /// Adds an entry for an instance without one on the node. May take 32 cells.
     pub(super) fn add_entry(&mut self, node: Id, holder: Holder) {
         let (who, aux) = (self[node].0[WHO], self[node].0[WHO + 1]);
         match who >> KIND_AT {
@@ -265,7 +269,7 @@ impl Cells {
         }
     }
 
-    /// Overwrites an entry with what the same instance is now.
+    /// Overwrites an entry with a new one of the same instance.
     #[inline(always)]
     pub(super) fn set_entry(&mut self, node: Id, at: At, holder: Holder) {
         let was_held = self.pair(at).copies() > 0;
@@ -280,7 +284,7 @@ impl Cells {
         }
     }
 
-    /// Takes an entry out.
+    /// Removes an entry.
     pub(super) fn remove_entry(&mut self, node: Id, at: At) {
         let holder = self.pair(at);
         let held = -i32::from(holder.copies() > 0);
@@ -320,7 +324,7 @@ impl Cells {
         all.into_iter().for_each(|h| self.add_entry(node, h));
     }
 
-    /// Adds to the counts of a node of kind FEW or MANY; returns its entries.
+    /// Updates the counts of a node of kind FEW or MANY, and returns the number of its entries.
     fn summarise(&mut self, node: Id, entries: i32, holders: i32) -> u32 {
         let who = &mut self[node].0[WHO];
         *who = who.wrapping_add_signed((entries << ENTRIES_AT) + holders);
@@ -370,7 +374,7 @@ impl Cells {
         }
     }
 
-    /// Puts an entry into the list; returns its first cell.
+    /// Adds an entry to the list and returns its first cell.
     fn push(&mut self, list: Id, holder: Holder) -> Id {
         let first = if list == 0 || self[list].0[COUNT] as usize == PAIRS.len() {
             let cell = self.take();
@@ -385,7 +389,8 @@ impl Cells {
         first
     }
 
-    /// Takes the entry at `at` out of the list; returns its first cell, 0 if none is left.
+    /// Removes the entry at `at` from the list and returns its first cell, or 0 if the list is
+    /// empty.
     fn pull(&mut self, list: Id, at: At) -> Id {
         let count = self[list].0[COUNT] - 1;
         let last = self.pair(At { cell: list, word: PAIRS[count as usize] });
@@ -420,7 +425,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     proptest! {
-        /// Entries of one node behave like a map from instance to holder, and free every cell in the end.
+        /// The entries of a node behave like a map from instance to holder, and all cells are freed
+        /// in the end.
         #[test]
         fn entries_behave_like_a_map(spread in prop::sample::select(vec![1u32, 40, 130]),
                                      steps in prop::collection::vec((0u32..3, 0u32..30, 0u32..3), 1..400)) {

@@ -1,14 +1,14 @@
-//! Where inner blocks were evicted before what stands behind them.
+//! Holes: inner blocks that were evicted before the blocks behind them.
 //!
-//! Only behind such a *hole* can an instance hold a block whose parent it does not hold, so only there may the set of
-//! holders grow along a chain. Two counting tables, by depth and by hash, tell a search where to cut its chain; both are of fixed size and
-//! err on the side of a needless cut.
+//! Only behind a *hole* can an instance hold a block without its parent, so only there can the set
+//! of holders grow along a chain. Two counting tables, by depth and by hash, show a search where to
+//! cut its chain. Both have a fixed size, and their errors only cause needless cuts.
 
 const DEPTHS: usize = 4096;
 const FILTER: usize = 1 << 14;
 
 pub(super) struct Holes {
-    /// Holes at each depth; the last counts all deeper ones.
+    /// Holes at each depth; the last entry counts all deeper holes.
     by_depth: Box<[u32; DEPTHS]>,
     by_hash: Box<[u32; FILTER]>,
     total: usize,
@@ -41,7 +41,7 @@ impl Holes {
         self.total == 0
     }
 
-    /// Whether the block at this depth may be a hole somewhere.
+    /// Returns whether the block at this depth may be a hole on some instance.
     #[inline]
     pub(super) fn may_be(&self, depth: usize, hash: u64) -> bool {
         self.by_depth[depth.min(DEPTHS - 1)] != 0 && self.by_hash[Self::slot(hash)] != 0

@@ -1,10 +1,14 @@
 //! Recency: each instance has a queue of its chain ends, oldest first.
 //!
-//! Only the last block that an instance holds of a chain stands in its queue, with a stamp. The holder's entry repeats the stamp's
-//! low half; where they differ the queue's entry is stale and skipped. Touching a chain thus costs one stamp and one entry, whatever
-//! its length. The oldest queue is found in a heap of the queues' first stamps; a stamp there may be older than the queue's
-//! first entry is by now, never newer, so only the top of the heap is brought up to date. Eviction takes the oldest end and goes on towards the root while no other chain of the instance passes, so
-//! leaves always go first. A queue holds at most twice as many entries as there are ends (plus a few).
+//! Only the last block that an instance holds of a chain is in its queue, with a stamp. The
+//! holder's entry repeats the stamp's low half. If they differ, the queue's entry is stale and
+//! skipped. So touching a chain costs one stamp and one entry, whatever its length.
+//!
+//! A heap of the queues' first stamps finds the oldest queue. A stamp in the heap may be older than
+//! the queue's current first entry, but never newer, so only the top of the heap is updated.
+//! Eviction takes the oldest end and continues towards the root as long as no other chain of the
+//! instance passes, so leaves always go first. A queue holds at most twice as many entries as there
+//! are ends (plus a few).
 use super::cells::{CHILDREN, CHUNK, Cell, Cells, EPOCH, Id, NEXT, PAIRS};
 use super::{AHEAD, KvIndex};
 use crate::ids::MAX_INSTANCES;
@@ -12,22 +16,23 @@ use std::cmp::Reverse;
 
 /// Cells that must be available before a block is placed: more than one block can take.
 const RESERVE: usize = 80;
-/// Blocks evicted at once where bytes run out, to look for the oldest end less often.
+/// Blocks evicted at once if memory runs out, to search for the oldest end less often.
 const BATCH: u32 = 64;
-/// Bytes of table set aside per cell: 8 at a load of no less than 0.68.
+/// Table bytes reserved per cell: 8 at a load of at least 0.68.
 const TABLE_BYTES_PER_CELL: usize = 12;
-/// Cells are named by 28 bits in the table.
+/// Maximum number of cells: the table has 28 bits per cell number.
 const MOST_CELLS: usize = (1 << 28) - CHUNK;
 
-/// The first stamp of an instance's queue, oldest first; of equal ones the instance of the highest number.
+/// First stamp of an instance's queue, ordered oldest first, then by the highest instance number.
 pub(super) type Front = Reverse<(u64, Reverse<u32>)>;
 
-/// A queue of (node, stamp), three to a cell. A cell's entries share the upper half of their stamps.
+/// A queue of (node, stamp), three per cell. The entries of a cell share the upper half of their
+/// stamps.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Queue {
     first: Id,
     last: Id,
-    /// Entries of the first cell that are gone.
+    /// Removed entries of the first cell.
     skip: u8,
     /// Entries of the last cell.
     filled: u8,
@@ -37,7 +42,7 @@ pub(super) struct Queue {
 impl Queue {
     pub(super) fn push_back(&mut self, cells: &mut Cells, node: Id, stamp: u64) {
         if self.last != 0 && cells[self.last].0[EPOCH] != epoch(stamp) {
-            // Once in 2^32 stamps: what is left of the cell is filled with entries of no node.
+            // Once in 2^32 stamps: the rest of the cell is filled with entries without a node.
             let last = cells[self.last].0[PAIRS[self.filled as usize - 1] + 1];
             while (self.filled as usize) < PAIRS.len() {
                 self.write(cells, self.last, self.filled, 0, last);
@@ -58,7 +63,7 @@ impl Queue {
         self.filled += 1;
     }
 
-    /// `stamp`: that of the first entry, if there is one.
+    /// Adds an entry at the front. `stamp`: stamp of the current first entry, if there is one.
     pub(super) fn push_front(&mut self, cells: &mut Cells, node: Id, stamp: u64) {
         if self.first == 0 || self.skip == 0 {
             let cell = cells.take();
@@ -103,7 +108,8 @@ impl Queue {
     }
 }
 
-/// The upper half of a stamp. (Its two high bits stay 0 for as long as anything runs: they would mark a node.)
+/// Returns the upper half of a stamp. (Its two high bits stay 0 for any realistic run time; set
+/// bits would mark a node.)
 fn epoch(stamp: u64) -> u32 {
     (stamp >> 32) as u32
 }
@@ -128,12 +134,13 @@ impl KvIndex {
         }
     }
 
-    /// Puts an end first in line for eviction.
+    /// Makes an end the first candidate for eviction.
     pub(super) fn queue_first(&mut self, node: Id, instance: u32) {
         let Some((at, holder)) = self.cells.entry(node, instance).filter(|(_, h)| h.is_end()) else { return };
         let book = &mut self.books[instance as usize];
         let queue = &mut book.queue;
-        // As old as what is now the oldest: an age of its own would make the instance look idle or busy.
+        // Uses the stamp of the current oldest entry: a new age would make the instance look idle
+        // or busy.
         let stamp = queue.front(&self.cells).map_or(self.clock, |(_, stamp)| stamp);
         self.cells.set_entry(node, at, holder.stamped(stamp as u32));
         queue.push_front(&mut self.cells, node, stamp);
@@ -149,7 +156,7 @@ impl KvIndex {
         node != 0 && self.cells.entry(node, instance).is_some_and(|(_, h)| h.stamp() == Some(stamp as u32))
     }
 
-    /// Drops what is stale in the queue.
+    /// Drops stale entries from the queue.
     fn tidy(&mut self, instance: u32) {
         let mut queue = std::mem::take(&mut self.books[instance as usize].queue);
         let mut current = Queue::default();
@@ -161,8 +168,9 @@ impl KvIndex {
         self.books[instance as usize].queue = current;
     }
 
-    /// Evicts up to `quota` blocks of the instance, least recently used leaves first; returns how many went. An inner block
-    /// matched on its own since is spared once, unless `all`.
+    /// Evicts up to `quota` blocks of the instance, least recently used leaves first, and returns
+    /// the number evicted. Spares an inner block once if it was matched by itself since, unless
+    /// `all`.
     pub(super) fn evict(&mut self, instance: u32, quota: u32, all: bool) -> u32 {
         let mut gone = 0;
         while gone < quota {
@@ -189,7 +197,7 @@ impl KvIndex {
         gone
     }
 
-    /// Asks for the table line of the node's parent; returns the parent.
+    /// Prefetches the table line of the node's parent and returns the parent.
     fn prefetch_parent(&self, node: Id) -> Id {
         let parent = if node == 0 { 0 } else { self.cells.parent(node) };
         if parent != 0 {
@@ -198,13 +206,15 @@ impl KvIndex {
         parent
     }
 
-    /// Whether a block can be placed as things are; takes a further chunk of cells where the bound allows it.
+    /// Returns whether a block can be placed now. Allocates another chunk of cells if the bound
+    /// allows it.
     #[inline]
     pub(super) fn has_room(&mut self) -> bool {
         self.cells.available() >= RESERVE || self.add_chunk()
     }
 
-    /// Blocks that can be placed before [`KvIndex::has_room`] must be asked again, at least one.
+    /// Returns the number of blocks that can be placed before the next call of
+    /// [`KvIndex::has_room`], at least one.
     pub(super) fn room(&self) -> usize {
         self.cells.available().saturating_sub(RESERVE) + 1
     }
@@ -220,8 +230,8 @@ impl KvIndex {
         fits
     }
 
-    /// Evicts the least recently used blocks of all instances until a block can be placed behind `prev` (which `instance` is
-    /// about to extend, and keeps).
+    /// Evicts the least recently used blocks of all instances until a block can be placed after
+    /// `prev`, which `instance` keeps.
     pub(super) fn make_room(&mut self, prev: Id, instance: u32) -> bool {
         if self.has_room() {
             return true;
@@ -236,7 +246,8 @@ impl KvIndex {
         self.has_room()
     }
 
-    /// Keeps a node, and where the instance holds it that too, until [`KvIndex::unpin`]: it gets a child that is not there.
+    /// Keeps a node, and the instance's copy of it if it has one, until [`KvIndex::unpin`], by
+    /// adding a placeholder child.
     pub(super) fn pin(&mut self, node: Id, instance: u32) -> bool {
         if node != 0 {
             self.cells[node].0[CHILDREN] += 1;
@@ -248,7 +259,8 @@ impl KvIndex {
         held
     }
 
-    /// Leaves the node, where it is an end, without a place in the queue: the caller is about to extend or to touch it.
+    /// Releases the node. If it is an end, it stays without a queue entry: the caller extends or
+    /// touches it next.
     pub(super) fn unpin(&mut self, node: Id, instance: u32, held: bool) {
         if node != 0 {
             self.cells[node].0[CHILDREN] -= 1;
@@ -258,7 +270,7 @@ impl KvIndex {
         }
     }
 
-    /// The instance whose oldest chain end is the oldest of all.
+    /// Returns the instance with the oldest chain end of all instances.
     fn oldest(&mut self) -> Option<u32> {
         loop {
             let Reverse((stamp, Reverse(instance))) = *self.fronts.peek()?;
@@ -297,7 +309,7 @@ mod tests {
         let empty = cells.available();
         let (mut queue, mut model) = (Queue::default(), VecDeque::new());
         for step in 0..1000u32 {
-            // The stamps cross 2^32 on their way.
+            // The stamps cross 2^32.
             let stamp = u64::from(u32::MAX) - 300 + u64::from(step);
             let entry = (step + 1, stamp);
             match step * 7 % 11 {
@@ -321,7 +333,7 @@ mod tests {
         assert_eq!(cells.available(), empty);
     }
 
-    /// The next entry of a node.
+    /// Returns the next entry with a node.
     fn next(queue: &mut Queue, cells: &mut Cells) -> Option<(Id, u64)> {
         std::iter::from_fn(|| queue.pop_front(cells)).find(|entry| entry.0 != 0)
     }
@@ -349,7 +361,7 @@ mod tests {
         assert_eq!(index.oldest(), None);
     }
 
-    /// Rust B12: the heap finds the queue that a look at all of them finds.
+    /// Rust B12: the heap finds the same queue as a scan of all queues.
     #[test]
     fn the_oldest_queue_is_found_without_looking_at_all() {
         use proptest::prelude::*;
@@ -371,7 +383,7 @@ mod tests {
                 let linear = (0..8u32)
                     .filter_map(|i| {
                         let mut queue = index.books[i as usize].queue;
-                        // A look: the cells are not given back.
+                        // The cells are not freed in this scan.
                         loop {
                             let front = queue.front(&index.cells)?;
                             if index.is_current(i, front) {

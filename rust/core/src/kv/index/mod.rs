@@ -1,16 +1,18 @@
-//! The KV index: for each instance, how many leading blocks of a prompt it holds.
+//! The KV index: for each instance, the number of leading blocks of a prompt that it holds.
 //!
-//! A trie of blocks, without the trie's walk. Each distinct block is one 32-byte node, found by the chained hash of
-//! its prefix in a table of 8-byte slots; it knows its parent, who holds it, and how many of its children each holder holds.
-//! All memory is cells of one kind (`cells`) plus the table, so the byte bound is exact and nothing fragments.
+//! The index is a trie of blocks without the walk of a trie. Each distinct block is one 32-byte
+//! node, found by the chained hash of its prefix in a table of 8-byte slots. The node stores its
+//! parent, its holders, and the number of its children that each holder holds. All memory is cells
+//! of one kind (`cells`) plus the table, so the byte bound is exact and memory does not fragment.
 //!
-//! - `search`: sets of holders only shrink along a chain, so a query probes a few dozen positions of it, not all.
-//! - `holes`: an engine may evict an inner block first. What stands behind is kept, does not count, and counts again when the
-//!   block is back; queries whose chain crosses no hole pay nothing.
-//! - `lru`: what goes first when an instance's capacity (approximate feed) or the byte bound (both feeds) is reached:
-//!   the least recently used chain, from its end.
+//! - `search`: sets of holders only shrink along a chain, so a query probes a few dozen positions
+//!   of it, not all.
+//! - `holes`: an engine may evict an inner block first. The blocks behind it are kept but do not
+//!   count until the block is back. Queries whose chain crosses no hole pay nothing for this.
+//! - `lru`: eviction order if an instance's capacity (approximate feed) or the byte bound (both
+//!   feeds) is reached: the least recently used chain, from its end.
 //!
-//! Nodes that nobody holds and nothing stands behind are freed at once.
+//! Nodes without holders and without blocks behind them are freed at once.
 mod blocks;
 mod cells;
 mod holders;
@@ -26,44 +28,44 @@ use lru::{Front, Queue};
 use std::collections::BinaryHeap;
 use std::fmt;
 
-/// Blocks whose table lines are asked for ahead of placing or evicting them.
+/// Number of blocks whose table lines are prefetched before placing or evicting them.
 const AHEAD: usize = 8;
 
-/// Who holds how much of a prefix, bounded in bytes by construction.
+/// Index of the prefixes that instances hold, with a fixed byte bound.
 pub struct KvIndex {
     cells: Cells,
     table: Table<NodeSlot>,
-    /// Bytes of the table when each segment has its smallest size.
+    /// Bytes of the table if each segment has its smallest size.
     table_start: usize,
     books: Vec<Book>,
     holes: Option<Holes>,
     byte_bound: usize,
-    /// The last stamp given.
+    /// Last stamp issued.
     clock: u64,
-    /// Where to look for the oldest chain end.
+    /// Heap for finding the oldest chain end.
     fronts: BinaryHeap<Front>,
     pairs: usize,
     evicted: u64,
 }
 
-/// What is kept of an instance.
+/// State of an instance.
 #[derive(Clone, Default)]
 struct Book {
     open: bool,
-    /// Blocks that `record` may remember.
+    /// Maximum blocks that `record` keeps.
     capacity: u32,
     blocks: u32,
-    /// Blocks held without any child of theirs.
+    /// Blocks held without any child.
     ends: u32,
     /// Blocks not held although a child is.
     holes: u32,
     queue: Queue,
-    /// Whether the instance stands in `fronts`.
+    /// Whether the instance is in `fronts`.
     in_fronts: bool,
 }
 
-/// 32 bits of the hash, the number of holders (14: that many or more; 15: the place is not the node's alone, so nothing is
-/// said), 28 bits of the node.
+/// A table slot: 32 bits of the hash, 4 bits of the number of holders, 28 bits of the node. Count
+/// 14 means 14 or more. Count 15 means that other nodes share the place, so the count is unknown.
 #[derive(Clone, Copy, PartialEq)]
 struct NodeSlot(u64);
 
@@ -100,14 +102,14 @@ impl Slot for NodeSlot {
     }
 }
 
-/// What storing a block that is already there means.
+/// Effect of storing a block that is already present.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Copies {
-    /// One more physical copy.
+    /// Adds a physical copy.
     Add,
-    /// The same copy, reported again: the count starts over at one.
+    /// Reports the existing copy again: the count restarts at one.
     Reset,
-    /// Nothing: the router predicts that the block is there.
+    /// No effect: the router predicts that the block is present.
     Keep,
 }
 
@@ -119,16 +121,19 @@ impl fmt::Debug for KvIndex {
 }
 
 impl KvIndex {
-    /// The least byte bound; smaller ones are raised to it.
+    /// Minimum byte bound; smaller bounds are raised to it.
     pub const MIN_BYTES: usize = 1 << 20;
-    /// Kept free of cells and table: books and fronts of all instances, tables of holes, the struct itself.
+    /// Bytes reserved outside cells and table: state and fronts of all instances, tables of holes,
+    /// the struct itself.
     const FIXED_BYTES: usize =
         MAX_INSTANCES * (size_of::<Book>() + size_of::<Front>()) + Holes::BYTES + size_of::<KvIndex>();
 
-    /// An empty index that never takes more than `byte_bound` bytes (the least recently used leaves go first).
+    /// Creates an empty index that never uses more than `byte_bound` bytes (least recently used
+    /// leaves are evicted first).
     pub fn new(byte_bound: usize) -> KvIndex {
         let byte_bound = byte_bound.max(Self::MIN_BYTES);
-        // Segments of about 4,096 entries when all is full: growing one of them takes some microseconds.
+        // Segments of about 4,096 entries if the index is full: growing one takes a few
+        // microseconds.
         let bits = (byte_bound / (4096 * 43)).max(1).ilog2().min(16);
         let table = Table::new(bits);
         let table_start = table.bytes() + (Table::<NodeSlot>::LEAST_SEGMENT_BYTES << bits);
@@ -146,8 +151,9 @@ impl KvIndex {
         }
     }
 
-    /// Opens the books of an instance, or changes its capacity. `capacity_blocks`: what its cache holds; bounds what
-    /// [`KvIndex::record`] remembers of it. False: the slot is beyond [`MAX_INSTANCES`], and nothing is kept of it.
+    /// Adds an instance, or changes its capacity. `capacity_blocks`: size of its cache, which
+    /// bounds the blocks that [`KvIndex::record`] keeps. Returns false if the slot is beyond
+    /// [`MAX_INSTANCES`]; nothing is kept for it.
     pub fn add_instance(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) -> bool {
         let slot = instance.index();
         if slot >= MAX_INSTANCES {
@@ -164,21 +170,23 @@ impl KvIndex {
         true
     }
 
-    /// Changes what an instance's cache holds, without evicting what is beyond it: see [`KvIndex::trim`].
+    /// Changes the capacity of an instance without evicting blocks beyond it; [`KvIndex::trim`]
+    /// evicts them.
     pub fn set_capacity(&mut self, instance: InstanceId, capacity_blocks: Option<u32>) {
         if let Some(book) = self.books.get_mut(instance.index()) {
             book.capacity = capacity_blocks.unwrap_or(u32::MAX);
         }
     }
 
-    /// Evicts up to `most` blocks beyond the instance's capacity; returns how many are left beyond it.
+    /// Evicts up to `most` blocks beyond the instance's capacity and returns the number left beyond
+    /// it.
     pub fn trim(&mut self, instance: InstanceId, most: u32) -> u32 {
         let Some(book) = self.books.get(instance.index()) else { return 0 };
         let over = book.blocks.saturating_sub(book.capacity);
         over - self.evict_from(instance, over.min(most))
     }
 
-    /// Lowers the byte bound where less than that is taken; false where more is.
+    /// Lowers the byte bound if no more bytes are in use, and returns whether it did.
     pub fn lower_bound(&mut self, byte_bound: usize) -> bool {
         let fits = self.bytes() <= byte_bound;
         if fits {
@@ -187,7 +195,7 @@ impl KvIndex {
         fits
     }
 
-    /// Forgets everything of an instance.
+    /// Removes all state of an instance.
     pub fn remove_instance(&mut self, instance: InstanceId) {
         self.cleared(instance);
         if let Some(book) = self.books.get_mut(instance.index()) {
@@ -195,18 +203,19 @@ impl KvIndex {
         }
     }
 
-    /// Whether books of the instance are kept.
+    /// Returns whether the instance is in the index.
     pub fn is_open(&self, instance: InstanceId) -> bool {
         self.books.get(instance.index()).is_some_and(|b| b.open)
     }
 
-    /// For each instance, how many leading blocks of `chain` it holds: `hit_blocks[slot]`. Entries of unknown slots are 0.
+    /// Writes the number of leading blocks of `chain` that each instance holds to
+    /// `hit_blocks[slot]`. Entries of unknown slots are 0.
     pub fn match_prefix(&self, chain: &[u64], hit_blocks: &mut [u32]) {
         self.search(chain, hit_blocks);
     }
 
-    /// Approximate feed: this prompt was placed on `instance`, so its blocks will be there. Of a chain longer than the
-    /// instance's capacity the front is kept.
+    /// Approximate feed: records that this prompt was placed on `instance`, so its blocks will be
+    /// there. If the chain is longer than the instance's capacity, its front is kept.
     pub fn record(&mut self, instance: InstanceId, chain: &[u64]) {
         if self.is_open(instance) {
             let held = self.held(chain, instance.0);
@@ -214,8 +223,8 @@ impl KvIndex {
         }
     }
 
-    /// As [`KvIndex::record`], given the instance's `hit_blocks` from [`KvIndex::match_prefix`], which saves the search where it
-    /// still holds.
+    /// Records a prompt like [`KvIndex::record`], given the instance's `hit_blocks` from
+    /// [`KvIndex::match_prefix`]. This saves the search if `hit_blocks` is still correct.
     pub fn record_hit(&mut self, instance: InstanceId, chain: &[u64], hit_blocks: u32) {
         let hit = hit_blocks as usize;
         let holds = |at: usize| chain.get(at).is_some_and(|h| self.holds(instance, *h));
@@ -238,13 +247,15 @@ impl KvIndex {
         }
     }
 
-    /// Exact feed: `instance` stored these consecutive blocks behind `parent` (None: they start the chain). Each call
-    /// counts one physical copy of each block. Returns how many blocks were placed: none where the parent is unknown.
+    /// Exact feed: records that `instance` stored these consecutive blocks after `parent` (None:
+    /// they start the chain). Each call counts one physical copy of each block. Returns the number
+    /// of blocks placed: 0 if the parent is unknown.
     pub fn stored(&mut self, instance: InstanceId, parent: Option<u64>, chain: &[u64]) -> usize {
         self.store(instance, parent, chain, Copies::Add)
     }
 
-    /// As [`KvIndex::stored`], with the meaning of blocks that are already there given.
+    /// Records stored blocks like [`KvIndex::stored`]. `copies` sets the effect on blocks that are
+    /// already present.
     pub fn store(
         &mut self,
         instance: InstanceId,
@@ -262,20 +273,22 @@ impl KvIndex {
         }
     }
 
-    /// Exact feed: one physical copy of a block is gone. Returns whether the index knew it.
+    /// Exact feed: removes one physical copy of a block. Returns whether the block was in the
+    /// index.
     pub fn removed(&mut self, instance: InstanceId, hash: u64) -> bool {
         self.removed_all(instance, &[hash]) == 1
     }
 
-    /// As [`KvIndex::removed`] for many blocks; returns how many the index knew. Blocks of one chain, the last first, go without
-    /// being looked up one by one.
+    /// Removes a copy of many blocks and returns the number that were in the index. Blocks of one
+    /// chain in order from its end skip the lookup of each block.
     pub fn removed_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
         let (mut known, mut end) = (0, 0);
         for (i, &hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(i + AHEAD) {
                 self.table.prefetch(self.table.key(*ahead));
             }
-            // `end` is the parent of what went last, if it is an end now; it has no place in the queue yet.
+            // `end` is the parent of the last removed block if it is an end now. It has no queue
+            // entry yet.
             let expected = end != 0 && self.cells.hash(end) == hash;
             if !expected && end != 0 {
                 self.queue_first(end, instance.0);
@@ -302,7 +315,7 @@ impl KvIndex {
         known
     }
 
-    /// Forgets up to `most` blocks of the instance; returns how many are left.
+    /// Drops up to `most` blocks of the instance and returns the number left.
     pub fn clear_some(&mut self, instance: InstanceId, most: u32) -> u32 {
         if self.is_open(instance) {
             self.evict(instance.0, most, true);
@@ -318,19 +331,20 @@ impl KvIndex {
         }
     }
 
-    /// Evicts up to `blocks` blocks of the instance, least recently used leaves first; returns how many went.
+    /// Evicts up to `blocks` blocks of the instance, least recently used leaves first, and returns
+    /// the number evicted.
     pub fn evict_from(&mut self, instance: InstanceId, blocks: u32) -> u32 {
         let gone = if self.is_open(instance) { self.evict(instance.0, blocks, false) } else { 0 };
         self.evicted += u64::from(gone);
         gone
     }
 
-    /// Whether the instance holds the block, whatever it holds before it.
+    /// Returns whether the instance holds the block, regardless of the blocks before it.
     pub fn holds(&self, instance: InstanceId, hash: u64) -> bool {
         self.find(hash).is_some_and(|node| self.cells.holds(node, instance.0))
     }
 
-    /// Appends the instances that hold the block (and everything before it) to `out`, in order.
+    /// Appends the instances that hold the block (and all blocks before it) to `out`, in order.
     pub fn holders(&self, hash: u64, out: &mut Vec<InstanceId>) {
         let Some(node) = self.find(hash) else { return };
         let start = out.len();
@@ -348,34 +362,35 @@ impl KvIndex {
         }
     }
 
-    /// Blocks held for `instance`.
+    /// Returns the number of blocks held by `instance`.
     pub fn blocks(&self, instance: InstanceId) -> u32 {
         self.books.get(instance.index()).map_or(0, |b| b.blocks)
     }
 
-    /// (instance, block) pairs held.
+    /// Returns the number of (instance, block) pairs held.
     pub fn pairs(&self) -> usize {
         self.pairs
     }
 
-    /// Distinct blocks known, those included that are kept only for what stands behind them.
+    /// Returns the number of distinct blocks in the index, including blocks kept only for the
+    /// blocks behind them.
     pub fn nodes(&self) -> usize {
         self.table.len()
     }
 
-    /// Bytes taken now, allocations included.
+    /// Returns the bytes in use, including allocations.
     pub fn bytes(&self) -> usize {
         let holes = if self.holes.is_some() { Holes::BYTES } else { 0 };
         let books = self.books.capacity() * size_of::<Book>() + self.fronts.capacity() * size_of::<Front>();
         size_of::<KvIndex>() + self.cells.bytes() + self.table.bytes() + books + holes
     }
 
-    /// The bound on [`KvIndex::bytes`].
+    /// Returns the bound on [`KvIndex::bytes`].
     pub fn byte_bound(&self) -> usize {
         self.byte_bound
     }
 
-    /// Blocks that went because a capacity or the byte bound was reached, since the start.
+    /// Returns the total number of blocks evicted because of a capacity or the byte bound.
     pub fn evicted_blocks(&self) -> u64 {
         self.evicted
     }
@@ -401,13 +416,13 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Removing many at once is removing each.
+        /// Removing many blocks at once equals removing each block.
         #[test]
         fn many_go_as_each_would(
             stores in prop::collection::vec((0u32..3, 0u64..4, 0u64..30, 1usize..30), 1..30),
             removals in prop::collection::vec((0u32..3, 0u64..4, 0usize..30, 1usize..30, any::<bool>()), 1..30),
         ) {
-            // Chains of a family part at a fork.
+            // The chains of a family diverge at a fork.
             let chain = |family: u64, fork: u64| -> Vec<u64> {
                 (0..30u64).map(|b| if b < fork { b + 1 } else { 1000 * (family + 1) + 100 * fork + b }).collect()
             };
@@ -434,21 +449,21 @@ mod tests {
                 let [one, all] = &indexes;
                 prop_assert_eq!((one.pairs(), one.nodes()), (all.pairs(), all.nodes()));
             }
-            // What is left leaves in the end, so every chain end stood in its queue.
+            // In the end all remaining blocks are evicted, so every chain end was in its queue.
             for i in (0..3).map(InstanceId) {
                 let left = indexes[1].blocks(i);
                 prop_assert_eq!(indexes[1].evict_from(i, u32::MAX), left);
             }
         }
 
-        /// Blocks whose place in the table is the same are told apart all the same.
+        /// Blocks with the same place in the table are still distinguished.
         #[test]
         fn crowded_places_do_not_mislead(
             steps in prop::collection::vec((0u32..20, 0u64..8, 1usize..40, any::<bool>()), 1..60),
         ) {
             let mut index = KvIndex::new(KvIndex::MIN_BYTES);
             (0..20).for_each(|i| assert!(index.add_instance(InstanceId(i), None)));
-            // Eight chains, all of whose blocks have one of two places.
+            // Eight chains whose blocks all have one of two places.
             let chain = |c: u64| -> Vec<u64> {
                 (0..40).map(|b| Key::unmixed((b % 2 + 1) << 62 | if b < 8 { b } else { c * 40 + b })).collect()
             };

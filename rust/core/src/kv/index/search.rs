@@ -1,18 +1,19 @@
-//! The search: where along a chain does the set of holders change?
+//! Search for the positions along a chain at which the set of holders changes.
 //!
-//! Without holes, sets only shrink along a chain, so equal counts mean equal sets, and the ends of runs of equal sets are found by
-//! cutting ranges into eighths, all probes of a round prefetched together. A probe reads one cache line of the table, which
-//! keeps small counts beside the node's number. Nodes and sets are read only at the ends of runs. Each node remembers where
-//! its run began when it was made; that guess is checked first and mostly right.
+//! Without holes, sets only shrink along a chain, so equal counts mean equal sets. The search finds
+//! the ends of runs of equal sets by cutting ranges into eighths, with all probes of a round
+//! prefetched together. A probe reads one cache line of the table, which stores small counts beside
+//! the node's number. Nodes and sets are read only at the ends of runs. Each node stores where its
+//! run began when the node was created. That guess is checked first and mostly correct.
 //!
-//! A hole cuts the chain: sets shrink up to it and again from the block behind it, and an instance's depth is where it first
-//! is missing.
+//! A hole cuts the chain: sets shrink up to it and again from the block after it. An instance's
+//! depth ends at its first missing block.
 use super::cells::{BORN, Id};
 use super::{KvIndex, NodeSlot};
 use crate::ids::MAX_INSTANCES;
 use crate::kv::table::Key;
 
-/// Parts that a range is cut into.
+/// Number of parts that a range is cut into.
 const WAYS: usize = 8;
 const GROUPS: usize = MAX_INSTANCES / 64;
 
@@ -62,29 +63,31 @@ impl KvIndex {
         }
     }
 
-    /// Whether the block is a hole on some instance, or is not there, so that nothing behind it is.
+    /// Returns whether the block is a hole on some instance, or absent, so that nothing behind it
+    /// is present.
     fn is_hole_or_end(&self, hash: u64) -> bool {
         self.find(hash).is_none_or(|node| self.cells.has_hole(node))
     }
 
-    /// Calls `each` with (blocks, group, bits of the holders of the first so many blocks), deepest run first, within a stretch of the
-    /// chain where sets only shrink.
+    /// Calls `each` with (blocks, group, bits of the holders of the first `blocks` blocks), deepest
+    /// run first. In `from..to`, sets must only shrink.
     fn runs(&self, chain: &[u64], from: usize, to: usize, mut each: impl FnMut(usize, usize, u64)) {
-        // Needed later in any case, so ask for it now.
+        // Needed later in any case, so it is prefetched now.
         self.table.prefetch(self.table.key(chain[from]));
         let mut end = self.matched(chain, from, to);
         while end > from {
             let Some(node) = self.find(chain[end - 1]) else { return };
             self.cells.for_each_group(node, |group, bits| each(end, group, bits));
-            // `min`: whatever the counts, each round must get shorter.
+            // `min`: each round must get shorter, even with wrong counts.
             end = self.run_start(chain, from, end - 1, node).min(end - 1);
         }
     }
 
-    /// The first position of `from..to` that nobody holds (`to` if there is none).
+    /// Returns the first position of `from..to` without holders (`to` if there is none).
     fn matched(&self, chain: &[u64], from: usize, to: usize) -> usize {
         let end = self.bisect(chain, from, to, |key, _| self.probe(key).is_some_and(|s| s.holders() != 0));
-        // Places are 32 bits: an absent block may have been taken for another one, but then for the last of all.
+        // Places have 32 bits, so an absent block may have matched another block's place, but then
+        // only as the last block.
         if end == from || self.find(chain[end - 1]).is_some() {
             return end;
         }
@@ -93,7 +96,8 @@ impl KvIndex {
         })
     }
 
-    /// The first position of `from..=last` whose block has as many holders as the one at `last`, which is `node`.
+    /// Returns the first position of `from..=last` whose block has as many holders as the block at
+    /// `last`, which is `node`.
     fn run_start(&self, chain: &[u64], from: usize, last: usize, node: Id) -> usize {
         let count = self.cells.holders(node);
         let born = (self.cells[node].0[BORN] as usize).clamp(from, last);
@@ -102,7 +106,8 @@ impl KvIndex {
         if self.has_count(guesses[0], chain[from], count) {
             return from;
         }
-        // Not `from`, so there is a block before `born` unless the guess is `from` itself.
+        // The position is not `from`, so there is a block before `born` unless the guess is `from`
+        // itself.
         let (low, high) = if !self.has_count(guesses[1], chain[born], count) {
             (born + 1, last)
         } else if !self.has_count(guesses[2], chain[born - 1], count) {
@@ -113,7 +118,7 @@ impl KvIndex {
         self.bisect(chain, low, high, |key, hash| !self.has_count(key, hash, count))
     }
 
-    /// Blocks at the front of the chain that the instance holds.
+    /// Returns the number of leading blocks of the chain that the instance holds.
     pub(super) fn held(&self, chain: &[u64], instance: u32) -> usize {
         let holds = |key, hash| self.find_at(key, hash).is_some_and(|n| self.cells.holds(n, instance));
         if self.books[instance as usize].holes > 0 {
@@ -122,8 +127,8 @@ impl KvIndex {
         self.bisect(chain, 0, chain.len(), holds)
     }
 
-    /// The first position of `low..high` for which `before` is false (`high` if there is none), given that it is true up to
-    /// there and false from there.
+    /// Returns the first position of `low..high` at which `before` is false (`high` if there is
+    /// none). `before` must be true up to that position and false from there.
     #[inline(always)]
     fn bisect(
         &self,
@@ -157,7 +162,8 @@ impl KvIndex {
         self.table.find(key, |_| true)
     }
 
-    /// Whether a block that is in the index has `count` holders. Asks the node only where the slot does not tell.
+    /// Returns whether a block in the index has `count` holders. Reads the node only if the slot's
+    /// count is not enough.
     #[inline(always)]
     fn has_count(&self, key: Key, hash: u64, count: u32) -> bool {
         match self.probe(key).map_or(0, NodeSlot::holders) {
@@ -168,7 +174,7 @@ impl KvIndex {
     }
 }
 
-/// Sets the depth of the instances whose bit is set; theirs must be 0 so far.
+/// Sets the depth of the instances whose bit is set. Their depth must be 0 so far.
 #[inline(always)]
 fn write_depth(hit_blocks: &mut [u32], group: usize, bits: u64, depth: u32) {
     const BITS: [u32; 32] = {
