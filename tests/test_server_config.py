@@ -159,7 +159,7 @@ def test_pool_settings_fall_back_to_the_top_level(tmp_path: Path) -> None:
     [
         ("", "no keys in it"),
         ("sk-secret: 3", "entry 1: expected a key and a tenant"),
-        ("sha256:abc: t", "entry 1: sha256: takes 64"),
+        ("sha256:abc: t", "entry 1: expected 64 hexadecimal digits after sha256:"),
         ("[1]", "expected keys and values"),
     ],
 )

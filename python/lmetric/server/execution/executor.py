@@ -125,7 +125,7 @@ class RequestExecution(Progress):
         self.committed = self.close_client = False  # committed: the client has a part of an answer
         self.status = 0
         self.reason = ""  # the reason of an end with an error
-        self.stalled_at = 0.0  # time since the client reads too slowly; 0: it keeps up
+        self.stalled_at = 0.0  # when the client became too slow; 0: it keeps up
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
@@ -988,7 +988,7 @@ class RequestExecution(Progress):
         self._give_up(engine, kind, reason)
 
     def _resume(self, engine: Engine, kind: str, reason: str, now: float) -> None:
-        """Continues on another engine after a failure behind the first token.
+        """Continues on another engine after a failure after the first token.
 
         The tokens must be known and the request movable. The engine is the target of a running
         migration, or the core router's choice.

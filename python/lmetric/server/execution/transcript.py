@@ -38,7 +38,8 @@ _KEPT = (
 # Fields that only the first segment is sent.
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
-# Tokens of an answer without a length limit. Such a request is neither split nor migrated.
+# Tokens of an answer without a length limit. It sizes no segment: such a request is neither split
+# nor migrated.
 UNBOUNDED = 1 << 31
 
 
