@@ -1,4 +1,4 @@
-"""What follows a source in tests, and what answers it over sockets: a DNS server, a Kubernetes API server."""
+"""Peers of discovery sources: a sink, a DNS server and a Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waiting import until
 
 
 class Told:
-    """A sink that keeps what it was told."""
+    """A sink that stores its reports."""
 
     def __init__(self) -> None:
         self.lists: list[list[Found]] = []
@@ -46,7 +46,7 @@ class Told:
 
 @contextlib.asynccontextmanager
 async def following(source: Source) -> AsyncIterator[Told]:
-    """Follows a source, again at once where that ends."""
+    """Follows a source, and restarts it if it ends."""
     told = Told()
 
     async def forever() -> None:
@@ -67,9 +67,9 @@ async def following(source: Source) -> AsyncIterator[Told]:
 
 
 class DnsServer(asyncio.DatagramProtocol):
-    """Answers what is in ``zone``, (name, type) to records; else that the name does not exist.
+    """A DNS server for the records in ``zone``, by (name, type); other names do not exist.
 
-    Over UDP, and over TCP what is longer than 512 bytes.
+    It answers over UDP, and over TCP for more than 512 bytes.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,9 @@ class DnsServer(asyncio.DatagramProtocol):
 
 
 def pod(name: str, url: str = "http://127.0.0.1:1", **changes: Any) -> dict[str, Any]:
-    """A pod that runs and is ready, its engine's port named http.
+    """A running, ready pod.
+
+    The port of its engine is named http.
 
     ``changes``: ready, phase, labels, annotations.
     """
@@ -163,15 +165,16 @@ def pod(name: str, url: str = "http://127.0.0.1:1", **changes: Any) -> dict[str,
 
 
 class ApiServer:
-    """The part of the Kubernetes API that lists and watches pods of one namespace.
+    """The part of the Kubernetes API that lists and watches the pods of one namespace.
 
-    Changes get ascending resource versions; ``forget()`` drops their history, as time does in a real one.
+    Changes get ascending resource versions. ``forget()`` drops their history, as a real server does
+    after a time.
     """
 
     def __init__(self, token: str = "t0ken", tls: ssl.SSLContext | None = None) -> None:
         self.token = token
         self.allowed = True
-        self.gone_by_status = False  # how a version that is too old is told: by status, or by an event
+        self.gone_by_status = False  # report a version that is too old by status, or by an event
         self.lists = 0
         self.watches = 0
         self.selectors: set[str] = set()
@@ -220,7 +223,7 @@ class ApiServer:
         await self.stop()
 
     def put(self, *pods: dict[str, Any]) -> None:
-        """Makes or changes pods."""
+        """Creates or changes pods."""
         for each in pods:
             name = each["metadata"]["name"]
             self._happens("MODIFIED" if name in self._pods else "ADDED", each)
@@ -233,12 +236,12 @@ class ApiServer:
         self._happens("BOOKMARK", {"metadata": {}})
 
     def forget(self) -> None:
-        """Versions up to now are too old to be watched from."""
+        """Drops the history: versions up to now are too old for a watch."""
         self._version = self._oldest = next(self._versions)
         self._history.clear()
 
     def hang_up(self) -> None:
-        """Ends all watches, as a server does when their time is over."""
+        """Ends all watches, as a server does at their time limit."""
         self._generation += 1
         self._changed.set()
 
@@ -281,7 +284,7 @@ class ApiServer:
 
 
 async def _line(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    """An event in two chunks, as networks cut them."""
+    """Returns an event in two chunks, as networks split them."""
     line = orjson.dumps(event) + b"\n"
     for piece in (line[:7], line[7:]):
         await response.write(piece)

@@ -1,4 +1,4 @@
-"""Watches what the server logs while its tests send it requests: no key and no prompt may be in it."""
+"""Watches the server's log in its tests: it must contain no client's key or prompt."""
 
 import contextlib
 import io
@@ -18,14 +18,14 @@ from lmetric.server.observe.logs import processors
 MARKED_KEY = "sk-MARKED-KEY-0001"
 MARKED_PROMPT = "MARKED-PROMPT-0001"
 
-# Shorter texts may stand in a log by chance; larger bodies are for tests of what they cost.
+# Shorter texts may be in a log by chance. Larger bodies are in tests of their cost.
 SHORTEST = 12
 LARGEST = 100_000
 _PROMPT_FIELDS = frozenset(("prompt", "content", "text", "input", "instructions", "system", "user"))
 
 
 class Secrets:
-    """Keys and prompts that clients sent, and the log, as text and as JSON."""
+    """Keys and prompts of clients, and the log, as text and as JSON."""
 
     def __init__(self) -> None:
         self.texts: set[str] = {MARKED_KEY, MARKED_PROMPT}
@@ -34,7 +34,7 @@ class Secrets:
         self._as_json = processors(Log(json_lines=True))
 
     def record(self, logger: Any, name: str, event: Any) -> str:
-        """The last processor of structlog: writes an event in both forms."""
+        """The last processor of structlog: writes an event in both formats."""
         for chain in (self._as_json, self._as_text):
             line: Any = dict(event)
             for processor in chain:
@@ -60,14 +60,17 @@ class Secrets:
                 self.texts.add(value)
 
     def found(self) -> list[str]:
-        """Those that the log holds."""
+        """Returns the keys and prompts in the log."""
         log = self.log.getvalue()
         return [text for text in self.texts if text in log or orjson.dumps(text).decode()[1:-1] in log]
 
 
 @contextlib.contextmanager
 def watched_log() -> Iterator[Secrets]:
-    """Logs of every level go through the renderers that `serve` uses; afterwards no secret may be in them."""
+    """Renders logs of all levels like `serve`.
+
+    Fails at the end if they contain a key or a prompt.
+    """
     secrets = Secrets()
     read, tenant = client_request.read_object, Keys.tenant
 

@@ -1,4 +1,4 @@
-"""A router that moves streams between emulated engines, at the tokens that a test names."""
+"""A router that moves streams between emulated engines, at tokens that a test chooses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ LONG = "the history of the quiet river and of all who lived by it " * 60
 
 
 def plain(**changes: Any) -> EngineOptions:
-    """An engine that hands nothing over."""
+    """An engine without KV transfer."""
     return EngineOptions.model_validate({"port": 0, "clock_speed": 2.0} | changes)
 
 
 @contextlib.asynccontextmanager
 async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> AsyncIterator[Pd]:
-    """Such a router; rounds of its own are an hour apart. `cache`: whether engines say that they have one of
-    prefixes."""
+    """Starts such a router.
+
+    Its own rounds are an hour apart. `cache`: whether engines report a prefix cache.
+    """
     kinds = options or (plain(), plain(), plain())
     given = {
         "tokenizer": None,
@@ -44,26 +46,26 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
 
 
 def mover(w: Pd) -> Rebalancer:
-    """Who begins moves."""
+    """The rebalancer that starts moves."""
     found = w.server.fleet.pools[0].mover
     assert found is not None
     return found
 
 
 def only(w: Pd) -> RequestRunner | None:
-    """The one stream that may move."""
+    """The only stream that may move."""
     found = next(iter(mover(w).running.values()), None)
     assert found is None or isinstance(found, RequestRunner)
     return found
 
 
 def place(request: Movable) -> str:
-    """Where it runs."""
+    """The engine that runs it."""
     return request.instance
 
 
 async def at_token(w: Pd, count: int) -> RequestRunner:
-    """The one stream, once it has so many tokens and is at rest."""
+    """Waits until the only stream has this many tokens and pauses; returns it."""
 
     def there() -> bool:
         request = only(w)
@@ -78,7 +80,10 @@ async def at_token(w: Pd, count: int) -> RequestRunner:
 
 
 async def move(w: Pd, count: int, target: str | None = None) -> bool:
-    """Begins to move the one stream at this token, to another engine; whether that could be."""
+    """Starts to move the only stream to another engine at this token.
+
+    Returns whether the move started.
+    """
     request = await at_token(w, count)
     others = [name for name in w.engines if name not in w.stopped | {place(request)}]
     ticket = request.execution.ticket.id
@@ -86,7 +91,10 @@ async def move(w: Pd, count: int, target: str | None = None) -> bool:
 
 
 async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> int:
-    """Moves a request at each of these tokens that it gets to; it says what one engine says. Its moves."""
+    """Moves a request at each of these tokens, and checks that its answer is that of one engine.
+
+    Returns its moves.
+    """
     expected = await alone(w, path, body)
     task = asyncio.create_task(asked(w, path, body))
 

@@ -1,4 +1,4 @@
-"""A router before emulated engines that prefill and decode, all in this event loop."""
+"""A router before emulated prefill and decode engines, all in this event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sglang(role: str, **changes: Any) -> EngineOptions:
 
 @dataclass
 class Pd:
-    """Engines by name (p0, p1, d0, …, by role), the server before them, a client."""
+    """Engines by name (p0, p1, d0, …, by role), their server, and a client."""
 
     engines: dict[str, EngineServer]
     server: Server
@@ -46,25 +46,25 @@ class Pd:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """What came of hand-overs."""
+        """The outcomes of KV transfers."""
         return dict(self.server.fleet.pools[0].handovers)
 
     async def post(
         self, body: Any = BODY, path: str = "/v1/completions", url: str | None = None
     ) -> tuple[int, dict[str, str], Any]:
-        """Status, headers (lower case), and the JSON."""
+        """Returns status, headers (lower case) and the parsed JSON."""
         async with self.client.post((url or self.url) + path, json=body) as response:
             low = {name.lower(): value for name, value in response.headers.items()}
             return response.status, low, await response.json()
 
     async def text(self, body: Any = BODY) -> str:
-        """What is said, in one piece."""
+        """Returns the text of an answer without streaming."""
         status, _, answer = await self.post(body)
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
 
     async def stream(self, body: Any = BODY) -> str:
-        """What is said, streamed; an error stands in angle brackets."""
+        """Returns the text of a stream. An error stands in angle brackets."""
         async with self.client.post(f"{self.url}/v1/completions", json=body | {"stream": True}) as response:
             raw = await response.text()
             assert response.status == 200, raw
@@ -74,24 +74,24 @@ class Pd:
         return "".join(f"<{e['error']['code']}>" if "error" in e else e["choices"][0]["text"] for e in said)
 
     async def alone(self, body: Any = BODY) -> str:
-        """What one engine says that knows of no other."""
+        """Returns the answer of a single engine."""
         async with EngineServer(EngineOptions(port=0, clock_speed=100.0)) as engine:
             status, _, answer = await self.post(body, url=engine.url)
         assert status == 200
         return str(answer["choices"][0]["text"])
 
     def load(self, name: str) -> dict[str, Any]:
-        """An engine's own counts."""
+        """Returns an engine's own counts."""
         (rank,) = self.engines[name]._ranks
         return dict(rank.driver.engine.load())
 
     def busy(self, name: str) -> int:
-        """Requests in an engine."""
+        """Returns the number of requests in an engine."""
         load = self.load(name)
         return int(load["running"] + load["waiting"])
 
     async def kill(self, name: str) -> None:
-        """Ends an engine in the middle of what it does."""
+        """Kills an engine in the middle of its work."""
         engine = self.engines[name]
         self.stopped.add(name)
         runner = engine._runner
@@ -99,7 +99,7 @@ class Pd:
         for site in list(runner.sites):
             await site.stop()
         stopping = asyncio.create_task(engine.stop())
-        while not stopping.done():  # what was accepted last would keep it from stopping
+        while not stopping.done():  # connections accepted last would keep it from stopping
             for protocol in list(runner.server.connections if runner.server else []):
                 if protocol.transport is not None:
                     protocol.transport.abort()
@@ -107,7 +107,7 @@ class Pd:
         await stopping
 
     async def until(self, true: Callable[[], object], seconds: float = 5.0) -> None:
-        """Waits until it is so."""
+        """Waits until a condition is true."""
         async with asyncio.timeout(seconds):
             while not true():  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
@@ -120,7 +120,7 @@ class Pd:
 async def pd(
     *options: EngineOptions, roles: dict[str, str] | None = None, **config: Any
 ) -> AsyncIterator[Pd]:
-    """A router before such engines; at the end nothing may be in flight anywhere."""
+    """Starts a router before such engines. At the end, no request may be in flight."""
     engines: dict[str, EngineServer] = {}
     async with contextlib.AsyncExitStack() as stack:
         for each in options:

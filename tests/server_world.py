@@ -1,4 +1,4 @@
-"""Engines with faults by order, and a running server in front of them."""
+"""Engines with chosen faults, and a running server in front of them."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ JSON = b"application/json"
 
 @dataclass
 class Request:
-    """What an engine was sent."""
+    """A request that an engine received."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
-    connection: int  # number of the connection it came on
+    connection: int  # number of its connection
 
     @property
     def json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ STREAM_TAIL = chunk(event({"choices": [], "usage": usage()})) + chunk(event(b"[D
 
 
 async def answer(engine: "FakeEngine", request: Request, writer: asyncio.StreamWriter) -> bool:
-    """As a good engine does. Returns whether the connection stays open."""
+    """Answers like a healthy engine. Returns whether the connection stays open."""
     if request.json.get("stream"):
         writer.write(STREAM_HEAD)
         for text in ("a", "b", "c"):
@@ -91,13 +91,13 @@ async def reset(_: "FakeEngine", __: Request, writer: asyncio.StreamWriter) -> b
 
 
 async def hang(engine: "FakeEngine", _: Request, writer: asyncio.StreamWriter) -> bool:
-    """Says nothing until the client leaves."""
+    """Sends no answer until the client leaves."""
     await engine.until_left(writer)
     return False
 
 
 def says(*pieces: bytes, then: str = "close") -> Behaviour:
-    """Writes these bytes; then: close, keep, reset or hang."""
+    """Writes these bytes. Then: close, keep, reset or hang."""
 
     async def behave(engine: "FakeEngine", _: Request, writer: asyncio.StreamWriter) -> bool:
         for piece in pieces:
@@ -114,7 +114,7 @@ def says(*pieces: bytes, then: str = "close") -> Behaviour:
 
 
 async def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
-    """What a TLS server at 127.0.0.1 needs, and its certificate. Needs openssl."""
+    """The files of a TLS server at 127.0.0.1, and its certificate. Needs openssl."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     await asyncio.to_thread(
         subprocess.run,
@@ -133,7 +133,7 @@ async def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
 
 @dataclass
 class FakeEngine:
-    """A small HTTP server by hand: bytes exactly as ordered."""
+    """A small HTTP server that writes exact bytes."""
 
     name: str = "engine"
     model: str = "tiny"
@@ -159,7 +159,7 @@ class FakeEngine:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Refuses connections from now on, and breaks those there are."""
+        """Refuses new connections and breaks the open ones."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -168,7 +168,7 @@ class FakeEngine:
         await asyncio.sleep(0)
 
     async def asked(self, times: int) -> None:
-        """Waits until that many requests came."""
+        """Waits until this many requests have come."""
         await until(lambda: len(self.requests) >= times, seen=lambda: f"{len(self.requests)} requests")
 
     async def until_left(self, writer: asyncio.StreamWriter) -> None:
@@ -215,12 +215,12 @@ class FakeEngine:
 
     @property
     def used_connections(self) -> int:
-        """Connections over which requests came."""
+        """The number of connections that carried requests."""
         return len({request.connection for request in self.requests})
 
 
 class World:
-    """Engines, a server, a client."""
+    """Engines, a server and a client."""
 
     def __init__(self, server: Server, engines: list[FakeEngine], client: aiohttp.ClientSession) -> None:
         self.server = server
@@ -231,7 +231,7 @@ class World:
     async def post(
         self, body: Any = None, path: str = "/v1/completions", headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any], Any]:
-        """Status, headers (lower case) and the parsed answer; of a stream, its bytes."""
+        """Returns status, headers (lower case) and the parsed answer; for a stream, its bytes."""
         if body is None:
             body = {"model": "tiny", "prompt": MARKED_PROMPT}
         data = body if isinstance(body, bytes) else orjson.dumps(body)
@@ -251,7 +251,7 @@ class World:
         return sum(pool.router.in_flight() for pool in self.server.fleet.pools)
 
     async def settled(self) -> None:
-        """Waits until nothing is on its way."""
+        """Waits until no request is in flight."""
         relays = self.server.front.relays
         await until(
             lambda: not self.in_flight() and not relays,
@@ -259,18 +259,21 @@ class World:
         )
 
     async def until(self, true: Callable[[], object]) -> None:
-        """Waits until it is true."""
+        """Waits until a condition is true."""
         await until(true)
 
 
 def decision_id(headers: Mapping[str, str]) -> int:
-    """The router's id of the decision that an answer names: `12-TAG`, or `1-12-TAG` of a second model."""
+    """Returns the decision id in an answer: `12-TAG`, or `1-12-TAG` for a second model."""
     return int(headers["x-lmetric-decision"].split("-")[-2])
 
 
 @contextlib.asynccontextmanager
 async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> AsyncIterator[World]:
-    """A server before ``fakes`` engines named e0, e1, …; afterwards nothing may be in flight."""
+    """Starts a server before ``fakes`` engines named e0, e1, ….
+
+    At the end, no request may be in flight.
+    """
     engines = [FakeEngine() for _ in range(fakes)] if isinstance(fakes, int) else list(fakes)
     for number, engine in enumerate(engines):
         engine.name = f"e{number}"
@@ -286,7 +289,7 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
     server = Server(ServerConfig.model_validate(values))
     await server.start()
     try:
-        # Without keys in the configuration a client's key means nothing; it must not be in any log either.
+        # Without configured keys, a client's key has no meaning, but must not be in any log either.
         marked = {} if "auth" in config else {"authorization": f"Bearer {MARKED_KEY}"}
         timeout = aiohttp.ClientTimeout(total=20)
         async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:

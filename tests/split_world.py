@@ -1,4 +1,4 @@
-"""A router that cuts requests before emulated engines that hand over to each other; what one says alone."""
+"""A router that splits requests between emulated engines, and single engines to compare."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from server_world import decision_id
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# Whose tokens are now part of a character, now a word.
+# Text whose tokens are parts of characters, and words.
 PROMPTS = st.lists(
     st.sampled_from(["river", "the", "🙂", "Zürich", "don't", "日本", "\n", "a"]), max_size=60
 ).map(lambda words: " ".join(words) + " .")
 
 
 def both(**changes: Any) -> EngineOptions:
-    """An engine that can be cut at anywhere."""
+    """An engine that allows splits at every token."""
     given = {"kv_bidirectional": True, "kv_load_failure_policy": "recompute", "clock_speed": 20.0}
     return nixl("both", **(given | changes))
 
 
 def body_of(path: str, prompt: str = PROMPT, **changes: Any) -> dict[str, Any]:
-    """A request."""
+    """Returns a request."""
     asked = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     return {"model": "emulated", "max_tokens": 24, **asked, **changes}
 
 
 def forced(at: float | None) -> dict[str, Any] | None:
-    """The split of every request at a fraction; None: the policy's."""
+    """Splits every request at a fraction; None: by the policy."""
     return None if at is None else {"kind": "force", "fraction": at}
 
 
 @contextlib.asynccontextmanager
 async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) -> AsyncIterator[Pd]:
-    """Such a router; every request is cut at this fraction."""
+    """Starts such a router. It splits every request at this fraction."""
     kinds = options or (both(), both(), both())
     given = {"tokenizer": None, "policy": "round_robin", "split": forced(at)}
     async with pd(*kinds, **(given | config)) as world:
@@ -51,7 +51,7 @@ async def split(*options: EngineOptions, at: float | None = 0.9, **config: Any) 
 
 
 def renders_otherwise(world: Pd, name: str) -> None:
-    """Has an engine make other tokens of chats than the router does."""
+    """Makes an engine tokenize chats differently from the router."""
     api = world.engines[name]._api
     render = api._text.render_chat
 
@@ -64,7 +64,7 @@ def renders_otherwise(world: Pd, name: str) -> None:
 
 
 def heard(raw: bytes) -> dict[str, Any]:
-    """A stream as a client hears it: text, token ids, usage, how it ended, and what must not change."""
+    """Returns a stream's text, token ids, usage, end, and fields that must not change."""
     said: dict[str, Any] = {"text": "", "ids": [], "usage": None, "finish": None, "same": set(), "roles": 0}
     *events, end, empty = raw.split(b"\n\n")
     assert (end, empty) == (b"data: [DONE]", b"")
@@ -90,9 +90,9 @@ def heard(raw: bytes) -> dict[str, Any]:
 
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
-    """The same of an answer that is not streamed."""
+    """Returns a whole answer's text, token ids, usage, end, and fields that must not change."""
     (choice,) = answer["choices"]
-    assert not answer.get("kv_transfer_params")  # where an engine holds what is nobody's business
+    assert not answer.get("kv_transfer_params")  # transfer fields must not reach clients
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     return {
         "text": text,
@@ -106,7 +106,7 @@ def told(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = None) -> dict[str, Any]:
-    """What a client hears, with the receipt where it was the router that was asked."""
+    """Returns the answer as the client gets it, with the decision record if the router answered."""
     async with world.client.post((url or world.url) + path, json=body) as response:
         raw = await response.read()
         assert response.status == 200, raw
@@ -119,13 +119,13 @@ async def asked(world: Pd, path: str, body: dict[str, Any], url: str | None = No
 
 
 async def alone(world: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What one engine says that knows of no other."""
+    """Returns the answer of a single engine."""
     async with EngineServer(EngineOptions(port=0, clock_speed=100.0)) as engine:
         return await asked(world, path, body, engine.url)
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same to a client; how much of a prompt was cached aside."""
+    """Checks that two answers are equal for a client, except for the cached tokens."""
     for name in ("text", "ids", "finish", "stop", "same", "roles", "keys"):
         assert one.get(name) == other.get(name), name
     usages = [

@@ -1,11 +1,12 @@
-"""Laws of the executor that carries out every request, without sockets, tasks or a clock.
+"""Laws of the executor that runs every request, without sockets, tasks or a clock.
 
-`Driver` does what `RequestRunner` does in the server: it carries out what the executor decides, with attempts
-whose answers are read in Rust as ever, and no loop below them. Hypothesis draws how a pool is set up, what
-engines answer and when, and what fails meanwhile. The engines answer by a fixed rule, so that whatever
-happened the client must have got what one engine says, or the front of it and an error. They know what they
-hold for whom, too, and refuse by an assertion what would give wrong tokens in a real one: what is fetched
-twice, too late, or is the cache of something else.
+Like `RequestRunner` in the server, `Driver` carries out the executor's actions. Its attempts read
+answers in Rust, without an event loop. Hypothesis draws the pool, the engines' answers and their
+times, and failures.
+
+The engines answer by a fixed rule. So the client must get the answer of one engine, or a part of it
+and an error. The engines also record their KV transfers. They assert against fetches that would
+give wrong tokens on a real engine: a second fetch, a late fetch, or a fetch of another cache.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from split_world import CHAT, COMPLETIONS
 
 BLOCK_TOKENS = 16
 PROMPT = "the history of the quiet river and of all who lived by it " * 4
-LEASE_SECONDS = 30.0  # that an engine holds what nobody has fetched
+LEASE_SECONDS = 30.0  # an engine holds an unfetched transfer this long
 LIMITS = {
     "connect": 3.0,
     "first_byte": 40.0,
@@ -78,16 +79,16 @@ LIMITS = {
     "slow_client": 45.0,
 }
 REQUEST_SECONDS = 400.0
-# Rounds of time alone in which a request must end that nobody serves: each has some attempt fail.
+# Rounds in which only time passes: enough to end any request, as some attempt fails in each.
 ROUNDS = 60
 Reached = tuple[State, Event, State]
 STATES: tuple[State, ...] = get_args(State)
 
 
 class Slot(Enum):
-    """The two places that a request has for attempts."""
+    """The two slots of a request for attempts."""
 
-    MAIN = "cancel_main"  # that runs the open segment
+    MAIN = "cancel_main"  # runs the open segment
     SIDE = "cancel_side"
 
 
@@ -95,7 +96,8 @@ def slot_of(step: Step) -> Slot:
     return Slot.SIDE if step.beside else Slot.MAIN
 
 
-# -- how a pool is set up ------------------------------------------------------------------------------------
+# -- pools
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,9 @@ class Setup:
     pulls: bool = False
     nixl: bool = True
     bidirectional: bool = True
-    cached: int = 9  # so many engines have a prefix cache, from the first on
-    other_blocks: bool = False  # the last engine has larger ones
-    long_gaps: bool = False  # every move is expected to take too long
+    cached: int = 9  # the number of engines with a prefix cache, from the first on
+    other_blocks: bool = False  # the last engine has larger blocks
+    long_gaps: bool = False  # the expected gap of every move is too long
     request_seconds: float | None = None
     attempts: int = 3
 
@@ -123,7 +125,7 @@ class Setup:
         return _config(self)
 
     def engine(self, name: str) -> Engine:
-        """An engine that is up, and has told what it is."""
+        """Returns a healthy, identified engine."""
         engine = Engine(EngineConfig(url=f"http://{name}:1", name=name), self.config())
         role: Any = {"e": "both", "p": "prefill", "d": "decode"}[name[0]]
         handover = None
@@ -150,7 +152,7 @@ class Setup:
         return pool
 
     def computed(self, pool: Pool, path: str) -> None:
-        """Has one engine compute the prompt, so that another may fetch it."""
+        """Lets one engine compute the prompt, so that another may fetch it."""
         decision, ticket = pool.router.route(Request(token_ids=array("I", prompt_of(path, False))))
         following: str | None = decision.instance
         while following is not None:
@@ -192,7 +194,7 @@ def _config(of: Setup) -> ServerConfig:
 
 
 def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:
-    """Once in so many times the other."""
+    """Draws the unusual value once in this many times."""
     return st.sampled_from([usual] * (times - 1) + [not usual])
 
 
@@ -215,16 +217,16 @@ SETUPS = st.builds(
 
 @dataclass(frozen=True)
 class Ask:
-    """A client's request, and what engines make of it."""
+    """A client's request, and its treatment by engines."""
 
     path: str = COMPLETIONS
     stream: bool = True
     tokens: int = 9  # max_tokens
     shows_ids: bool = False
     usage: bool = True
-    stops_at: int | None = None  # the token of the answer that ends it
-    other_text: bool = False  # engines' texts are not those of their tokens
-    other_prompt: bool = False  # engines render chats in another way than the router
+    stops_at: int | None = None  # the token that ends the answer
+    other_text: bool = False  # engines' texts differ from their tokens
+    other_prompt: bool = False  # engines render chats differently from the router
     slow: bool = False  # the client does not read from the start
 
     def body(self) -> bytes:
@@ -255,26 +257,27 @@ ASKS = st.builds(
 )
 
 
-# -- engines that answer by a fixed rule ---------------------------------------------------------------------
+# -- engines that answer by a fixed rule
+# -------------------------------------------------------------
 
 
 @functools.cache
 def prompt_of(path: str, other: bool) -> tuple[int, ...]:
-    """The prompt's tokens, as engines make them."""
+    """Returns the prompt's tokens, as engines tokenize it."""
     text = shared_text()
     asked = text.render_chat([{"role": "user", "content": PROMPT}]) if path == CHAT else PROMPT
     return tuple(text.encode(("As it was said: " if other and path == CHAT else "") + asked))
 
 
 def said(position: int) -> int:
-    """The token that every engine makes at this position, counted from the prompt's start."""
+    """Returns the token that every engine produces at this position of prompt and answer."""
     words = shared_text().words
     return words[37 * position % len(words)]
 
 
 @dataclass
 class Held:
-    """A KV cache that an engine holds for another."""
+    """A KV cache that an engine holds for another engine."""
 
     tokens: list[int]
     until: float = -math.inf  # seconds on the clock
@@ -283,13 +286,13 @@ class Held:
 
 @dataclass
 class Answer:
-    """What an engine will say, piece by piece, and what of that was heard."""
+    """An engine's answer in pieces, and the number of received pieces."""
 
     pieces: list[bytes]
     stream: bool
     held: Held | None = None
     heard: int = 0
-    body: dict[str, Any] = field(default_factory=dict)  # that it was asked
+    body: dict[str, Any] = field(default_factory=dict)  # of the request
 
 
 def http(status: int, body: bytes) -> bytes:
@@ -307,7 +310,7 @@ STREAM_END = b"0\r\n\r\n"
 
 @dataclass
 class Engines:
-    """All engines' minds: what they say of one request, and what they hold."""
+    """All engines: their answers to one request, and their held KV caches."""
 
     ask: Ask
     setup: Setup
@@ -319,7 +322,7 @@ class Engines:
         return prompt_of(self.ask.path, self.ask.other_prompt)
 
     def length(self) -> int:
-        """Tokens of the answer."""
+        """Returns the number of answer tokens."""
         most, stop = self.ask.tokens, self.ask.stops_at
         return most if stop is None else min(most, stop + 1)
 
@@ -328,13 +331,13 @@ class Engines:
         return text.upper() if self.ask.other_text else text
 
     def expected(self) -> tuple[list[int], str, str]:
-        """The whole answer: ids, text, and why it ended."""
+        """Returns the whole answer: ids, text, and finish reason."""
         ids = [said(len(self.prompt) + n) for n in range(self.length())]
         stops = self.ask.stops_at is not None and self.ask.stops_at < self.ask.tokens
         return ids, self.text_of(ids[:-1] if stops else ids), "stop" if stops else "length"
 
     def answer(self, engine: str, request: bytes, for_client: bool, now: float) -> Answer:
-        """What an engine says to a request's bytes."""
+        """Returns an engine's answer to the bytes of a request."""
         head, _, raw = request.partition(b"\r\n\r\n")
         body = orjson.loads(raw)
         assert head.startswith(b"POST /v1/")
@@ -356,7 +359,7 @@ class Engines:
         while len(ids) < most and len(prompt) + len(ids) <= at:
             ids.append(said(len(prompt) + len(ids)))
         stops = bool(ids) and len(prompt) + len(ids) - 1 == at
-        if not ids:  # it goes on behind the answer's end: nobody looks at that
+        if not ids:  # it continues after the end of the answer, so its tokens do not matter
             ids = [said(len(prompt))]
         options = body.get("stream_options")
         shape = Shape(
@@ -426,11 +429,12 @@ class Engines:
         }, held
 
 
-# -- connections without sockets -----------------------------------------------------------------------------
+# -- connections without sockets
+# ---------------------------------------------------------------------
 
 
 class Clock:
-    """The time, which passes when a test says so. It begins as that which the readers in Rust have."""
+    """A clock that a test advances. It starts at the time of the readers in Rust."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -466,7 +470,7 @@ class Wire:
 
 
 class Connecting:
-    """A connection that is being made, as an attempt sees the task of it."""
+    """A connection that is being opened, with the interface of a task."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -489,7 +493,7 @@ class Connecting:
 
 
 def connection_of(engine: Engine) -> Connection:
-    """A new connection to an engine."""
+    """Returns a new connection to an engine."""
     made = Connection(engine.upstream)
     made.connection_made(cast(Any, Wire()))
     engine.upstream._open.add(made)
@@ -497,7 +501,7 @@ def connection_of(engine: Engine) -> Connection:
 
 
 class QuietAttempt(EngineAttempt):
-    """An attempt whose connection a test makes."""
+    """An attempt whose connection is opened by a test."""
 
     answered: Answer | None = None
 
@@ -507,7 +511,7 @@ class QuietAttempt(EngineAttempt):
         cast(Driver, self._listener).connects(self)
 
     def _soon(self, then: Callable[[], None]) -> None:
-        then()  # the driver carries out what it is told of behind what it is at
+        then()  # the driver runs it after its present actions
 
     def _send(self, connection: Connection, now: float) -> None:
         super()._send(connection, now)
@@ -528,7 +532,7 @@ class QuietAttempt(EngineAttempt):
         return cast(Wire, self._connection.transport)
 
     def connected(self, error: UpstreamError | None = None) -> None:
-        """Its connection was made, or could not be."""
+        """Completes the connection, or fails it."""
         task = self.connecting
         assert task is not None
         task.error = error
@@ -538,7 +542,7 @@ class QuietAttempt(EngineAttempt):
 
 
 class Recorded(RequestExecution):
-    """An executor that notes which transitions it made."""
+    """An executor that records its transitions."""
 
     reached: ClassVar[set[Reached]] = set()
 
@@ -548,11 +552,12 @@ class Recorded(RequestExecution):
         self.reached.add((before, event, state))
 
 
-# -- one request ---------------------------------------------------------------------------------------------
+# -- one request
+# -------------------------------------------------------------------------------------
 
 
 class Client:
-    """The client's connection, as what carries its request out sees it."""
+    """The client's connection, with the interface for the executor's request."""
 
     relay = None
     body_size = 0
@@ -563,7 +568,7 @@ class Client:
 
 
 class Driver:
-    """Carries out what the executor of one request decides."""
+    """Carries out the actions of one request's executor."""
 
     def __init__(
         self, pool: Pool, setup: Setup, ask: Ask, clock: Clock, engines: Engines, holds: bool = False
@@ -626,7 +631,7 @@ class Driver:
     # Events in, actions out.
 
     def on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Has the executor hear of an event, and carries out what follows, before it hears of another."""
+        """Gives an event to the executor, and carries out all resulting actions."""
         self._later.append((event, args))
         if self._busy:
             return
@@ -665,7 +670,7 @@ class Driver:
             self.error = act.error
             self.asked.end()
             if execution.answered is self.open.get(Slot.MAIN) is not None:
-                self.gone.append(self.open.pop(Slot.MAIN))  # it was whole as soon as it was ready
+                self.gone.append(self.open.pop(Slot.MAIN))  # it was whole when it was ready
         elif isinstance(act, Commit):
             self._commit()
         elif act in ("pause", "resume"):
@@ -701,14 +706,14 @@ class Driver:
             self.counts["commit"] += 1
             self.asked.pass_on(attempt.reader, self.execution.head_lines(attempt.step.engine.name))
 
-    # What attempts call.
+    # Called by attempts.
 
     def connects(self, attempt: QuietAttempt) -> None:
         if not self.holds_connections:
             attempt.connected()
 
     def wrote(self, attempt: QuietAttempt) -> None:
-        """A request was sent."""
+        """Records a sent request."""
         step, wire = attempt.step, attempt.wire
         request, wire.written = wire.written, b""
         now = self.clock.now
@@ -725,7 +730,7 @@ class Driver:
     def fail(self) -> None:
         self.raised = sys.exc_info()[1]
 
-    # What engines do.
+    # Actions of engines.
 
     def feed(self, attempt: QuietAttempt, data: bytes) -> None:
         connection = attempt.connection
@@ -733,7 +738,7 @@ class Driver:
         connection.data_received(data)
 
     def say(self, attempt: QuietAttempt, pieces: int) -> None:
-        """An engine says more of its answer."""
+        """Delivers further pieces of an engine's answer."""
         answer = attempt.answered
         assert answer is not None
         while pieces and answer.heard < len(answer.pieces) and self.speaks(attempt):
@@ -745,17 +750,17 @@ class Driver:
             self.feed(attempt, piece)
 
     def speaks(self, attempt: QuietAttempt) -> bool:
-        """Whether what its engine says would be heard."""
+        """Returns whether the attempt can receive data from its engine."""
         return not attempt.over and attempt.connection is not None and not attempt.wire.paused
 
     def lose(self, attempt: QuietAttempt) -> None:
-        """Its connection closes."""
+        """Closes the connection of an attempt."""
         connection = attempt.connection
         assert connection is not None
         attempt.wire.close()
         connection.connection_lost(None)
 
-    # What a rebalancer calls.
+    # Called by a rebalancer.
 
     @property
     def move(self) -> object | None:
@@ -810,7 +815,7 @@ class Driver:
     # The laws.
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Checks the laws that always hold."""
         if self.raised is not None:
             raise self.raised
         execution, counts = self.execution, self.counts
@@ -831,7 +836,7 @@ class Driver:
         self._check_deadline()
 
     def _check_deadline(self) -> None:
-        """Something will happen to it, come what may."""
+        """Checks that an event or a deadline follows in any case."""
         execution = self.execution
         main, side, state = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE), execution.state
         assert (self.wakes_at is not None) is (state == "FETCHING")
@@ -854,7 +859,7 @@ class Driver:
         counts, pool = self.counts, self.pool
         assert counts["finish"] == 1
         assert not self.ticket.open
-        assert self.execution.reason != "no engine was at work on it"
+        assert self.execution.reason != "no engine worked on it"
         assert not self.open
         assert self.wakes_at is None
         assert self.error is None or not self.execution.committed
@@ -868,7 +873,7 @@ class Driver:
             assert not indicators[name].any(), name
 
     def check_answer(self) -> None:
-        """The client has what one engine says: all of it where it ended well, else the front of it."""
+        """Checks the client's answer: the answer of one engine, or after a failure a part of it."""
         execution = self.execution
         if not execution.committed:
             assert self.error is not None or self.left
@@ -895,7 +900,7 @@ class Driver:
 
 
 def read_answer(raw: bytes, ask: Ask) -> tuple[int, dict[str, Any]]:
-    """Status and contents of an answer to a client, which may have been broken off."""
+    """Returns status and contents of a client's answer, which may be incomplete."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     found: dict[str, Any] = {"text": "", "ids": [], "finish": None, "error": None, "usage": None}
@@ -952,7 +957,8 @@ def read_answer(raw: bytes, ask: Ask) -> tuple[int, dict[str, Any]]:
     return status, found
 
 
-# -- what may happen to it -----------------------------------------------------------------------------------
+# -- events
+# ------------------------------------------------------------------------------------------
 
 SLOTS = st.sampled_from([Slot.MAIN, Slot.MAIN, Slot.SIDE])
 HOLDS = st.sampled_from([False, False, False, True])  # connections
@@ -963,7 +969,7 @@ SECONDS = st.sampled_from([0.5, 6.0, 14.0, 16.0, 21.0, 50.0])
 
 
 class NotNow(Exception):
-    """This cannot happen now."""
+    """The event cannot happen now."""
 
 
 def needs(condition: object) -> None:
@@ -972,7 +978,7 @@ def needs(condition: object) -> None:
 
 
 def may(**drawn: Any) -> Callable[[Callable[..., None]], Any]:
-    """A rule for a request that runs; where it cannot happen, nothing does."""
+    """Declares a rule for a running request. If the event cannot happen, the rule does nothing."""
 
     def made(happens: Callable[..., None]) -> Any:
         @functools.wraps(happens)
@@ -999,7 +1005,7 @@ WRONGS = st.one_of(
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests one after the other, and whatever may happen to them."""
+    """Requests one after the other, with all possible events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1022,14 +1028,14 @@ class Requests(RuleBasedStateMachine):
         self.begin(ask, holds, ahead)
 
     def begin(self, ask: Ask, holds: bool, ahead: int) -> None:
-        """A request, which goes well for so many rounds."""
+        """Starts a request. Its first `ahead` rounds succeed."""
         engines = Engines(ask, self.setup)
         self.driver = driver = Driver(self.pool, self.setup, ask, self.clock, engines, holds)
         for _ in range(ahead):
             for found in list(driver.open.values()):
                 answer = found.answered
                 if answer is not None and driver.speaks(found):
-                    left = len(answer.pieces) - answer.heard - answer.stream  # a stream does not end here
+                    left = len(answer.pieces) - answer.heard - answer.stream  # streams go on
                     driver.say(found, min(left, 2))
             driver.check()
 
@@ -1043,14 +1049,14 @@ class Requests(RuleBasedStateMachine):
         return self.driver is not None and not self.driver.done
 
     def attempt(self, slot: Slot) -> QuietAttempt:
-        """The one in this place, or the other."""
+        """Returns the attempt in this slot, or the other attempt."""
         found = self.it.open.get(slot) or next(iter(self.it.open.values()), None)
         needs(found is not None)
         assert found is not None
         return found
 
     def speaker(self, slot: Slot) -> tuple[QuietAttempt, Answer]:
-        """An attempt whose engine is heard."""
+        """Returns an attempt that can receive data, with its engine's answer."""
         found = self.attempt(slot)
         needs(self.it.speaks(found))
         assert found.answered is not None
@@ -1076,7 +1082,7 @@ class Requests(RuleBasedStateMachine):
 
     @may(slot=SLOTS, how=WRONGS)
     def goes_wrong(self, slot: Slot, how: tuple[str, Any]) -> None:
-        """An engine does not answer as it should."""
+        """An engine gives a wrong answer."""
         name, what = how
         happens: Callable[..., None] = getattr(self, f"_{name}")
         happens(slot, *([] if what is None else [what]))
@@ -1112,7 +1118,10 @@ class Requests(RuleBasedStateMachine):
         self.it.say(found, 1000)
 
     def _tells_no_ids(self, slot: Slot) -> None:
-        """Of the next token, or of all; a client that asked for them would not get what one engine says."""
+        """The next token, or all, come without ids.
+
+        Excluded: clients that requested ids, as their answer would differ.
+        """
         found, answer = self.speaker(slot)
         needs(not (self.it.ask.shows_ids and found.step.for_client))
         if not answer.stream:
@@ -1131,7 +1140,7 @@ class Requests(RuleBasedStateMachine):
         _, _, raw = b"".join(answer.pieces).partition(b"\r\n\r\n")
         body = orjson.loads(raw)
         params = body["kv_transfer_params"]
-        # Of a prompt that it makes tokens of itself, an engine is believed.
+        # If the engine tokenized the prompt itself, its count is not checked.
         needs(what != "another count" or (found.step.target and isinstance(answer.body.get("prompt"), list)))
         if what == "nothing":
             body["kv_transfer_params"] = answer.held = None
@@ -1144,7 +1153,7 @@ class Requests(RuleBasedStateMachine):
 
     def _says_nonsense(self, slot: Slot, data: bytes) -> None:
         found, answer = self.speaker(slot)
-        needs(answer.stream or not answer.heard)  # in the middle of a plain answer it would be the answer
+        needs(answer.stream or not answer.heard)  # else it is part of a plain answer
         self.it.feed(found, data)
 
     def _answers_something_else(self, slot: Slot, body: bytes) -> None:
@@ -1168,19 +1177,19 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.runs and any(a.connecting for a in self.it.open.values()))
     @rule(slot=SLOTS, error=st.sampled_from([None, None, *CONNECT_ERRORS]), holds=HOLDS)
     def connects(self, slot: Slot, error: str | None, holds: bool) -> None:
-        """A connection is made, or cannot be; `holds`: the next ones take time, too."""
+        """Opens or fails a waiting connection. `holds`: later connections wait, too."""
         self.it.holds_connections = holds
         waiting = [a for a in (self.it.open.get(slot), *self.it.open.values()) if a and a.connecting]
         waiting[0].connected(UpstreamError(error, "no connection") if error else None)
 
     def goes_on(self, answer: Answer, data: bytes, *, over: bool) -> None:
-        """A stream goes on, or ends, with this."""
-        needs(answer.heard < len(answer.pieces) - 1)  # its last token is still to come
+        """Replaces the rest of a stream by this event."""
+        needs(answer.heard < len(answer.pieces) - 1)  # its last token has not come
         head = [] if answer.heard else [STREAM_HEAD]
         answer.pieces[answer.heard :] = [*head, chunk(data) + (STREAM_END if over else b"")]
 
     def changes(self, answer: Answer, name: str, value: Any) -> None:
-        """The choice of an answer that is not streamed has another value."""
+        """Changes a field in the choice of an answer without streaming."""
         needs(not answer.heard)
         body = orjson.loads(b"".join(answer.pieces).partition(b"\r\n\r\n")[2])
         needs(isinstance(body, dict) and body.get("choices"))
@@ -1200,7 +1209,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.runs and self.it.execution.has_tokens and self.pool.mover is not None)
     @rule(number=st.integers(0, 2), pieces=st.integers(1, 5))
     def says_and_moves(self, number: int, pieces: int) -> None:
-        """It gets some tokens further, and all that its migration needs goes well."""
+        """The request gets some more tokens, and all steps of its migration succeed."""
         found = self.it.open.get(Slot.MAIN)
         if found is not None and self.it.speaks(found):
             self.it.say(found, pieces)
@@ -1242,7 +1251,7 @@ class Requests(RuleBasedStateMachine):
 
     @may(seconds=st.none() | SECONDS)
     def passes(self, seconds: float | None) -> None:
-        """Time does; None: until the timer rings, where one is set."""
+        """Lets time pass; None: until the timer fires, if one is set."""
         if seconds is not None:
             self.it.pass_time(seconds)
         elif self.it.wakes_at is not None:
@@ -1261,7 +1270,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.driver is not None and bool(self.driver.gone))
     @rule(number=st.integers(0, 3))
     def late(self, number: int) -> None:
-        """Anything of an attempt that is over: nobody listens."""
+        """Reports all events of an ended attempt, which must have no effect."""
         told: dict[AttemptEvent, Any] = {"ready": 0, "events": [b"{}"], "failed": ("reset", "it broke")}
         told |= {"stale": True}
         gone, execution = self.it.gone, self.it.execution
@@ -1290,7 +1299,7 @@ class Requests(RuleBasedStateMachine):
             self.driver.check()
 
     def teardown(self) -> None:
-        """However it was left, it ends: by time alone, or since all goes well from here on."""
+        """Ends the last request: either only time passes, or everything succeeds from now on."""
         try:
             if self.driver is not None and self.driver.raised is None:
                 self.to_the_end(self.driver)
@@ -1318,14 +1327,14 @@ class Requests(RuleBasedStateMachine):
         driver.check_answer()
 
     def stuck(self, driver: Driver, found: QuietAttempt) -> None:
-        """What a rule has its engine say may lack an end: then the connection closes."""
+        """Closes the connection of an answer to which a rule gave no end."""
         if driver.speaks(found):
             driver.lose(found)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet() -> Iterator[None]:
-    """No log of what is meant to fail, thousands of times."""
+    """Turns off logs of the thousands of intended failures."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     yield
@@ -1341,7 +1350,8 @@ TestRequests.settings = settings(
 )
 
 
-# -- what chance seldom finds --------------------------------------------------------------------------------
+# -- cases that random tests seldom reach
+# ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1356,7 +1366,7 @@ def driver(clock: Clock, setup: Setup, ask: Ask) -> Driver:
 
 
 def finish(it: Driver) -> None:
-    """All goes well from here on."""
+    """Lets everything succeed from now on."""
     for _ in range(ROUNDS):
         for found in list(it.open.values()):
             it.say(found, 1000)
@@ -1366,7 +1376,7 @@ def finish(it: Driver) -> None:
 
 
 def lose(it: Driver, slot: Slot) -> None:
-    """An engine fails: the connection that it kept closes, and so does a new one."""
+    """Fails an engine: its reused connection closes, and the new connection of a resend, too."""
     found = it.open[slot]
     it.lose(found)
     if it.open.get(slot) is found:
@@ -1374,7 +1384,7 @@ def lose(it: Driver, slot: Slot) -> None:
 
 
 def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
-    """A request between two slices, whose engine is asked to hold it for another."""
+    """Returns a request between two slices, while its engine prepares a transfer."""
     it = driver(clock, Setup(moves="legs", slice_tokens=2), Ask(stream=stream))
     it.say(it.open[Slot.MAIN], 1000)
     assert it.pool.mover is not None
@@ -1428,7 +1438,7 @@ def test_what_is_held_is_of_no_use_where_the_target_is_gone(clock: Clock, slow: 
 
 
 def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
-    """The answer is not streamed: its first slices are merged with one that has all the rest."""
+    """The answer is not streamed: its first slices are merged with one answer that has the rest."""
     it = driver(clock, Setup(moves="legs", slice_tokens=2, cached=1), Ask(stream=False))
     it.say(it.open[Slot.MAIN], 1000)
     lose(it, Slot.MAIN)
@@ -1439,7 +1449,7 @@ def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
 
 
 def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> None:
-    """No rebalancer finds it any more: what passes to the client is not known as tokens."""
+    """The tokens of the forwarded answer are unknown, so the rebalancer must not see it."""
     it = driver(clock, Setup(moves="legs"), Ask(other_text=True))
     it.say(it.open[Slot.MAIN], 1000)
     it.say(it.open[Slot.MAIN], 5)
@@ -1450,7 +1460,7 @@ def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> Non
 
 
 def test_a_stream_whose_text_is_not_that_of_its_tokens_never_moves(clock: Clock) -> None:
-    """Nor does it where that was seen before, and no token came since."""
+    """It also does not move if this was found before and no token has come since."""
     it = driver(clock, Setup(moves="recompute"), Ask(other_text=True))
     it.say(it.open[Slot.MAIN], 5)
     mover = it.pool.mover
@@ -1478,7 +1488,7 @@ def test_a_stream_does_not_move_to_an_engine_of_second_halves(clock: Clock) -> N
 
 
 def test_the_second_of_two_at_once_goes_elsewhere(clock: Clock) -> None:
-    """Its engine is another kind by then, and what was sent there first ends."""
+    """Its engine is of another kind by then, and the first attempt ends."""
     it = driver(clock, Setup("sglang"), Ask())
     prefill, decode = it.open[Slot.SIDE], it.open[Slot.MAIN]
     engine = it.pool.engines["d1"]
@@ -1492,7 +1502,10 @@ def test_the_second_of_two_at_once_goes_elsewhere(clock: Clock) -> None:
 
 
 def test_the_second_of_two_at_once_answers_and_nobody_may_take_it(clock: Clock) -> None:
-    """All decode engines were removed meanwhile: the client hears so, whichever of the two answers first."""
+    """All decode engines were removed meanwhile.
+
+    The client gets an error, whichever engine answers first.
+    """
     it = driver(clock, Setup("sglang"), Ask())
     for name in [name for name, engine in it.pool.engines.items() if engine.role == "decode"]:
         it.pool.remove(name)
@@ -1511,7 +1524,8 @@ def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
     assert it.done
 
 
-# -- the table of transitions --------------------------------------------------------------------------------
+# -- the table of transitions
+# ------------------------------------------------------------------------
 
 
 def test_every_state_has_a_way_to_the_end() -> None:

@@ -1,13 +1,14 @@
-"""What engines are sent, request for request, for each way in which the router may carry a request out.
+"""Requests to engines, compared with a file, for each way to run a request.
 
-`data/golden_bodies.json` has it: `GOLDEN=write python -m pytest tests/test_golden_bodies.py` (without `-n`)
-writes the file anew. The engines here answer by a fixed rule and hold what a test has to wait for, so nothing
-in the file depends on time. Not in it, or put in other words (`Golden.note`):
+The file is `data/golden_bodies.json`. `GOLDEN=write python -m pytest tests/test_golden_bodies.py`
+(without `-n`) writes it. The engines here answer by a fixed rule and wait for tests, so the file
+does not depend on time. `Golden.note` leaves out or replaces:
 
-- `host` and `content-length`, which are checked here instead, and what the tests' HTTP client says of itself;
-- `bootstrap_room`, which is drawn at random, and must be the same in both legs: ROOM stands for it.
+- `host` and `content-length`, which are checked here, and fields of the tests' HTTP client;
+- `bootstrap_room`, which is random, and must be equal in both segments: ROOM replaces it.
 
-The order of a body's fields is not pinned; whether a body has the client's own bytes in it is (`bytes`).
+The order of a body's fields is not compared. `bytes` records whether a body contains the client's
+own bytes.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ WRITES = os.environ.get("GOLDEN") == "write"
 PROMPT = "the history of the quiet river and of all who lived by it " * 3
 ANSWER_TOKENS = 12
 BLOCK_TOKENS = 16
-HELD_AT = 5  # the token of a stream behind which its engine says nothing
-# What the tests' HTTP client says of itself.
+HELD_AT = 5  # the engine pauses its stream after this token
+# Header fields of the tests' HTTP client.
 OF_THE_CLIENT = ("user-agent", "accept", "accept-encoding")
 
 
-# -- engines that say what they are, and answer by a fixed rule ----------------------------------------------
+# -- engines with set capabilities, which answer by a fixed rule
+# -------------------------------------
 
 
 def said(position: int) -> int:
-    """The token that every engine makes at this position, counted from the prompt's start."""
+    """Returns the token that every engine produces at this position of prompt and answer."""
     words = shared_text().words
     return words[37 * position % len(words)]
 
 
 def tokens_of(body: dict[str, Any]) -> array[int]:
-    """The prompt of a request as an engine sees it."""
+    """Returns the prompt of a request as an engine sees it."""
     if "messages" in body:
         return shared_text().encode(shared_text().render_chat(body["messages"]))
     prompt = body["prompt"]
@@ -65,7 +67,7 @@ def tokens_of(body: dict[str, Any]) -> array[int]:
 
 
 async def answers(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-    """As vLLM does: each token, its id where asked for, and what is handed over."""
+    """Answers like vLLM: each token, its id if requested, and the KV transfer fields."""
     assert isinstance(engine, Engine)
     body, prompt = request.json, tokens_of(request.json)
     options = body.get("stream_options")
@@ -96,7 +98,10 @@ async def answers(engine: FakeEngine, request: Request, writer: asyncio.StreamWr
 
 @dataclass
 class Engine(FakeEngine):
-    """vLLM, as its pages have it, in one role; with NIXL or without. `sglang`: SGLang instead."""
+    """An engine with vLLM's pages, in one role, with or without NIXL.
+
+    `sglang`: with SGLang's pages.
+    """
 
     behave: Behaviour = answers
     role: str = "both"
@@ -106,10 +111,10 @@ class Engine(FakeEngine):
     honours_priority: bool = True
     held_at: int | None = None
     golden: Golden | None = None
-    kept: int = 0  # requests whose cache it holds
+    kept: int = 0  # number of requests whose cache it holds
 
     def holds_back(self, body: dict[str, Any], tokens: int) -> dict[str, Any] | None:
-        """The `kv_transfer_params` of an answer: the same in each run."""
+        """Returns the `kv_transfer_params` of an answer, equal in each run."""
         asked = body.get("kv_transfer_params") or {}
         holds = asked.get("do_remote_decode") or (asked.get("do_remote_prefill") and self.bidirectional)
         if not self.nixl or not holds:
@@ -129,7 +134,7 @@ class Engine(FakeEngine):
         }
 
     def pages(self) -> dict[str, Any]:
-        """What it tells of itself."""
+        """Returns its pages."""
         root, owner = str(TOKENIZER_PATH.parent), "sglang" if self.sglang else "vllm"
         card = {"id": self.model, "owned_by": owner, "root": root, "parent": None}
         pages: dict[str, Any] = {"/v1/models": {"data": [card]}}
@@ -167,7 +172,7 @@ class Engine(FakeEngine):
 
 
 def refuses(status: int) -> Behaviour:
-    """Answers once with this status, then as it should."""
+    """Answers once with this status, then normally."""
 
     async def behave(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
         engine.behave = answers
@@ -185,12 +190,13 @@ def decode(**changes: Any) -> Engine:
     return Engine(role="decode", **changes)
 
 
-# -- one request, and what came of it ------------------------------------------------------------------------
+# -- one request and the requests to engines
+# ---------------------------------------------------------
 
 
 @dataclass
 class Golden:
-    """A scenario's request, and what engines were sent for it, in the order in which it came."""
+    """A scenario's request, and the resulting requests to engines, in their order."""
 
     path: str
     stream: bool
@@ -203,13 +209,13 @@ class Golden:
 
     @property
     def auth(self) -> dict[str, str]:
-        """Keys of a tenant, and what salts are derived from."""
+        """Returns an `auth` section: the key of a tenant, and the secret for salts."""
         keys = self.folder / "keys.yaml"
         keys.write_text("sk-alice: alice\n")
         return {"keys_file": str(keys), "salt_secret": "golden"}
 
     def note(self, engine: Engine, request: Request) -> None:
-        """Notes what an engine was sent, without what is random, timed or of the tests' client."""
+        """Records a request to an engine, without random values and fields of the tests' client."""
         headers = {name: value for name, value in request.headers.items() if name not in OF_THE_CLIENT}
         assert headers.pop("host") == f"{engine.host}:{engine.port}"
         assert int(headers.pop("content-length")) == len(request.body)
@@ -235,11 +241,11 @@ class Golden:
         )
 
     def forget(self) -> None:
-        """Only what is sent from here on counts."""
+        """Drops the recorded requests."""
         self.sent.clear()
 
     def body(self, **changes: Any) -> dict[str, Any]:
-        """A request that says much, and may be cut and moved all the same."""
+        """Returns a request with many fields that may still be split and moved."""
         asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": ANSWER_TOKENS, "logprobs": 1}
         if self.path == CHAT:
             messages = [{"role": "user", "content": PROMPT}]
@@ -252,7 +258,7 @@ class Golden:
 
     @contextlib.asynccontextmanager
     async def router(self, *engines: Engine, **config: Any) -> AsyncIterator[World]:
-        """A router before these, named by their roles: p0, d0, e0, …"""
+        """Starts a router before these engines, named by their roles: p0, d0, e0, …"""
         given: list[dict[str, Any]] = []
         keys = config.pop("keys", {})
         async with contextlib.AsyncExitStack() as stack:
@@ -276,9 +282,12 @@ class Golden:
             yield w
 
     async def ask(self, w: World, **changes: Any) -> dict[str, Any]:
-        """Sends the request; its receipt, once the answer is what one engine would say."""
+        """Sends the request, and checks that the answer is that of one engine.
+
+        Returns the decision record.
+        """
         asked = self.body(**changes)
-        self.raw = json.dumps(asked).encode()  # with spaces, which no body of the router's has
+        self.raw = json.dumps(asked).encode()  # with spaces, which the router's own JSON never has
         status, headers, answer = await w.post(self.raw, self.path, self.headers)
         assert status == 200, answer
         count = asked.get("max_completion_tokens") or asked["max_tokens"]
@@ -292,7 +301,7 @@ class Golden:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose fields is there twice."""
+    """Parses a JSON object and checks that no field is repeated."""
     assert len({name for name, _ in pairs}) == len(pairs), [name for name, _ in pairs]
     return dict(pairs)
 
@@ -312,7 +321,7 @@ def mover(w: World) -> Rebalancer:
 
 
 async def at_token(w: World, count: int) -> int:
-    """The ticket of the one request that may move, once the router has so many of its tokens."""
+    """Waits until the only movable request has this many known tokens. Returns its ticket."""
 
     def counts() -> dict[int, int]:
         running: dict[int, Any] = dict(mover(w).running)
@@ -328,20 +337,21 @@ def begin_move(w: World, ticket: int, target: str) -> None:
 
 
 MOVES: dict[str, Any] = {
-    "rebalance": {"kind": "star", "period_seconds": 3600.0},  # no move but a test's
+    "rebalance": {"kind": "star", "period_seconds": 3600.0},  # only the test's moves
     "migration_max_gap_seconds": 60.0,
 }
 BOTH_WAYS: dict[str, Any] = {"bidirectional": True}
 
 
-# -- scenarios -----------------------------------------------------------------------------------------------
+# -- scenarios
+# ---------------------------------------------------------------------------------------
 
 Scenario = Callable[[Golden], Awaitable[None]]
 SCENARIOS: dict[str, tuple[Scenario, tuple[bool, ...]]] = {}
 
 
 def scenario(name: str, *, streams: tuple[bool, ...] = (False, True)) -> Callable[[Scenario], Scenario]:
-    """A scenario under this name, for answers that are streamed or not."""
+    """Declares a scenario with this name, for answers with or without streaming."""
 
     def kept(run: Scenario) -> Scenario:
         assert name not in SCENARIOS
@@ -370,8 +380,8 @@ async def _(g: Golden) -> None:
         await g.ask(w)
 
 
-# Prefill and decode. Today two pieces of code carry that out: `legs` where the request may not move, `chain`
-# where it may. What both are sent stands side by side.
+# Prefill and decode, in pools whose requests may move or not. The file shows their requests side by
+# side.
 
 PD_WAYS: dict[str, dict[str, Any]] = {
     "pool without rescheduling": {},
@@ -381,18 +391,18 @@ PD_WAYS: dict[str, dict[str, Any]] = {
 
 
 def pd_scenarios(way: str, config: dict[str, Any]) -> None:
-    """The same for each way."""
+    """Declares the scenarios of one way."""
     legs = config.get("migration_by") == "legs"
 
     def name(what: str) -> str:
         return f"prefill/decode, {way}{what and ', '}{what}"
 
     def chained(g: Golden) -> bool:
-        """Whether a chain carries it out."""
+        """Returns whether the request may move."""
         return legs or (bool(config) and g.stream)
 
     def followed(g: Golden) -> bool:
-        """Whether the last leg tells its token ids, which shows that a chain has it."""
+        """Returns whether the router requested token ids, as for a movable request."""
         return any(each["body"].get("return_token_ids") for each in g.sent)
 
     @scenario(name(""))
@@ -439,7 +449,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
         async with g.router(prefill(), decode(behave=refuses(503)), decode(), **config) as w:
             receipt = await g.ask(w)
             assert (receipt["answered"], handovers(w)["handed_over"]) == ("d1", 1)
-            # In legs, what was not fetched is no hand-over that was spent.
+            # With slices, an unfetched transfer does not count as spent.
             assert handovers(w).get("spent") == (None if legs else 1)
 
     @scenario(name("the prefill engine dies"))
@@ -467,7 +477,7 @@ for _way, _config in PD_WAYS.items():
 
 @contextlib.asynccontextmanager
 async def with_all(g: Golden, *engines: Engine, **config: Any) -> AsyncIterator[World]:
-    """A router that gives a priority, salts for an isolated tenant, and asks for what engines have cached."""
+    """Starts a router with priorities, salts for an isolated tenant, and backfill."""
     given: dict[str, Any] = {"auth": g.auth, "tenants": {"alice": {"isolate": True}}, "priority": "vtc"}
     g.headers |= {"authorization": "Bearer sk-alice", "x-vllm-priority": "5"}
     async with g.router(*engines, keys={"api_key": "sk-of-the-engine"}, **given, **config) as w:
@@ -480,7 +490,10 @@ async def with_all(g: Golden, *engines: Engine, **config: Any) -> AsyncIterator[
 
 
 async def priority_is_not_nothing(g: Golden, w: World) -> None:
-    """Asks for something else first: the first priority is 0. What is counted hereafter counts anew."""
+    """Sends another request first, because the first priority is 0.
+
+    Resets the records and counts.
+    """
     short: dict[str, Any] = {"prompt": "a"}
     if g.path == CHAT:
         short = {"messages": [{"role": "user", "content": "a"}]}
@@ -490,7 +503,7 @@ async def priority_is_not_nothing(g: Golden, w: World) -> None:
 
 
 def sglang_scenario(name: str, *, decode_first: bool) -> None:
-    """Both legs at once, and which of the engines answers first."""
+    """Declares a scenario with both segments at once, and the order of the engines' answers."""
 
     @scenario(f"prefill/decode, SGLang: {name}")
     async def _(g: Golden) -> None:
@@ -500,7 +513,7 @@ def sglang_scenario(name: str, *, decode_first: bool) -> None:
             receipt = await g.ask(w)
             assert receipt["answered"] == "d0"
             assert (len(g.sent), len(g.rooms)) == (2, 1)
-            g.sent.sort(key=lambda each: str(each["engine"]))  # which comes first is chance
+            g.sent.sort(key=lambda each: str(each["engine"]))  # their order is random
 
 
 sglang_scenario("both legs at once", decode_first=False)
@@ -516,8 +529,11 @@ async def _(g: Golden) -> None:
 
 
 def answered_first(w: World, first: Engine, second: Engine) -> None:
-    """Has one engine answer when the router has the other's answer. SGLang's decode engines begin when the
-    prefill engine has handed over, but its answer may still be on its way then."""
+    """Lets one engine answer after the router has the other's answer.
+
+    SGLang's decode engines start after the transfer from the prefill engine, whose answer may come
+    later.
+    """
 
     async def behave(it: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         await first.asked(len(it.requests))
@@ -527,7 +543,7 @@ def answered_first(w: World, first: Engine, second: Engine) -> None:
     second.behave = behave
 
 
-# Libra: cut at a token.
+# Libra: split at a token.
 
 
 def split_config(at: float, **more: Any) -> dict[str, Any]:
@@ -535,7 +551,7 @@ def split_config(at: float, **more: Any) -> dict[str, Any]:
 
 
 def split_scenarios(what: str, at: float) -> None:
-    """A cut at this share of prompt and answer."""
+    """Declares the scenarios of a split at this fraction of prompt and answer."""
 
     def cut_well(receipt: dict[str, Any]) -> None:
         (cut,) = receipt["cuts"]
@@ -592,11 +608,11 @@ async def _(g: Golden) -> None:
         assert handovers(w) == {"no_connector": 1}
 
 
-# Running requests that move, or go on elsewhere.
+# Migration and failover of running requests.
 
 
 def move_scenarios(by: str) -> None:
-    """A stream that moves at a token."""
+    """Declares the scenarios of a stream that moves at a token."""
 
     async def moves(g: Golden, w: World, source: str, target: str, **changes: Any) -> None:
         asking = asyncio.create_task(g.ask(w, **changes))
@@ -617,7 +633,7 @@ def move_scenarios(by: str) -> None:
     @scenario(f"a stream moves ({by}), priority, salt, key and backfill", streams=(True,))
     async def _(g: Golden) -> None:
         async with with_all(g, Engine(), Engine(), **config) as w:
-            g.engines["e1"].held_at = HELD_AT  # the second request's turn
+            g.engines["e1"].held_at = HELD_AT  # used for the second request
             await moves(g, w, "e1", "e0", priority=5)
 
     @scenario(f"a decode moves ({by})", streams=(True,))
@@ -655,7 +671,7 @@ async def _(g: Golden) -> None:
 
 @contextlib.asynccontextmanager
 async def in_second_leg(g: Golden, engine: str) -> AsyncIterator[None]:
-    """The engine keeps its second leg's answer until the end of this."""
+    """Delays the engine's answer to its second request until the end of the context."""
     over = asyncio.Event()
 
     async def behave(it: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -731,7 +747,7 @@ async def _(g: Golden) -> None:
         assert [each["engine"] for each in g.sent] == ["e0", "e1"]
 
 
-# A prompt's front fetched from another engine.
+# Prefix fetch.
 
 PULLS: dict[str, Any] = {
     "prefix_fetch": {"seconds_per_token": 0.0, "fixed_seconds": 0.0, "min_tokens": BLOCK_TOKENS},
@@ -740,7 +756,7 @@ PULLS: dict[str, Any] = {
 
 
 async def pulls(g: Golden, w: World, **outcomes: int) -> None:
-    """Has one engine compute the prompt, and asks another."""
+    """Lets one engine compute the prompt, then sends the request to another."""
     first = await g.ask(w)
     g.forget()
     receipt = await g.ask(w)
@@ -785,7 +801,7 @@ async def _(g: Golden) -> None:
         assert handovers(w) == {}
 
 
-# What the router adds to any request.
+# Fields that the router adds to any request.
 
 
 @scenario("priority in a header")
@@ -839,7 +855,7 @@ async def _(g: Golden) -> None:
         await g.ask(w)
 
 
-# -- the file ------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 CASES = [
     pytest.param(name, path, stream, id=f"{name}: {kind}{', streamed' if stream else ''}")
@@ -847,7 +863,7 @@ CASES = [
     for path, kind in ((CHAT, "chat"), (COMPLETIONS, "completion"))
     for stream in streams
 ]
-EXPANDED = {"body"}  # of a request, what has a line for each of its fields
+EXPANDED = {"body"}  # parts of a request with one line for each field
 
 
 def line_of(name: str, value: Any) -> str:
@@ -855,7 +871,7 @@ def line_of(name: str, value: Any) -> str:
 
 
 def shown(request: dict[str, Any]) -> list[str]:
-    """The lines of a request's JSON. Each field of its body has one."""
+    """Returns the lines of a request's JSON, with one line for each field of its body."""
     parts = []
     for name, value in request.items():
         if name in EXPANDED:
@@ -868,12 +884,12 @@ def shown(request: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def stored() -> dict[str, list[dict[str, Any]]]:
-    """What the file has, by case."""
+    """Returns the content of the file, by case."""
     return dict(json.loads(FILE.read_text())) if FILE.exists() else {}
 
 
 def store(cases: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes the file, cases by name, one line for each request."""
+    """Writes the file: cases by name, one line for each request."""
     texts = []
     for case in sorted(cases):
         requests = ",\n".join(
@@ -885,7 +901,7 @@ def store(cases: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def difference(case: str, expected: list[dict[str, Any]], sent: list[dict[str, Any]]) -> str:
-    """What engines were sent otherwise, request for request."""
+    """Describes the differences between the requests to engines, request by request."""
     lines = [f"{case}: engines are sent something else (GOLDEN=write takes it as it is)"]
     if len(expected) != len(sent):
         lines.append(f"{len(expected)} requests expected, {len(sent)} sent")

@@ -1,4 +1,4 @@
-"""One answer of several legs: what they are sent, and what the client gets of what they say."""
+"""One answer from several segments: their requests, and the client's answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answer(path: str, ids: list[int], text: str, finish: str = "length", **more:
 
 
 def sent(leg: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Path and body of a leg, as its engine reads them."""
+    """Returns path and body of a segment, as its engine reads them."""
     return leg[0], orjson.loads(dumps(leg[1]))
 
 
@@ -109,7 +109,7 @@ def test_a_chat_goes_on_as_a_completion() -> None:
     }
     told = answer(CHAT, IDS[:3], text_of(IDS[:3])) | {"prompt_token_ids": [7, 8, 9, 10]}
     one.take(told, 3)
-    # The engine's own tokens of the prompt are what counts.
+    # The engine's own tokens of the prompt replace the router's.
     path, leg = sent(one.last())
     assert (path, leg["prompt"]) == (COMPLETIONS, [7, 8, 9, 10, *IDS[:2]])
     assert leg == {
@@ -143,14 +143,15 @@ def test_every_seam(path: str) -> None:
             said += events(one.chunk(one.more(choice)))
         choices = [chunk["choices"][0] for chunk in said]
         deltas = [choice.get("delta", choice) for choice in choices]
-        # What ends an answer with finish_reason stop is not said.
+        # The token that stops the answer has no text.
         assert "".join(d.get("content", d.get("text")) for d in deltas) == ENCODER.decode(IDS[:-1])
         assert [t for choice in choices for t in choice.get("token_ids", [])] == IDS
         assert [choice["finish_reason"] for choice in choices][-1] == "stop"
         assert one.closing() == b"data: [DONE]\n\n"
 
 
-# The second has tokens that are no text by themselves: their texts' lengths are not the text's.
+# The second text has tokens that are no text on their own: their lengths do not add up to its
+# length.
 @pytest.mark.parametrize("text", [" a quiet river", " a 🙂🙂 river"])
 def test_log_probabilities_are_joined(text: str) -> None:
     def logprobs(ids: list[int]) -> dict[str, Any]:
@@ -178,10 +179,10 @@ def test_log_probabilities_are_joined(text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "told", "why", "failed"),
     [
-        (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "x"), "not that of its tokens", False),
+        (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "x"), "differs from the text of its tokens", False),
         (COMPLETIONS, answer(COMPLETIONS, IDS[:3], "", finish="abort"), "finish_reason abort", True),
         (COMPLETIONS, answer(COMPLETIONS, [], "", token_ids=None), "return_token_ids", False),
-        (COMPLETIONS, {"choices": []}, "not one choice", False),
+        (COMPLETIONS, {"choices": []}, "exactly one choice", False),
         (
             CHAT,
             answer(CHAT, [], "", message={"content": None, "tool_calls": [1]}),

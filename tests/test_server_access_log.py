@@ -1,4 +1,4 @@
-"""The access log: a line for each request, with what an operator needs to find it again."""
+"""The access log: one line per request, with the fields that identify it."""
 
 import asyncio
 import signal
@@ -29,7 +29,7 @@ def lines(logs: list[structlog.typing.EventDict]) -> list[structlog.typing.Event
 
 
 async def test_the_line_of_a_plain_answer_has_its_tokens(logs: list[structlog.typing.EventDict]) -> None:
-    """UX, access log: `output_tokens: 0` for answers that are not streamed, although they had tokens."""
+    """UX, access log: answers without streaming had `output_tokens: 0` despite their tokens."""
     async with world(1, **LOG) as it:
         _, headers, _ = await it.post(headers={"x-request-id": "mine"})
         await it.settled()
@@ -38,7 +38,7 @@ async def test_the_line_of_a_plain_answer_has_its_tokens(logs: list[structlog.ty
         assert (line["request_id"], line["decision"]) == ("mine", headers["x-lmetric-decision"])
         assert (line["instance"], line["status"], line["model"]) == ("e0", 200, "tiny")
         assert (line["path"], line["tenant"], line["note"]) == ("/v1/completions", None, None)
-        # A plain answer comes whole: nobody knows when its first token was there.
+        # A plain answer comes at once, so the time of its first token is unknown.
         assert line["ttft_seconds"] is None
         assert 0 < line["duration_seconds"] < 60
 
@@ -46,7 +46,7 @@ async def test_the_line_of_a_plain_answer_has_its_tokens(logs: list[structlog.ty
 async def test_the_line_of_a_stream_has_its_ttft(
     logs: list[structlog.typing.EventDict], tmp_path: Path
 ) -> None:
-    """UX, access log: no request id, decision, instance, TTFT or client."""
+    """UX, access log: request id, decision, instance, TTFT and client were missing."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("secret: team")
     async with world([FakeEngine(pace=0.01)], auth={"keys_file": keys}, **LOG) as it:
@@ -63,7 +63,10 @@ async def test_the_line_of_a_stream_has_its_ttft(
 async def test_lines_of_requests_that_were_refused_failed_or_left(
     logs: list[structlog.typing.EventDict],
 ) -> None:
-    """UX, access log: requests that never reached an engine have a line, too, and the others name theirs."""
+    """UX, access log: requests that reached no engine have a line, too.
+
+    Other lines name the engine.
+    """
     hanging = says(STREAM_HEAD, chunk(token("a")), then="hang")
     async with world([FakeEngine(behave=hanging)], **LOG) as it:
         await it.post(b"{")
@@ -84,7 +87,7 @@ async def test_lines_of_requests_that_were_refused_failed_or_left(
 
 
 async def test_access_lines_of_the_process_are_json() -> None:
-    """UX, access log: the fields as a log shipper gets them, under the loop that production has."""
+    """UX, access log: the fields as a log shipper gets them, with the event loop of production."""
     flags = ("--set", "log.access=true")
     async with engine() as fake, router("--engine", fake.url, *flags) as r, aiohttp.ClientSession() as client:
         await r.listening()
@@ -100,7 +103,7 @@ async def test_access_lines_of_the_process_are_json() -> None:
 
 
 async def test_a_client_that_leaves_before_its_answer_is_named() -> None:
-    """UX, access log: the address of a client is known although its connection is gone."""
+    """UX, access log: a client's address is logged although its connection is closed."""
     flags = ("--set", "log.access=true")
     body = orjson.dumps(BODY)
     async with engine(behave=says(then="hang")) as fake, router("--engine", fake.url, *flags) as r:

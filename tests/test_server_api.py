@@ -1,4 +1,4 @@
-"""The API's edges: bad requests, unknown models and paths, limits, keys, the router's own pages."""
+"""Edge cases of the API: bad requests, unknown models and paths, limits, keys, own pages."""
 
 import asyncio
 import json
@@ -100,7 +100,7 @@ def test_what_the_engine_judges_passes() -> None:
         COMPLETIONS, orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7})
     )
     assert (call.text, call.more_bytes, call.session, call.max_tokens) == (b"a", 2, None, 7)
-    # A limit that another one replaces.
+    # A limit that another limit replaces.
     limits = {"max_output_tokens": [], "max_tokens": "x", "max_completion_tokens": 5}
     assert parse("/v1/responses", orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
 

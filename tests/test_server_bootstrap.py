@@ -1,4 +1,4 @@
-"""Requests in two legs through the server, by SGLang's bootstrap as its stand-in speaks it."""
+"""Requests in two segments through the server, with SGLang's bootstrap protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ONE_AND_TWO = [sglang("prefill"), sglang("decode"), sglang("decode")]
 
 
 def waiting(w: Pd, name: str = "p0") -> int:
-    """Requests whose halves wait for each other."""
+    """Requests with a segment that waits for another segment."""
     rooms: Any = w.engines[name]._api._rooms  # type: ignore[union-attr]
     return int(rooms.waiting)
 
@@ -62,7 +62,7 @@ async def test_a_decode_engine_that_fails_leaves_no_prefill_hanging() -> None:
             status, headers, said = await w.post()
             assert (status, headers["x-lmetric-instance"], said["choices"][0]["text"]) == (200, "d1", alone)
         await w.until(lambda: w.busy("p0") + waiting(w) == 0)
-        # And one that is gone.
+        # And an engine that is gone.
         await w.kill("d0")
         for _ in range(3):
             assert await w.text() == alone
@@ -84,7 +84,7 @@ async def test_a_prefill_engine_that_fails() -> None:
         await w.kill("p1")
         status, _, said = await w.post()
         assert status in (502, 503)
-        # Halves of requests are all that is left here.
+        # Only engines for single segments are left.
         await w.kill("p0")
         await w.post()
         status, _, said = await w.post()

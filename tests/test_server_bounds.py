@@ -1,4 +1,4 @@
-"""What one client can cost the router: time of the event loop, memory, connections, and lines in its log."""
+"""Limits on the cost of one client: time of the event loop, memory, connections, and log lines."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ CHAT = "/v1/chat/completions"
 
 @contextlib.contextmanager
 def logged(as_json: bool) -> Iterator[io.StringIO]:
-    """What the server logs, exactly as `serve` sets its logs up."""
+    """Collects the server's log, set up as in `serve`."""
     before = structlog.get_config()
     stream = io.StringIO()
     configure_logging(Log(level="debug", json_lines=as_json), stream)
@@ -44,7 +44,7 @@ def logged(as_json: bool) -> Iterator[io.StringIO]:
 
 
 def deep(levels: int) -> bytes:
-    """Lists inside each other."""
+    """Returns nested lists."""
     return b"[" * levels + b"]" * levels
 
 
@@ -58,7 +58,10 @@ def deep(levels: int) -> bytes:
     ],
 )
 async def test_absurd_nesting_is_a_400(path: str, body: bytes) -> None:
-    """Reliability C1 a: a body nested 900 levels deep is refused; one of 190 levels is served."""
+    """Reliability C1 a: a body nested 900 levels deep is refused.
+
+    A body of 190 levels is served.
+    """
     with logged(as_json=False) as log:
         async with world(1) as w:
             status, _, got = await w.post(body % deep(900), path)
@@ -71,7 +74,7 @@ async def test_absurd_nesting_is_a_400(path: str, body: bytes) -> None:
 
 
 def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
-    """Reliability C1: bounds on depth, containers and values, counted outside of strings."""
+    """Reliability C1: limits on depth, containers and values, counted outside of strings."""
 
     def told(value: bytes) -> str:
         try:
@@ -111,7 +114,7 @@ async def test_tracebacks_name_places_and_no_values(as_json: bool, monkeypatch: 
 
 @pytest.mark.parametrize("as_json", [False, True])
 async def test_a_client_that_leaves_while_it_uploads_leaves_no_traceback(as_json: bool) -> None:
-    """Reliability C1 b: nothing is written to a connection that is closed; no key or prompt is logged."""
+    """Reliability C1 b: nothing is written to a closed connection. The log has no key or prompt."""
     with logged(as_json) as log:
         async with world(1) as w:
             for number, fields in enumerate(
@@ -135,7 +138,7 @@ async def test_a_client_that_leaves_while_it_uploads_leaves_no_traceback(as_json
 
 
 async def test_unknown_models_are_not_compared_at_any_length() -> None:
-    """Server 7.8: a long unknown name is neither compared with the known ones nor returned whole."""
+    """Server 7.8: a long unknown name is neither compared with known names nor returned whole."""
     async with world(1) as w:
         status, _, got = await w.post({"model": "t" * 1_000_000, "prompt": "a"})
         assert (status, got["error"]["code"]) == (404, "model_not_found")
@@ -156,7 +159,7 @@ async def test_unknown_models_are_not_compared_at_any_length() -> None:
 
 @contextlib.contextmanager
 def longest_callback() -> Iterator[Callable[[], float]]:
-    """CPU seconds of the longest callback of an asyncio loop so far."""
+    """Returns the CPU seconds of the longest asyncio callback so far."""
     longest = 0.0
     run = asyncio.Handle._run
 
@@ -175,7 +178,7 @@ def longest_callback() -> Iterator[Callable[[], float]]:
 
 
 def one_megabyte(item: bytes, form: bytes) -> bytes:
-    """A body of just under 1 MB that is full of `item`."""
+    """Returns a body of just under 1 MB, full of `item`."""
     return form % b",".join([item] * ((1_000_000 - len(form)) // (len(item) + 1)))
 
 
@@ -205,14 +208,15 @@ HOSTILE = {
 async def test_no_request_under_one_megabyte_holds_the_loop(
     kind: str, tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reliability C1, H3: no callback takes more than 50 ms of CPU time for a body of less than 1 MB.
+    """Reliability C1, H3: a body of less than 1 MB costs no callback more than 50 ms of CPU time.
 
-    One of six tries has to: the bound is on the work, and the machine may do other work meanwhile.
+    One of six tries must pass: the limit is on the work, and the machine may do other work
+    meanwhile.
     """
     settings: dict[str, Any] = {"tokenizer": str(write_folder(tmp_path, byte_level()))} if tokenizer else {}
     path, body = HOSTILE[kind]
     assert len(body) <= 1_000_000
-    loop = asyncio.SelectorEventLoop  # whose callbacks can be timed; uvloop's cannot
+    loop = asyncio.SelectorEventLoop  # its callbacks can be timed; uvloop's cannot
 
     async def tried() -> float:
         async with world(1, **settings) as w:
@@ -232,14 +236,14 @@ async def test_no_request_under_one_megabyte_holds_the_loop(
 
 
 async def test_the_lag_of_the_loop_is_measured() -> None:
-    """Reliability C1: /metrics shows how late the event loop runs."""
+    """Reliability C1: /metrics shows the delay of the event loop."""
     async with world(1) as w:
         lag = w.server.metrics.loop_lag
         await w.until(lambda: sum(lag.counts) >= 1)
         time.sleep(0.3)  # noqa: ASYNC251 - this is the lag
         before = lag.sum
         await w.until(lambda: lag.sum > before)
-        assert lag.sum > 0.19  # the sleep began at most one interval, 0.1 s, before the loop was due
+        assert lag.sum > 0.19  # the sleep began at most one interval (0.1 s) before the due time
         text = (await w.get("/metrics"))[1].decode()
         assert 'lmetric_event_loop_lag_seconds_bucket{le="0.25"}' in text
 
@@ -248,14 +252,14 @@ async def test_the_lag_of_the_loop_is_measured() -> None:
 
 
 def metric(text: bytes, name: str) -> float:
-    """A metric's value."""
+    """Returns a metric's value."""
     (line,) = (line for line in text.decode().splitlines() if line.startswith(f"{name} "))
     return float(line.rsplit(" ", 1)[1])
 
 
 @contextlib.asynccontextmanager
 async def uploads(w: World, number: int, size: int, declared: int) -> AsyncIterator[list[Client]]:
-    """Clients that sent `size` of `declared` bytes and stopped."""
+    """Starts clients that send `size` of `declared` bytes and then stop."""
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for _ in range(number):
@@ -267,7 +271,10 @@ async def uploads(w: World, number: int, size: int, declared: int) -> AsyncItera
 
 
 async def test_bodies_in_progress_are_bounded_together() -> None:
-    """Reliability H3: stalled uploads hold bounded memory; one more gets a 503, small ones go on."""
+    """Reliability H3: stalled uploads hold limited memory.
+
+    One more gets a 503; small ones continue.
+    """
     size = 300_000
     limits = {"max_body_bytes_total": 1_000_000, "max_body_bytes_per_client": 1_000_000}
     async with world(1, limits=limits) as w:
@@ -288,7 +295,7 @@ async def test_bodies_in_progress_are_bounded_together() -> None:
 
 
 async def test_bodies_in_progress_are_bounded_per_client() -> None:
-    """Reliability H3: what one client address holds leaves room for others."""
+    """Reliability H3: the limit per client address leaves room for others."""
     limits = {"max_body_bytes_total": 10_000_000, "max_body_bytes_per_client": 500_000}
     async with world(1, limits=limits) as w:
         async with uploads(w, 1, 400_000, 800_000):
@@ -299,7 +306,7 @@ async def test_bodies_in_progress_are_bounded_per_client() -> None:
 
 
 async def test_a_large_body_counts_until_its_engine_answers() -> None:
-    """Reliability H3: a body that waits for its engine counts; one that is answered does not."""
+    """Reliability H3: a body counts until its engine answers."""
     limits = {"max_body_bytes_total": 500_000, "max_body_bytes_per_client": 500_000}
     async with world([FakeEngine(behave=hang)], limits=limits) as w:
         large = {"prompt": "x" * 300_000}
@@ -314,7 +321,7 @@ async def test_a_large_body_counts_until_its_engine_answers() -> None:
 
 
 async def test_chunked_bodies_count_too() -> None:
-    """Reliability H3: bodies without a length, and what a compressed body becomes, are bounded alike."""
+    """Reliability H3: the limits also hold without a length, and for decompressed bodies."""
     import gzip
 
     limits = {"max_body_bytes_total": 200_000, "max_body_bytes_per_client": 200_000}
@@ -332,7 +339,10 @@ async def test_chunked_bodies_count_too() -> None:
 
 
 async def test_the_key_is_checked_before_the_body(tmp_path: Path) -> None:
-    """Reliability H3, C2: without a key nothing of a body is kept; the client can still read its 401."""
+    """Reliability H3, C2: without a key no byte of a body is kept.
+
+    The client can still read its 401.
+    """
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"{KEY}: alice\n")
     async with world(1, auth={"keys_file": str(keys)}) as w:
@@ -348,7 +358,10 @@ async def test_the_key_is_checked_before_the_body(tmp_path: Path) -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    """Reliability H3: one connection too many gets a 503; the others go on, and their end makes room."""
+    """Reliability H3: a connection beyond the limit gets a 503.
+
+    Others continue, and their end makes room.
+    """
     async with world(1, limits={"max_connections": 3}) as w:
         async with client(w) as first, client(w), client(w):
             await w.until(lambda: w.server.front.clients.connections == 3)
@@ -369,7 +382,7 @@ async def test_connections_are_bounded() -> None:
 
 
 async def test_connections_are_bounded_per_client() -> None:
-    """Reliability H3: connections of one address are bounded by themselves."""
+    """Reliability H3: connections of one address have their own limit."""
     async with world(1, limits={"max_connections_per_client": 1}) as w, client(w) as first:
         await first.send(post())
         assert (await first.answer())[0] == 200
@@ -385,7 +398,7 @@ async def test_connections_are_bounded_per_client() -> None:
 
 
 async def test_idle_connections_leave_descriptors_for_the_engines() -> None:
-    """Reliability M1: more idle clients than the process may open files get a 503, engines stay healthy."""
+    """Reliability M1: idle clients beyond the descriptor limit get a 503; engines stay healthy."""
     limit = 100
     preset = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
     async with engine() as fake, router("--engine", fake.url, preset=preset) as process:

@@ -1,4 +1,4 @@
-"""Clients' connections: the short way, aiohttp's way, and the change from one to the other."""
+"""Clients' connections: the fast path, the path through aiohttp, and the change between them."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from server_world import (
 )
 
 BODY = b'{"prompt":"hello"}'
-READ_BYTES = 256 * 1024  # that the loops read at once
+READ_BYTES = 256 * 1024  # bytes that the loops read at once
 
 
 def post(body: bytes = BODY, path: str = "/v1/completions", fields: str = "") -> bytes:
@@ -39,27 +39,29 @@ def post(body: bytes = BODY, path: str = "/v1/completions", fields: str = "") ->
 
 
 class Reader(asyncio.StreamReader):
-    """What came before a connection was reset can still be read: whoever writes to a server that has answered
-    and closed has it reset."""
+    """A reader that keeps bytes received before a reset.
+
+    A client that writes to a server after its answer and close gets a reset.
+    """
 
     def set_exception(self, exc: Exception) -> None:
         self.feed_eof()
 
 
 class Client:
-    """A connection by hand."""
+    """A connection with hand-written bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def send(self, *pieces: bytes, pause: float = 0.002) -> None:
-        """Sends each piece in a packet of its own."""
+        """Sends each piece in its own packet."""
         for piece in pieces:
             self.writer.write(piece)
             await asyncio.sleep(pause)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, fields and body of the next answer, which has a length."""
+        """Returns status, fields and body of the next answer, which has a length."""
         async with asyncio.timeout(5):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             first, *lines = head.strip().split("\r\n")
@@ -70,7 +72,7 @@ class Client:
             return int(first.split()[1]), fields, body
 
     async def closed(self) -> bytes:
-        """What comes until the server closes."""
+        """Returns all bytes until the server closes."""
         async with asyncio.timeout(5):
             return await self.reader.read()
 
@@ -89,12 +91,12 @@ async def client(w: World) -> AsyncIterator[Client]:
 
 
 def unchecked(w: World) -> None:
-    """No check comes between two pieces of a request: it would hand the request over to aiohttp."""
+    """Turns off the periodic check, which would give an incomplete request to aiohttp."""
     w.server.front.check = lambda now: None
 
 
 def through_aiohttp(w: World) -> int:
-    """Requests that went through aiohttp."""
+    """Counts requests that went through aiohttp."""
     return w.server.front.requests_count
 
 
@@ -298,7 +300,7 @@ POST = "POST /v1/completions HTTP/1.1"
 async def test_requests_that_break_http_are_refused_whoever_reads_them(
     bytes_: bytes, expected: int, says_so: str
 ) -> None:
-    """Reliability L: host, targets, versions, transfer-encoding and content-encoding, by either parser."""
+    """Reliability L: host, target, version, transfer-encoding, content-encoding; both parsers."""
     async with world(1) as w, client(w) as c:
         await c.send(bytes_)
         status, fields, got = await c.answer()
@@ -362,7 +364,7 @@ async def test_connection_names_no_field_that_is_for_the_engine_or_the_client() 
 
 
 async def test_a_client_that_closes_its_half_has_left() -> None:
-    """Reliability L: half-close looks like leaving, so the engine stops (docs/engines.md)."""
+    """Reliability L: a half-closed connection counts as closed (docs/engines.md)."""
     async with world([FakeEngine(behave=hang)]) as w, client(w) as c:
         await c.send(post())
         await w.engines[0].asked(1)
@@ -381,7 +383,7 @@ async def test_a_client_that_closes_its_half_has_left() -> None:
     ],
 )
 async def test_an_engines_answer_passes_whatever_it_is(status: int, kind: bytes, extra: bytes) -> None:
-    """Reliability L: redirects, cookies, CORS fields and pages pass, as docs/engines.md says."""
+    """Reliability L: redirects, cookies, CORS fields and pages pass (docs/engines.md)."""
     body = b"<p>hello</p>"
     sent = HEAD % (status, kind) + extra + b"content-length: %d\r\n\r\n" % len(body) + body
     async with world([FakeEngine(behave=says(sent, then="keep"))]) as w, client(w) as c:
@@ -396,7 +398,7 @@ async def test_an_engines_answer_passes_whatever_it_is(status: int, kind: bytes,
 async def test_a_chunk_that_turns_out_broken_ends_its_request_at_once(
     first: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the request waits for the answer to the one before it."""
+    """Also if the request waits for the answer to the previous request."""
     for path, status in ((b"/v1/completions", 400), (b"/nowhere", 404)):
         async with world([FakeEngine(pace=0.05)]) as w, client(w) as c:
             await c.send(first, ENCODED.replace(b"/v1/completions", path), chunk(BODY), b"zz\r\n", pause=0.01)
@@ -461,7 +463,7 @@ async def test_what_is_pipelined_is_bounded_and_all_answered() -> None:
             await w.engines[0].asked(1)
             await asyncio.sleep(0.3)
             (connection,) = w.server.front.connections
-            # What is held when reading stops, and what was read at once before.
+            # The bytes held when reading stops, and those read at once before.
             assert 0 < connection._size < HOLD_BYTES + READ_BYTES
             gate.set()
             for number in range(count):
@@ -505,7 +507,7 @@ async def test_a_slow_request_becomes_aiohttps_and_the_next_one_is_not() -> None
 
 
 async def test_a_large_body_comes_whole_where_aiohttps_reader_fills_up_in_between() -> None:
-    """aiohttp's parser then keeps the body's end to itself, and goes on when its reader has room."""
+    """aiohttp's parser keeps the end of the body, and continues when its reader has room."""
     body = orjson.dumps({"prompt": "x" * 3 * READ_BYTES})
     unusual, plain = post(body, fields="expect: 100-continue\r\n"), post(body)
     async with world(1, timeouts={"body": 1.0}) as w, client(w) as c:
@@ -513,7 +515,8 @@ async def test_a_large_body_comes_whole_where_aiohttps_reader_fills_up_in_betwee
         unchecked(w)
         await w.until(lambda: front.connections)
         (connection,) = front.connections
-        # In one iteration of the loop, as when much has come meanwhile: aiohttp's task reads none in between.
+        # Within one iteration of the loop, as after a burst: aiohttp's task reads nothing in
+        # between.
         for pieces in ([unusual], [plain[:READ_BYTES], plain[READ_BYTES:]], [unusual[:-1], unusual[-1:]]):
             asked = through_aiohttp(w)
             for number, piece in enumerate(pieces):
@@ -529,7 +532,7 @@ async def test_a_large_body_comes_whole_where_aiohttps_reader_fills_up_in_betwee
 
 
 async def test_a_large_body_that_nobody_asked_for_is_skipped() -> None:
-    """As above, behind the answer and before the next request."""
+    """The body comes after the answer and before the next request."""
     refused = post(b"x" * 3 * READ_BYTES, "/nowhere")
     async with world(1) as w, client(w) as c:
         unchecked(w)
@@ -540,7 +543,7 @@ async def test_a_large_body_that_nobody_asked_for_is_skipped() -> None:
             assert (await c.answer())[0] == 404
             await c.send(post())
             assert (await c.answer())[0] == 200
-        await asyncio.sleep(1.2)  # aiohttp waits for a body's rest for a second
+        await asyncio.sleep(1.2)  # aiohttp waits one second for the rest of a body
         assert w.server.front.connections
         assert through_aiohttp(w) == 3
 
@@ -642,7 +645,7 @@ async def test_a_fault_of_the_router_is_a_500_and_leaves_nothing(
         status, _, got = await c.answer()
         assert (status, orjson.loads(got)["error"]["message"]) == (
             500,
-            "the router failed; its log says why",
+            "internal error of the router; see its log for the reason",
         )
         await w.settled()
         assert w.in_flight() == 0

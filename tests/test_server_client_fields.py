@@ -1,4 +1,4 @@
-"""Fields of a client's request that the router has to replace, drop or add to."""
+"""Fields of a client's request that the router must replace, drop or add to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ def only(fake: FakeEngine) -> Request:
 
 
 async def test_an_engines_own_key_replaces_the_clients() -> None:
-    """Reliability M5, Server 7.10 a: engines once got two authorization fields, one the client's."""
+    """Reliability M5, Server 7.10 a: engines once got the client's authorization field, too."""
     raw: list[bytes] = []
     fake = FakeEngine()
     async with world([fake]) as it:
@@ -37,7 +37,7 @@ async def test_an_engines_own_key_replaces_the_clients() -> None:
 
 
 def keep_heads(it: World, raw: list[bytes]) -> None:
-    """Notes the heads that engines are sent, byte for byte."""
+    """Records the heads that engines receive, byte for byte."""
     upstream = it.server.fleet.pools[0].engines["e0"].upstream
     connection = upstream.take()
     if connection is not None:
@@ -64,7 +64,7 @@ def keep_heads(it: World, raw: list[bytes]) -> None:
 
 @pytest.mark.parametrize("order", ["uniboost", "vtc"])
 async def test_a_priority_cannot_be_forged(order: str) -> None:
-    """Reliability M4: an escaped field name once passed beside the router's, and engines read the last."""
+    """Reliability M4: engines read the last of equal fields, once a client's, escaped."""
     async with world(1, priority=order) as it:
         engine = it.server.fleet.pools[0].engines["e0"]
         engine.capabilities = replace(engine.capabilities, priority=Priority("higher_first", None))
@@ -78,8 +78,10 @@ async def test_a_priority_cannot_be_forged(order: str) -> None:
 
 @pytest.mark.parametrize("keys", [False, True])
 async def test_with_api_keys_clients_give_no_priorities(keys: bool, tmp_path: Path) -> None:
-    """Reliability M4: where requests are not ordered, a client's own priority goes on, unless there are API
-    keys: tenants must not put themselves first."""
+    """Reliability M4: with API keys, tenants cannot set priorities.
+
+    Without keys and priorities of the router, a client's own priority passes.
+    """
     config: dict[str, Any] = {}
     headers = dict(HEADER)
     if keys:
@@ -98,7 +100,7 @@ async def test_with_api_keys_clients_give_no_priorities(keys: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("body", [b"{}", b" { } ", b"{\n\t}"])
 async def test_an_empty_body_stays_json_with_a_priority(body: bytes) -> None:
-    """Server 7.10 b: a field put into an empty object once left a comma behind it."""
+    """Server 7.10 b: adding a field to an empty object once left a comma."""
     assert with_fields(b'{"a":1}', {"b": 2}) == b'{"b":2,"a":1}'
     async with world(1, priority="uniboost", paths=["/own"]) as it:
         engine = it.server.fleet.pools[0].engines["e0"]

@@ -1,4 +1,4 @@
-"""One schema, four sources, and errors that name the place."""
+"""The configuration: one schema, four sources, and errors that name the position."""
 
 import re
 from pathlib import Path
@@ -159,7 +159,7 @@ def test_pool_settings_fall_back_to_the_top_level(tmp_path: Path) -> None:
     [
         ("", "no keys in it"),
         ("sk-secret: 3", "entry 1: expected a key and a tenant"),
-        ("sha256:abc: t", "entry 1: sha256: takes 64"),
+        ("sha256:abc: t", "entry 1: expected 64 hexadecimal digits after sha256:"),
         ("[1]", "expected a mapping"),
     ],
 )
@@ -221,7 +221,7 @@ FORECASTS = ("given", "bins_2", "bins_4", "bins_6", "llm_native", "pia", "mu_ser
 def test_what_only_a_simulation_knows_is_refused(
     key: str, value: str, says: str, place: str, tmp_path: Path
 ) -> None:
-    """Fidelity gap 5: the server refuses what it cannot do, and the simulator keeps it."""
+    """Fidelity gap 5: the server refuses simulator settings that it does not support."""
     with pytest.raises(ConfigError, match=f"{re.escape('models[0].') if place else ''}{says}") as caught:
         load(f"{place}{key}: {value}{'}]' if place else ''}", tmp_path)
     assert f"router.yaml: {'models[0].' if place else ''}{key}" in str(caught.value)
@@ -230,7 +230,7 @@ def test_what_only_a_simulation_knows_is_refused(
 
 
 def test_the_simulator_keeps_what_only_it_knows() -> None:
-    """Fidelity gap 5: simulated forecasts and three parts stay there."""
+    """Fidelity gap 5: the simulator keeps simulated forecasts and plans of three segments."""
     for forecast in ("curve", *FORECASTS):
         Router().configure(rebalance=Star(forecast=forecast))
     Router().configure(rebalance=Star(forecast="given"))

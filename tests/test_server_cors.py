@@ -1,4 +1,4 @@
-"""Cross-origin requests: which web pages may call the API from a browser."""
+"""Cross-origin requests: the web pages that may call the API from a browser."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ ASKS = {
 
 
 async def test_preflights_of_listed_origins_are_answered() -> None:
-    """UX, section 3, CORS: OPTIONS was answered with 405, and browser apps that talk to vLLM broke."""
+    """UX, section 3, CORS: OPTIONS got a 405, which broke browser apps for vLLM."""
     async with world(1, cors={"origins": [PAGE]}) as it:
         for path, method in (
             ("/v1/chat/completions", "POST"),
@@ -51,7 +51,7 @@ async def test_preflights_of_listed_origins_are_answered() -> None:
             assert headers["access-control-allow-headers"] == "authorization,content-type"
             assert int(headers["access-control-max-age"]) > 0
             assert headers["vary"] == "Origin"
-        # The router's own pages are no business of web pages, nor are other origins'.
+        # Web pages may not use the router's own pages, nor may other origins use the API.
         for path in ("/metrics", "/debug/engines", "/admin/engines", "/v1/nothing"):
             status, headers = await options(it, path, origin=PAGE, **ASKS)
             assert status >= 400
@@ -60,7 +60,7 @@ async def test_preflights_of_listed_origins_are_answered() -> None:
             status, headers = await options(it, "/v1/completions", origin=origin, **ASKS)
             assert (status, headers["allow"]) == (405, "POST")
             assert "access-control-allow-origin" not in headers
-        # What is no preflight stays what it was.
+        # Requests that are not preflights are unchanged.
         assert (await options(it, "/v1/completions", origin=PAGE))[0] == 405
         assert (await options(it, "/v1/completions"))[0] == 405
         status, headers = await options(
@@ -115,7 +115,7 @@ async def test_answers_name_the_listed_origin() -> None:
 
 
 async def test_other_origins_get_no_permission() -> None:
-    """UX, section 3, CORS: what an engine allows does not count where the router has a list."""
+    """UX, section 3, CORS: the router's list replaces engines' own CORS fields."""
     async with world([with_own_fields()], cors={"origins": [PAGE]}) as it:
         for headers in ({"origin": "https://evil.example"}, {"origin": ""}, {}):
             status, got, _ = await it.post(headers=headers)
@@ -126,7 +126,7 @@ async def test_other_origins_get_no_permission() -> None:
 
 
 async def test_every_origin_if_that_is_written() -> None:
-    """UX, section 3, CORS: `*` has to be written out."""
+    """UX, section 3, CORS: `*` must be written explicitly."""
     async with world(1, cors={"origins": ["*"]}) as it:
         assert (await options(it, "/v1/completions", origin=PAGE, **ASKS))[1][
             "access-control-allow-origin"
@@ -136,7 +136,7 @@ async def test_every_origin_if_that_is_written() -> None:
 
 
 async def test_cors_is_off_by_default() -> None:
-    """UX, section 3, CORS: off, nothing changes: engines' fields pass, preflights get 405."""
+    """UX, section 3, CORS: without the setting, engines' fields pass, and preflights get 405."""
     async with world([with_own_fields()]) as it:
         _, headers, _ = await it.post(headers={"origin": PAGE})
         assert headers["access-control-allow-origin"] == "*"
@@ -146,7 +146,7 @@ async def test_cors_is_off_by_default() -> None:
 
 
 async def test_a_request_that_aiohttp_reads_is_allowed_alike() -> None:
-    """UX, section 3, CORS: bodies in chunks go another way through the router."""
+    """UX, section 3, CORS: chunked bodies take another path through the router."""
 
     async def parts() -> Any:
         yield orjson.dumps({"model": "tiny", "prompt": "x"})
@@ -161,6 +161,6 @@ async def test_a_request_that_aiohttp_reads_is_allowed_alike() -> None:
 
 @pytest.mark.parametrize("origin", ["chat.example.com", "https://a/", "https://a/path", "https://u@a", ""])
 def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
-    """UX, section 3, CORS: what no browser ever sends as an origin is refused at once."""
+    """UX, section 3, CORS: values that browsers never send as an origin are refused at start."""
     with pytest.raises(ValidationError, match="an origin looks like https://host"):
         ServerConfig.model_validate({"cors": {"origins": [origin]}})

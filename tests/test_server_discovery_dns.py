@@ -1,4 +1,4 @@
-"""Engines behind a DNS name, asked of a DNS server on the loopback."""
+"""Engines behind a DNS name, with a DNS server on loopback."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engines from a watched file: every way of writing it, what is wrong with it, engines that come and go."""
+"""Engines from a watched file: ways of writing it, its faults, and service discovery."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ def source(file: Path, **more: object) -> WatchedFile:
 
 
 def replace(file: Path, text: str) -> None:
-    """As a careful writer does: beside it, then renamed over it."""
+    """Writes like a careful program: to another file, then a rename over the old file."""
     beside = file.with_name("beside")
     beside.write_text(text)
     beside.rename(file)
@@ -141,7 +141,7 @@ async def test_the_fleet_follows_and_a_broken_file_changes_nothing(tmp_path: Pat
                 state = orjson.loads((await it.get("/debug/discovery"))[1])
                 assert "engines.yaml:" in state[0]["problem"]
                 assert state[0]["engines"] == 2
-            file.write_text(listing(a, b))  # as it was: nothing new, but nothing wrong any more
+            file.write_text(listing(a, b))  # the old content: no news, but no problem any more
             await it.until(lambda: [entry["event"] for entry in logs].count("discovery works again") == 2)
             file.write_text(whole)
             await it.until(lambda: names(it) == {"f1", "f2"})
@@ -181,7 +181,7 @@ async def test_a_folder_that_is_missing_is_waited_for(tmp_path: Path) -> None:
 
 
 class Gate:
-    """A behaviour that answers when it is told to."""
+    """A behavior that answers when a test allows it."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Engines in pods, against an API server over real HTTP that lists, watches, forgets and refuses."""
+"""Engines in pods, with an API server over real HTTP that lists, watches, forgets and refuses."""
 
 import asyncio
 import shutil

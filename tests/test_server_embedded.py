@@ -71,11 +71,12 @@ async def test_embedded_engines_are_exact_and_every_hit_is_as_predicted() -> Non
                 assert chat.usage is not None
                 assert chat.usage.prompt_tokens_details is not None
                 cached = chat.usage.prompt_tokens_details.cached_tokens
-                # Known to the block, the answer's own tokens among them, which no guess by what was sent has.
+                # Known to the block, with the answer's own tokens, which no estimate from sent
+                # requests has.
                 assert receipt["prompt_tokens"] == chat.usage.prompt_tokens
                 assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"] == cached
                 assert (cached or 0) >= 16 * ((chat.usage.prompt_tokens - 200) // 16) or turn == 0
-                await asyncio.sleep(0.1)  # events come a few milliseconds behind the answer
+                await asyncio.sleep(0.1)  # events come a few milliseconds after the answer
         r.process.terminate()
         assert await r.ended() == 0
 
@@ -120,7 +121,10 @@ async def test_embedded_engines_that_make_no_sense(wrong: str) -> None:
 async def streamed(
     counter: str, prompts: list[str], *flags: str, max_tokens: int = 60, session: str = "one"
 ) -> tuple[list[tuple[str, str]], list[Any], float]:
-    """Chats at once before four engines: texts with their ends, receipts, and a counter of /metrics."""
+    """Sends concurrent chats to four engines.
+
+    Returns ends, decision records, and a counter of /metrics.
+    """
     async with router("--embedded", "4", "--profile", DEFAULT_PROFILE, *flags) as r:
         await r.listening()
         async with openai.AsyncOpenAI(base_url=r.url + "/v1", api_key="none", max_retries=0) as client:
@@ -169,7 +173,7 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     counter = "lmetric_split_requests_total"
     whole, _, counted = await streamed(counter, prompts)
     assert counted == 0
-    # In a burst this short nobody gains much.
+    # In such a short burst, gains are small.
     gains = ["--experimental", "--split", "apart", "--set", "split.min_gain_seconds"]
     flags = ["--policy", "planner", *gains[:4], f"{gains[4]}=0"]
     planned, receipts, counted = await streamed(counter, prompts, *flags)

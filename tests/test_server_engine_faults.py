@@ -1,4 +1,4 @@
-"""Engines that cannot be reached, are slow, lie, or say too much: what of it the router believes."""
+"""Unreachable and slow engines, wrong reports, too long answers, and the router's reaction."""
 
 import asyncio
 import shutil
@@ -38,13 +38,13 @@ def engine_of(it: World, name: str = "e0") -> Any:
 
 
 def hits(it: World, name: str) -> int:
-    """Tokens of the long prompt that an engine is known to have."""
+    """Returns the tokens of the long prompt that the index has for an engine."""
     router = it.server.fleet.pools[0].router
     return int(dict(zip(router.instances(), router.cached_tokens(lm.Request(text=LONG)), strict=True))[name])
 
 
 async def moved_to(it: World, address: str) -> tuple[int, Any]:
-    """Sends the long prompt, then once more when its engine is at another address."""
+    """Sends the long prompt, then again after its engine has moved to another address."""
     body = {"model": "tiny", "prompt": LONG}
     assert (await it.post(body))[0] == 200
     engine = engine_of(it)
@@ -59,7 +59,7 @@ async def moved_to(it: World, address: str) -> tuple[int, Any]:
 
 
 async def test_a_name_that_does_not_resolve_is_an_error_of_dns() -> None:
-    """Reliability M1, Server 7.1: once it counted as a refusal, which ends an engine and its cache."""
+    """Reliability M1, Server 7.1: as a refusal, it once dropped the engine and its cache."""
     async with world(1, policy="lmetric", health={"interval": 60}) as it:
         status, error = await moved_to(it, "http://no-such-host.invalid:8000")
         assert (status, error["code"]) == (502, "dns")
@@ -70,7 +70,7 @@ async def test_a_name_that_does_not_resolve_is_an_error_of_dns() -> None:
 
 
 async def test_an_engine_without_tls_is_an_error_of_tls() -> None:
-    """Reliability M1, Server 7.1: the engine stays, and nothing is forgotten."""
+    """Reliability M1, Server 7.1: the engine stays, and its cache stays known."""
 
     async def speaks_plainly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -93,7 +93,7 @@ async def test_an_engine_without_tls_is_an_error_of_tls() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 async def test_a_bad_certificate_is_named(tmp_path: Path) -> None:
-    """Reliability M1, Server 7.1: health checks name the certificate, too."""
+    """Reliability M1, Server 7.1: health checks also name the certificate."""
     context, _ = await self_signed(tmp_path)
     fake = FakeEngine()
     secure = await asyncio.start_server(fake._serve, "127.0.0.1", 0, ssl=context)
@@ -110,7 +110,7 @@ async def test_a_bad_certificate_is_named(tmp_path: Path) -> None:
 
 
 async def test_pings_do_not_keep_a_request_open_for_ever() -> None:
-    """Reliability M7: a stream that never ends is ended at its longest duration."""
+    """Reliability M7: an endless stream ends at its longest duration."""
 
     async def goes_on(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
         writer.write(STREAM_HEAD)
@@ -133,7 +133,7 @@ async def test_pings_do_not_keep_a_request_open_for_ever() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_without_an_answer_ends_at_its_longest_duration(stream: bool) -> None:
-    """Reliability M7: whatever other limits allow, and however many engines are left."""
+    """Reliability M7: the longest duration holds despite other limits and further engines."""
     async with world([FakeEngine(behave=hang), FakeEngine(behave=hang)], timeouts={"request": 0.3}) as it:
         status, _, got = await it.post({"model": "tiny", "prompt": "x", "stream": stream})
         assert (status, got["error"]["code"]) == (504, "timeout")
@@ -154,7 +154,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
         assert ratio.tokens_of(100_000) == before
         metrics = (await it.get("/metrics"))[1].decode()
         assert 'lmetric_implausible_usage_total{model="tiny"} 7.0' in metrics
-        # Whatever a caller estimates, it is no error.
+        # No estimate of a caller causes an error.
         router = it.server.fleet.pools[0].router
         for far in (2**32 - 1, 2**32, 2**63):
             router.route(lm.Request(prompt_tokens=far, extra_tokens=far))[1].failed("cancelled")
@@ -162,7 +162,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_output_and_cached_tokens_that_cannot_be_are_dropped(stream: bool) -> None:
-    """Reliability M2: every count of `usage`, not the prompt's alone."""
+    """Reliability M2: holds for every count of `usage`, not only the prompt's."""
     lie = usage(prompt=50, output=10**12, cached=10**9)
     whole = {"id": "1", "choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "usage": lie}
     body = plain(200, whole)
@@ -183,7 +183,7 @@ async def test_output_and_cached_tokens_that_cannot_be_are_dropped(stream: bool)
 
 
 async def test_a_plain_request_that_is_answered_by_a_stream_goes_to_the_next_engine() -> None:
-    """Server 7.10 e: the second leg's stream was once an AttributeError."""
+    """Server 7.10 e: the second segment's stream once caused an AttributeError."""
     from test_server_split_faults import ASKED, STORY_TEXT, but, faulty, said_in, streamed_by
 
     async def streams(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -196,7 +196,7 @@ async def test_a_plain_request_that_is_answered_by_a_stream_goes_to_the_next_eng
 
 
 async def test_a_stream_that_is_answered_by_one_body_goes_to_the_next_engine() -> None:
-    """Server 7.10 e: the other way round, the end of a stream was once sent without any head."""
+    """Server 7.10 e: in the opposite case, the end of a stream was once sent without a head."""
     from test_server_split_faults import ASKED, STORY_TEXT, but, changed, faulty
 
     async with faulty(but(changed())) as w:
@@ -219,16 +219,16 @@ async def test_a_slow_engine_delays_the_polls_of_no_other() -> None:
 
     fakes = [Polled(metrics=b"vllm:num_requests_running 1.0\n") for _ in range(2)]
     async with world(fakes, health={"interval": 0.02, "timeout": 60}, load={"interval": 0.02}) as it:
-        await it.until(lambda: polls["/metrics"] > 3)  # behind the identification
+        await it.until(lambda: polls["/metrics"] > 3)  # after the identification
         stuck = True
         before = polls.copy()
         await it.until(lambda: all(polls[path] > before[path] + 5 for path in ("/health", "/metrics")))
-        # However slow an engine is, it is asked for one page of a kind at a time.
+        # However slow an engine is, it gets only one request of a kind at a time.
         assert len(it.engines[0]._writers) <= 3
 
 
 async def test_a_page_without_end_is_not_read_to_its_end() -> None:
-    """Reliability L: an engine with 15 MB of /metrics once cost 0.13 s of the router's time each second."""
+    """Reliability L: 15 MB of /metrics once cost 0.13 s of the router's time per second."""
     sent = 0
 
     class Talks(FakeEngine):
@@ -255,8 +255,11 @@ async def test_a_page_without_end_is_not_read_to_its_end() -> None:
 
 
 async def test_overlapping_role_switches_leave_an_engine_in_service() -> None:
-    """Server 7.6: the second switch once restored the drain of the first, for ever; and a drain that came
-    during a switch was undone."""
+    """Server 7.6: overlapping switches and drains restore only their own state.
+
+    The second switch once restored the drain of the first, forever. A drain during a switch was
+    undone.
+    """
     go = asyncio.Event()
 
     async def waits(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -288,7 +291,7 @@ async def test_overlapping_role_switches_leave_an_engine_in_service() -> None:
 
 
 def test_one_engines_rate_is_read_alone() -> None:
-    """Server 7.9: a pull or a move once derived every indicator of every engine to read one rate."""
+    """Server 7.9: fetches and moves once computed all indicators to read one rate."""
     router = _core.Router("lmetric")
     for name in ("a", "b"):
         router.add_instance(name)

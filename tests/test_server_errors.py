@@ -1,4 +1,4 @@
-"""What clients learn from errors, and operators from the log, when no engine can answer."""
+"""Errors for clients, and logs for operators, when no engine can answer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +34,7 @@ async def port_without_engine() -> int:
 async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
     logs: list[structlog.typing.EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """UX C8: with dead engines there was one warning, then silence for ever."""
+    """UX C8: dead engines caused one warning, and then no further one."""
     monkeypatch.setattr(health, "REMINDER_SECONDS", 0.05)
     dead = FakeEngine(port=await port_without_engine(), model="tiny")
     engines = [{"url": dead.url, "name": "dead"}]
@@ -56,7 +56,7 @@ async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
 
 
 async def test_reminders_come_at_most_every_30_seconds(logs: list[structlog.typing.EventDict]) -> None:
-    """UX C8: the reminder follows the clock, not the health checks."""
+    """UX C8: reminders follow the clock, not the health checks."""
     url = f"http://127.0.0.1:{await port_without_engine()}"
     async with world(0, engines=[{"url": url}], health={"interval": 0.01}) as it:
         engine = it.server.fleet.unplaced[0]
@@ -88,7 +88,7 @@ async def test_the_503_says_why_no_engine_is_usable(show: bool) -> None:
 
 
 async def test_the_503_of_a_known_model_says_why() -> None:
-    """UX C8: engines that were there and are not, or that are drained, are named with the reason."""
+    """UX C8: the error names lost and drained engines, with the reason."""
     async with world(2, admin=True, **QUICK) as it:
         await it.engines[0].stop()
         await it.until(lambda: not it.server.fleet.pools[0].engines["e0"].healthy)
@@ -101,7 +101,7 @@ async def test_the_503_of_a_known_model_says_why() -> None:
 
 @pytest.mark.parametrize("show", [True, False])
 async def test_engines_are_named_to_clients_only_if_that_is_wanted(show: bool) -> None:
-    """Reliability, table L: the 504 message and x-lmetric-instance told engines' host:port to clients."""
+    """Reliability, table L: the 504 message and x-lmetric-instance showed engines' host:port."""
     cut = says(STREAM_HEAD, chunk(token("a")), then="reset")
     fakes = [FakeEngine(behave=reset), FakeEngine(behave=says(plain(503, {"error": {"message": "full"}})))]
     async with world(fakes, errors={"show_engines": show}) as it:
@@ -116,12 +116,12 @@ async def test_engines_are_named_to_clients_only_if_that_is_wanted(show: bool) -
         assert (status, "x-lmetric-instance" in headers) == (200, show)
         assert "x-lmetric-decision" in headers
         broken = orjson.loads(got.split(b"data: ")[2])["error"]
-        assert broken["message"].startswith("the engine's answer broke off")
+        assert broken["message"].startswith("the engine failed in the middle of its answer")
         assert (" (e" in broken["message"]) == show
 
 
 async def test_codes_of_errors_are_strings_or_null(logs: list[structlog.typing.EventDict]) -> None:
-    """UX, section 3, code: an integer for 400, 401 and 503, strings elsewhere."""
+    """UX, section 3, code: it was an integer for 400, 401 and 503, and a string for others."""
     async with world(1, limits={"max_body_bytes": 2000}) as it:
         codes = []
         for body, path in (
@@ -146,7 +146,7 @@ async def test_codes_of_errors_are_strings_or_null(logs: list[structlog.typing.E
 
 
 async def test_requests_without_a_key_get_a_null_code(tmp_path: Any) -> None:
-    """UX, section 3, code: 401 without a key had the integer 401."""
+    """UX, section 3, code: a 401 without a key had the integer 401."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("secret: team")
     async with world(1, auth={"keys_file": keys}) as it:

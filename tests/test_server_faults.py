@@ -1,4 +1,4 @@
-"""Faults that once left something behind: a relay, a wrong count, a cache that is gone."""
+"""Faults that once left a relay, a wrong count, or an empty cache."""
 
 import asyncio
 from typing import Any

@@ -20,7 +20,7 @@ HOT = {"model": "tiny", "prompt": "the same long prefix of everybody " * 200}
 
 
 async def send_hot(it: World, requests: int) -> Counter[str]:
-    """Sends the hot prompt over and over, one at a time: its one holder is always idle again."""
+    """Sends the hot prompt repeatedly, one at a time, so its only holder is always idle again."""
     served: Counter[str] = Counter()
     for number in range(requests):
         body = {**HOT, "prompt": HOT["prompt"] + f"question {number}"}
@@ -72,7 +72,7 @@ async def test_what_an_administrator_switched_stays_when_policies_are_replaced()
 
 
 async def test_an_expression_is_guarded_as_the_policy_of_that_score_is() -> None:
-    """Rust B4: LMETRIC's score as an expression has the guard, and the log says so."""
+    """Rust B4: LMETRIC's score as an expression has the guard, and the log reports it."""
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="p_token * (bs + 1)") as it:
             assert max((await send_hot(it, 40)).values()) == 40
@@ -103,7 +103,7 @@ async def test_the_log_says_at_the_start_whether_the_guard_is_on(
 
 
 async def test_settings_of_the_guard_come_from_the_configuration() -> None:
-    """Fidelity gap 12: with more requests asked for than there are, nothing is suspected."""
+    """Fidelity gap 12: if the guard needs more requests than there are, it suspects no prefix."""
     settings = {"min_requests": 1000, "period_seconds": 0.01}
     with structlog.testing.capture_logs() as logs:
         async with world(4, policy="lmetric", guard=settings) as it:
@@ -115,7 +115,7 @@ async def test_settings_of_the_guard_come_from_the_configuration() -> None:
 
 
 async def test_a_policy_that_scores_nobody_serves_and_says_so() -> None:
-    """UX scores absent: 200 by the fewest requests, counted, logged once a minute, told at the start."""
+    """UX scores absent: 200 by the fewest requests, counted, logged once a minute and at start."""
     with structlog.testing.capture_logs() as logs:
         async with world(2, policy="p_token / bs", guard={"period_seconds": 0.05}) as it:
             for _ in range(3):  # one at a time: the fleet is idle each time

@@ -1,5 +1,7 @@
-"""Indicators that the configuration declares: from metrics, from load headers, pushed; and groups of engines
-and facts of requests in the server's expressions."""
+"""Configured indicators, groups of engines, and request properties in the server's expressions.
+
+Indicators come from metrics, from load headers, or are pushed.
+"""
 
 import asyncio
 import math
@@ -29,7 +31,7 @@ def declared(name: str, source: str, **more: Any) -> dict[str, Any]:
 
 
 def column(w: World, name: str) -> list[float]:
-    """An indicator of e0, e1, ..."""
+    """Returns an indicator of e0, e1, ...."""
     router = w.server.fleet.pools[0].router
     by_name = dict(zip(router.instances(), router.indicators()[name].tolist(), strict=True))
     return [by_name[each] for each in sorted(by_name)]
@@ -40,7 +42,7 @@ def shown(values: list[float]) -> list[float | None]:
 
 
 async def placed(w: World, count: int = 1, **body: Any) -> list[str]:
-    """Engines of requests, one after another."""
+    """Sends requests one after another. Returns their engines."""
     engines = []
     for _ in range(count):
         status, headers, _ = await w.post({"model": "tiny", "prompt": "a", **body})
@@ -162,7 +164,7 @@ async def test_header_fields_are_indicators() -> None:
         assert (column(w, "srv_queue"), column(w, "srv_cpu")) == ([9, 4], [0.5, 0.5])
         assert [e.load_reports["header"] for e in w.server.fleet.engines()] == [0, 0]
         for each in w.engines:
-            each.behave = answer  # without the header: the values stay
+            each.behave = answer  # without the header, the values stay
         await placed(w, 2)
         assert column(w, "srv_queue") == [9, 4]
 
@@ -273,10 +275,10 @@ async def test_a_reload_declares_indicators_for_its_policies() -> None:
             "indicators": declared("srv_after", "vllm:c_d"),
         }
         w.server.reload(ServerConfig.model_validate(given))
-        assert shown(column(w, "srv_before")) == [None, None]  # nobody reports it any more
+        assert shown(column(w, "srv_before")) == [None, None]  # no source reports it any more
         await w.until(lambda: column(w, "srv_after") == [9, 8])
         assert await placed(w, 2) == ["e1"] * 2
-        # Other attributes need a restart; nothing has changed then.
+        # Other settings need a restart, so nothing has changed.
         given["indicators"] = declared("srv_after", "vllm:c_d", unit="W")
         with pytest.raises(lm.BadValueError, match=r"indicators\.srv_after: .*as it was declared before"):
             w.server.reload(ServerConfig.model_validate(given))
@@ -315,7 +317,7 @@ async def test_ranks_of_an_engine_are_a_group() -> None:
                 "b0": 20,
                 "b1": 20,
             }
-            # The rank with the least of the group whose busiest has the least.
+            # The rank with the least load in the group with the smallest maximum.
             assert await placed(w, 2) == ["b1"] * 2
             for name in ("c", "d", "e"):
                 router.update_instance(name, healthy=True)
@@ -334,7 +336,7 @@ async def test_a_ranks_indicator_is_its_own_sample() -> None:
             await w.until(lambda: column(w, "srv_of_rank") == expected)
 
 
-# Facts of requests.
+# Properties of requests.
 
 
 async def test_a_tenant_fence_is_one_line() -> None:
@@ -403,7 +405,7 @@ async def test_lora_affinity_is_one_line() -> None:
 
 
 async def test_the_clients_priority_is_a_fact_of_the_request() -> None:
-    # e0 takes what is urgent, e1 what is not, e2 what brings no priority.
+    # e0 gets urgent requests, e1 others, e2 requests without a priority.
     facts = declared("srv_urgent", "push", default=0) | declared("srv_none", "push", default=0)
     policy = {
         "score": "where(priority < 0, -srv_urgent, where(priority >= 0, srv_urgent + srv_none, -srv_none))"
@@ -415,14 +417,14 @@ async def test_the_clients_priority_is_a_fact_of_the_request() -> None:
         assert await placed(w, 2, priority=-3) == ["e0"] * 2
         assert await placed(w, 2, priority=2) == ["e1"] * 2
         assert await placed(w, 2) == ["e2"] * 2
-        assert await placed(w, 2, priority="3") == ["e2"] * 2  # the engine's to judge
-        # As at vLLM, the header counts before the field.
+        assert await placed(w, 2, priority="3") == ["e2"] * 2  # the engine decides
+        # As in vLLM, the header precedes the field.
         for header, expected in (("-1", "e0"), ("4", "e1"), ("soon", "e2")):
             _, got, _ = await w.post(
                 {"model": "tiny", "prompt": "a", "priority": 9}, headers={"x-vllm-priority": header}
             )
             assert got["x-lmetric-instance"] == expected
-        assert w.engines[1].requests[-1].headers["x-vllm-priority"] == "4"  # it goes on, too
+        assert w.engines[1].requests[-1].headers["x-vllm-priority"] == "4"  # it is forwarded, too
 
 
 async def test_the_length_class_is_path_and_tenant_where_a_policy_reads_it() -> None:

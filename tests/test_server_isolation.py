@@ -1,4 +1,4 @@
-"""Tenant isolation: nobody learns from caches what another tenant has asked."""
+"""Tenant isolation: caches reveal nothing about other tenants' prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "of all routers"
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """A file of API keys of two tenants."""
+    """Writes a file of API keys of two tenants."""
     file = tmp_path / "keys.yaml"
     file.write_text("sk-alice: alice\nsk-bob: bob\n")
     return file
@@ -37,7 +37,7 @@ def keys(tmp_path: Path) -> Path:
 async def tenants(
     keys: Path, fakes: int | list[FakeEngine] = 1, /, *isolated: str, **config: Any
 ) -> AsyncIterator[World]:
-    """A router with two tenants, some of them isolated."""
+    """Starts a router with two tenants, some of them isolated."""
     settings = {"tenants": {name: {"isolate": True} for name in isolated}, **config}
     auth = {"keys_file": str(keys), **settings.pop("auth", {})}
     async with world(fakes, auth=auth, **settings) as it:
@@ -45,7 +45,7 @@ async def tenants(
 
 
 async def sent(it: World, headers: dict[str, str], body: Any, path: str = COMPLETIONS) -> dict[str, Any]:
-    """The body that an engine gets for a request."""
+    """Returns the body that an engine gets for a request."""
     status, _, answer = await it.post(body, path, headers)
     assert status == 200, answer
     request = next(engine.requests.pop() for engine in it.engines if engine.requests)
@@ -53,7 +53,7 @@ async def sent(it: World, headers: dict[str, str], body: Any, path: str = COMPLE
     return request.json
 
 
-# What engines are sent.
+# Requests at engines.
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ async def sent(it: World, headers: dict[str, str], body: Any, path: str = COMPLE
 async def test_an_isolated_tenants_prompts_are_salted_at_the_engine(
     keys: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """Reliability H1: there was no salt but the client's own."""
+    """Reliability H1: the only salt was the client's own."""
     async with tenants(keys, 1, "alice") as it:
         got = await sent(it, ALICE, body, path)
         salt = got.pop("cache_salt")
@@ -78,7 +78,7 @@ async def test_an_isolated_tenants_prompts_are_salted_at_the_engine(
         assert await sent(it, BOB, body, path) == body
         own = await sent(it, BOB, {**body, "cache_salt": "own"}, path)
         assert own["cache_salt"] == "own", "a tenant that is not isolated salts as it likes"
-        # No tenant gets the salt of another by sending it, nor its own plain one.
+        # No tenant gets another tenant's salt by sending it, nor its own plain salt.
         salts = {salt}
         for given in (salt, "own", "x" * 1000, ""):
             salts.add((await sent(it, ALICE, {**body, "cache_salt": given}, path))["cache_salt"])
@@ -86,18 +86,18 @@ async def test_an_isolated_tenants_prompts_are_salted_at_the_engine(
 
 
 async def test_a_salt_cannot_be_smuggled_past_the_routers(keys: Path) -> None:
-    """Reliability H1: a field written with escapes, or twice, is one field, and the router's."""
+    """Reliability H1: the router replaces the field, even if it is escaped or repeated."""
     async with tenants(keys, 1, "alice") as it:
         for field in (b'"cache\\u005fsalt":"x"', b'"cache_salt":"y","cache_salt":"x"'):
             got = await sent(it, ALICE, b'{"model":"tiny","prompt":"a",' + field + b"}")
             assert len(got["cache_salt"]) == 32
             assert got["cache_salt"] != "x"
-        # An empty object has nothing that another field could stand before.
+        # A field added to an empty object needs no comma.
         assert (await sent(it, ALICE, b"{}", "/v1/responses")).keys() == {"cache_salt"}
 
 
 async def test_paths_on_which_engines_take_no_salt_are_refused(keys: Path) -> None:
-    """Reliability H1: isolation that an engine would ignore is none."""
+    """Reliability H1: the router refuses requests whose salt the engine would ignore."""
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     async with tenants(keys, 1, "alice", paths=["/generate"]) as it:
         for path in ("/v1/messages", "/generate"):
@@ -109,14 +109,14 @@ async def test_paths_on_which_engines_take_no_salt_are_refused(keys: Path) -> No
 
 
 async def salt_of(keys: Path, tenant: str = "alice", **auth: str) -> str:
-    """The salt that a new router gives a tenant."""
+    """Returns the salt that a new router gives a tenant."""
     async with tenants(keys, 1, tenant, auth=auth) as it:
         headers = {"authorization": f"Bearer sk-{tenant}"}
         return str((await sent(it, headers, {"prompt": "a"}))["cache_salt"])
 
 
 async def test_salts_are_the_same_on_all_routers_with_the_same_secret(keys: Path, tmp_path: Path) -> None:
-    """Reliability H1: routers side by side share the engines' caches; others cannot derive a salt."""
+    """Reliability H1: routers of a fleet share engines' caches. Others cannot derive a salt."""
     file = tmp_path / "secret"
     file.write_text("a-secret\n")
     salt = await salt_of(keys, salt_secret="a-secret")
@@ -132,7 +132,7 @@ async def test_salts_are_the_same_on_all_routers_with_the_same_secret(keys: Path
 
 
 def test_routers_side_by_side_need_a_salt_secret() -> None:
-    """Reliability H1: each with salts of its own, they would share no cache."""
+    """Reliability H1: with a different salt on each router, they would share no cache."""
     values = {"replicas.urls": ["http://127.0.0.1:1"], "tenants.alice.isolate": True}
     with pytest.raises(ConfigError, match=r"auth\.salt_secret is needed for tenants\.alice\.isolate"):
         load_config(None, values, environ={})
@@ -142,7 +142,7 @@ def test_routers_side_by_side_need_a_salt_secret() -> None:
 async def test_what_isolation_cannot_do_is_logged_at_startup(
     keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Reliability H1: an engine of another kind, a random secret, and tenants that are believed."""
+    """Reliability H1: an unknown kind of engine, a random secret, and trusted tenant headers."""
     async with tenants(keys, 1, "alice"):
         pass
     said = capsys.readouterr().out
@@ -172,7 +172,7 @@ async def test_session_keys_are_the_tenants_own(keys: Path, by: str) -> None:
                 given = tenant if by == "user" else {**tenant, "x-session-id": session}
                 places.append((await it.post(body, headers=given))[1]["x-lmetric-instance"])
         assert places[:16] == places[32:], "a tenant's own sessions stay where they are"
-        # By chance, 4 of 16 would be on the same engine.
+        # Without affinity, 4 of 16 would be on the same engine.
         assert sum(a != b for a, b in zip(places[:16], places[16:32], strict=True)) >= 5
 
 
@@ -180,13 +180,13 @@ async def test_session_keys_are_the_tenants_own(keys: Path, by: str) -> None:
 
 
 def secret(number: int, tokens: int = 200) -> list[int]:
-    """A prompt, as token ids."""
+    """Returns a prompt as token ids."""
     dice = random.Random(number)
     return [dice.randrange(100, 1900) for _ in range(tokens)]
 
 
 async def cached(it: World, headers: dict[str, str], prompt: Any) -> tuple[int, int]:
-    """Cached prompt tokens, by the decision record and by the engine's answer."""
+    """Returns the cached prompt tokens, by the decision record and by the engine's answer."""
     status, named, answer = await it.post(
         {"model": "tiny", "prompt": prompt, "max_tokens": 1}, COMPLETIONS, headers
     )
@@ -200,7 +200,7 @@ async def cached(it: World, headers: dict[str, str], prompt: Any) -> tuple[int, 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 @pytest.mark.parametrize("mode", ["exact", "approximate"])
 async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: str) -> None:
-    """Reliability H1: bob sent guesses at alice's prompt and read from his answer whether it was right."""
+    """Reliability H1: bob sent guesses of alice's prompt, and his answers showed the right one."""
     config = {"policy": "lmetric", "kv_events": IDS if mode == "exact" else "off"}
     for isolated in (["alice"], ["alice", "bob"], []):
         async with emulated(api=api) as engine:
@@ -221,7 +221,7 @@ async def test_a_right_guess_looks_like_a_wrong_one(keys: Path, api: str, mode: 
 
 
 async def test_the_tokenizers_cache_is_the_tenants_own(keys: Path, tmp_path: Path) -> None:
-    """Reliability H1: a long prompt that was tokenized before is decided on sooner, whoever sent it."""
+    """Reliability H1: a long prompt in the tokenizer's cache was routed sooner, for any tenant."""
     from token_folders import CHATML, metaspace, write_folder
 
     folder = write_folder(tmp_path / "model", metaspace(), CHATML)
@@ -241,7 +241,7 @@ async def test_the_tokenizers_cache_is_the_tenants_own(keys: Path, tmp_path: Pat
 
 
 async def first_token(http: aiohttp.ClientSession, url: str, key: str, prompt: str) -> float:
-    """Seconds until the first token of a stream."""
+    """Returns the seconds until the first token of a stream."""
     body = {"prompt": prompt, "max_tokens": 1, "stream": True}
     began = time.monotonic()
     async with http.post(

@@ -1,4 +1,4 @@
-"""KV events in the server: each engine's mode, and what the router then knows, over emulated engines."""
+"""KV events in the server, with emulated engines: their modes, and the index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def emulated(**changes: Any) -> AsyncIterator[EngineServer]:
 
 @contextlib.asynccontextmanager
 async def routed(*engines: EngineServer | dict[str, Any], **config: Any) -> AsyncIterator[World]:
-    """A server before emulated engines named e0, e1, …"""
+    """Starts a server before emulated engines named e0, e1, …."""
     entries = [
         engine if isinstance(engine, dict) else {"url": engine.url, "name": f"e{number}"}
         for number, engine in enumerate(engines)
@@ -57,7 +57,7 @@ def engines_of(w: World) -> dict[str, Engine]:
 
 
 async def direct(engine: EngineServer, ids: list[int], **body: Any) -> int:
-    """A request past the router: the cached tokens."""
+    """Sends a request directly to an engine. Returns its cached tokens."""
     url = f"{engine.url}/v1/completions"
     body = {"prompt": ids, "max_tokens": 1, **body}
     async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
@@ -66,7 +66,10 @@ async def direct(engine: EngineServer, ids: list[int], **body: Any) -> int:
 
 
 async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]:
-    """A request through the router: where it went, and the cached tokens predicted and found."""
+    """Sends a request through the router.
+
+    Returns its engine, and the predicted and found cached tokens.
+    """
     _, headers, answer = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1, **body})
     [pool] = w.server.fleet.pools
     receipt = pool.router.explain(decision_id(headers))
@@ -76,7 +79,7 @@ async def through(w: World, ids: list[int], **body: Any) -> tuple[str, int, int]
 
 
 async def hears(w: World, name: str, ids: list[int], tokens: int) -> None:
-    """Waits until the router knows so many tokens of a prompt at an engine."""
+    """Waits until the router knows this many tokens of a prompt at an engine."""
     router = w.server.fleet.pools[0].router
     index, key = router.instances().index(name), array("I", ids)
     await w.until(lambda: router.cached_tokens(Request(token_ids=key))[index] == tokens)
@@ -101,7 +104,7 @@ async def test_what_an_engine_caches_is_known_whoever_sent_it(api: str) -> None:
             await direct([one, two][seed % 2], ids)
             await hears(w, f"e{seed % 2}", ids, 192)
             assert await through(w, ids) == (f"e{seed % 2}", 192, 192)
-        # A salt is a cache of its own.
+        # Each salt has its own cache.
         assert (await through(w, prompt(0), cache_salt="tenant"))[1:] == (0, 0)
         await direct(one, prompt(7), cache_salt="tenant")
         await asyncio.sleep(0.1)
@@ -124,7 +127,7 @@ async def test_block_and_cache_size_are_the_engines() -> None:
         await hears(w, "e0", prompt(7), 192)
         assert pool.router.stats()["instances"]["e0"]["index_blocks"] <= 20
         assert (await through(w, prompt(7)))[1:] == (192, 192)
-        assert (await through(w, prompt(0)))[1:] == (0, 0)  # evicted, and known to be
+        assert (await through(w, prompt(0)))[1:] == (0, 0)  # evicted, and the router knows it
 
 
 async def test_a_block_size_that_differs_is_approximate_and_says_so() -> None:
@@ -172,7 +175,7 @@ async def test_a_lost_index_is_filled_again_by_the_requests_that_come() -> None:
     async with emulated(kv_events_buffer_steps=1) as engine:
         for seed in range(5):
             await direct(engine, prompt(seed))
-        async with routed(engine) as w:  # it comes too late for what was told
+        async with routed(engine) as w:  # it starts too late to get earlier events
             [known] = w.server.fleet.engines()
             await connected(w)
             await direct(engine, prompt(9))
@@ -182,8 +185,8 @@ async def test_a_lost_index_is_filled_again_by_the_requests_that_come() -> None:
             assert known.refill.left == before - 1
             await hears(w, "e0", prompt(1), 192)
             assert (await through(w, prompt(1)))[1:] == (192, 192)
-            assert known.refill.left == before - 1  # nothing of it is unknown any more
-            # Another field of the client's is left alone, and the request is served.
+            assert known.refill.left == before - 1  # all its tokens are known
+            # The client's own field stays unchanged, and the request is served.
             assert (await through(w, prompt(2), vllm_xargs={"x": 1}))[1:] == (0, 192)
 
 
@@ -195,7 +198,7 @@ async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: 
             [known] = w.server.fleet.engines()
             await w.until(lambda: known.mode.name == "approximate")
             assert "no connection to its KV events at tcp://127.0.0.1:9" in known.mode.reason
-            # What is sent is believed to be cached, as where there are no events.
+            # Without events, sent prompts count as cached.
             await through(w, prompt(1))
             assert (await through(w, prompt(1)))[1:] == (192, 192)
 
@@ -209,7 +212,7 @@ async def test_silence_where_there_should_be_events_is_noticed(monkeypatch: pyte
             await connected(w)
             await w.until(lambda: known.mode.name == "exact")
             await asyncio.sleep(1.5)
-            assert known.mode.name == "exact"  # an idle engine says nothing
+            assert known.mode.name == "exact"  # an idle engine sends no events
             for seed in range(4):
                 await through(w, prompt(seed))
                 await asyncio.sleep(0.5)
@@ -232,7 +235,7 @@ async def test_engines_may_connect_to_the_router() -> None:
         bound = {**IDS, "endpoint": address, "bind": True}
         async with routed(one, two, kv_events=bound) as w:
             assert {engine.mode.name for engine in w.server.fleet.engines()} == {"exact"}
-            # A publisher that connects in its own time says what came before that to nobody.
+            # A publisher that connects later sends its earlier events to no subscriber.
             [pool] = w.server.fleet.pools
             for name, engine in (("e0", one), ("e1", two)):
                 for attempt in range(100):
@@ -266,7 +269,7 @@ def socket_port() -> Any:
 async def test_pushed_load_is_heard() -> None:
     async with (
         emulated(api="sglang", load_publish_endpoint="tcp://*:0", max_sequences=1, clock_speed=1.0) as engine,
-        routed(engine) as w,  # which reads no pages: load.interval is null here
+        routed(engine) as w,  # it reads no pages: load.interval is null here
     ):
         [pool] = w.server.fleet.pools
         asks = [asyncio.create_task(through(w, prompt(n), max_tokens=40)) for n in range(3)]

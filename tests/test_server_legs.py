@@ -1,4 +1,4 @@
-"""Requests that run in silent legs and move between two of them: a client hears what one engine would say."""
+"""Requests in slices that move between two slices: the client gets the answer of one engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENEROUS: dict[str, Any] = BY_LEGS | {"migration_max_gap_seconds": 60.0}
 
 
 def engines(speed: float = 2.0, **changes: Any) -> list[EngineOptions]:
-    """Three that hand over."""
+    """Starts three engines with KV transfer."""
     return [nixl("both", clock_speed=speed, **changes) for _ in range(3)]
 
 
@@ -49,11 +49,11 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, ids: bool) -> 
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt + 10 <= token < prompt + 120
         assert target != source
-        # It moved at a leg's end: 1 token, then 8 at a time.
+        # It moved at the end of a slice: 1 token, then 8 at a time.
         assert (token - prompt - 1) % 8 == 0
         assert said["headers"]["x-lmetric-instance"] == (source if stream else target)
         assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {"handed_over": 1})
-        assert w.load(target)["pulled_prompt_tokens"] == token - 1  # the last is computed, to go on from
+        assert w.load(target)["pulled_prompt_tokens"] == token - 1  # the last is computed
         stats = w.server.fleet.pools[0].router.stats()
         assert (stats["output_tokens"], stats["finished"]) == (120, 1)
 
@@ -112,7 +112,7 @@ async def test_no_leg_longer_than_a_client_may_wait() -> None:
                 if data.strip():
                     arrivals.append(time.monotonic())
         gaps = [after - before for before, after in pairwise(arrivals)]
-        assert 3 < len(arrivals) < 60  # leg by leg, and legs grow
+        assert 3 < len(arrivals) < 60  # slice by slice, and slices grow
         assert max(gaps) < 2 * gap
 
 
@@ -163,7 +163,7 @@ async def test_engines_without_a_prefix_cache_run_no_legs() -> None:
             said = await task
             equal(said, await alone(w, COMPLETIONS, body))
             assert len(said["receipt"]["moves"]) == stream
-        # One request each, and one for what has moved: no legs.
+        # One request each, and one for the moved one: no slices.
         assert sum(w.load(name)["prompt_tokens"] for name in w.engines) < 3.5 * len(LONG.split())
         assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {})
 
@@ -181,7 +181,7 @@ async def test_the_source_dies_in_a_leg(path: str, stream: bool) -> None:
         equal(said, expected)
         ((token, target),) = said["receipt"]["moves"]
         assert target != source
-        # The leg is lost, and no more.
+        # Only the slice is lost.
         assert (token - expected["usage"]["prompt_tokens"] - 1) % 8 == 0
         assert mover(w).outcomes == {"source_failed": 1}
 
@@ -208,7 +208,7 @@ async def test_an_engine_that_has_no_room_for_the_next_leg(stream: bool) -> None
         task = asyncio.create_task(asked(w, COMPLETIONS, body))
         chain = await at_token(w, 5)
         source = place(chain)
-        # Somebody else takes its place between two legs.
+        # Another request takes its sequence slot between two slices.
         (relay,) = w.server.front.relays
         relay.client_slow()
         await w.until(lambda: chain.execution.state == "BETWEEN")
@@ -236,8 +236,10 @@ async def test_nobody_is_left(stream: bool) -> None:
 
 
 async def held_by_the_source(w: Pd, body: dict[str, Any]) -> tuple[asyncio.Task[Any], str, str]:
-    """A request that is between two legs, the source asked to hold what there is; where it is, and where it
-    goes."""
+    """Stops a request between two slices, while its source prepares the transfer.
+
+    Returns its task, the source and the target.
+    """
     task = asyncio.create_task(asked(w, COMPLETIONS, body))
     source = place(await at_token(w, 5))
     target = next(name for name in w.engines if name != source)

@@ -1,4 +1,4 @@
-"""Engines' load in the server: where it is read, how old it is, and that old numbers make no herd."""
+"""Engines' load in the server: its sources, its age, and no herding by old values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server_world import FakeEngine, Request, World, answer, plain, says, world
 
 @contextlib.asynccontextmanager
 async def emulated(count: int, **options: Any) -> AsyncIterator[list[dict[str, Any]]]:
-    """Emulated engines, as entries of a configuration."""
+    """Returns emulated engines, as entries of a configuration."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(EngineServer(EngineOptions(port=0, **options)))
@@ -27,7 +27,7 @@ async def emulated(count: int, **options: Any) -> AsyncIterator[list[dict[str, A
 
 
 async def burst(w: World, count: int, **body: Any) -> Counter[str]:
-    """Requests sent at once, counted by the engine that answered."""
+    """Sends requests at once. Returns their number by engine."""
 
     async def one(number: int) -> str:
         prompt = {"model": "tiny", "prompt": f"{number} asks " * 40, "max_tokens": 4}
@@ -46,16 +46,16 @@ def waits_for(go: asyncio.Event) -> Any:
     return behave
 
 
-# A report that is never renewed: the first engine idles, the others run three requests of somebody else.
+# A report that is never renewed: the first engine is idle, the others run three external requests.
 FROZEN = [b"vllm:num_requests_running %d\nvllm:num_requests_waiting 0\n" % n for n in (0, 3, 3, 3)]
 
 
 @pytest.mark.parametrize(
     ("policy", "shares"),
     [
-        # Own requests count at once, beside what is reported beyond them.
+        # Own requests count at once, in addition to reported external requests.
         ("least_requests", {15, 16, 17, 18, 19}),
-        # What the reports alone lead to, and all that they do lead to (vllm-project/router#178).
+        # The reports alone lead to this choice (vllm-project/router#178).
         ("reported_running", {64}),
     ],
 )
@@ -74,7 +74,7 @@ async def test_many_requests_within_one_report_are_spread(policy: str, shares: s
 
 
 async def test_slow_and_frozen_metrics_of_real_sockets_make_no_herd() -> None:
-    """Two bursts over emulated engines whose /metrics lags behind by far more than a burst takes."""
+    """Two bursts over emulated engines whose /metrics is older than a burst takes."""
     async with (
         emulated(4, model="tiny", metrics_every_seconds=1000.0) as engines,
         world([], engines=engines, policy="lmetric", load={"interval": 0.02}) as w,

@@ -1,4 +1,4 @@
-"""Engines added, drained and removed over /admin, under load: no client may notice."""
+"""Engines added, drained and removed over /admin under load, without effects on clients."""
 
 import asyncio
 from collections import Counter
@@ -160,7 +160,7 @@ async def test_engines_come_and_go_under_load_and_no_client_notices() -> None:
                 "port": 0,
                 "admin": True,
                 "health": {"interval": 0.2},
-                "load": {"interval": None, "from_answers": False},  # bs is what the router itself counts
+                "load": {"interval": None, "from_answers": False},  # bs is the router's own count
                 "engines": [{"url": embedded.urls[0], "name": "e0"}],
             }
         )
@@ -174,7 +174,7 @@ async def test_engines_come_and_go_under_load_and_no_client_notices() -> None:
 
 
 async def churn(server: Server, client: aiohttp.ClientSession, urls: list[str]) -> None:
-    """Adds, drains, removes and adds again while 16 clients ask."""
+    """Adds, drains and removes engines repeatedly while 16 clients send requests."""
     served: Counter[str] = Counter()
     wrong: list[str] = []
     done = asyncio.Event()

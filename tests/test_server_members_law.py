@@ -1,4 +1,4 @@
-"""Laws of `Members`: whatever the sources tell in whatever order, the fleet is what they say."""
+"""Laws of `Members`: the fleet equals the reports of its sources, in any order."""
 
 import asyncio
 from unittest import mock
@@ -40,7 +40,7 @@ def test_the_fleet_is_what_the_sources_say(steps: list[tuple[str, list[Found], s
 
 
 async def play(steps: list[tuple[str, list[Found], set[int]]]) -> None:
-    """``steps``: a source, what it tells, and the numbers of the engines on which requests run then."""
+    """Runs ``steps``: a source, its report, and the numbers of the busy engines."""
     fleet = Fleet(CONFIG)
     fleet.build()
     came: list[Engine] = list(fleet.engines())

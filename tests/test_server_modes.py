@@ -1,4 +1,4 @@
-"""What the router can know of an engine's cache: the mode by what the engine told, the refill of holes."""
+"""KV index modes by an engine's capabilities, and the backfill of an incomplete index."""
 
 from __future__ import annotations
 

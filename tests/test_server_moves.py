@@ -1,4 +1,4 @@
-"""Streams that move to another engine while they run: the client hears what one engine would say."""
+"""Streams that move to another engine while they run: the client gets the answer of one engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
         assert target != source
         assert said["headers"]["x-lmetric-instance"] == source
         assert mover(w).outcomes == {"moved": 1}
-        # What was computed ahead is not computed in the gap.
+        # Tokens computed ahead are not computed in the gap.
         cached = w.load(target)["cached_prompt_tokens"]
         assert (cached > prompt - 32) is cache
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
@@ -148,7 +148,7 @@ async def test_what_was_cut_moves_too(at: float) -> None:
         for path in PATHS:
             body = stream_of(path, stream_options=USAGE, max_tokens=400)
             task = asyncio.create_task(asked(w, path, body))
-            while not await move(w, 40):  # noqa: ASYNC110 - its last leg has no token yet
+            while not await move(w, 40):  # noqa: ASYNC110 - its last segment has no token yet
                 await asyncio.sleep(0.001)
             said = await task
             equal(said, await alone(w, path, body))
@@ -185,7 +185,10 @@ async def test_no_gap_longer_than_allowed() -> None:
 
 
 async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
-    """It computes one block, slowly, while the source goes on by many, which need not take as long each."""
+    """The target computes one block slowly, while the source adds many.
+
+    Later blocks may take less time each.
+    """
     async with moving(plain(clock_speed=40.0), plain(clock_speed=0.1), migration_max_gap_seconds=0.8) as w:
         body = stream_of(COMPLETIONS, max_tokens=4000)
         await asked(w, COMPLETIONS, body | {"max_tokens": 1}, w.engines["b1"].url)

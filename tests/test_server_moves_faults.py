@@ -1,6 +1,6 @@
-"""Moves when something breaks: nothing is lost or said twice, and no count is left over.
+"""Moves with failures: no token is lost or sent twice, and all counts end at zero.
 
-`pd` checks at its end that nothing is in flight anywhere, `moving` that no move is.
+`pd` checks at its end that no request is in flight, `moving` that no move is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def stream_of(path: str, **changes: Any) -> dict[str, Any]:
 
 
 async def on_its_way(w: Pd, path: str, **changes: Any) -> tuple[dict[str, Any], asyncio.Task[Any], str, str]:
-    """A stream of which a move has begun that its target is at work on: what one engine would say, where it
-    is, and where it goes."""
+    """Starts a move of a stream and waits until its target works on it.
+
+    Returns the answer of one engine, the request's task, the source and the target.
+    """
     body = stream_of(path, **changes)
     expected = await alone(w, path, body)
     task = asyncio.create_task(asked(w, path, body))
@@ -51,7 +53,7 @@ async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
         expected, task, source, target = await on_its_way(w, path)
         await w.kill(target)
         await w.until(lambda: mover(w).outcomes == {"target_failed": 1})
-        # It may go elsewhere then.
+        # It may move elsewhere then.
         third = next(name for name in w.engines if name not in (source, target))
         assert await move(w, 12, third)
         said = await task
@@ -85,7 +87,7 @@ async def test_source_and_target_die(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_target_dies_in_the_gap(path: str) -> None:
-    # Without a prefix cache the stream changes over at once, and the target computes all of it.
+    # Without a prefix cache the stream switches at once, and the target computes all tokens.
     async with moving(*SLOW, cache=False, migration_max_gap_seconds=60) as w:
         body = stream_of(path)
         expected = await alone(w, path, body)
@@ -121,7 +123,7 @@ async def test_a_client_that_leaves(when: str) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 async def test_a_target_that_is_full(cache: bool) -> None:
-    # One request runs and none may wait: whoever is asked meanwhile refuses.
+    # One request runs and none may wait: the engine refuses others meanwhile.
     tight = plain(max_sequences=1, max_queued_requests=0, clock_speed=0.3)
     async with moving(tight, tight, cache=cache, migration_max_gap_seconds=60) as w:
         body = stream_of(COMPLETIONS)
@@ -137,7 +139,7 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         if cache:
             assert mover(w).outcomes == {"target_refused": 1}
             assert stats["moved"] == 0
-        else:  # it has gone back to where it was
+        else:  # it has returned to its first engine
             assert mover(w).outcomes == {"moved": 1}
             assert (stats["moved"], stats["retries"]) == (1, 1)
 
@@ -167,12 +169,14 @@ async def test_the_server_stops_in_the_middle() -> None:
         assert said["text"]
 
 
-# Engines that tell a story token by token, and not always as they should.
+# Engines that send a story token by token, with faults.
 
 
 def tale(*, ids: bool = True, text: str | None = None, lingers: float = 0.0) -> Behaviour:
-    """A good engine but for that: it does not tell token ids, or says another text, or keeps a stream open so
-    long (seconds) that has ended."""
+    """A healthy engine with one fault: no token ids, other text, or a late end of its stream.
+
+    `lingers`: seconds that the stream stays open.
+    """
 
     async def behave(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.path == "/tokenize" or not request.json.get("stream"):
@@ -206,8 +210,10 @@ async def tellers(behave: Behaviour, metrics: bytes = b"", **config: Any) -> Asy
 
 
 async def told_in_two(w: World, count: int) -> tuple[bool, Any, dict[str, Any]]:
-    """A story that is to move behind so many tokens: whether it began to, what its client hears, the
-    receipt."""
+    """Moves a story after this many tokens.
+
+    Returns whether the move started, the client's answer, and the decision record.
+    """
     pool = w.server.fleet.pools[0]
     moves = pool.mover
     assert moves is not None
@@ -251,7 +257,7 @@ async def test_a_stream_that_has_said_its_last_token_stays() -> None:
 @pytest.mark.parametrize(
     ("behave", "why"),
     [
-        (tale(text="something else"), "the engine's text is not that of its tokens"),
+        (tale(text="something else"), "the engine's text differs from the text of its tokens"),
         (tale(ids=False), "does not tell token ids"),
     ],
 )
@@ -260,7 +266,8 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
         began, said, receipt = await told_in_two(w, 5)
         assert (began, said["finish"], receipt["moves"]) == (False, "length", [])
         assert said["text"] == (STORY_TEXT if why.startswith("does") else "something else" * len(STORY))
-        # From now on such requests are passed on as they are, and their receipts say why.
+        # From now on, such requests are forwarded unchanged, with the reason in their decision
+        # records.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
         receipt = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
@@ -271,14 +278,18 @@ async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
 
 @pytest.mark.parametrize("others", [1, 2])
 async def test_the_target_is_removed_and_then_the_source_dies(others: int) -> None:
-    """Server 7.3: the stream goes on at a third engine; if there is none, it ends with an error. It once
-    stayed open forever, with its requests counted as running."""
+    """Server 7.3: the stream continues on a third engine.
+
+    If there is none, it ends with an error.
+
+    It once stayed open forever, with its requests counted as running.
+    """
     async with moving(*SLOW[: 1 + others], admin=True) as w:
         expected, task, source, target = await on_its_way(w, COMPLETIONS)
         async with w.client.delete(f"{w.url}/admin/engines/{target}") as response:
             assert response.status == 200
         await w.kill(source)
-        w.stopped.add(target)  # it is no longer the router's to look after
+        w.stopped.add(target)  # the router no longer has it
         if others == 2:
             equal(await task, expected)
             assert mover(w).outcomes["target_gone"] == 1
@@ -290,7 +301,7 @@ async def test_the_target_is_removed_and_then_the_source_dies(others: int) -> No
 
 
 async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Server 7.3: a fault in the handling of a fault fails the request, and its client is told."""
+    """Server 7.3: an exception in failure handling ends the request with an error."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("a bug")
@@ -305,20 +316,20 @@ async def test_an_exception_while_an_engine_dies_ends_the_stream(monkeypatch: py
 
 
 async def test_a_stream_that_no_engine_works_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Server 7.3: if a request is left without an engine, the next check ends it."""
+    """Server 7.3: if a request has no engine left, the next check ends it."""
     async with moving(*SLOW) as w:
         task = asyncio.create_task(raw(w, stream_of(COMPLETIONS)))
         source = place(await at_token(w, 5))
         monkeypatch.setattr("lmetric.server.execution.executor.RequestExecution._resume", lambda *_: None)
         await w.kill(source)
         said = await task
-        assert b"the router failed; its log says why" in said
+        assert b"internal error of the router; see its log for the reason" in said
         assert said.endswith(b"data: [DONE]\n\n")
         await w.until(lambda: w.in_flight() == 0)
 
 
 async def raw(w: Pd, body: dict[str, Any]) -> bytes:
-    """What a client gets, as far as it comes."""
+    """Returns the bytes that a client gets until the end or a close."""
     got = b""
     async with w.client.post(w.url + COMPLETIONS, json=body) as response:
         with contextlib.suppress(aiohttp.ClientPayloadError):
@@ -328,8 +339,10 @@ async def raw(w: Pd, body: dict[str, Any]) -> bytes:
 
 
 async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() -> None:
-    """Server 7.7: a request that runs in legs moves, and the target closes the kept connection on which it
-    was asked to fetch. The leg is sent again, without the transfer."""
+    """Server 7.7: a sliced request moves, and the target closes the reused connection of the fetch.
+
+    The slice is sent again, without the transfer.
+    """
     used: dict[int, set[int]] = {}
     fetches: list[bool] = []
 
@@ -357,8 +370,11 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
 
 
 async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
-    """Server 7.4: such streams once kept their prompt as a Python list (36 bytes a token), and the request's
-    body and JSON beside it, until they ended."""
+    """Server 7.4: movable streams keep 4 bytes per prompt token.
+
+    They once kept a Python list (36 bytes per token), and the request's body and JSON, until they
+    ended.
+    """
     async with tellers(tale(lingers=0.2)) as w:
         moves = w.server.fleet.pools[0].mover
         assert moves is not None
@@ -377,7 +393,7 @@ async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:
 
 
 async def test_a_stream_that_may_move_ends_at_its_longest_duration() -> None:
-    """Reliability M7: the longest duration holds where the router writes the answer itself, too."""
+    """Reliability M7: the longest duration also holds if the router writes the answer itself."""
     async with tellers(tale(lingers=60.0), timeouts={"request": 1.0}) as w:
         status, _, got = await w.post(
             {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}

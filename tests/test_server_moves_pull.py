@@ -1,4 +1,4 @@
-"""Streams that move by fetching: the source's prefix cache is handed over while the stream runs on."""
+"""Streams that move by KV transfer, while they run, from the source's prefix cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PULL: dict[str, Any] = {"migration_by": "pull"}
 
 
 def engines(speed: float = 2.0, **changes: Any) -> list[EngineOptions]:
-    """Three that hand over."""
+    """Starts three engines with KV transfer."""
     return [nixl("both", clock_speed=speed, **changes) for _ in range(3)]
 
 
@@ -42,7 +42,8 @@ async def test_the_answer_is_one_engines(path: str, two_ways: bool) -> None:
         equal(said, expected)
         ((_, target),) = said["receipt"]["moves"]
         assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {"handed_over": 1})
-        # The source looks up what the target fetches; of the prompt no engine computes a token twice.
+        # The source finds the fetched tokens in its cache, and no engine computes a prompt token
+        # twice.
         prompt = expected["usage"]["prompt_tokens"]
         at_source, at_target = w.load(source), w.load(target)
         assert at_source["cached_prompt_tokens"] > prompt - 16
@@ -136,7 +137,7 @@ async def test_what_is_late_is_not_fetched() -> None:
         assert w.outcomes == {"late": 1}
 
 
-# A source that dies without a move under way.
+# A source that dies without a move in progress.
 
 
 @pytest.mark.parametrize("given", [{}, PULL])

@@ -1,4 +1,4 @@
-"""Requests in two legs through the server, over vLLM's NIXL as the emulated engines speak it."""
+"""Prefill and decode through the server, with vLLM's NIXL protocol of the emulated engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_the_answer_is_one_engines(binding: str) -> None:
             assert receipt is not None
             assert (receipt["outcome"], receipt["instance"]) == ("finished", headers["x-lmetric-prefill"])
             assert await w.stream() == alone
-        # Who decodes computes nothing, who prefills makes one token each.
+        # Decode engines compute no prompt, and prefill engines produce one token each.
         pulled = sum(w.load(name)["pulled_prompt_tokens"] for name in ("d0", "d1"))
         assert pulled > 0
         assert sum(w.load(name)["generation_tokens"] for name in ("p0", "p1")) == 4
@@ -67,7 +67,7 @@ async def test_what_is_late_is_computed_again() -> None:
         assert await w.text() == await w.alone()
         assert w.outcomes == {"late": 1}
         assert w.load("d0")["pulled_prompt_tokens"] == 0
-        # Trusted for too long, it would have been wrong, and nobody the wiser.
+        # With a longer trusted time, the answer would have been wrong without notice.
         engine = w.server.fleet.pools[0].engines["p0"]
         assert engine.connector is not None
         assert engine.handover is not None
@@ -89,7 +89,7 @@ NIXL_PAGE = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
 
 
 def second(params: Any) -> Any:
-    """A prefill engine whose first legs are answered with these parameters."""
+    """Returns the behavior of a prefill engine with these transfer parameters."""
 
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         writer.write(plain(200, {"choices": [], "usage": usage(cached=4), "kv_transfer_params": params}))
@@ -111,7 +111,7 @@ PARAMS = {
 
 
 async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
-    """Started, as the configuration names them: the first prefills, the others decode."""
+    """Starts engines and returns their configuration: the first prefills, the others decode."""
     given = []
     for number, engine in enumerate(engines):
         engine.name, engine.metrics = f"e{number}", NIXL_PAGE
@@ -138,7 +138,7 @@ async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
         assert then.body.endswith(raw[1:])
         assert then.json.get("kv_transfer_params") == (params if outcome == "handed_over" else None)
         assert dict(w.server.fleet.pools[0].handovers) == {outcome: 1}
-        # The client's own would kill an engine.
+        # The client's own fields would kill an engine.
         status, _, said = await w.post({"model": "tiny", "prompt": "a", "kv_transfer_params": PARAMS})
         assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
     for engine in (prefill, decode):
@@ -159,7 +159,7 @@ async def test_what_was_sent_once_is_not_sent_again() -> None:
         assert "kv_transfer_params" in bad.requests[0].json
         assert "kv_transfer_params" not in good.requests[-1].json
         assert w.server.fleet.pools[0].handovers["spent"] == 1
-        # One that cannot even be reached has fetched nothing.
+        # An unreachable engine has fetched nothing.
         await bad.stop()
         before = len(good.requests)
         for _ in range(2):
@@ -202,7 +202,7 @@ async def test_an_engine_of_either_kind_dies() -> None:
         assert [await w.text() for _ in range(3)] == [alone] * 3
         await w.kill("d1")
         assert [await w.text() for _ in range(3)] == [alone] * 3
-        # Nobody prefills: who decodes serves whole requests, and the other way round.
+        # Without prefill engines, decode engines serve whole requests, and the other way round.
         await w.kill("p1")
         status, headers, said = await w.post()
         assert (status, headers["x-lmetric-instance"], said["choices"][0]["text"]) == (200, "d0", alone)
@@ -250,14 +250,14 @@ async def test_a_client_that_leaves() -> None:
             await w.until(lambda: w.busy("p0") + w.busy("d0") == 0)
             await w.until(lambda: w.in_flight() == 0)
         nixl_side = w.engines["p0"]._api._nixl  # type: ignore[union-attr]
-        assert nixl_side.holding == 0  # what the second held was fetched
+        assert nixl_side.holding == 0  # the second engine's cache was fetched
 
 
 async def test_a_first_leg_that_takes_too_long() -> None:
     slow = [nixl("prefill", clock_speed=0.001), nixl("decode")]
     async with pd(*slow, timeouts={"first_byte": 0.2}) as w:
         status, headers, said = await w.post()
-        # The only one that prefills failed it; who decodes may take all of it.
+        # The only prefill engine failed the request; decode engines may serve all of it.
         assert (status, headers["x-lmetric-instance"]) == (200, "d0")
         await w.until(lambda: w.busy("p0") == 0)
     async with pd(*slow, timeouts={"first_byte": 0.2}, colocate=False) as w:
@@ -296,7 +296,7 @@ async def test_roles_change_while_it_runs() -> None:
             assert (status, shown["role"], shown["draining"]) == (200, role, False)
         status, headers, said = await w.post()
         assert (headers["x-lmetric-prefill"], said["choices"][0]["text"]) == ("b0", alone)
-        # Drained first: what runs there ends there.
+        # Drained first: running requests end on the engine.
         running = asyncio.create_task(w.stream(BODY | {"max_tokens": 300}))
         await w.until(lambda: w.busy("b1") + w.busy("b2") == 1)
         name = "b1" if w.busy("b1") else "b2"
@@ -311,7 +311,7 @@ async def test_roles_change_while_it_runs() -> None:
         async with w.client.post(url, json={"role": "decode"}) as response:
             assert response.status == 409
             assert "--kv-transfer-config" in (await response.json())["error"]["message"]
-        assert (await w.post())[0] == 200  # it goes on as it was
+        assert (await w.post())[0] == 200  # it continues unchanged
 
 
 async def test_requests_that_cannot_be_cut() -> None:
@@ -323,7 +323,7 @@ async def test_requests_that_cannot_be_cut() -> None:
         ):
             status, headers, _ = await w.post(body, path)
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
-            assert "x-lmetric-prefill" not in headers  # nobody else has computed anything
+            assert "x-lmetric-prefill" not in headers  # no other engine has computed tokens
         assert (len(prefill.requests), w.server.fleet.pools[0].handovers["not_cut"]) == (0, 2)
     for engine in (prefill, decode):
         await engine.stop()

@@ -1,6 +1,6 @@
-"""Prefill and decode engines in bidirectional mode: what the second tells of what it holds is no client's.
+"""Prefill and decode in bidirectional mode: clients get no transfer fields.
 
-`told` refuses an answer that says it, and `pd` checks at its end that nothing is in flight anywhere.
+`told` refuses an answer with such fields, and `pd` checks at its end that no request is in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def engines(**changes: object) -> list[EngineOptions]:
 
 
 async def identified(w: Pd) -> None:
-    """Until the router knows the engines' mode."""
+    """Waits until the router knows the engines' mode."""
     pool = w.server.fleet.pools[0]
     await w.until(lambda: all(engine.identified for engine in pool.engines.values()))
 

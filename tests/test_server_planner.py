@@ -1,4 +1,4 @@
-"""Policy planner through the server: requests decode wherever all lose least, and nobody hears it."""
+"""Policy planner through the server: it chooses the decode engine, unseen by clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, s
 
 
 def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
-    """Streams of 30 to 90 tokens behind prompts of some hundreds."""
+    """Returns streams of 30 to 90 tokens after prompts of some hundred tokens."""
     return [
         body_of(
             path, f"{n} quiet rivers ran to the sea " * (20 + n % 30), max_tokens=30 + n % 60, stream=True
@@ -24,8 +24,8 @@ def bodies(count: int, path: str = COMPLETIONS) -> list[dict[str, Any]]:
 
 
 async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
-    # The clock runs twice as fast: hand-overs seem to take twice as long, gains are half as large. A busy
-    # machine cannot keep up with a faster clock, and then the engines' speed is not known.
+    # The clock runs twice as fast: KV transfers seem to take twice as long, and gains are half as
+    # large. On a busy machine, a faster clock would leave the engines' speed unknown.
     free = {"transfer_fixed_seconds": 0, "transfer_seconds_per_token": 0}
     settings = {"kind": "apart", "min_gain_seconds": 0, **free}
     engines = [both(clock_speed=2.0)] * 3
@@ -36,7 +36,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         first = await asked(w, COMPLETIONS, bodies(1)[0])
         assert first["receipt"]["uncut"] == "the speed of the instances is unknown"
         assert first["receipt"]["stay_seconds"] is None
-        # Until its steps are known.
+        # Until its step times are known.
         before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
         asking = [(path, body) for path in (CHAT, COMPLETIONS) for body in bodies(40, path)]
         heard = await asyncio.gather(*(asked(w, path, body) for path, body in asking))
@@ -46,7 +46,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
             receipt = said["receipt"]
             stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
             if receipt["cuts"]:
-                # The first token is the prefill's own: a hand-over takes no time by these settings.
+                # The prefill produces the first token: these settings make a KV transfer free.
                 assert receipt["cuts"] == [receipt["prompt_tokens"] + 1]
                 assert receipt["decode_instance"] != receipt["instance"]
                 assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
@@ -58,7 +58,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
             equal(said, await alone(w, path, body))
         all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
         pulled = pool.pull_outcomes["pulled"]
-        assert pool.pull_outcomes.keys() <= {"pulled", "late"}  # the clock is fast, and waits are not
+        assert pool.pull_outcomes.keys() <= {"pulled", "late"}  # the clock is fast, waits are not
         assert w.outcomes == {"handed_over": all_cut + pulled}
         assert pool.router.stats()["in_flight"] == 0
 

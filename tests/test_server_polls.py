@@ -1,4 +1,4 @@
-"""Pages that the router asks engines for by itself: over kept connections, beside those of requests."""
+"""Pages that the router reads from engines, over connections of their own that stay open."""
 
 import asyncio
 import shutil
@@ -23,7 +23,7 @@ KEPT = says(plain(200, b"{}"), then="keep")
 
 
 class Polled(FakeEngine):
-    """Notes the pages it is asked for; `page` answers them, if it is set."""
+    """Records the requested pages. `page` answers them, if it is set."""
 
     def __init__(self, page: Behaviour | None = None) -> None:
         super().__init__(metrics=b"vllm:num_requests_running 1.0\n")
@@ -43,12 +43,12 @@ class Polled(FakeEngine):
 
     @property
     def open(self) -> int:
-        """Connections to it that are open."""
+        """The open connections to it."""
         return len(self._writers)
 
 
 def behind(then: Behaviour) -> Behaviour:
-    """A good answer to the first page of each connection; the others get this."""
+    """Answers the first page of each connection well, and later pages in another way."""
 
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         assert isinstance(engine, Polled)
@@ -60,7 +60,7 @@ def behind(then: Behaviour) -> Behaviour:
 
 @asynccontextmanager
 async def one(page: Behaviour | None = KEPT, **limits: float) -> AsyncIterator[tuple[Polled, Upstream]]:
-    """An engine, and what the router has of it."""
+    """Starts an engine, and returns the router's state of it."""
     engine = Polled(page)
     await engine.start()
     upstream = Upstream(EngineConfig(url=engine.url), ServerConfig.model_validate({"limits": limits}))
@@ -72,12 +72,12 @@ async def one(page: Behaviour | None = KEPT, **limits: float) -> AsyncIterator[t
 
 
 async def left(engine: Polled, count: int = 0) -> None:
-    """Waits until that many connections are open."""
+    """Waits until this many connections are open."""
     await until(lambda: engine.open == count, seen=lambda: f"{engine.open} are open")
 
 
 async def test_polls_share_a_few_connections() -> None:
-    """Each of them once opened a connection of its own."""
+    """Each poll once opened its own connection."""
     fake = Polled()
     async with world([fake], **OFTEN) as it:
         await it.until(lambda: fake.polls("/health") > 30 and fake.polls("/metrics") > 30)
@@ -186,7 +186,7 @@ async def test_pages_asked_for_one_after_the_other_share_a_connection() -> None:
             assert await upstream.get("/health", 5) == (200, b"{}")
             assert (await upstream.post("/tokenize", b"{}", 5))[0] == 200
         assert (engine.connections, len(engine.pages), upstream.in_use) == (1, 10, 0)
-        # A key goes with each page: it binds no connection.
+        # Each page carries the key, so connections are not tied to a key.
         upstream.set_key(SecretStr("new"))
         await upstream.get("/health", 5)
         assert engine.pages[-1].headers["authorization"] == "Bearer new"
@@ -242,7 +242,7 @@ async def test_only_a_page_of_which_nothing_came_is_asked_for_again(
         with pytest.raises(UpstreamError) as error:
             await upstream.get("/health", 0.3)
         assert (error.value.kind, len(engine.pages)) == (kind, times)
-        await left(engine)  # what else waited may be as bad, and another address may be right by now
+        await left(engine)  # other idle connections may be broken, and the address may have changed
         with pytest.raises(UpstreamError):
             await upstream.get("/health", 0.3)
         assert len(engine.pages) == times + 1, "a new connection is no reason to ask again"
@@ -261,7 +261,7 @@ async def test_kept_connections_close_when_they_wait_too_long() -> None:
 
 
 async def test_a_name_is_looked_up_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often polls come: a name may lead elsewhere by now."""
+    """Even with frequent polls: the name may have another address by now."""
     monkeypatch.setattr(pool, "PAGE_CONNECTION_SECONDS", 0.1)
     async with one() as (engine, upstream):
         began = time.monotonic()

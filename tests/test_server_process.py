@@ -91,7 +91,7 @@ async def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
             assert idle.status == 200
         stream = await client.post(r.url + "/v1/completions", json=BODY)
         assert await stream.content.readany() == token("a")
-        # Connections that stay open, for what comes after the signal.
+        # Connections that stay open, for requests after the signal.
         port = int(r.url.rsplit(":", 1)[1])
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for reader, writer in kept:
@@ -111,7 +111,7 @@ async def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
             assert b"retry-after: " in answer
             assert b"shutting down" in answer
             writer.close()
-        # New connections see the red light, too, and no request is lost in silence.
+        # New connections see that the router is not ready, and every request gets an answer.
         async with aiohttp.ClientSession() as newcomer:
             async with newcomer.get(r.url + "/ready") as red:
                 assert red.status == 503
@@ -144,7 +144,7 @@ async def test_streams_that_outlast_the_deadline_end_with_an_error() -> None:
         assert rest.endswith(b"data: [DONE]\n\n")
         assert (await plain).status in (200, 503)
         assert await r.ended() == 0
-        assert time.monotonic() - began < 10  # the deadline by itself is 30 s
+        assert time.monotonic() - began < 10  # the deadline alone is 30 s
 
 
 async def test_ctrl_c_twice_hurries() -> None:
@@ -166,7 +166,7 @@ async def test_ctrl_c_twice_hurries() -> None:
 
 
 async def test_a_port_in_use() -> None:
-    """UX C7: a port in use was found only after the engines were started and examined."""
+    """UX C7: a port in use was found only after the start and check of the engines."""
     async with engine() as fake, engine() as other:
         for flags in (("--engine", fake.url), ("--embedded", "2")):
             async with router(*flags, "--port", str(other.port)) as r:

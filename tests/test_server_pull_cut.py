@@ -1,6 +1,6 @@
-"""Requests that fetch their prompt's front and go on at another engine: three engines, one answer.
+"""Requests with a prefix fetch that continue on another engine: three engines, one answer.
 
-`pd` checks at its end that nothing is in flight anywhere, `pulling` that nobody is pulled from.
+`pd` checks at its end that no request is in flight, `pulling` that no fetch is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def body_at(path: str, *, stream: bool = False, **changes: Any) -> dict[str, Any
 
 
 def cut_at(w: Pd, fraction: float | None) -> None:
-    """Where requests are cut from now on."""
+    """Sets the split position of all requests from now on."""
     router = w.server.fleet.pools[0].router
     if fraction is None:
         router.configure(split=None)
@@ -45,8 +45,10 @@ def cut_at(w: Pd, fraction: float | None) -> None:
 
 
 async def ready(w: Pd, path: str, body: dict[str, Any], tokens: int = 0) -> tuple[str, dict[str, Any]]:
-    """One engine holds the prompt's front, and the request is to be cut so many tokens behind its prompt:
-    that engine, and what one says alone."""
+    """Prepares a prefix on one engine, and a split of the request after this many answer tokens.
+
+    Returns the engine with the prefix, and the answer of one engine.
+    """
     cut_at(w, None)
     holder = await heated(w, path)
     expected = await alone(w, path, body)
@@ -74,11 +76,11 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, tokens: int) -
         assert len({first, holder}) == len({first, last}) == 2
         assert (receipt["pull_instance"], receipt["cuts"]) == (holder, [prompt + tokens])
         assert prompt - 64 < pulled < prompt
-        # The front was fetched, the rest computed, and all of it handed on.
+        # The prefix was fetched, the rest computed, and everything transferred.
         assert w.load(first)["pulled_prompt_tokens"] == pulled
         assert computed(w.load(first)) == prompt - pulled
         assert (said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]) == (first, last)
-        if last != holder:  # which has the most of it in its own cache
+        if last != holder:  # it has most tokens in its own cache
             assert w.load(last)["pulled_prompt_tokens"] == prompt + tokens
         assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 2})
         assert (stats(w)["pulls"], stats(w)["pulled_tokens"], stats(w)["split"]) == (1, pulled, 1)
@@ -120,7 +122,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
         async def tried(case: dict[str, Any]) -> None:
             router.configure(
                 prefix_fetch=from_settings("prefix_fetch", "on", SETTINGS)
-            )  # what is learned would end it: these engines are fast
+            )  # learned values would end it: these engines are fast
             words = " ".join([str(len(both_ways)), *front[: 100 + case["words"]]])
             path, most = case["path"], case["max_tokens"]
             cut_at(w, None)
@@ -180,7 +182,7 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
         assert pulled or inside
         assert set(outcomes(w)) <= {"pulled"}
         assert set(w.outcomes) == {"handed_over"}
-        assert w.outcomes["handed_over"] >= len(cut) + len(pulled)  # and the first ones
+        assert w.outcomes["handed_over"] >= len(cut) + len(pulled)  # and the first transfers
 
 
 @pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
@@ -199,7 +201,7 @@ async def test_and_then_it_moves(by: str, path: str) -> None:
         assert mover(w).outcomes == {"moved": 1}
 
 
-# What goes wrong.
+# Failures.
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -225,7 +227,7 @@ async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
         async with occupied(w, holder):
             task = asyncio.create_task(asked(w, path, body))
             await w.until(lambda: waiting(w, holder))
-            await w.until(lambda: outcomes(w))  # its last leg may wait there, too
+            await w.until(lambda: outcomes(w))  # its last segment may wait there, too
         equal(await task, expected)
         assert (outcomes(w), w.outcomes) == ({"late": 1}, {"handed_over": 1})
 
@@ -292,7 +294,7 @@ async def test_the_first_engine_is_gone_when_it_is_its_turn(path: str, stream: b
         receipt = said["receipt"]
         assert receipt["tried"] == [first, receipt["instance"]]
         assert receipt["outcome"] == "finished"
-        # Pulled for the first, and again for the next unless that is the holder itself.
+        # Fetched for the first segment, and again for the next unless that runs on the holder.
         assert outcomes(w) == {"pulled": 1 + (receipt["instance"] != holder)}
 
 
@@ -360,7 +362,7 @@ async def test_a_client_that_leaves(when: str, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens", [0, 12])
 async def test_a_chat_that_an_engine_renders_otherwise(stream: bool, tokens: int) -> None:
-    """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
+    """The engine tokenizes the chat differently from the fetched cache, which only it can see."""
     body = body_at(CHAT, stream=stream)
     async with pulling(*engines(tokenize=False), **CUT) as w:
         for name in w.engines:
@@ -374,6 +376,6 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool, tokens: int
         assert outcomes(w)["pulled"] == 1
         assert w.outcomes["other_tokens"] == 1
         equal(said, whole)
-        assert "makes other tokens" in again["receipt"]["unpulled"]
-        assert "makes other tokens" in again["receipt"]["uncut"]
+        assert "tokenizes a chat differently" in again["receipt"]["unpulled"]
+        assert "tokenizes a chat differently" in again["receipt"]["uncut"]
         equal(again, whole)

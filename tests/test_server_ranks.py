@@ -1,4 +1,4 @@
-"""Data-parallel ranks as engines of their own: each has a queue, a cache and events that the router knows."""
+"""Data-parallel ranks as separate engines, each with a queue, a cache and events of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ APIS = pytest.mark.parametrize("api", ["vllm", "sglang"])
 
 @contextlib.asynccontextmanager
 async def ranked(api: str = "vllm", **config: Any) -> AsyncIterator[World]:
-    """A server before both ranks of one emulated engine."""
+    """Starts a server before both ranks of one emulated engine."""
     async with emulated(ranks=2, api=api, cache_blocks=1000) as engine:
         entries = [{"url": engine.url, "data_parallel_rank": rank} for rank in (0, 1)]
         async with routed(*entries, **config) as w:
@@ -52,7 +52,7 @@ async def test_each_rank_is_an_engine_with_a_cache_of_its_own(api: str) -> None:
         index = pool.router.instances().index(holder)
         await w.until(lambda: pool.router.cached_tokens(request)[index] == 144)
         assert sorted(pool.router.cached_tokens(request).tolist()) == [0, 144]
-        # Where its prefix is, the engine finds it: the header named that very rank.
+        # The engine finds the prefix on its rank, so the header named that rank.
         for _ in range(3):
             status, headers, answer = await w.post({"model": "tiny", "prompt": PROMPT, "max_tokens": 2})
             assert headers["x-lmetric-instance"] == holder

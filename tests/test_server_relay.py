@@ -1,4 +1,4 @@
-"""What clients get through the router: bytes, failover, faults before and during an answer."""
+"""Answers for clients through the router: bytes, failover, faults before and during an answer."""
 
 import asyncio
 import time
@@ -134,7 +134,7 @@ async def test_faults_before_the_first_byte_go_down_the_ranking(fault: object) -
 
 
 async def pings(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
-    """Sends comments, and nothing else, until the client leaves."""
+    """Sends only comments until the client leaves."""
     writer.write(STREAM_HEAD)
     leaves = asyncio.create_task(engine.until_left(writer))
     while not leaves.done():
@@ -241,12 +241,12 @@ async def test_dying_in_mid_stream_ends_with_an_error_event(tail: bytes, then: s
         first, error, done, rest = got.split(b"\n\n")
         assert first + b"\n\n" == token("a")
         problem = orjson.loads(error.removeprefix(b"data: "))["error"]
-        assert problem["message"].startswith("the engine's answer broke off (e0: ")
+        assert problem["message"].startswith("the engine failed in the middle of its answer (e0: ")
         assert (done, rest) == (b"data: [DONE]", b"")
         receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
         assert receipt["outcome"] not in ("finished", "running", "dropped")
-        # The client's connection is whole and serves the next request.
+        # The client's connection is intact and serves the next request.
         w.engines[0].behave = answer
         assert (await w.post())[0] == 200
         if then == "hang":
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_stops_the_engine() -> None:
 
 
 async def test_a_slow_reader_holds_the_engine_back() -> None:
-    """100 MB for a client that reads nothing: the engine is stopped early, and memory stays small."""
+    """100 MB for a client that reads nothing: the engine pauses early, and memory stays small."""
     sent = 0
     piece = chunk(token("x" * 65_000))
 
@@ -342,7 +342,7 @@ async def test_connections_are_kept_on_both_sides() -> None:
 
 
 async def test_a_kept_connection_that_the_engine_closes_is_no_failure() -> None:
-    """An engine may close an idle connection just when the next request is on its way."""
+    """An engine may close an idle connection just when it is used again."""
 
     async def once(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
         if sum(r.connection == request.connection for r in engine.requests) > 1:
@@ -465,7 +465,7 @@ async def test_interim_answers_and_comments_are_read_over() -> None:
 
 
 async def test_official_shapes_through_aiohttp_clients_gzip() -> None:
-    """A compressed body is read, and passed on uncompressed."""
+    """A compressed body is decompressed and forwarded uncompressed."""
     import gzip
 
     body = gzip.compress(orjson.dumps({"prompt": "hello"}))

@@ -1,4 +1,4 @@
-"""The server as a process: what signals reload, and what the router does without file descriptors."""
+"""The server as a process: reloads by signals, and operation without free file descriptors."""
 
 import asyncio
 import resource
@@ -54,7 +54,7 @@ async def status(client: aiohttp.ClientSession, url: str, key: str) -> int:
 
 
 async def test_sighup_reloads_keys_tenants_and_engine_keys(tmp_path: Path) -> None:
-    """Reliability M3: SIGHUP once ended the router without draining, and a leaked key needed a restart."""
+    """Reliability M3: SIGHUP once ended the router, and a leaked key required a restart."""
     async with engine() as fake, aiohttp.ClientSession() as client:
         site = Site(tmp_path, fake)
         site.write({"sk-old": "one", "sk-same": "two"}, "engine-old", ["one"])
@@ -71,7 +71,7 @@ async def test_sighup_reloads_keys_tenants_and_engine_keys(tmp_path: Path) -> No
             answers = [await status(client, r.url, key) for key in ("sk-old", "sk-same", "sk-new")]
             assert answers == [401, 200, 200]
             assert fake.requests[-1].headers["authorization"] == "Bearer engine-new"
-            # What cannot be read changes nothing.
+            # An unreadable configuration changes nothing.
             site.keys.write_text("- not\n- a mapping\n")
             r.process.send_signal(signal.SIGHUP)
             assert "sk-" not in await logged(r, "cannot reload the configuration")
@@ -93,8 +93,10 @@ async def test_other_signals_are_ignored(number: signal.Signals) -> None:
 
 
 async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
-    """Reliability M1, Server 7.1: the router lacks file descriptors. It answers 503, keeps the engines and
-    what it knows of their caches, and serves as soon as it can."""
+    """Reliability M1, Server 7.1: without free file descriptors, the router keeps its engines.
+
+    It answers 503, keeps the known caches, and serves again as soon as it can.
+    """
     flags = ("--set", "health.interval=0.1", "--set", "limits.idle_seconds=0.05", "--policy", "lmetric")
     async with engine() as fake, router("--engine", fake.url, *flags) as r:
         await r.listening(60)
@@ -106,7 +108,7 @@ async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
         assert "Too many open files" in await logged(r, "the router lacks resources")
         async with asyncio.timeout(20):
             while (got := await post(asker))[0] == 200:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.2)  # the connection of the request before is still open
+                await asyncio.sleep(0.2)  # the connection of the last request is still open
         assert (got[0], got[1]["error"]["code"]) == (503, "resources")
         resource.prlimit(process, resource.RLIMIT_NOFILE, before)
         async with asyncio.timeout(20):
@@ -122,14 +124,15 @@ async def test_without_file_descriptors_no_engine_is_taken_for_dead() -> None:
         assert "kind=unknown" not in "".join(r.log)
 
 
-# As a limit of open files: descriptors above it stay open, those below are taken, so no file can be opened.
+# Emulates a limit on open files: higher descriptors stay open, lower ones are taken, so no file can
+# be opened.
 FEW_FILES = 6
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def post(client: Client) -> tuple[int, dict[str, dict[str, str]]]:
-    """Status and answer, on a connection that stays open."""
+    """Returns status and answer, on a connection that stays open."""
     body = orjson.dumps(BODY)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     client[1].write(head + body)

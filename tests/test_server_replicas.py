@@ -1,4 +1,4 @@
-"""Routers side by side, over sockets: each counts what the others have, for as long as they say so."""
+"""Several routers over sockets: each counts the load of the others while they send it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLD = {"router": "ab", "models": {}}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Returns ports without a listener."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[int]:
 async def two(
     engines: list[FakeEngine], replicas: dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[tuple[World, World]]:
-    """Two routers before the same engines, each with the addresses of both."""
+    """Starts two routers before the same engines, each with the addresses of both."""
     ports = free_ports(2)
     told = {"urls": [f"http://127.0.0.1:{port}" for port in ports], "interval": 0.02, **(replicas or {})}
     given = {"policy": "least_requests", "replicas": told, **config}
@@ -45,7 +45,7 @@ async def two(
 
 
 def bs(seen: World) -> list[float]:
-    """Requests on each engine, as a router sees them."""
+    """Returns the requests on each engine, as a router counts them."""
     return seen.server.fleet.pools[0].router.indicators()["bs"].tolist()
 
 
@@ -57,7 +57,8 @@ async def test_the_next_request_goes_where_the_other_router_has_none() -> None:
             asking.append(asyncio.create_task((a, b)[turn % 2].post()))
             await until(lambda n=turn: [sum(bs(a)), sum(bs(b))] == [n + 1, n + 1])
             assert bs(a) == bs(b)
-        # Alone, each would have shared out its own three: two and one, by chance on the same engine.
+        # Alone, each router would have split its own three: two and one, by chance on the same
+        # engine.
         assert bs(a) == [3, 3]
         assert [len(engine.requests) for engine in engines] == [3, 3]
         state = orjson.loads((await a.get("/debug/replicas"))[1])
@@ -81,7 +82,7 @@ async def test_a_router_that_is_gone_counts_no_longer_and_back_again_it_does() -
     async with two(engines, {"silent_after": 0.3}) as (a, b):
         asking = asyncio.create_task(b.post())
         await until(lambda: bs(a) == [1])
-        await b.server.front.replicas.stop()  # its word is lost; its request runs on
+        await b.server.front.replicas.stop()  # its messages stop; its request continues
         await until(lambda: not a.server.front.replicas.heard)
         assert bs(a) == [0]
         assert b.in_flight() == 1
@@ -191,5 +192,5 @@ async def test_a_name_without_addresses_is_told_of_and_looked_up_again(
     ) as a:
         replicas = a.server.front.replicas
         assert list(replicas.state()["not_looked_up"]) == ["http://routers.invalid:8080"]
-        replicas.config.urls[0] = f"http://localhost:{a.server.port}"  # the name is there now
+        replicas.config.urls[0] = f"http://localhost:{a.server.port}"  # the name resolves now
         await until(lambda: any(address.own for address in replicas.addresses.values()))

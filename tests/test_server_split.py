@@ -1,4 +1,4 @@
-"""Requests cut at any token through the server: the client hears what one engine would say."""
+"""Requests split at any token through the server: the client gets the answer of one engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
             assert (receipt["uncut"], receipt["outcome"]) == (None, "finished")
             assert said["headers"]["x-lmetric-prefill"] != said["headers"]["x-lmetric-instance"]
         assert w.outcomes == {"handed_over": 2}
-        if stream:  # of other answers the router is told no tokens before their end
+        if stream:  # without streaming, the router gets no tokens before the end
             assert w.server.fleet.pools[0].router.stats()["output_tokens"] == 48
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
         assert 'lmetric_split_requests_total{model="emulated"} 2.0' in page
@@ -141,10 +141,10 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
             assert (said["finish"], said["stop"]) == ("stop", stop)
             assert said["receipt"]["outcome"] == "finished"
             assert said["receipt"]["cuts"]
-            # The first engine gave all of it, whoever was bound to go on.
+            # The first engine produced all of it, whichever engine was to continue.
             assert said["headers"]["x-lmetric-instance"] == said["receipt"]["instance"]
         assert w.outcomes == {}
-        # Behind the cut it ends as it does alone, too.
+        # After the split it ends like on one engine, too.
         w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
         said = await asked(w, path, stopping)
         equal(said, await alone(w, path, stopping))
@@ -152,7 +152,7 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("at", [0.4, 0.9])  # 0.4: in the prompt, so it is cut at its end
+@pytest.mark.parametrize("at", [0.4, 0.9])  # 0.4: in the prompt, so it is split at its end
 async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
     plain = EngineOptions(port=0, clock_speed=20.0)
     async with split(plain, plain, at=at, split_recompute=recompute) as w:

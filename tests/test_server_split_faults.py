@@ -1,6 +1,6 @@
-"""Cut requests when something breaks: nothing is lost or said twice, and no count is left over.
+"""Split requests with failures: no token is lost or sent twice, and all counts end at zero.
 
-`pd` checks at its end that nothing is in flight anywhere.
+`pd` checks at its end that no request is in flight.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ SLOW: dict[str, Any] = {"clock_speed": 0.5}
 
 
 def held(w: Pd) -> int:
-    """Leg ends that wait to be fetched on engines that live."""
+    """The number of ended segments that wait for a fetch, on live engines."""
     live = [engine for name, engine in w.engines.items() if name not in w.stopped]
     return sum(engine._api._nixl.holding for engine in live)  # type: ignore[union-attr]
 
 
 async def cut_after(w: Pd, path: str, body: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Has requests like this one cut behind so many tokens of the answer; what one engine says alone."""
+    """Splits requests like this one after this many answer tokens.
+
+    Returns the answer of one engine.
+    """
     expected = await alone(w, path, body | {"stream": False})
     prompt = expected["usage"]["prompt_tokens"]
     at = (prompt + tokens) / (prompt + body["max_tokens"])
@@ -54,7 +57,7 @@ async def cut_after(w: Pd, path: str, body: dict[str, Any], tokens: int) -> dict
 
 
 async def raw_stream(w: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What a client hears, whatever it is."""
+    """Returns the client's answer as raw bytes."""
     async with w.client.post(w.url + path, json=body | {"stream": True}) as response:
         assert response.status == 200
         return heard(await response.read())
@@ -62,7 +65,7 @@ async def raw_stream(w: Pd, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_second_engine_dies_before_its_turn(path: str) -> None:
-    # The first leg takes a while; by then the engine that is bound behind it is gone.
+    # The first segment takes a while; by then the engine of the next segment is gone.
     async with split(both(**SLOW), both(**SLOW), both(**SLOW), at=0.95) as w:
         body = body_of(path, stream=True, max_tokens=60, stream_options={"include_usage": True})
         expected = await alone(w, path, body)
@@ -129,7 +132,7 @@ async def test_a_client_that_leaves(when: str, stream: bool) -> None:
 
 
 async def test_a_target_that_is_full() -> None:
-    # One request runs and none may wait: whoever is asked meanwhile refuses.
+    # One request runs and none may wait: the engine refuses others meanwhile.
     tight = both(max_sequences=1, max_queued_requests=0, **SLOW)
     async with split(both(**SLOW), tight, both(**SLOW), at=0.93) as w, Busy(w):
         for path in PATHS:
@@ -141,7 +144,7 @@ async def test_a_target_that_is_full() -> None:
 
 @pytest.mark.parametrize("at", [0.4, 0.93])
 async def test_blocks_of_other_sizes_are_not_fetched(at: float) -> None:
-    """Connectors move whole blocks: the second engine computes again what the first has."""
+    """Connectors move whole blocks, so the second engine computes the tokens again."""
     async with split(both(block_tokens=16), both(block_tokens=32), at=at) as w:
         for path in PATHS:
             for stream in (True, False):
@@ -199,7 +202,7 @@ async def test_the_server_stops_in_the_middle() -> None:
         assert said["text"]
 
 
-# Engines with faults by order: they all tell the same story.
+# Engines with chosen faults: they all send the same story.
 
 NIXL_PAGE = b'vllm:nixl_num_failed_transfers_total{engine="0"} 0.0\n'
 TOKENIZER = Tokenizer.from_file(str(TOKENIZER_PATH))
@@ -225,13 +228,13 @@ def params(tokens: int) -> dict[str, Any]:
 
 
 def text_of(prompt: list[int], ids: list[int]) -> str:
-    """As an engine streams it."""
+    """Returns the text of a streamed answer."""
     stream = DecodeStream(ids=prompt, skip_special_tokens=True)
     return "".join(stream.step(TOKENIZER, token) or "" for token in ids)
 
 
 def told_by(request: Request, **changes: Any) -> dict[str, Any]:
-    """A plain answer."""
+    """Returns the answer of an engine without streaming."""
     body = request.json
     done = len(body["prompt"]) - len(START)
     ids = STORY[done : done + body["max_tokens"]]
@@ -243,7 +246,7 @@ def told_by(request: Request, **changes: Any) -> dict[str, Any]:
 
 
 def streamed_by(request: Request, upto: int | None = None) -> list[bytes]:
-    """Chunks of two tokens each."""
+    """Returns a stream in chunks of two tokens."""
     body = request.json
     done = len(body["prompt"]) - len(START)
     ids = STORY[done : done + body["max_tokens"]]
@@ -267,7 +270,7 @@ Behaviour = Callable[[FakeEngine, Request, asyncio.StreamWriter], Awaitable[bool
 
 
 async def tells(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-    """As a good engine does."""
+    """Answers like a healthy engine."""
     if request.path == "/tokenize":
         writer.write(plain(404, {}))
     elif not request.json.get("stream"):
@@ -281,7 +284,10 @@ async def tells(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -
 
 
 def but(fault: Behaviour, *, first: bool = False, times: int = 1) -> Behaviour:
-    """So often, legs of this kind do otherwise; a first leg is one that is asked to hand over."""
+    """Changes the answers of the first `times` segments of a kind.
+
+    A first segment is one with a transfer request.
+    """
     left = times
 
     async def behave(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -311,7 +317,7 @@ def writes(*pieces: bytes, reset: bool = False) -> Behaviour:
 
 
 async def breaks(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-    """In the middle."""
+    """Breaks the connection in the middle of the answer."""
     writer.write(STREAM_HEAD + b"".join(streamed_by(request, upto=2)))
     await writer.drain()
     await asyncio.sleep(0.02)
@@ -340,7 +346,10 @@ BUSY = {"error": {"message": "busy", "code": 503}}
 
 @contextlib.asynccontextmanager
 async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIterator[World]:
-    """Engines that share one behaviour, cut behind the tenth token of their answers."""
+    """Starts engines with one common behavior.
+
+    Requests are split after the tenth token of their answers.
+    """
     fakes = [FakeEngine(behave=behave, metrics=NIXL_PAGE) for _ in range(number)]
     given = {
         "tokenizer": str(TOKENIZER_PATH.parent),
@@ -354,7 +363,7 @@ async def faulty(behave: Behaviour, number: int = 3, **config: Any) -> AsyncIter
 
 
 def legs_at(fake: FakeEngine) -> list[Request]:
-    """The requests of the router's clients."""
+    """Returns the requests at an engine that came from clients."""
     return [request for request in fake.requests if request.path != "/tokenize"]
 
 
@@ -369,7 +378,7 @@ ASKED = {"model": "tiny", "prompt": START, "max_tokens": 40}
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_seam_inside_a_character(stream: bool) -> None:
-    """The last leg's own text would say all that came before again (`test_detokenise`)."""
+    """The last segment's own text would repeat all earlier text (`test_detokenise`)."""
     async with faulty(tells) as w:
         pool = w.server.fleet.pools[0]
         for cut in range(1, 39):
@@ -443,9 +452,9 @@ async def test_an_engine_that_refuses_the_first_leg() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"text": "something else"}, "the engine's text is not that of its tokens"),
+        ({"text": "something else"}, "the engine's text differs from the text of its tokens"),
         ({"token_ids": None}, "does not tell token ids"),
-        ({"token_ids": [4_000_000] * 11}, "the engine's text is not that of its tokens"),
+        ({"token_ids": [4_000_000] * 11}, "the engine's text differs from the text of its tokens"),
     ],
 )
 async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, stream: bool) -> None:
@@ -457,7 +466,7 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
         assert whole == {**ASKED, "stream": stream}
         if not stream:
             assert said_in(got) == STORY_TEXT
-        # From now on nothing is cut, and the receipt says why.
+        # From now on, no request is split, and the decision record has the reason.
         _, headers, _ = await w.post(ASKED)
         receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
@@ -496,7 +505,7 @@ async def test_a_last_leg_that_sends_only_comments() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
-    """It fetches the cache of other tokens than it makes of the chat; only it can tell."""
+    """The engine tokenizes the chat differently from the fetched cache, which only it can see."""
     async with split(both(tokenize=False), both(tokenize=False), at=0.3) as w:
         for name in w.engines:
             renders_otherwise(w, name)
@@ -504,10 +513,10 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
         said = await asked(w, CHAT, body)
         assert said["receipt"]["cuts"]
         assert w.outcomes == {"handed_over": 1, "other_tokens": 1}
-        # As if nothing had been cut.
+        # As without a split.
         again = await asked(w, CHAT, body)
         equal(said, again)
-        assert "it makes other tokens of a chat" in again["receipt"]["uncut"]
+        assert "it tokenizes a chat differently from the router" in again["receipt"]["uncut"]
         async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
             raw = await response.read()
         assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]
@@ -515,7 +524,7 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
 
 @pytest.mark.parametrize("status", [499, 520, 529])
 async def test_an_engine_that_refuses_with_a_status_of_its_own(status: int) -> None:
-    """Server 7.2: a status without a reason phrase in HTTP reaches the client, which once waited forever."""
+    """Server 7.2: the client gets a status without a standard phrase. It once waited forever."""
     refusal = {"error": {"message": "overloaded", "type": "overloaded_error"}}
     async with faulty(but(writes(plain(status, refusal)), first=True)) as w:
         assert (await w.post(ASKED))[::2] == (status, refusal)
@@ -525,8 +534,10 @@ async def test_an_engine_that_refuses_with_a_status_of_its_own(status: int) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: bool) -> None:
-    """Server 7.7: an engine that closes a kept connection may have fetched already. The leg is sent again,
-    without the transfer."""
+    """Server 7.7: an engine that closes a reused connection may have fetched already.
+
+    The segment is sent again, without the transfer.
+    """
     used: dict[int, set[int]] = {}
 
     async def closes_kept(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -556,7 +567,7 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
 
 
 async def test_requests_are_cut_again_after_an_odd_answer() -> None:
-    """Server 7.5: one answer that cannot be merged once kept its path's requests whole until a restart."""
+    """Server 7.5: one unmergeable answer once stopped splits of its path until a restart."""
     async with faulty(but(changed(text="something else"), first=True)) as w:
         router = w.server.fleet.pools[0].router
         cuts = []
@@ -565,7 +576,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
             receipt = router.explain(decision_id(headers)) or {}
             cuts.append((receipt["cuts"], receipt["uncut"]))
         assert cuts[0] == ([40], None)
-        assert "the engine's text is not that of its tokens" in cuts[1][1]
+        assert "the engine's text differs from the text of its tokens" in cuts[1][1]
         pool = w.server.fleet.pools[0]
         (why, until) = pool._not_joinable[COMPLETIONS]
         assert 200 < until - time.monotonic() <= 300
@@ -574,7 +585,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         assert (status, said_in(got)) == (200, STORY_TEXT)
         receipt = router.explain(decision_id(headers)) or {}
         assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
-        # An engine that comes back as something else is a reason to try at once.
+        # A changed engine allows a new try at once.
         pool.not_joinable(COMPLETIONS, "as a test wants")
         engine = pool.engines["e0"]
         w.engines[0].metrics += b'vllm:cache_config_info{block_size="32"} 1.0\n'

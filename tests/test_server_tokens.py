@@ -1,4 +1,4 @@
-"""The server's prompts as tokens: what is matched, what stays text, and what a working thread changes."""
+"""Prompts as tokens in the server: matched prompts, text prompts, and tokenizer threads."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ def chat(*contents: str, **more: Any) -> dict[str, Any]:
 
 
 async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
-    """The receipt of a request that went well."""
+    """Returns the decision record of a successful request."""
     status, headers, answer = await w.post(body, path)
     assert status == 200, answer
     got = w.server.fleet.pools[0].router.explain(decision_id(headers))
@@ -43,7 +43,7 @@ async def receipt(w: World, body: dict[str, Any], path: str = CHAT) -> dict[str,
 
 
 def asked(w: World) -> list[Request]:
-    """What clients asked the engine."""
+    """Returns the requests of clients at the engine."""
     return [request for request in w.engines[0].requests if request.path != "/tokenize"]
 
 
@@ -55,14 +55,14 @@ async def test_chats_and_completions_are_matched_by_token(folder: Path) -> None:
         assert (await receipt(w, first))["prompt_tokens"] == len(tokens)
         longer = chat("What is a router?", "It sends requests on.", "Why?")
         got = await receipt(w, longer)
-        # All full blocks that both begin with: the first prompt ends where the answer goes on.
+        # All full blocks that both share: the first prompt ends where the answer continues.
         assert got["predicted_cached_tokens"] == len(tokens) // 4 * 4
         text = {"model": "tiny", "prompt": "<|im_start|>user\nWhat is a router?<|im_end|>\n"}
         got = await receipt(w, text, "/v1/completions")
         ids = tokenizer.completion(text["prompt"])
         assert got["prompt_tokens"] == len(ids)
         assert got["predicted_cached_tokens"] == len(ids) // 4 * 4
-        # Token ids go their own way, and meet the same blocks.
+        # Token ids take another path, and match the same blocks.
         ids_given = {"model": "tiny", "prompt": ids.tolist()}
         assert (await receipt(w, ids_given, "/v1/completions"))["predicted_cached_tokens"] == len(
             ids
@@ -93,7 +93,7 @@ async def test_what_cannot_be_predicted_is_matched_as_text_and_counted(tmp_path:
         assert w.server.fleet.pools[0].text_prompts == {"template": 1, "media": 1, "truncation": 1}
         _, metrics = await w.get("/metrics")
         assert b'lmetric_text_prompts_total{model="tiny",reason="media"} 1.0' in metrics
-        # What no engine would take is refused as ever.
+        # Requests that no engine accepts are refused as before.
         status, _, answer = await w.post({"model": "tiny", "messages": [{"content": "x"}]}, CHAT)
         assert (status, answer["error"]["param"]) == (400, "messages[0].role")
 
@@ -113,7 +113,7 @@ async def test_off_and_other_paths_stay_text(folder: Path) -> None:
 
 
 async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> None:
-    """Named in the configuration it is an error; found by asking the engine, a note."""
+    """If the configuration names it, it is an error. If an engine reports it, it is a note."""
     engine = {"url": "http://127.0.0.1:9", "name": "e"}
     config = {"model": "tiny", "engines": [engine], "tokenizer": str(tmp_path / "gone")}
     with pytest.raises(TokenizerError, match="gone: no such folder"):
@@ -130,12 +130,12 @@ async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> 
         assert pool.tokenizer_note is None
 
 
-# While a thread tokenises.
+# While a thread tokenizes.
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Threads wait for this before they tokenise."""
+    """Makes tokenizer threads wait."""
     go = threading.Event()
     encode = PromptTokenizer.encode
 
@@ -226,7 +226,10 @@ async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: p
 
 
 async def test_an_engine_that_makes_other_tokens_is_approximate(tmp_path: Path) -> None:
-    """Found out when it is identified, by its `/tokenize`; the page of engines says which prompt differs."""
+    """Identification finds it, by the engine's `/tokenize`.
+
+    The page of engines names the prompt.
+    """
     other = tmp_path / "other.jinja"
     other.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     async with EngineServer(

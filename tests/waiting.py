@@ -1,4 +1,4 @@
-"""Waiting in tests: for something to come true, never for a time to pass."""
+"""Waiting in tests: until a condition is true, never for a fixed time."""
 
 import asyncio
 import time
@@ -21,12 +21,15 @@ async def until(
     *,
     seen: Callable[[], object] | None = None,
 ) -> None:
-    """Lets the loop run until it is true; else fails with what is ``seen``."""
+    """Runs the loop until a condition is true.
+
+    Fails with the value of ``seen`` after ``seconds``.
+    """
     for _ in _looks(true, seconds, seen):
         await asyncio.sleep(0.002)
 
 
 def until_threads(true: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """Waits for what another thread is about to do."""
+    """Waits until another thread makes a condition true."""
     for _ in _looks(true, seconds, None):
         time.sleep(0.002)

@@ -148,8 +148,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain_grace):
                 await hurry.wait()
-        # Pages still answer: /ready reports the drain and /metrics stays readable. Requests get a
-        # 503.
+        # Pages still answer: /ready reports the drain, /metrics stays readable. Requests get 503.
         front.refusing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeouts.drain):

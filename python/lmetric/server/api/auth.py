@@ -67,7 +67,7 @@ class Keys:
                 )
             hashed = _SHA256.fullmatch(key)
             if key.startswith("sha256:") and not hashed:
-                raise ConfigError(f"{file}: entry {place}: sha256: takes 64 hexadecimal digits")
+                raise ConfigError(f"{file}: entry {place}: expected 64 hexadecimal digits after sha256:")
             digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
             tenants[digest] = tenant
         if not tenants:

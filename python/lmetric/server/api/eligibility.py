@@ -42,7 +42,7 @@ Check = Callable[[JSON, Any], str | None]
 
 
 def _only(*allowed: Any, why: str) -> Check:
-    """Returns a check that passes only these values, an engine's defaults, and empty ones."""
+    """Returns a check that passes only these values (engines' defaults) and empty values."""
     same = {(type(each) is bool, each) for each in allowed}
 
     def check(_: JSON, value: Any) -> str | None:

@@ -171,7 +171,7 @@ class Replicas:
         for router, at in list(self.heard.items()):
             if now - at > self.config.silent_after:
                 del self.heard[router]
-                log.warning("another router is silent; its load counts no longer", router=router)
+                log.warning("another router is silent; its load no longer counts", router=router)
         message: bytes | None = None
         for address in self.addresses.values():
             if address.own:

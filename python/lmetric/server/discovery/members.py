@@ -76,8 +76,7 @@ class Members:
             if old is not None and old.config.api_key != each.config.api_key:
                 old.set_key(each.config.api_key)
             if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
-                # Another engine has the same name. Requests of the old engine still run to their
-                # end.
+                # Another engine has the same name. Requests of the old engine continue.
                 self._forget(old)
                 old = None
             if old is not None:

@@ -1,1 +1,1 @@
-"""Requests on their way: sent to engines, answered to clients, and ended once."""
+"""Execution of requests: sends them to engines, answers their clients, and ends each once."""

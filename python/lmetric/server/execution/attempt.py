@@ -1,4 +1,4 @@
-"""One attempt to have one engine do one step: a connection, the request's bytes, and what comes of them."""
+"""One attempt to run a step on its engine: a connection, the request, and the engine's answer."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
 
-# Bodies up to this size go out in one write with the head.
+# Bodies up to this size are written together with the head.
 JOIN_BYTES = 64 * 1024
-# Longest answer that is kept until it is whole.
+# Size limit of a collected answer.
 ANSWER_BYTES = 16 << 20
 
 
 class AttemptListener(Protocol):
-    """Who is told what comes of an attempt."""
+    """Receiver of the events of an attempt."""
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
-        """Something happened to the attempt. To "ready", `begin` or `cancel` is the answer."""
+        """Receives an event of the attempt. On "ready", call its `begin` or `cancel`."""
 
     def fail(self) -> None:
-        """To be called where an exception was caught that nobody foresaw."""
+        """Called after an unexpected exception."""
 
 
 class EngineAttempt:
-    """A step at its engine: `go`, then calls to its listener. None of these comes from within `go`, apart
-    from "sent"."""
+    """A step at its engine: call `go`, which reports events to the listener later.
+
+    Only "sent" is reported from within `go`.
+    """
 
     reader: Connection
     started: float  # seconds on the monotonic clock
-    answer: bytes | bytearray = b""  # of reader "whole", or of an engine that refuses
+    answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     _connecting: asyncio.Task[Connection] | None = None
-    _fresh = False  # its connection was made for this step
-    _pieces = 0  # of the answer, at the last check
-    _since = inf  # when the limit that runs began, seconds on the monotonic clock
+    _fresh = False  # its connection was opened for this step
+    _pieces = 0  # pieces of the answer at the last check
+    _since = inf  # start of the present time limit, seconds on the monotonic clock
 
     def __init__(
         self,
@@ -56,15 +58,15 @@ class EngineAttempt:
         self._asked = asked
         self._ticket = ticket
         self.step = step
-        self._require_finish = require_finish  # a stream without a finish_reason is not whole
+        self._require_finish = require_finish  # a stream without a finish_reason is incomplete
         self.error = False  # the engine reported an error inside its answer
-        self.begun = False  # the answer is committed to
-        self.over = False  # it ended, failed or was cancelled
+        self.begun = False  # the executor has committed to the answer
+        self.over = False  # it ended, failed or was canceled
         self._paused = False
         self._connection: Connection | None = None
 
     def go(self, now: float) -> None:
-        """Sends the step, on a connection that waits where there is one."""
+        """Sends the step, on an idle connection if there is one."""
         self.started = now
         connection = self.step.engine.upstream.take()
         if connection is None:
@@ -76,11 +78,11 @@ class EngineAttempt:
             self._send(connection, now)
 
     def _soon(self, then: Callable[[], None]) -> None:
-        """Not from within `go`."""
+        """Calls a function after `go` has returned."""
         asyncio.get_running_loop().call_soon(then)
 
     def _too_late(self) -> None:
-        """The KV transfer of the step has expired."""
+        """Reports that the KV transfer of the step has expired."""
         if not self.over:
             self.cancel()
             self._listener.on_attempt_event("stale", self, True)
@@ -136,7 +138,7 @@ class EngineAttempt:
         else:
             connection.transport.write(head)
             connection.transport.write(body)
-        # After the write: the index learns of the request now, which takes a while where much of it is new.
+        # After the write, because this updates the index, which takes time for new blocks.
         if step.advances_ticket:
             self._ticket.sent(now)
         if step.carries_kv:
@@ -144,26 +146,26 @@ class EngineAttempt:
         if self._paused:
             connection.transport.pause_reading()
 
-    # What the engine's connection calls.
+    # Called by the engine's connection.
 
     def received(self, flags: int, data: bytes) -> None:
-        """A piece of the answer that was not passed on yet."""
+        """Processes a piece of the answer that was not forwarded."""
         try:
             if not flags & READY or self.begun or self.step.reader != "pass":
                 self._step(flags, data)
                 return
-            # A stream's tokens are told to the ticket first, so that it ends by an event of its own.
+            # The ticket gets a stream's tokens first, so the stream ends by a separate event.
             detail = flags & ~END if self.reader.event_stream else flags
             self._listener.on_attempt_event("ready", self, detail)
             if self.begun and detail & END and not flags & ENGINE_ERROR:
-                self._close()  # the listener took that for the end, too
+                self._close()  # for the listener, this event was also the end
             elif not self.over:
                 self._step(flags & ~READY, data)
         except Exception as error:
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """The answer is malformed, or could not be passed on."""
+        """Fails the attempt: the answer is malformed, or forwarding it failed."""
         try:
             if not isinstance(error, WireError):
                 raise error
@@ -172,7 +174,7 @@ class EngineAttempt:
             self._listener.fail()
 
     def lost(self) -> None:
-        """The engine's connection closed."""
+        """Processes the close of the engine's connection."""
         self._connection = None
         try:
             self._step(self.reader.eof(), b"")
@@ -211,7 +213,7 @@ class EngineAttempt:
             if not reader.status:
                 return
             if reader.event_stream and self.step.for_client and reader.status == 200:
-                raise WireError("the engine was asked for no event stream, and its answer is one")
+                raise WireError("the engine answered with an event stream; expected none")
             self.begun = True
             self.answer = bytearray(reader.commit(b"", True).partition(b"\r\n\r\n")[2])
         else:
@@ -227,7 +229,7 @@ class EngineAttempt:
             self._emit_events(reader.events())
         elif flags & READY:
             if not reader.event_stream:
-                raise WireError("the engine was asked for an event stream, and its answer is none")
+                raise WireError("the engine did not answer with an event stream")
             self._listener.on_attempt_event("ready", self, flags)
 
     def _emit_events(self, events: list[bytes]) -> None:
@@ -235,13 +237,13 @@ class EngineAttempt:
             self._listener.on_attempt_event("events", self, events)
 
     def begin(self) -> None:
-        """The answer is committed to (reader "events"): reports its first events."""
+        """Commits to the answer; with reader "events", reports its first events."""
         self.begun = True
         if self.step.reader == "events":
             self._emit_events(self.reader.commit_events())
 
     def _close(self) -> None:
-        """The answer is whole: so much for its engine."""
+        """Ends the attempt after a whole answer: updates the engine, releases the connection."""
         self.over = True
         reader, engine = self.reader, self.step.engine
         status, load = reader.status, reader.load
@@ -257,11 +259,14 @@ class EngineAttempt:
                 connection.transport.resume_reading()
             connection.release()
 
-    # How it fails.
+    # Failures.
 
     def _broke(self, reason: str) -> None:
-        """The connection broke, or what came on it is malformed. An engine may close a kept connection just
-        when the next request is on its way: that is no failure, and the step is sent again on a new one."""
+        """Fails the attempt, or resends the step, after a broken connection or a malformed answer.
+
+        An engine may close an idle connection just when it is used again. That is no failure: the
+        step is sent again on a new connection.
+        """
         if self._fresh or self.reader.pieces:
             self.fail("reset", reason)
         elif self.step.carries_kv:
@@ -272,14 +277,14 @@ class EngineAttempt:
             self._connect()
 
     def fail(self, kind: str, reason: str) -> None:
-        """It cannot go on."""
+        """Ends the attempt with a failure."""
         if self.over:
             return
         self.cancel()
         self._listener.on_attempt_event("failed", self, (kind, reason))
 
     def cancel(self) -> None:
-        """Gives up, without a word; an engine that is at work stops."""
+        """Ends the attempt without an event. The engine aborts the request."""
         self.over = True
         self._drop()
 
@@ -292,15 +297,15 @@ class EngineAttempt:
             connection.drop()
 
     def error_words(self) -> str:
-        """What the engine says of a refusal, behind a colon."""
+        """Returns the engine's message of a refusal after a colon; empty without a message."""
         body = bytes(self.answer) or self.reader.commit(b"", True).partition(b"\r\n\r\n")[2]
         said = self.step.engine.adapter.error(body)
         return f": {said}" if said else ""
 
-    # What happens meanwhile.
+    # While it runs.
 
     def pause(self, paused: bool) -> None:
-        """Stops reading from the engine, or goes on."""
+        """Stops or continues reading from the engine."""
         self._paused = paused
         self._since = time.monotonic()
         if self._connection is not None:
@@ -308,7 +313,7 @@ class EngineAttempt:
             (transport.pause_reading if paused else transport.resume_reading)()
 
     def check(self, now: float) -> None:
-        """Called now and then: fails it at its deadline."""
+        """Called periodically: fails the attempt at its deadline."""
         if self.over or self._paused or self._connecting is not None:
             return
         if self.begun and self.step.reader != "whole" and self.reader.status == 200:
@@ -318,6 +323,6 @@ class EngineAttempt:
                 self._pieces = pieces
                 self._since = now
             elif now - self._since > limit:
-                self.fail("timeout", f"nothing for {limit:g} s")
+                self.fail("timeout", f"no data for {limit:g} s")
         elif now - self._since > self.step.limit_seconds:
             self.fail("timeout", f"no answer within {self.step.limit_seconds:g} s")

@@ -1,4 +1,4 @@
-"""A request for an engine: as its client sent it, and what answers for it until it ends."""
+"""A request for an engine as its client sent it, and the interface of a request in flight."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
 
-FAILED = "the router failed; its log says why"
+FAILED = "internal error of the router; see its log for the reason"
 STOPPING = "the router is shutting down"
 
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
 
 class ClientPort(Protocol):
-    """The connection of the client that asks."""
+    """The connection of the request's client."""
 
     relay: InFlightRequest | None
     body_size: int
 
     @property
     def writing_paused(self) -> bool:
-        """Whether the client does not keep up."""
+        """Whether the client reads too slowly."""
 
     def release_body(self) -> None:
-        """The request's body is no longer kept."""
+        """Releases the counted bytes of the request's body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says of answering. Each request reads it, and reading a model of pydantic takes
-    several times as long."""
+    """The settings that each request reads.
+
+    Reading a pydantic model takes several times as long.
+    """
 
     attempts: int
     failures: frozenset[str]
@@ -48,7 +50,7 @@ class Rules:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Rules:
-        """The rules of a configuration."""
+        """Returns the rules of a configuration."""
         retries = config.retries
         return cls(
             retries.attempts,
@@ -59,27 +61,29 @@ class Rules:
         )
 
 
-# Who writes the answer: nobody yet; an engine, whose bytes pass; the router; or it has ended.
+# The writer of the answer: none yet, an engine (its bytes pass), the router, or the answer has
+# ended.
 AnswerState = Literal["nothing", "passed", "written", "ended"]
 
 
 class ClientRequest:
-    """A request for an engine as its client sent it, and the answer that the client gets: passed on from an
-    engine, or written by the router, and ended once. ``done`` is told whether the connection goes on.
+    """A request for an engine as its client sent it, and the answer that the client gets.
 
-    What most requests leave as it is stands at the class: it is not set for each of them.
+    The answer is forwarded from an engine or written by the router, and ends once. ``done`` is
+    called at the end; its argument: whether the connection stays open. Values that are equal for
+    most requests are class attributes, which saves setting them for each request.
     """
 
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
-    priority: int | None = None  # the router's, lower first; None: requests are not ordered
-    drops_priority = False  # the client's own does not go on
-    prompt_bytes = 0  # 0 where the prompt was given as tokens
-    # Of the answer.
+    priority: int | None = None  # set by the router, lower first; None: requests are not ordered
+    drops_priority = False  # the client's own priority is removed
+    prompt_bytes = 0  # 0 if the prompt was given as tokens
+    # The answer.
     state: AnswerState = "nothing"
-    only_closing_ends_it = False  # as a length or chunks cannot
-    _reader: ResponseReader | None = None  # whose bytes pass
-    _chunked = False  # what the router writes goes out in chunks
+    only_closing_ends_it = False  # it has neither a length nor chunks
+    _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
+    _chunked = False  # the router writes chunks
 
     def __init__(
         self,
@@ -102,15 +106,18 @@ class ClientRequest:
         self.started = time.monotonic()  # seconds
 
     def overdue(self, limit_seconds: float | None, now: float) -> str | None:
-        """Why the request has taken too long; None: it has not. `limit_seconds` None: no limit."""
+        """Returns the reason if the request has exceeded a limit, else None.
+
+        `limit_seconds`: None: no limit. `now`: seconds on the monotonic clock.
+        """
         if limit_seconds is None or now - self.started <= limit_seconds:
             return None
         return f"the request took longer than {limit_seconds:g} s (timeouts.request)"
 
-    # The answer. `lines`: the router's own in its head.
+    # The answer. `lines`: the router's own lines in its head.
 
     def pass_on(self, reader: ResponseReader, lines: bytes) -> None:
-        """Begins with what an engine has said so far; from now on its bytes pass."""
+        """Starts the answer with an engine's bytes so far, and forwards its further bytes."""
         self.state = "passed"
         self._reader = reader
         write = self.transport.write
@@ -118,7 +125,7 @@ class ClientRequest:
         write(_with_cors(head, self.cors) if self.cors else head)
 
     def begin(self, kind: bytes, length: int | None, lines: bytes) -> None:
-        """Begins an answer of the router's own; `length`: of its body, None: it is streamed."""
+        """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
         self.state = "written"
         parts = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", lines, self.cors]
         self._chunked = length is None and self.http11
@@ -133,7 +140,10 @@ class ClientRequest:
         self.transport.write(b"".join(parts) + b"\r\n")
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        """More of it, written by the router; where a stream passed so far, behind its last event."""
+        """Writes a part of the answer.
+
+        After a forwarded stream, the part follows its last event.
+        """
         if self.state == "passed":
             assert self._reader is not None
             self.state = "written"
@@ -147,8 +157,10 @@ class ClientRequest:
             self.state = "ended"
 
     def break_off(self, body: bytes) -> None:
-        """Ends what the client has some of, with an error as the last event; where that cannot be told, by
-        closing its connection."""
+        """Ends a started answer with an error as its last event, or by closing the connection.
+
+        The connection closes if the answer cannot carry an event.
+        """
         if self.state == "written":
             self.write(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
         elif self.state == "passed":
@@ -160,7 +172,7 @@ class ClientRequest:
         self.state = "ended"
 
     def end(self) -> bool:
-        """No more of it comes; whether only closing the connection ends it."""
+        """Ends the answer. Returns whether the connection must close to end it."""
         if self.state == "passed":
             assert self._reader is not None
             self.state = "ended"
@@ -169,24 +181,25 @@ class ClientRequest:
 
 
 def _with_cors(answer: bytes, lines: bytes) -> bytes:
-    """The beginning of an engine's answer with these lines instead of the engine's own CORS fields."""
+    """Returns the start of an engine's answer, with these lines in place of its CORS fields."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     return b"%b\r\n%b\r\n%b" % (_CORS_FIELDS.sub(b"", head), lines, rest)
 
 
 class InFlightRequest:
-    """What answers for a request until it ends: its connection and the server tell it what happens."""
+    """A request in flight. Its connection and the server call its methods until it ends."""
 
-    committed = False  # the client has something of an engine's answer
+    committed = False  # the client has a part of an engine's answer
     close_client = False
-    reason = ""  # why it ended, where it did not end well
+    reason = ""  # the reason of an end with an error
     status = 0
-    # Of an engine's answer or of a merged one; None until it has ended, and where none is committed.
+    # Usage of an engine's answer or of a merged one. None before the end, or without such an
+    # answer.
     usage: ResponseReader | Transcript | None = None
 
     @property
     def decision(self) -> str | None:
-        """Label of its routing decision; None: it was not routed."""
+        """The label of its routing decision; None: it was not routed."""
         return None
 
     @property
@@ -195,27 +208,30 @@ class InFlightRequest:
         return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        """Ends the request in the middle, unless it has ended; ``error`` is for a client that has nothing."""
+        """Ends the request early, unless it has ended.
+
+        ``error``: for a client without any answer yet.
+        """
         raise NotImplementedError
 
     def client_gone(self) -> None:
-        """The client left."""
+        """Called when the client has disconnected."""
         self._leave("the client left")
 
     def client_slow(self) -> None:
-        """The client does not keep up."""
+        """Called when the client reads too slowly."""
 
     def client_ready(self) -> None:
-        """The client caught up."""
+        """Called when the client has caught up."""
 
     def check(self, now: float) -> None:
-        """Called now and then: ends what takes too long."""
+        """Called periodically: ends the request at its time limits."""
 
     def stop(self) -> None:
-        """The server stops."""
+        """Called when the server stops."""
         error = ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         self._leave(STOPPING, None if self.committed else error)
 
     def fail(self) -> None:
-        """To be called where an exception was caught that nobody foresaw."""
+        """Ends the request after an unexpected exception."""
         self._leave("internal error", None if self.committed else ApiError(500, FAILED))

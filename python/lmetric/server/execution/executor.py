@@ -1,7 +1,10 @@
-"""One request's state: events go in, actions come out. No I/O, no timer, no task.
+"""The state machine of one request: it receives events and returns actions.
 
-The executor owns the ticket, the attempts, retries, KV transfers and the end of the request. `plan` has its
-states and the table of their transitions; `planners` say what each step is; `runner` carries actions out.
+No I/O, no timer, no task.
+
+The executor owns the ticket, the attempts, retries, KV transfers and the end of the request. `plan`
+has its states and their transitions, `planners` define the steps, and `runner` carries out the
+actions.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
 
-# Failures by the status that a client gets when nobody could answer.
+# The status for the client by kind of failure, if no engine could answer.
 STATUSES = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
     "timeout": 504,
@@ -72,29 +75,29 @@ log = structlog.get_logger("lmetric.relay")
 
 
 class EngineRefusal(ApiError):
-    """An engine's own error answer, for the client as it is."""
+    """An engine's own error answer, which the client gets unchanged."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(status, "")
         self._answer = body
 
     def body(self, show_engines: bool = True) -> bytes:
-        """What the engine said."""
+        """Returns the engine's answer."""
         return self._answer
 
 
 class RequestExecution(Progress):
-    """One request, from its decision to its end. Each event returns the actions that follow from it, in
-    order. Behind `Finish` there are none.
+    """One request, from its decision to its end.
 
-    `moves`: it may be cut between equals, or move; `fetches`: it may fetch its prompt's front.
+    Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
+    request may be split or moved. `fetches`: it may get a prefix fetch.
     """
 
     migration: Migration | None = None
-    handle: Movable | None = None  # by which a rebalancer reaches it
-    observing: Attempt | None = None  # whose passing tokens are noted
+    handle: Movable | None = None  # the rebalancer's access to the request
+    observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
     _tried: tuple[str, ...] = ()
-    _resume_slices_at: Engine | None = None  # between two slices, for a client that does not keep up
+    _resume_slices_at: Engine | None = None  # set while slices wait for a slow client
 
     def __init__(
         self,
@@ -116,13 +119,13 @@ class RequestExecution(Progress):
         self.body = call.body
         self.stream = call.stream
         self.state: State = "ADMITTED"
-        self.main: Step | None = None  # that runs the open segment
-        self.side: Step | None = None  # that runs beside it: a prefix fetch, a migration, or a prefill
-        self.answered: Attempt | None = None  # whose answer the client has, all of it
-        self.committed = self.close_client = False  # committed: the client has something of an answer
+        self.main: Step | None = None  # runs the open segment
+        self.side: Step | None = None  # runs beside it: a prefix fetch, a migration, or a prefill
+        self.answered: Attempt | None = None  # the attempt that gives the client's whole answer
+        self.committed = self.close_client = False  # committed: the client has a part of an answer
         self.status = 0
-        self.reason = ""  # why it ended, where it did not end well
-        self.stalled_at = 0.0  # since when the client does not keep up; 0: it does
+        self.reason = ""  # the reason of an end with an error
+        self.stalled_at = 0.0  # when the client became too slow; 0: it keeps up
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
@@ -132,10 +135,10 @@ class RequestExecution(Progress):
             mover = pool.mover if moves else None
             self.mover = mover if mover is None or call.stream or mover.by == "legs" else None
 
-    # -- events of the router --------------------------------------------------------------------------------
+    # -- events of the router ----------------------------------------------------------------------
 
     def placed(self, now: float) -> list[Act]:
-        """The request begins at the instance of its decision."""
+        """Starts the request at the instance of its decision."""
         name = self.decision.instance
         if self.pool.cuts:
             self._start_segment(name, now, "PLACED")
@@ -145,22 +148,25 @@ class RequestExecution(Progress):
         return acts
 
     def migrate(self, target: Engine, now: float) -> tuple[bool, list[Act]]:
-        """A rebalancer wants it moved; whether the migration began, or is done."""
+        """Starts a migration for the rebalancer.
+
+        Returns whether it began or is done, and the actions.
+        """
         began = self._migrate(target, now)
         return began, self._out()
 
     def tick(self, now: float) -> list[Act]:
-        """Time has passed: ends what takes too long, attempts apart, which have their own deadlines."""
+        """Ends the request at its time limits. Attempts have their own deadlines."""
         if self.state == "DONE":
             return []
         limits = self.rules.timeouts
         if reason := self.asked.overdue(limits.request, now):
-            # No engine is to blame.
+            # The engine did not fail.
             self.reason = reason
             self._finish("ABORTED", "timeout", ApiError(504, reason, code="timeout"))
         elif self.main is None and self.side is None and self._resume_slices_at is None:
             log.error("a request was left without an engine", decision=self.label)
-            self.reason = "no engine was at work on it"
+            self.reason = "no engine worked on it"
             self._finish("ABORTED", "engine_error", ApiError(500, FAILED))
         elif self.stalled_at and now - self.stalled_at > limits.slow_client:
             self._leave("the client does not read")
@@ -168,16 +174,16 @@ class RequestExecution(Progress):
         return self._out()
 
     def woken(self, now: float) -> list[Act]:
-        """What `Wake` asked for: a prefix fetch is waited for no more."""
+        """Handles the timer of `Wake`: stops waiting for a prefix fetch."""
         if self.fetch is not None:
             self._acts.append("cancel_side")
             self._fetched(self.fetch, "late", now)
         return self._out()
 
-    # -- events of attempts ----------------------------------------------------------------------------------
+    # -- events of attempts ------------------------------------------------------------------------
 
     def attempt(self, event: AttemptEvent, attempt: Attempt, now: float, detail: Any = None) -> list[Act]:
-        """Something happened to an attempt."""
+        """Handles an event of an attempt."""
         step = attempt.step
         if step is self.main:
             _OF_MAIN[event](self, attempt, now, detail)
@@ -237,7 +243,7 @@ class RequestExecution(Progress):
             self._drop_and_fail(step, "reset", str(error), now)
 
     def _unseen(self, attempt: Attempt, now: float, _: None) -> None:
-        """The request stays where it is."""
+        """Handles lost tokens of a forwarded stream: the request can no longer move."""
         self.pool.not_joinable(self.asked.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}")
         self._stop_moving()
 
@@ -279,20 +285,20 @@ class RequestExecution(Progress):
 
     def _side_stale(self, attempt: Attempt, now: float, late: bool) -> None:
         migration = self.migration
-        assert migration is not None  # no other step beside carries a KV transfer
+        assert migration is not None  # of the side steps, only a migration's carry a KV transfer
         migration.kv.stale(late=late)
         self._send_beside(migration.warm(now))
 
-    # -- events of the client and the server -----------------------------------------------------------------
+    # -- events of the client and the server -------------------------------------------------------
 
     def client_slow(self, now: float) -> list[Act]:
-        """The client does not keep up."""
+        """Handles a client that reads too slowly."""
         self.stalled_at = now
         self._acts.append("pause")
         return self._out()
 
     def client_ready(self, now: float) -> list[Act]:
-        """The client caught up."""
+        """Handles a client that has caught up."""
         self.stalled_at = 0.0
         self._acts.append("resume")
         engine, self._resume_slices_at = self._resume_slices_at, None
@@ -301,25 +307,28 @@ class RequestExecution(Progress):
         return self._out()
 
     def leave(self, reason: str, error: ApiError | None = None) -> list[Act]:
-        """Ends the request in the middle, unless it has ended; `error`: for its client."""
+        """Ends the request early, unless it has ended. `error`: for its client."""
         self._leave(reason, error)
         return self._out()
 
     def stop(self) -> list[Act]:
-        """The server stops."""
+        """Ends the request because the server stops."""
         return self.leave(
             STOPPING, ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         )
 
-    # -- what is known of it ---------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """Of its routing decision."""
+        """The label of its routing decision."""
         return self.pool.labels.label(self.decision.id, self.asked.tenant)
 
     def head_lines(self, engine: str) -> bytes:
-        """The router's own lines in the head of an answer; `engine`: the name of who gives it."""
+        """Returns the router's own lines in the head of an answer.
+
+        `engine`: the answering engine.
+        """
         asked, labels, decision = self.asked, self.pool.labels, self.decision.id
         if not self.rules.show_engines:
             return labels.answer_lines(asked.head, decision, asked.tenant)
@@ -329,17 +338,17 @@ class RequestExecution(Progress):
 
     @property
     def answering_engine_name(self) -> str:
-        """Name of the engine that answers now, or next."""
+        """The name of the engine that answers now, or next."""
         if self.main is not None and self.main.for_client:
             return self.main.engine.name
         if self.migration is not None:
             return self.ticket.instance
         return self.ticket.next_instance or self.ticket.instance
 
-    # -- where it runs ---------------------------------------------------------------------------------------
+    # -- segments ----------------------------------------------------------------------------------
 
     def _start_segment(self, name: str, now: float, event: Event) -> None:
-        """Sends the segment that is open to its engine; the ticket says which of the plan's it is."""
+        """Sends the ticket's open segment to its engine, after a prefix fetch if one is planned."""
         engine = self.pool.engines[name]
         self.has_tokens = False
         if not self.pool.pulls or self.begun or self.ticket.fetch is None:
@@ -354,7 +363,7 @@ class RequestExecution(Progress):
             self._acts.append(Wake(fetch.patience_seconds(self)))
 
     def _send_segment(self, engine: Engine, now: float, event: Event) -> None:
-        """Sends the open segment, or the next slice of it, or the same once more."""
+        """Sends the open segment or its next slice; also used to resend it."""
         ticket = self.ticket
         self.in_slices = False
         if ticket.has_next:
@@ -364,14 +373,14 @@ class RequestExecution(Progress):
                 self._send_prefill(engine, now, event)
             else:
                 to_token, following = ticket.to_token, self.pool.engines.get(ticket.next_instance or "")
-                assert to_token is not None  # as another segment follows
+                assert to_token is not None  # another segment follows
                 self._send(split.segment(self, engine, to_token, following, now), event)
         elif self.main is not None and self.main.engine is engine:
-            pass  # the second of two steps that run at once: it is at work already
+            pass  # the second of two steps that run at once: it runs already
         elif engine.runs_halves_at_once:
             self._send_second(engine, event)
         else:
-            self._drop_attempts()  # of two at once, whose second was to run elsewhere
+            self._drop_attempts()  # of a pair whose second step ran on another engine
             if not ticket.from_token:
                 self.prefill_engine = self.paired_body = None
             if sliced.applies(self, engine):
@@ -409,14 +418,14 @@ class RequestExecution(Progress):
             self._send_pair(engine, second, body, event, opens=True)
 
     def _send_second(self, engine: Engine, event: Event) -> None:
-        """The second of two steps that run at once, at another engine than it was sent to."""
+        """Sends the second of two steps that run at once to another engine."""
         first = self.prefill_engine
         if first is None or not self.ticket.from_token or self.begun:
-            why = "only engines for halves of requests (prefill or decode) of one kind are usable"
+            why = "only prefill engines or only decode engines are usable"
             message = f"{self.pool.name}: {why}"
             self._finish(event, "engine_error", ApiError(503, message, engines=engine.name, code="no_engine"))
             return
-        # Another engine: it needs the prompt to be computed again.
+        # The other engine needs a new prefill.
         self._drop_attempts()
         try:
             self.paired_body = prefill_decode.first_body(self, first)
@@ -431,7 +440,7 @@ class RequestExecution(Progress):
         self._send(decode, event)
 
     def _send(self, step: Step, event: Event) -> None:
-        """Has the open segment run."""
+        """Sends a step that runs the open segment."""
         self.main = step
         state: State = "AWAITING" if step.for_client else "INTERNAL"
         if (event == "FAILED" and (self.begun or self.state == "STREAMING")) or (
@@ -459,12 +468,12 @@ class RequestExecution(Progress):
         self._acts.append(step)
 
     def _resend(self, engine: Engine, now: float) -> None:
-        """Sends the open segment to its engine once more, without a KV transfer that it could not use."""
+        """Sends the open segment to its engine again, without the KV transfer."""
         self._drop_attempts()
         self._send_segment(engine, now, "RESENT")
 
     def _next_segment(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
-        """The open segment is over: on to the next."""
+        """Ends the open segment and starts the next."""
         try:
             following = self.ticket.segment_done(prompt_tokens=prompt, cached_tokens=cached)
         except NoInstanceError as error:
@@ -473,7 +482,7 @@ class RequestExecution(Progress):
         assert following is not None  # another segment follows
         self._start_segment(following, now, event)
 
-    # -- prefix fetch ----------------------------------------------------------------------------------------
+    # -- prefix fetch ------------------------------------------------------------------------------
 
     def _fetch_answered(self, fetch: PrefixFetch, attempt: Attempt, now: float) -> None:
         if attempt.reader.status != 200:
@@ -484,20 +493,21 @@ class RequestExecution(Progress):
         self._fetched(fetch, outcome, now)
 
     def _fetched(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
-        """It is over, and the request goes to its engine now."""
+        """Ends the prefix fetch and sends the request to its engine."""
         self._acts.append(Wake(None))
         self.side = None
         self._fetch_over(fetch, outcome, now)
         if fetch.target.pool is self.pool:
             self._send_segment(fetch.target, now, "FETCHED")
         else:
-            self._retry(fetch.target, "refused", "it was taken out", now)
+            self._retry(fetch.target, "refused", "it was removed", now)
 
     def _fetch_over(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
-        """Tells the router what came."""
+        """Reports the result of the prefix fetch to the core router."""
         self.fetch = None
         came = fetch.tokens - fetch.from_token if outcome == "pulled" else 0
-        # No engine tells how long it fetches: that much is as the configuration says, the rest was seen.
+        # No engine reports its transfer time, so that is configured; the time until now is
+        # measured.
         seconds = now - fetch.began + came * self.pool.transfer_seconds_per_token
         self.ticket.fetched(came, seconds, now)
         self.kv = None
@@ -507,12 +517,12 @@ class RequestExecution(Progress):
         self.pool.pull_outcomes[outcome] += 1
         if not came:
             holder = fetch.holder.name if fetch.holder else None
-            log.debug("nothing is pulled", model=self.pool.name, holder=holder, why=outcome)
+            log.debug("no prefix was fetched", model=self.pool.name, holder=holder, why=outcome)
 
-    # -- answers for the router ------------------------------------------------------------------------------
+    # -- answers for the router --------------------------------------------------------------------
 
     def _answered(self, attempt: Attempt, now: float) -> None:
-        """The open segment's answer, which the client does not get as it is."""
+        """Handles a whole answer for the router."""
         step, engine, body = attempt.step, attempt.step.engine, bytes(attempt.answer)
         if attempt.reader.status != 200:
             self._refused(attempt, now)
@@ -532,7 +542,7 @@ class RequestExecution(Progress):
         transcript = self.transcript
         told_tokens: int | None = None
         if step.ends_at and transcript is not None:
-            # Of a prompt that the engine made tokens of itself, it knows the number.
+            # If the engine tokenized the prompt itself, its token count is not checked.
             counted = step.ends_at != len(transcript.prompt)
             if step.ends_at > len(transcript.prompt):
                 try:
@@ -556,25 +566,28 @@ class RequestExecution(Progress):
         self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
     def _paired_prefill_ended(self, attempt: Attempt, now: float) -> None:
-        """The first of two steps that run at once has its answer."""
+        """Handles the answer of the first of two steps that run at once."""
         if self.committed:
-            return  # the answer is on its way
+            return  # the client's answer has begun
         if attempt.reader.status != 200:
             self._refused(attempt, now)
-        elif self.ticket.has_next:  # else the prompt was computed again for another decode engine
+        elif self.ticket.has_next:  # false for a repeated prefill, for another decode engine
             reader = attempt.reader
             self._next_segment(reader.prompt_tokens, reader.cached_tokens, now, "ANSWERED")
 
     def _second_begins(self, step: Step, now: float) -> bool:
-        """The second of two steps that run at once answers, maybe before the first: so that is over, too.
-        Whether the answer is of use: the router may now have another engine for it, or none."""
+        """Handles the start of the second step's answer, which also ends the first step.
+
+        Returns whether the answer is usable: the core router may have chosen another engine, or
+        none.
+        """
         if self.ticket.has_next:
             self._next_segment(None, None, now, "ANSWERED")
         return self.main is step
 
     def _slice_answered(self, attempt: Attempt, body: bytes, now: float) -> None:
         step, engine, mover, transcript = attempt.step, attempt.step.engine, self.mover, self.merged()
-        assert mover is not None  # else it does not run in slices
+        assert mover is not None  # requests without a mover do not run in slices
         try:
             answer = object_of(body)
             transcript.cached = transcript.cached or cached_of(answer)
@@ -604,7 +617,7 @@ class RequestExecution(Progress):
         self._next_slice(engine, now, "ANSWERED")
 
     def _next_slice(self, engine: Engine, now: float, event: Event) -> None:
-        """The next slice, where the last was; or the migration that waits for this moment."""
+        """Continues after a slice: with the next slice on this engine, or a waiting migration."""
         migration = self.migration
         if self.stalled_at:
             self._resume_slices_at = engine
@@ -618,8 +631,11 @@ class RequestExecution(Progress):
             self._send_segment(engine, now, event)
 
     def _disable_merging(self, engine: Engine, error: MergeError, now: float) -> bool:
-        """The answer so far cannot be merged with what would follow: whether all of it is to be asked for
-        anew, where the next segment was to go. It cannot be where somebody has seen some of it."""
+        """Handles a segment whose answer cannot be merged.
+
+        Returns whether the next engine shall compute the whole answer. It cannot if the client has
+        a part of the answer, or if the engine failed.
+        """
         if self.committed:
             self._resume(engine, "reset", str(error), now)
         elif error.failed:
@@ -639,16 +655,16 @@ class RequestExecution(Progress):
             return str(error)
 
     def _discard_transfer(self, engine: Engine, why: str) -> None:
-        """What was handed over is the cache of another prompt: the step is to be sent once more, without."""
+        """Marks the KV transfer as unusable: it is the cache of another prompt."""
         self.pool.not_joinable(self.asked.path, f"{engine.name}: {why}")
         kv = self.transfer()
         kv.useless("other_tokens", why)
         kv.tokens = 0
 
-    # -- answers for the client ------------------------------------------------------------------------------
+    # -- answers for the client --------------------------------------------------------------------
 
     def _commit(self, attempt: Attempt, status: int) -> None:
-        """An engine's answer passes to the client from now on."""
+        """Forwards an engine's answer to the client from now on."""
         self._enter("READY", "STREAMING")
         self.committed = self.has_tokens = True
         self.status = status
@@ -656,14 +672,14 @@ class RequestExecution(Progress):
         self.answered = attempt
         self.observing = None
         if attempt.step.observed and self.mover is not None:
-            # The tokens that pass are noted beside it; what it took to send them is no longer needed.
+            # The reader records the tokens that pass. The prompt's fields are no longer needed.
             self.merged().forget_prompt()
             self.observing = attempt
         self.call = None
         self._acts.append(COMMIT)
 
     def _passed(self, attempt: Attempt) -> None:
-        """It has passed to its end."""
+        """Handles the end of a forwarded answer."""
         if attempt.error or self.status >= 400 or attempt.reader.aborted:
             self._finish("ENDED", "engine_error")
             return
@@ -671,7 +687,7 @@ class RequestExecution(Progress):
         self._finish("ENDED")
 
     def _whole(self, attempt: Attempt, now: float) -> None:
-        """An answer for the client that was read here is whole."""
+        """Handles the end of an answer for the client that was not forwarded."""
         step, engine = attempt.step, attempt.step.engine
         if attempt.reader.status != 200:
             self._refused(attempt, now)
@@ -688,7 +704,7 @@ class RequestExecution(Progress):
             self._forward(attempt, now)
 
     def _forward(self, attempt: Attempt, now: float) -> None:
-        """Gives the client a whole answer, without what is the router's."""
+        """Sends a whole answer to the client, without fields that only the router requested."""
         step, engine = attempt.step, attempt.step.engine
         try:
             answer = orjson.loads(attempt.answer)
@@ -710,11 +726,11 @@ class RequestExecution(Progress):
             self._finish("ENDED")
 
     def _take_event(self, step: Step, data: bytes, now: float) -> None:
-        """An event of a stream that is merged. Raises MergeError."""
+        """Handles an event of a merged stream. Raises MergeError."""
         try:
             event: dict[str, Any] = orjson.loads(data)
             if "error" in event:
-                said = (event["error"] or {}).get("message", "it says no more")
+                said = (event["error"] or {}).get("message", "an error without a message")
                 self._drop_and_fail(step, "engine_error", str(said), now)
                 return
             choices = event["choices"]
@@ -733,7 +749,7 @@ class RequestExecution(Progress):
             self._write_delta(delta, now)
 
     def _write_delta(self, delta: Delta, now: float, engine: str | None = None) -> None:
-        """Gives the client what was added, where it streams; `engine`: who is named where that begins it."""
+        """Sends new text to a streaming client. `engine`: the name for the head of a new answer."""
         if not self.stream:
             return
         transcript = self.merged()
@@ -754,7 +770,10 @@ class RequestExecution(Progress):
         self._acts.append(Begin(kind, length, engine))
 
     def _end_merged(self, delta: Delta | None, now: float, event: Event, *, ended: bool) -> None:
-        """The merged answer is whole; `ended`: inside its open segment, whatever was to follow."""
+        """Ends the merged answer.
+
+        `ended`: it ended inside its open segment, before the planned end.
+        """
         transcript = self.merged()
         engine = self.ticket.instance if ended else self.answering_engine_name
         if self.stream:
@@ -771,11 +790,11 @@ class RequestExecution(Progress):
         close(prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids))
         self._finish(event)
 
-    # -- migration -------------------------------------------------------------------------------------------
+    # -- migration ---------------------------------------------------------------------------------
 
     def _migrate(self, target: Engine, now: float) -> bool:
         mover = self.mover
-        assert mover is not None  # who asks for it
+        assert mover is not None  # the rebalancer calls this
         if self.state != "STREAMING" and not self.in_slices:
             return self._count("not_movable")
         migration, transcript = Migration(self, mover, target), self.merged()
@@ -784,7 +803,7 @@ class RequestExecution(Progress):
             if transcript.over:
                 return self._count("ended")
             if target.runs_halves_at_once:
-                return self._count("not_movable")  # it serves nothing but second halves
+                return self._count("not_movable")  # it serves only second segments
             if migration.gap_too_long():
                 return self._count("long_gap")
             transcript.catch_up()
@@ -798,14 +817,14 @@ class RequestExecution(Progress):
         self.migration = migration
         mover.moves.add(migration)
         if self.in_slices:
-            return True  # when the slice that runs is over
+            return True  # it continues at the end of the running slice
         if not migration.ahead:
             return self._switch_over(migration, now, "MOVED")
         self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
         return True
 
     def _migration_answered(self, migration: Migration, attempt: Attempt, now: float) -> None:
-        """An engine did what a migration asked of it, or refused."""
+        """Handles an engine's answer to a step of a migration."""
         engine, status = attempt.step.engine, attempt.reader.status
         if migration.phase == "holding":
             if status == 200:
@@ -833,7 +852,7 @@ class RequestExecution(Progress):
     def _migration_failed(
         self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
     ) -> None:
-        """An engine failed: nothing has happened, where a stream runs on."""
+        """Handles a failed step of a migration. A running stream continues."""
         holding = migration.phase == "holding"
         if holding and self.in_slices:
             self._resume(engine, kind, reason, now)
@@ -847,7 +866,7 @@ class RequestExecution(Progress):
             self._cancel_migration(migration, "target_failed")
 
     def _source_ready(self, migration: Migration, now: float) -> None:
-        """The source holds what there is for the target, or does not."""
+        """Continues after the source has prepared its KV cache for the target, or could not."""
         source = migration.source
         if not self.in_slices:
             self._send_beside(migration.warm(now))
@@ -860,13 +879,15 @@ class RequestExecution(Progress):
         self._next_slice(source, now, "HELD")
 
     def _observe(self) -> None:
-        """Takes what was noted of the stream that passes. Raises MergeError."""
+        """Reads the recorded tokens of the forwarded stream. Raises MergeError."""
         if self.observing is not None:
             self.merged().observe(self.observing.reader)
 
     def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
-        """What runs is closed where it is, and what is left of it goes to the engine that was booked; whether
-        it did, or the request has ended."""
+        """Stops the running attempts and continues the request on the migration's target.
+
+        Returns whether it did so, or the request has ended.
+        """
         target, transcript = migration.target, self.merged()
         try:
             self._observe()
@@ -882,7 +903,7 @@ class RequestExecution(Progress):
         self._end_migration()
         self._drop_attempts()
         if self.answered is not None:
-            # From here on the router writes the answer.
+            # From now on, the router writes the answer.
             transcript.first_token_at = self.answered.reader.first_token_at
             self.answered = self.observing = None
         self.kv = migration.kv if migration.kv.available else None
@@ -900,7 +921,10 @@ class RequestExecution(Progress):
         return True
 
     def _switch_now(self, migration: Migration, now: float) -> bool:
-        """The source has failed: the target goes on now, however far it is. Whether it could be done."""
+        """Continues on the target at once, because the source has failed.
+
+        Returns whether it could.
+        """
         self._end_migration()
         migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
         try:
@@ -913,7 +937,7 @@ class RequestExecution(Progress):
         return self._switch_over(migration, now, "FAILED", "source_failed")
 
     def _cancel_migration(self, migration: Migration, outcome: str) -> bool:
-        """The source runs on; False."""
+        """Cancels a migration; the source continues. Returns False."""
         self._end_migration()
         if self.ticket.open:
             self.ticket.cancel_migration()
@@ -928,25 +952,25 @@ class RequestExecution(Progress):
             self._acts.append("cancel_side")
 
     def _stop_moving(self) -> None:
-        """No rebalancer finds the request from now on."""
+        """Hides the request from the rebalancer."""
         if self.mover is not None:
             self.mover.running.pop(self.ticket.id, None)
 
     def _count(self, outcome: str) -> bool:
-        """Counts what came of a migration; False, as most of that is that nothing moves."""
+        """Counts the outcome of a migration. Returns False, because most callers report no move."""
         assert self.mover is not None
         self.mover.outcomes[outcome] += 1
         return False
 
-    # -- how it fails ----------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def _drop_and_fail(self, step: Step, kind: str, reason: str, now: float) -> None:
-        """An attempt that still runs is of no use."""
+        """Cancels the main attempt and handles its failure."""
         self._acts.append("cancel_main")
         self._failed(step.engine, kind, reason, now)
 
     def _failed(self, engine: Engine, kind: str, reason: str, now: float) -> None:
-        """The open segment's attempt is lost."""
+        """Handles a failed attempt of the open segment."""
         self.main = None
         if self.has_tokens:
             self._resume(engine, kind, reason, now)
@@ -954,7 +978,7 @@ class RequestExecution(Progress):
             self._retry(engine, "reset" if kind == "engine_error" else kind, reason, now)
 
     def _retry(self, engine: Engine, kind: str, reason: str, now: float) -> None:
-        """The open segment has told nothing: to the next engine, where one is left."""
+        """Sends an open segment without tokens to the next engine, or gives up if none is left."""
         self._abandon()
         if self._record(engine, kind, reason):
             following = failover.next_engine(self, engine, kind)
@@ -964,8 +988,11 @@ class RequestExecution(Progress):
         self._give_up(engine, kind, reason)
 
     def _resume(self, engine: Engine, kind: str, reason: str, now: float) -> None:
-        """An engine was lost that had told some of the answer. Where its tokens are known and the request may
-        move, another goes on: the target of a migration that has begun, or whom the router chooses."""
+        """Continues on another engine after a failure after the first token.
+
+        The tokens must be known and the request movable. The engine is the target of a running
+        migration, or the core router's choice.
+        """
         mover, migration = self.mover, self.migration
         movable = mover is not None and self.ticket.id in mover.running
         if self._record(engine, "reset" if kind == "engine_error" else kind, reason) and movable:
@@ -978,7 +1005,7 @@ class RequestExecution(Progress):
         self._give_up(engine, kind, reason)
 
     def _record(self, engine: Engine, kind: str, reason: str) -> bool:
-        """Notes that an attempt failed; whether there may be another."""
+        """Records a failed attempt. Returns whether another attempt is allowed."""
         self.reason = reason
         if kind != "status":
             engine.failed(kind, reason)
@@ -986,7 +1013,7 @@ class RequestExecution(Progress):
         return kind in self.rules.failures and len(self._tried) < self.rules.attempts
 
     def _refused(self, attempt: Attempt, now: float) -> None:
-        """An engine answered with an error."""
+        """Handles an engine's error answer."""
         engine, status = attempt.step.engine, attempt.reader.status
         busy = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
@@ -1000,10 +1027,10 @@ class RequestExecution(Progress):
             self._finish("FAILED", "engine_error", EngineRefusal(status, bytes(attempt.answer)))
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
-        """Nobody answers, or goes on."""
+        """Ends the request with an error, because no engine is left."""
         self.reason = reason
         if self.committed:
-            broke = "the engine's answer broke off"
+            broke = "the engine failed in the middle of its answer"
             self._finish("FAILED", kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind))
             return
         headers = {"x-lmetric-decision": self.label}
@@ -1024,8 +1051,11 @@ class RequestExecution(Progress):
         self._finish("ABORTED", "cancelled", error)
 
     def _finish(self, event: Event, failure: str | None = None, error: ApiError | None = None) -> None:
-        """The one end: closes every attempt, and the ticket where it is open (`failure`: as what). `error`:
-        for the client, as the end of what it has of an answer, or as its whole answer."""
+        """Ends the request, once: closes all attempts and an open ticket.
+
+        `failure`: the failure kind for an open ticket. `error`: for the client, as the end of a
+        started answer or as its whole answer.
+        """
         self._enter(event, "DONE")
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))
@@ -1037,7 +1067,7 @@ class RequestExecution(Progress):
         self._acts.append(FINISH if error is None else Finish(error))
 
     def _abandon(self) -> None:
-        """Gives up what is on its way, and what was begun beside it."""
+        """Cancels the attempts, the migration and the prefix fetch."""
         self._resume_slices_at = None
         self._stop_moving()
         if self.migration is not None:
@@ -1060,7 +1090,7 @@ class RequestExecution(Progress):
             raise AssertionError(f"{event} in {self.state} does not lead to {state}") from None
 
     def _out(self) -> list[Act]:
-        # `placed` and `attempt`, which every request passes, have this in place of a call.
+        # `placed` and `attempt`, which every request calls, have this code inline.
         acts, self._acts = self._acts, []
         return acts
 

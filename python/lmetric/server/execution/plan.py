@@ -1,7 +1,7 @@
-"""The states of a request, the events that change them, and the steps and actions between: plain data.
+"""The states of a request, the events that change them, and the executor's actions: plain data.
 
-A request is a chain of segments placed on engines. Planners say which step is next (`planners`), one executor
-has the state (`executor`), and a runner carries its actions out (`runner`).
+A request is a chain of segments placed on engines. Planners define the next step (`planners`), one
+executor holds the state (`executor`), and a runner carries out its actions (`runner`).
 """
 
 from __future__ import annotations
@@ -20,65 +20,67 @@ if TYPE_CHECKING:
     from lmetric._core import ResponseReader
 
 
-# Names are strings of these types: members of an `Enum` take several times as long to read.
-# Where a request is (`MEANINGS`). Each state but the last has one deadline of its own (`DEADLINES`); besides,
-# `timeouts.request` holds in all. While the client does not read, `timeouts.slow_client` replaces the
-# deadline of an answer that passes to it.
+# These names are strings: reading members of an `Enum` takes several times as long.
+# The states of a request (`MEANINGS`). Each state but the last has one deadline (`DEADLINES`), and
+# `timeouts.request` limits the whole request. While the client does not read,
+# `timeouts.slow_client` replaces the deadline of a forwarded answer.
 State = Literal["ADMITTED", "FETCHING", "INTERNAL", "AWAITING", "STREAMING", "BETWEEN", "RESUMING", "DONE"]
-# What changes the state (`EVENTS`).
+# The events that change the state (`EVENTS`).
 Event = Literal[
     "PLACED", "FETCHED", "READY", "ANSWERED", "ENDED", "RESENT", "FAILED",
     "MOVED", "HELD", "CAUGHT_UP", "ABORTED",
 ]  # fmt: skip
-# How an attempt reads its engine's answer: its bytes pass to the client, it is kept until it is whole, or its
-# events are given to the executor one by one. A further way (token ids in and out, as of vLLM's
-# `/inference/v1/generate`) is a name here and a branch in `EngineAttempt`.
+# How an attempt reads its engine's answer. "pass": its bytes go to the client. "whole": the attempt
+# collects it. "events": the executor gets its events one by one. To add a way (token ids in and
+# out, as in vLLM's `/inference/v1/generate`), add a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
-# What an attempt reports; behind the last three nothing more, nor once it is cancelled. "sent": the request
-# was written, with a KV transfer. "ready": the answer is worth committing to; with the reader's flags: by
-# END alone it is whole, too, and no "ended" follows. "events": a list of their data or of comment lines.
-# "unseen": tokens that pass are no longer noted. "ended": the answer is whole. "failed": there is none, or
-# no more of it; with the kind of failure, and why. "stale": the step carries a KV transfer that must not be
-# sent on the next connection: the engine may have fetched it already, or (True) its time is over.
+# The events of an attempt. Nothing follows the last three, or a cancellation. "sent": the request
+# was written, with a KV transfer. "ready": the executor may commit to the answer. Its detail is the
+# reader's flags; END without an error means that the answer is also whole, and no "ended" follows.
+# "events": a list of event data or comment lines. "unseen": the tokens of a forwarded stream are no
+# longer recorded. "ended": the answer is whole. "failed": no answer, or no more of it; detail: kind
+# of failure and reason. "stale": the step carries a KV transfer that must not be sent on another
+# connection. The engine may have fetched it already, or (detail True) it has expired.
 AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
-# Actions that carry nothing. "cancel": all attempts are given up. "pause", "resume": for the client, no more
-# is read, or again. "abort_client": its connection is closed at once.
+# Actions without arguments. "cancel": cancels all attempts. "pause", "resume": stop and continue
+# reading the client's answer from its engine. "abort_client": closes the client's connection at
+# once.
 Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
 
 MEANINGS: Mapping[State, str] = {
-    "ADMITTED": "no engine is asked yet (before: `PendingTokenization`, for a tokenizer thread)",
-    "FETCHING": "another engine is asked to hold the front of the prompt (prefix fetch)",
+    "ADMITTED": "no engine has the request yet (before: `PendingTokenization`, for a tokenizer thread)",
+    "FETCHING": "another engine prepares the prompt's prefix for transfer (prefix fetch)",
     "INTERNAL": "an engine runs the open segment or a slice of it, and answers the router",
     "AWAITING": "an engine runs the open segment; its part of the client's answer has not begun",
-    "STREAMING": "the engine's answer passes to the client, or is merged into its answer",
+    "STREAMING": "the engine's answer is forwarded to the client, or merged into the client's answer",
     "BETWEEN": "between two slices, the request waits for its client, or for an engine to hold its KV cache",
-    "RESUMING": "an engine was lost behind a token; another was asked to go on",
-    "DONE": "the ticket is closed, and the client has one end",
+    "RESUMING": "an engine failed after a token; another engine continues",
+    "DONE": "the ticket is closed, and the client's answer has ended",
 }
 
 DEADLINES: Mapping[State, str] = {
     "ADMITTED": "`timeouts.request`",
-    "FETCHING": "`prefix_fetch_timeout_seconds`, or the time to compute what is fetched",
-    "INTERNAL": "`timeouts.answer`; of a prefill `timeouts.first_byte`",
-    "AWAITING": "`timeouts.first_byte` of a stream, else `timeouts.answer`",
+    "FETCHING": "`prefix_fetch_timeout_seconds`, or the time to compute the prefix",
+    "INTERNAL": "`timeouts.answer`; for a prefill `timeouts.first_byte`",
+    "AWAITING": "`timeouts.first_byte` for a stream, else `timeouts.answer`",
     "STREAMING": "`timeouts.between_chunks`",
-    "BETWEEN": "`timeouts.slow_client`, or `timeouts.first_byte` of the engine that is to hold",
-    "RESUMING": "`timeouts.first_byte` of a stream, else (and of a slice) `timeouts.answer`",
+    "BETWEEN": "`timeouts.slow_client`, or `timeouts.first_byte` for the engine that prepares the transfer",
+    "RESUMING": "`timeouts.first_byte` for a stream, else (and for a slice) `timeouts.answer`",
     "DONE": "none",
 }
 
 EVENTS: Mapping[Event, str] = {
     "PLACED": "the router chose an instance",
-    "FETCHED": "the prefix fetch is over: held, refused, failed or late",
-    "READY": "an answer for the client is worth committing to; of a merged one, its first tokens came",
-    "ANSWERED": "an answer for the router is whole; of two engines at once, the second answers",
+    "FETCHED": "the prefix fetch is over: prepared, refused, failed or late",
+    "READY": "the executor can commit to an answer for the client; a merged answer: its first tokens came",
+    "ANSWERED": "an answer for the router is whole; with two engines at once: the second answers",
     "ENDED": "the answer for the client is over",
-    "RESENT": "the segment is sent to its engine once more: without the KV transfer, or not in slices",
+    "RESENT": "the segment goes to its engine again: without the KV transfer, or not in slices",
     "FAILED": "an attempt failed, or its engine refused",
-    "MOVED": "the request changes over to the target of its migration",
-    "HELD": "between two slices the source holds what is there, or does not",
+    "MOVED": "the request switches to the target of its migration",
+    "HELD": "between two slices, the source has prepared its KV cache for transfer, or could not",
     "CAUGHT_UP": "the client reads again",
-    "ABORTED": "the client left, the server stops, the longest duration is over, or a bug",
+    "ABORTED": "the client left, the server stops, the longest duration is over, or an internal error",
 }
 
 _RUNS: tuple[State, ...] = ("INTERNAL", "AWAITING")
@@ -112,61 +114,61 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, ...]] = {
     ("RESUMING", "FAILED"): ("RESUMING", "DONE"),
     **{(state, "ABORTED"): ("DONE",) for state in MEANINGS if state != "DONE"},
 }
-# The same, by state and event and again by state: found without making a tuple.
+# `TRANSITIONS` as nested mappings: a look-up needs no tuple.
 FOLLOWING: Mapping[State, Mapping[Event, Mapping[State, State]]] = {
     state: {event: {then: then for then in to} for (of, event), to in TRANSITIONS.items() if of == state}
     for state in MEANINGS
 }
 
 
-class Step(Struct, eq=False, gc=False):  # of msgspec: made in C, as each request has one
-    """What one engine is asked, and how its answer is read: an action of the executor."""
+class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each request has one
+    """A request to one engine, and the way to read its answer: an action of the executor."""
 
     engine: Engine
     body: bytes
     reader: Reader
     limit_seconds: float  # until its first token, or until it is whole
-    stream: bool = False  # it is asked for a stream
-    target: bytes | None = None  # path of the request; None: the client's
+    stream: bool = False  # it requests a stream
+    target: bytes | None = None  # path of the request; None: the client's path
     beside: bool = False  # it runs beside the open segment
-    for_client: bool = True  # what it says is the client's
-    advances_ticket: bool = True  # the attempt tells the ticket that it was sent
+    for_client: bool = True  # its answer is for the client
+    advances_ticket: bool = True  # the attempt marks the ticket as sent
     carries_kv: bool = False  # it may fetch a KV transfer, which must not be sent twice
-    kv_until: float = inf  # when that must be sent at the latest; seconds on the monotonic clock
-    observed: bool = False  # its tokens are noted while they pass (reader "pass")
-    hides_ids: bool = False  # the client did not ask for the token ids that come with them
-    checks_prompt: bool = False  # the engine must tell that it has made the very tokens of a chat
-    merges: bool = False  # its answer goes on behind what the client has
-    refills: bool = True  # the engine's index may ask for a field of its own
-    tokens: int = 0  # asked for, of an answer that is merged
-    ends_at: int = 0  # token behind which a segment's KV cache is complete
-    keeps_last: bool = False  # the last token counts for the answer, too
+    kv_until: float = inf  # deadline for sending that; seconds on the monotonic clock
+    observed: bool = False  # its tokens are recorded while they pass (reader "pass")
+    hides_ids: bool = False  # the client did not request the token ids in the answer
+    checks_prompt: bool = False  # the engine must report the same tokens of a chat
+    merges: bool = False  # its answer continues the part that the client has
+    refills: bool = True  # KV backfill may add the engine's field
+    tokens: int = 0  # requested tokens of a merged answer
+    ends_at: int = 0  # token at which a segment's KV cache is complete
+    keeps_last: bool = False  # the last token belongs to the answer, too
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """`woken` is to be called in so many seconds; None: no more."""
+    """Schedules a call of `woken` after this many seconds; None cancels it."""
 
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The answer of the main attempt is committed to: its bytes pass, or its events are read from now on."""
+    """Commits to the answer of the main attempt: forwards its bytes, or reads its events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The client's answer begins, written by the router; `length`: of its body, None: it is a stream."""
+    """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
 
     kind: bytes
     length: int | None
-    engine: str  # that is named in its head
+    engine: str  # the engine named in its head
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """More of that answer."""
+    """Writes a part of the router's answer."""
 
     data: bytes
     last: bool = False
@@ -174,14 +176,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class BreakOff:
-    """An answer that the client has some of ends with this error."""
+    """Ends a started answer with this error."""
 
     error: ApiError
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end. `error`: for a client that has nothing yet."""
+    """Ends the request. `error`: for a client without any answer yet."""
 
     error: ApiError | None = None
 
@@ -190,16 +192,16 @@ Act = Step | Action | Wake | Commit | Begin | Write | BreakOff | Finish
 
 
 class Attempt(Protocol):
-    """What the executor sees of a step at its engine."""
+    """The executor's view of a step at its engine."""
 
     step: Step
     started: float  # seconds on the monotonic clock
     error: bool  # the engine reported an error inside its answer
-    answer: bytes | bytearray  # of reader "whole", or of an engine that refuses
+    answer: bytes | bytearray  # for reader "whole", or a refusal
 
     @property
     def reader(self) -> ResponseReader:
-        """Status, usage, tokens and errors, as far as they came."""
+        """Status, usage, tokens and errors received so far."""
 
     def error_words(self) -> str:
-        """What the engine says of a refusal, behind a colon."""
+        """Returns the engine's message of a refusal after a colon; empty without a message."""

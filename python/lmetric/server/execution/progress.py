@@ -1,5 +1,6 @@
-"""What is known of a request while it runs. The executor writes it. Planners read it; they may begin its KV
-transfer and its merged answer, and use the transfer up.
+"""The state of a running request. The executor writes it, and planners read it.
+
+Planners may also create its KV transfer and its merged answer, and use the transfer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from lmetric.tokens import Tokens
 
 
 class Progress:
-    """One request: what its client asked for, its ticket, and what its engines have said so far.
+    """One request: the client's request, its ticket, and the answers of its engines so far.
 
-    What most requests leave as it is stands at the class: it is not set for each of them.
+    Values that are equal for most requests are class attributes, which saves setting them for each
+    request.
     """
 
     rules: Rules
@@ -32,38 +34,38 @@ class Progress:
     pool: Pool
     decision: Decision
     ticket: Ticket
-    body: bytes  # as the client sent it, until an answer is committed to
+    body: bytes  # as the client sent it, until the executor commits to an answer
     stream: bool
-    # Where it may be cut, move, or fetch its prompt's front; until a transcript has its tokens.
+    # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
     call: ParsedRequest | None
-    encoder: TokenEncoder | None = None  # of its tokens' tokenizer
-    mover: Rebalancer | None  # where it may move
+    encoder: TokenEncoder | None = None  # of the model's tokenizer
+    mover: Rebalancer | None  # set if it may move
     kv: KvTransfer | None  # for the next step
-    transcript: Transcript | None = None  # where its answer comes from several engines, or may
-    unmergeable: bool = False  # its first answer could not be merged: it is answered whole
-    has_tokens: bool = False  # the open segment has told a token
-    prefill_engine: Engine | None  # that computes the prompt, where another decodes
-    paired_body: bytes | None  # the body of both steps, where these run at once
-    # Of sliced decoding.
+    transcript: Transcript | None = None  # set if several engines may give its answer
+    unmergeable: bool = False  # its first answer could not be merged: one engine answers it
+    has_tokens: bool = False  # the open segment has produced a token
+    prefill_engine: Engine | None  # computes the prompt for another engine
+    paired_body: bytes | None  # the body of both steps that run at once
+    # For sliced decoding.
     in_slices: bool = False
-    slice_tokens: int = 0  # of the slice that runs
-    slice_rate: float = 0.0  # seconds a token, of the last slice
-    last_slice_at: float = 0.0  # its end, seconds on the monotonic clock
-    slice_fetches: bool = False  # what was there then, with the first slice elsewhere
+    slice_tokens: int = 0  # tokens of the running slice
+    slice_rate: float = 0.0  # seconds per token of the last slice
+    last_slice_at: float = 0.0  # end of the last slice, seconds on the monotonic clock
+    slice_fetches: bool = False  # after a move, the first slice fetches the tokens so far
 
     @property
     def sliced(self) -> bool:
-        """Whether it runs in slices, where its engine lets it."""
+        """Whether it runs in slices, if its engine allows it."""
         return self.mover is not None and self.mover.by == "legs"
 
     @property
     def observed(self) -> bool:
-        """Whether the tokens of its stream are to be known while they pass."""
+        """Whether the tokens of its stream must be recorded while they pass."""
         return self.mover is not None and self.stream and not self.unmergeable
 
     @property
     def limit_seconds(self) -> float:
-        """That its client's answer is waited for: to its first byte, or to its end."""
+        """The time limit of its client's answer: of a stream to its first byte, else to its end."""
         limits = self.rules.timeouts
         return limits.first_byte if self.stream else limits.answer
 
@@ -74,15 +76,15 @@ class Progress:
 
     @property
     def chat(self) -> bool:
-        """Whether it is a chat, whose prompt engines render themselves."""
+        """Whether it is a chat. Engines render its prompt themselves."""
         return self.asked.path == CHAT
 
     @property
     def request(self) -> Mapping[str, Any]:
-        """The client's request, without its prompt once that is no longer sent."""
+        """The client's request; without the prompt once that is no longer needed."""
         if self.transcript is not None:
             return self.transcript.request
-        assert self.call is not None  # else nobody looks at it
+        assert self.call is not None  # set for all requests that use this
         return self.call.request
 
     @property
@@ -95,28 +97,31 @@ class Progress:
 
     @property
     def total(self) -> int:
-        """Tokens of the prompt and of the answer so far; 0: they are not known."""
+        """The number of tokens in the prompt and the answer so far; 0: not known."""
         if self.transcript is not None:
             return len(self.transcript.prompt) + len(self.transcript.output_ids)
         return len(self.call.tokens) if self.call is not None and self.call.tokens is not None else 0
 
     @property
     def inside(self) -> bool:
-        """Whether the next step is handed the cache of the prompt's front alone: it needs the very tokens."""
+        """Whether the next step's KV transfer covers only a part of the prompt.
+
+        Then its prompt must have the same tokens.
+        """
         handed = self.kv.tokens if self.kv is not None else 0
         return 0 < handed < self.total and not self.begun
 
     def transfer(self) -> KvTransfer:
-        """What is handed over to the next step."""
+        """Returns the KV transfer to the next step; creates it on first use."""
         if self.kv is None:
             self.kv = KvTransfer(self.pool)
         return self.kv
 
     def merged(self) -> Transcript:
-        """The answer of several engines, from now on."""
+        """Returns the merged answer; creates it on first use."""
         if self.transcript is None:
             call = self.call
-            assert call is not None  # else it is neither cut between equals nor moved
+            assert call is not None  # the request may be split or moved
             assert call.tokens is not None
             assert self.encoder is not None
             self.transcript = Transcript(self.asked.path, call.request, call.tokens, self.encoder)

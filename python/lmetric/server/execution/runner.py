@@ -1,4 +1,4 @@
-"""Carries out what the executor of a request decides: engines' connections, the client's answer, timers."""
+"""Carries out the executor's actions: attempts at engines, the client's answer, timers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ OnEnd = Callable[[ClientRequest, InFlightRequest, ApiError | None], None]
 
 
 class RequestRunner(InFlightRequest):
-    """One routed request: `start()`, then callbacks move it on until it tells ``on_end``, once.
+    """One routed request. After `start()`, callbacks advance it until it calls ``on_end``, once.
 
-    ``on_end`` gets the request, the runner, and an ApiError where the client has nothing yet. By then the
-    ticket is closed, and no attempt runs.
+    ``on_end`` gets the request, the runner, and an ApiError if the client still needs one. By then
+    the ticket is closed, and no attempt runs.
     """
 
     _main: EngineAttempt | None = None
@@ -54,18 +54,22 @@ class RequestRunner(InFlightRequest):
             execution.handle = self
 
     def start(self, now: float) -> None:
-        """Sends the request to the engine of the decision, which was made at ``now``. Its caller calls `fail`
-        where that raises."""
+        """Sends the request to the engine of the decision.
+
+        If this raises, the caller must call `fail`.
+
+        ``now``: time of the decision.
+        """
         for act in self.execution.placed(now):
             _DO[act.__class__](self, act)
 
-    # -- events in, actions out ------------------------------------------------------------------------------
+    # -- events in, actions out --------------------------------------------------------------------
 
-    # While actions are carried out, no event comes from which others follow: `go` reports only "sent", and
-    # `begin` comes behind all other actions.
+    # No action causes an event with further actions: `go` reports only "sent", and `begin` is the
+    # last action.
 
     def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
-        """Gives the executor an event, and carries out what follows."""
+        """Gives an event to the executor, and carries out the resulting actions."""
         try:
             for act in event(*args):
                 _DO[act.__class__](self, act)
@@ -73,8 +77,8 @@ class RequestRunner(InFlightRequest):
             self.fail()
 
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
-        """Something happened to an attempt."""
-        try:  # as `_on`: each request passes here
+        """Gives an event of an attempt to the executor."""
+        try:  # the code of `_on`, inline because each request runs it
             for act in self.execution.attempt(event, attempt, time.monotonic(), detail):
                 _DO[act.__class__](self, act)
         except Exception:
@@ -169,15 +173,15 @@ class RequestRunner(InFlightRequest):
         elif execution.committed and transcript is not None:
             self.status = execution.status
             self.usage = transcript
-        # What refers to the runner lets go of it here, so that no collector has to.
+        # Drops references to the runner, so that no garbage collection is needed.
         self._main = self._side = execution.answered = execution.observing = execution.handle = None
         self._on_end(self._asked, self, act.error)
 
-    # -- what the client's connection and the server call ----------------------------------------------------
+    # -- called by the client's connection and the server ------------------------------------------
 
     @property
     def decision(self) -> str:
-        """Label of its routing decision."""
+        """The label of its routing decision."""
         return self.execution.label
 
     @property
@@ -186,25 +190,25 @@ class RequestRunner(InFlightRequest):
         return self.execution.ticket.instance
 
     def client_gone(self) -> None:
-        """The client left."""
+        """Ends the request: the client has disconnected."""
         self._on(self.execution.leave, "the client left")
 
     def client_slow(self) -> None:
-        """The client does not keep up: stop reading from the engine."""
+        """Stops reading from the engine, because the client reads too slowly."""
         self._on(self.execution.client_slow, time.monotonic())
 
     def client_ready(self) -> None:
-        """The client caught up."""
+        """Continues reading from the engine."""
         self._on(self.execution.client_ready, time.monotonic())
 
     def stop(self) -> None:
-        """The server stops: ends the answer with an error."""
+        """Ends the request with an error, because the server stops."""
         self._on(self.execution.stop)
 
     def fail(self) -> None:
-        """To be called where an exception was caught that nobody foresaw."""
+        """Ends the request after an unexpected exception."""
         execution = self.execution
-        log.exception("a request could not be relayed", decision=execution.label)
+        log.exception("a request failed with an internal error", decision=execution.label)
         error = None if execution.committed else ApiError(500, FAILED)
         for act in execution.leave("internal error", error):
             _DO[act.__class__](self, act)
@@ -215,29 +219,29 @@ class RequestRunner(InFlightRequest):
             self._finish(Finish(error))
 
     def check(self, now: float) -> None:
-        """Called now and then: ends what takes too long."""
+        """Called periodically: ends the request or its attempts at their time limits."""
         self._on(self.execution.tick, now)
         for attempt in (self._main, self._side):
             if attempt is not None:
                 attempt.check(now)
 
-    # -- what a rebalancer calls -----------------------------------------------------------------------------
+    # -- called by the rebalancer ------------------------------------------------------------------
 
     @property
     def move(self) -> object | None:
-        """Its migration that is on its way."""
+        """Its migration in progress, or None."""
         return self.execution.migration
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of its answer that are known."""
+        """The number of its known answer tokens."""
         execution = self.execution
         if execution.observing is not None:
             return execution.observing.reader.observed_tokens
         return len(execution.transcript.output_ids) if execution.transcript is not None else 0
 
     def move_to(self, target: Engine, now: float) -> bool:
-        """Begins to move it to another engine; whether it did."""
+        """Starts a move to another engine. Returns whether it began or is done."""
         began = False
 
         def migrate() -> list[Act]:

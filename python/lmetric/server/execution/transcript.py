@@ -1,13 +1,13 @@
-"""The answer of a request that was split: the bodies of its segments, and one answer merged from theirs.
+"""The answer of a split request: the bodies of its segments, and one answer merged from theirs.
 
-Engines report token IDs. The text is decoded here, over the whole answer, so it is exact at every segment
-boundary, even inside a character. The text of the first segment must equal the engine's. If it does not, the
-engine does something unknown between tokens and text (it parses tool calls or reasoning, or has another
-tokenizer), and the answers are not merged.
+Engines report token IDs. The text is decoded here, over the whole answer, so it is exact at every
+segment boundary, even inside a character. The text of the first segment must equal the engine's. If
+it does not, the engine does something unknown between tokens and text (it parses tool calls or
+reasoning, or has another tokenizer), and the answers are not merged.
 
-A segment that ends at token s of a request with P prompt tokens produces s - P + 1 tokens. The last one has
-no KV cache, so the next segment produces it again, and it counts there (vLLM, `docs/engines.md`). A bounded
-segment produces s - P tokens, and all of them count.
+A segment that ends at token s of a request with P prompt tokens produces s - P + 1 tokens. The last
+one has no KV cache, so the next segment produces it again, and it counts there (vLLM,
+`docs/engines.md`). A bounded segment produces s - P tokens, and all of them count.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ _KEPT = (
 # Fields that only the first segment is sent.
 _PROMPT_FIELDS = frozenset({"prompt", "messages", "documents"})
 
-# Tokens of an answer whose request states no length: it is neither split nor migrated, and sizes no segment.
+# Tokens of an answer without a length limit. It sizes no segment: such a request is neither split
+# nor migrated.
 UNBOUNDED = 1 << 31
 
 
 class MergeError(Exception):
-    """A segment's answer cannot be merged with what follows, and why. `failed`: the engine is to blame, and
-    another may do better."""
+    """A segment's answer cannot be merged with the next one; the message has the reason.
+
+    `failed`: the engine failed, and another engine may succeed.
+    """
 
     def __init__(self, why: str, *, failed: bool = False) -> None:
         super().__init__(why)
@@ -53,7 +56,7 @@ class MergeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of the answer that one segment added; `finish` None: the answer continues."""
+    """The part of the answer that one segment added. `finish`: None: the answer continues."""
 
     ids: list[int]
     text: str
@@ -63,7 +66,10 @@ class Delta:
 
 
 class Transcript:
-    """One request's answer so far. `prompt`: its token ids; `encoder`: of the model's tokenizer."""
+    """One request's answer so far.
+
+    `prompt`: the token ids of its prompt. `encoder`: the encoder of the model's tokenizer.
+    """
 
     def __init__(self, path: str, request: JSON, prompt: ArrayLike, encoder: TokenEncoder) -> None:
         most = max_tokens(path, request)
@@ -73,7 +79,8 @@ class Transcript:
         self.output_ids: list[int] = []
         self.over = False  # it has a finish_reason
         self.first_token_at: float | None = None  # seconds on the monotonic clock
-        self.cached: JSON | None = None  # prompt_tokens_details of the segment that computed the prompt's end
+        # prompt_tokens_details of the segment that computed the prompt's end.
+        self.cached: JSON | None = None
         self._most = most if most is not None else UNBOUNDED
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
@@ -81,40 +88,41 @@ class Transcript:
         self._encoder = encoder
         self._text: Detokeniser | None = None
         self._decoded = ""
-        self._decoded_ids = 0  # of `output_ids`, what is in `_decoded`
-        self._engine_text: list[str] = []  # of a stream that passes to the client: the engine's own text
+        self._decoded_ids = 0  # number of `output_ids` in `_decoded`
+        self._engine_text: list[str] = []  # the engine's own text of a forwarded stream
         self._logprobs: dict[str, Any] | None = None
-        self._frame: dict[str, Any] = {}  # of the first segment that made tokens, without its choices
-        self._choice: dict[str, Any] = {}  # of it
+        # The answer of the first segment with tokens, without its choices, and its choice.
+        self._frame: dict[str, Any] = {}
+        self._choice: dict[str, Any] = {}
         self._options = request.get("stream_options") or {}
 
     @property
     def begun(self) -> bool:
-        """Whether some of the answer is known."""
+        """Whether a part of the answer is known."""
         return bool(self._frame)
 
-    # Its usage, by the names that `ResponseReader` has for one engine's answer.
+    # Usage, with the names that `ResponseReader` has for one engine's answer.
 
     @property
     def output_tokens(self) -> int:
-        """Of all engines."""
+        """The output tokens of all engines."""
         return len(self.output_ids)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the client's prompt."""
+        """The tokens of the client's prompt."""
         return len(self.prompt)
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt, as the engine that computed its end counted them."""
+        """The cached prompt tokens, counted by the engine that computed the prompt's end."""
         found = self.cached.get("cached_tokens") if isinstance(self.cached, dict) else None
         return found if isinstance(found, int) else None
 
-    # What segments are sent.
+    # The requests of segments.
 
     def segment(self, to_token: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of an internal segment that ends at this token."""
+        """Returns path and body of an internal segment that ends at this token."""
         count = len(self.prompt)
         if self.begun or to_token < count:
             return COMPLETIONS, self._by_ids(to_token)
@@ -127,19 +135,22 @@ class Transcript:
         return self.path, self._at_least(body)
 
     def bounded(self, tokens: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of a segment of at most so many further tokens, all of which count."""
+        """Returns path and body of a segment of at most this many further tokens, all counted."""
         target, body = self.segment(len(self.prompt) + len(self.output_ids) + tokens - 1)
         return target, body | {"return_token_ids": True}
 
     def last(self) -> tuple[str, dict[str, Any]]:
-        """Path and body of the last segment, whose answer is joined with what is known."""
+        """Returns path and body of the last segment. Its answer is merged with the earlier ones."""
         body = self._by_ids(len(self.prompt) + self._most - 1)
         if self.request.get("stream"):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return COMPLETIONS, body
 
     def tokens(self, count: int) -> Tokens:
-        """The first tokens of prompt and answer so far. Those of the prompt are not copied."""
+        """Returns the first tokens of prompt and answer so far.
+
+        A prefix of the prompt is not copied.
+        """
         output = self.output_ids[: max(count - len(self.prompt), 0)]
         if not output:
             return self.prompt[: max(count, 0)]
@@ -159,17 +170,19 @@ class Transcript:
         return self._at_least(body)
 
     def _at_least(self, body: dict[str, Any]) -> dict[str, Any]:
-        """`min_tokens` of the whole answer, as far as it is this segment's."""
+        """Sets this segment's part of the request's `min_tokens`."""
         least = self.request.get("min_tokens")
         if isinstance(least, int):
             body["min_tokens"] = min(max(0, least - len(self.output_ids)), body["max_tokens"])
         return body
 
-    # What they answer.
+    # The answers of segments.
 
     def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Delta:
-        """Takes a segment's answer, not streamed, of at most `asked` tokens. Unless `whole`, the next segment
-        produces the last one again. Raises MergeError."""
+        """Adds a segment's answer of at most `asked` tokens, not streamed. Raises MergeError.
+
+        Unless `whole`, the next segment produces the last token again.
+        """
         choice = _choice(answer)
         finish = choice.get("finish_reason")
         if finish in ("abort", "error"):
@@ -182,13 +195,15 @@ class Transcript:
         return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
 
     def more(self, choice: JSON) -> Delta:
-        """Takes a chunk's choice of the last segment, as it is streamed. Raises MergeError."""
+        """Adds the choice of a chunk of the last segment's stream. Raises MergeError."""
         logprobs, stop = choice.get("logprobs"), choice.get("stop_reason")
         return self._add(_ids(choice), choice.get("finish_reason"), stop, logprobs)
 
     def observe(self, reader: ResponseReader) -> None:
-        """Takes what was seen of a stream that its client got as it came: all of the answer so far. Raises
-        MergeError."""
+        """Adds the recorded tokens of a forwarded stream: the whole answer so far.
+
+        Raises MergeError.
+        """
         if reader.unseen is not None:
             raise MergeError(reader.unseen)
         prompt, ids, text, frame = reader.observed()
@@ -201,12 +216,11 @@ class Transcript:
         self.over |= reader.observed_over
 
     def forget_prompt(self) -> None:
-        """Drops what only first segments are sent: later ones are sent token ids."""
+        """Drops the fields that only the first segment gets. Later segments get token ids."""
         self.request = {name: value for name, value in self.request.items() if name not in _PROMPT_FIELDS}
 
     def catch_up(self) -> None:
-        """Makes text of the tokens that were only noted, which must be the text that the client has. Raises
-        MergeError."""
+        """Decodes the recorded tokens. Raises MergeError unless the client has the same text."""
         if self._text is None:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
         elif self._decoded_ids == len(self.output_ids) and not self._engine_text:
@@ -218,18 +232,18 @@ class Transcript:
         self._decoded_ids = len(self.output_ids)
         engine_text = "".join(self._engine_text)
         if engine_text != self._decoded:
-            raise MergeError("the engine's text is not that of its tokens")
+            raise MergeError("the engine's text differs from the text of its tokens")
         self._engine_text = [engine_text]
 
     def _first(self, answer: JSON, choice: JSON, ids: list[int]) -> None:
-        """Takes the frame of the first segment that made tokens, and holds its text against ours."""
+        """Stores the frame of the first segment with tokens, and checks its text."""
         frame = answer if self._chat else choice
         prompt = frame.get("prompt_token_ids")
         if isinstance(prompt, list) and prompt:
             self.prompt = _array(prompt)
         message = choice.get("message") or {}
         if self._chat and any(message.get(name) for name in ("tool_calls", "reasoning", "reasoning_content")):
-            raise MergeError("the engine parses its answers into more than a text")
+            raise MergeError("the engine parses its answers into more than text (tool calls or reasoning)")
         engine_text = message.get("content") if self._chat else choice.get("text")
         stopped = choice.get("finish_reason") == "stop" and not self._stop_shown
         try:
@@ -240,7 +254,7 @@ class Transcript:
         except TokenizeError as error:
             raise MergeError(str(error)) from None
         if (engine_text or "") != text:
-            raise MergeError("the engine's text is not that of its tokens")
+            raise MergeError("the engine's text differs from the text of its tokens")
         self._frame = {k: v for k, v in answer.items() if k not in ("choices", "usage", "prompt_token_ids")}
         if "kv_transfer_params" in self._frame:
             self._frame["kv_transfer_params"] = None
@@ -271,20 +285,20 @@ class Transcript:
         return Delta(ids, text, finish, stop, shifted)
 
     def _offset(self) -> int:
-        """The `text_offset` at which the log probabilities of the next segment begin.
+        """Returns the `text_offset` at which the log probabilities of the next segment begin.
 
-        In a stream, vLLM begins a chunk where the text so far ends; in other answers it adds up the texts of
-        its tokens, which may be longer.
+        In a stream, vLLM starts a chunk at the end of the text so far. In other answers it adds up
+        the texts of its tokens, which may be longer.
         """
         before = self._logprobs or {}
         if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
             return len(self._decoded)
         return int(before["text_offset"][-1]) + len(before["tokens"][-1])
 
-    # What the client gets.
+    # The client's answer.
 
     def opening(self) -> bytes:
-        """What a stream begins with, ahead of its first tokens."""
+        """Returns the start of a stream, before its first tokens."""
         if not self._chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}}
@@ -293,7 +307,7 @@ class Transcript:
         return _event(chunk)
 
     def chunk(self, delta: Delta) -> bytes:
-        """The chunk of what a segment added."""
+        """Returns the chunk with the part that a segment added."""
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
         choice |= {"logprobs": delta.logprobs, "finish_reason": delta.finish}
@@ -307,14 +321,17 @@ class Transcript:
         return _event(self._chunk([choice], len(self.output_ids)))
 
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """Returns the end of a stream."""
         end = b"data: [DONE]\n\n"
         if not self._options.get("include_usage"):
             return end
         return _event(self._chunk([]) | {"usage": self._usage(len(self.output_ids), last=True)}) + end
 
     def answer(self, delta: Delta) -> bytes:
-        """The answer that is not streamed, after what the last segment added."""
+        """Returns the whole answer without streaming.
+
+        `delta`: the part that the last segment added.
+        """
         choice = self._choice | {"finish_reason": delta.finish, "stop_reason": delta.stop}
         choice["logprobs"] = self._logprobs
         frame = dict(self._frame)
@@ -322,13 +339,16 @@ class Transcript:
             choice["message"] = {**(choice.get("message") or {}), "content": self._decoded}
         else:
             choice["text"] = self._decoded
-        asked = self.request.get("return_token_ids")  # else they are null, as in vLLM's answers
+        asked = self.request.get("return_token_ids")  # otherwise null, as in vLLM's answers
         choice["token_ids"] = self.output_ids if asked else None
         (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if asked else None
         return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.output_ids), last=True)})
 
     def _chunk(self, choices: list[dict[str, Any]], output_tokens: int | None = None) -> dict[str, Any]:
-        """A chunk; `output_tokens`: so far, for clients that want usage in each chunk."""
+        """Returns a chunk.
+
+        `output_tokens`: the count so far, for clients that want usage in each chunk.
+        """
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         created, model = self._frame.get("created"), self._frame.get("model")
         chunk = {"id": self._frame.get("id"), "object": kind, "created": created, "model": model}
@@ -350,13 +370,15 @@ def _kept(request: JSON) -> dict[str, Any]:
 
 
 def ahead(request: JSON, prompt: Tokens) -> dict[str, Any]:
-    """A request to /v1/completions that has an engine compute these tokens, or look them up in its cache,
-    and say next to nothing."""
+    """Returns a request to /v1/completions for one token after this prompt.
+
+    The engine computes the prompt, or finds it in its cache.
+    """
     return _kept(request) | {"prompt": prompt, "max_tokens": 1, "stream": False}
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """An engine's answer. Raises MergeError."""
+    """Parses an engine's answer. Raises MergeError."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -367,20 +389,23 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def cached_of(answer: JSON) -> Any:
-    """The `prompt_tokens_details` of an answer."""
+    """Returns the `prompt_tokens_details` of an answer."""
     return (answer.get("usage") or {}).get("prompt_tokens_details")
 
 
 def dumps(body: JSON) -> bytes:
-    """A segment's body; its prompt is an array of token ids."""
+    """Returns a segment's body as JSON. Its prompt is an array of token ids."""
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def other_tokens(prompt: Tokens, reported: Any) -> str | None:
-    """Why a chat is not the prompt whose KV cache its engine fetched; `reported`: token IDs in its answer."""
+    """Returns the reason why a chat's prompt does not match the fetched KV cache, or None.
+
+    `reported`: the prompt's token IDs in the engine's answer.
+    """
     if not isinstance(reported, list | np.ndarray) or len(reported) == 0:
-        return "it does not tell a chat's token ids"
-    return None if np.array_equal(prompt, reported) else "it makes other tokens of a chat"
+        return "it does not report a chat's token ids"
+    return None if np.array_equal(prompt, reported) else "it tokenizes a chat differently from the router"
 
 
 def _event(value: JSON) -> bytes:
@@ -390,7 +415,7 @@ def _event(value: JSON) -> bytes:
 def _choice(answer: JSON) -> JSON:
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise MergeError("the segment's answer has not one choice")
+        raise MergeError("the segment's answer does not have exactly one choice")
     choice: JSON = choices[0]
     return choice
 
@@ -399,7 +424,7 @@ def _array(ids: list[Any]) -> Tokens:
     try:
         return np.asarray(ids, dtype=np.uint32)
     except (TypeError, ValueError, OverflowError):
-        raise MergeError("the engine tells token ids that are none") from None
+        raise MergeError("the engine reports invalid token ids") from None
 
 
 def _ids(choice: JSON) -> list[int]:
@@ -410,8 +435,10 @@ def _ids(choice: JSON) -> list[int]:
 
 
 def _shifted(logprobs: JSON, count: int, offset: int) -> dict[str, Any]:
-    """The log probabilities of the first `count` tokens of a segment that began `offset` characters into the
-    answer."""
+    """Returns the log probabilities of the first `count` tokens of a segment.
+
+    `offset`: characters of the answer before the segment.
+    """
     shifted = {k: v[:count] if isinstance(v, list) else v for k, v in logprobs.items()}
     if isinstance(shifted.get("text_offset"), list):
         shifted["text_offset"] = [at + offset for at in shifted["text_offset"]]

@@ -30,8 +30,7 @@ log = structlog.get_logger("lmetric.fleet")
 HINT_NAME_LENGTH = 200
 HINT_NAMES = 500
 
-# A model without engines is forgotten after this time (until then: 503). Loading a model takes
-# less.
+# A model without engines is removed after this time (until then: 503). Loading a model takes less.
 UNSERVED_SECONDS = 3600.0
 
 

@@ -119,7 +119,7 @@ def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, 
     return tuple(
         EventSource(
             source.rank,
-            at_rank(given.endpoint, source.rank),  # also where the ranks connect to the router
+            at_rank(given.endpoint, source.rank),  # also if the ranks connect to the router
             source.topic,
             source.replay_endpoint,
             connects=given.bind,

@@ -165,7 +165,7 @@ class Frontend(web.Server):
         except ApiError as error:
             return self._refuse(request, error, cors)
         except Exception:
-            log.exception("a request could not be handled", path=path)
+            log.exception("a request failed with an internal error", path=path)
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
         asked = ClientRequest(
@@ -194,7 +194,7 @@ class Frontend(web.Server):
     def refuse(self, client: ClientConnection, malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one with an internal error."""
         if malformed is None:
-            log.exception("a request could not be handled")
+            log.exception("a request failed with an internal error")
             error = ApiError(500, FAILED)
         else:
             error = unreadable(malformed)
@@ -376,7 +376,7 @@ class Frontend(web.Server):
         except ApiError as error:
             self._ended(asked, None, error)
         except Exception:
-            log.exception("a request could not be handled", path=asked.path)
+            log.exception("a request failed with an internal error", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
 
     def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
@@ -420,7 +420,7 @@ class Frontend(web.Server):
             except ApiError as error:
                 self._ended(asked, waiting, error)
             except Exception:
-                log.exception("a request could not be handled", path=asked.path)
+                log.exception("a request failed with an internal error", path=asked.path)
                 self._ended(asked, waiting, ApiError(500, FAILED))
             else:
                 self.relays.discard(waiting)

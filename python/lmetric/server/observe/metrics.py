@@ -36,7 +36,7 @@ _TOTALS = {
     "cached_tokens": "prompt tokens the engines found in their caches",
     "pulled_tokens": "prompt tokens fetched from another engine",
     "output_tokens": "output tokens that engines returned",
-    "index_evicted_blocks": "blocks evicted from the KV index to keep its size limit",
+    "index_evicted_blocks": "blocks evicted from the index to keep its size limit",
 }
 
 _NAMED = {"split_requests": "split", "moved_requests": "moved"}  # names in the router's statistics

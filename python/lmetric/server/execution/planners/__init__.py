@@ -1,1 +1,1 @@
-"""What a request's next step is, for each way of carrying it out. No planner does I/O."""
+"""Planners: build the next step of a request, one module for each way to run it. They do no I/O."""

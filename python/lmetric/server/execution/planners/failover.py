@@ -1,4 +1,4 @@
-"""Where a request goes on when an engine failed it."""
+"""Failover: the next engine of a request after a failure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from lmetric.server.fleet.engine import Engine
 
 
 def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
-    """Where the open segment goes, which has told no token; None: nobody is left. The ticket is told."""
+    """Returns the next instance for an open segment without tokens; None: no instance is left.
+
+    Reports the failure to the ticket. `kind`: the kind of failure.
+    """
     ticket = p.ticket
     try:
         following = None
         if p.paired_body is not None and engine is not p.prefill_engine and ticket.has_next:
-            # Both ran at once, and it is the second segment that failed: let it be the open one.
+            # Both steps ran at once and the second failed: the second segment becomes the open one.
             following = ticket.segment_done()
             if following == engine.name:
                 following = None
@@ -27,7 +30,7 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
 
 
 def elsewhere(p: Progress) -> Engine | None:
-    """Where a segment goes on that has told tokens; None: nowhere."""
+    """Returns the engine that continues a segment with tokens; None: no engine can."""
     try:
         return p.pool.engines.get(p.ticket.choose_failover())
     except (NoInstanceError, TicketError):

@@ -1,17 +1,17 @@
-"""Migration of a running request (STAR, section 5.4): it is closed at the token it is at, and goes on at
-another engine.
+"""Migration of a running request to another engine, at its present token (STAR, section 5.4).
 
-vLLM hands nothing over of a stream, so the target computes prompt and answer again (`recompute`). It does so
-ahead: it is asked for one token behind what there is, while the source runs on. When it has said it, its
-prefix cache holds all but the last tokens, and only then the stream changes over. What fails before that
-costs nothing: the source still runs. An engine without a prefix cache computes all of it in the gap.
+vLLM cannot transfer the KV cache of a running stream, so the target computes prompt and answer
+again (`recompute`). It computes them ahead, while the source still runs: it gets a request for one
+more token after prompt and answer so far. After its answer, its prefix cache holds all but the last
+tokens, and the stream switches. Earlier failures cost nothing, because the source still runs. An
+engine without a prefix cache computes everything in the gap.
 
-Nor need the stream be what hands over (`pull`): the source is asked for one token behind what there is, too,
-as a segment that is to be fetched from. It finds all of it in its own prefix cache, so that costs a step, and
-the target fetches instead of computing.
+Alternatively the target fetches the KV cache (`pull`). Then the source also gets a request for one
+more token, as a segment that allows fetches. It finds all tokens in its own prefix cache, so this
+costs one step.
 
-A request that runs in slices (`sliced`) moves between two of them: nothing runs then, so what the source
-hands over is all there is, and the target's first slice fetches it.
+A request that runs in slices (`sliced`) moves between two slices. Nothing runs then, so the
+transfer is complete, and the target's first slice fetches it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.rebalancer import Rebalancer
 
-# What a migration waits for; when there is nothing left to wait for, it changes over: the end of a slice, the
-# source, which is to hold what there is, or the target, which is to fetch or compute it.
+# The present wait of a migration; after the last wait it switches. "slice_end": for the end of a
+# slice. "holding": for the source to prepare its KV cache. "warming": for the target to fetch or
+# compute it.
 Phase = Literal["slice_end", "holding", "warming"]
 
 
 class Migration:
-    """One migration of one request, until another engine goes on with it, or it stays."""
+    """One migration of one request, until another engine continues the request, or it stays."""
 
     __slots__ = ("_p", "kv", "mover", "phase", "sent_tokens", "source", "target")
 
@@ -43,11 +44,11 @@ class Migration:
         self.target = target
         self.kv = KvTransfer(p.pool)
         self.phase: Phase = "slice_end"
-        self.sent_tokens = 0  # what was asked for is of so many
+        self.sent_tokens = 0  # tokens in the last request to source or target
 
     @property
     def ahead(self) -> bool:
-        """Whether the target computes, or fetches, while the source still runs."""
+        """Whether the target computes or fetches while the source still runs."""
         return self.target.capabilities.prefix_caching is not False and not self._p.in_slices
 
     @property
@@ -60,12 +61,14 @@ class Migration:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the target computes all of it when its segment begins. What is computed ahead, or fetched,
-        is there then, as if it had been sent."""
+        """Whether the target computes everything at the start of its segment.
+
+        Tokens computed ahead or fetched count as transferred.
+        """
         return not (self.ahead or (self._p.in_slices and self.fetches))
 
     def gap_too_long(self) -> bool:
-        """Whether the client is expected to wait too long, where nothing is done ahead."""
+        """Returns whether the expected gap is too long. With work ahead, it never is."""
         if self.ahead:
             return False
         fetches = self._p.in_slices and self.fetches
@@ -73,7 +76,7 @@ class Migration:
         return seconds(self.target, self._p.total) > self.mover.max_gap_seconds
 
     def hold(self) -> Step:
-        """Has the source hold for the target what there is so far."""
+        """Returns the step in which the source prepares its KV cache for the target."""
         source = self.source
         assert source is not None
         assert source.connector is not None
@@ -83,12 +86,12 @@ class Migration:
         return self._ask(source, source.connector.asks(None, goes_on=True, whole=True))
 
     def warm(self, now: float) -> Step:
-        """Has the target fetch that, or compute it."""
+        """Returns the step in which the target fetches or computes the tokens so far."""
         self.phase = "warming"
         fields = {}
         if self.target.connector is not None and self.kv.source is not None:
             fields = self.kv.take(self.target, now, goes_on=False, total=0)
-        # What the source holds is all that may be fetched: one token more, and the target dies.
+        # Fetch only the tokens that the source has prepared: with one token more, the target dies.
         if not fields:
             self.sent_tokens = self._p.total
         return self._ask(self.target, fields)
@@ -111,8 +114,16 @@ class Migration:
         )
 
     def left_seconds(self, cached: int, seconds: float) -> float:
-        """That the target will take for what was said since, going by what it took for the rest. More than it
-        computed then is not as slow as that, for its queue was in those seconds, too."""
+        """Returns the expected seconds of the target for the tokens that came since its step.
+
+        The estimate scales the time of that step. Tokens beyond the step's computed tokens count at
+        the measured prefill rate instead, because the step's time also contains its wait in the
+        queue.
+
+        Args:
+            cached: tokens that the target's step found in its cache.
+            seconds: duration of that step.
+        """
         p, block = self._p, self._p.pool.block_size
         left = p.total - self.sent_tokens // block * block
         if self.kv.used:
@@ -123,6 +134,6 @@ class Migration:
         return min(left / computed, 1.0) * seconds + more
 
     def held_in_time(self) -> bool:
-        """Whether, between two slices, the target can go on soon enough with what the source holds."""
+        """Returns whether, between two slices, the target can continue without too long a gap."""
         seconds = self._p.pool.prefill_seconds(self.target, self.sent_tokens)
         return self.kv.available or seconds <= self.mover.max_gap_seconds

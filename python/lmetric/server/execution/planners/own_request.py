@@ -1,5 +1,8 @@
-"""The client's own request at one engine, whose answer is the client's: alone, or as what follows a prefill,
-a cut in the prompt or a prefix fetch, whose KV cache the engine then fetches."""
+"""The client's own request on one engine, whose answer goes to the client.
+
+It runs alone, or after a prefill, a split in the prompt or a prefix fetch. In these cases the
+engine fetches their KV cache.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from lmetric.server.fleet.engine import Engine
 
 
 def step(p: Progress, engine: Engine, now: float) -> Step:
-    """The request at an engine. What is handed over is fetched where the engine can, once."""
+    """Returns the step for the request.
+
+    An available KV transfer is fetched once, if the engine can.
+    """
     kv = p.kv
     if p.call is None and kv is None:
         return Step(engine, p.body, "pass", p.limit_seconds, p.stream)
@@ -22,12 +28,12 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
     if kv is not None and kv.tokens and not p.unmergeable:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
         if not fields:
-            kv.tokens = 0  # nothing is handed over: asked again, it would be counted again
+            kv.tokens = 0  # no transfer: a second call must not count it again
     observed = p.observed
-    # A chat that goes on inside its prompt is rendered anew, and must become the very tokens whose cache is
-    # fetched: nobody else would see that it does not.
+    # If a chat continues inside its prompt, the engine renders the chat again. Its tokens must be
+    # those of the fetched cache, and the engine does not check that.
     checks = inside and p.chat and bool(fields)
-    # Not streamed, its answer may tell where the engine holds what it computed: no client's business.
+    # A whole answer may contain the engine's KV transfer fields, which must not reach the client.
     tells = engine.handover is not None and bool(engine.handover.bidirectional)
     whole = bool(fields) and not p.stream and (tells or inside)
     wants_ids = observed or checks
@@ -46,8 +52,10 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
 
 
 def _body(p: Progress, inside: bool, fields: Any, wants_ids: bool) -> bytes:
-    """The client's bytes with the router's fields ahead; of a completion whose prompt's front is fetched, the
-    prompt as the token ids that another engine has computed some of."""
+    """Returns the client's body with the router's fields added.
+
+    If a completion fetches a part of its prompt, its prompt becomes token ids.
+    """
     if not wants_ids:
         more = fields
     elif "return_token_ids" in p.request:
@@ -61,7 +69,7 @@ def _body(p: Progress, inside: bool, fields: Any, wants_ids: bool) -> bytes:
 
 
 def stripped(answer: dict[str, Any], choices: list[Any], hides_ids: bool) -> bytes:
-    """An answer without what only the router asked for: null, as vLLM answers if nobody asks."""
+    """Returns an answer without fields that only the router requested: null, as vLLM's default."""
     if hides_ids:
         names = ("prompt_token_ids", "token_ids")
         for part in (answer, *choices):

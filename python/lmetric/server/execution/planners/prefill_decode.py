@@ -1,8 +1,9 @@
-"""Prefill and decode: one engine computes the prompt, another decodes.
+"""Prefill/decode disaggregation: one engine computes the prompt, another decodes.
 
-The prefill's answer is the router's. What it hands over is fetched by the decode engine, which is sent the
-client's own request (`own_request`); else that computes the prompt itself, which costs time and never the
-answer. Where a connector runs both at once (`at_once`), they are sent the same body together.
+The prefill's answer is for the router. The decode engine gets the client's own request
+(`own_request`) and fetches the prefill's KV cache. If it cannot, it computes the prompt itself,
+which costs time but gives the same answer. If a connector runs both steps at once (`at_once`), both
+engines get the same body together.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from lmetric.server.fleet.engine import Engine
 
 
 def prefill(p: Progress, engine: Engine, now: float) -> Step:
-    """The prompt at an engine, for another to decode. Raises HandoverError where it hands nothing over."""
+    """Returns the prefill step.
+
+    Raises HandoverError if the engine has no KV transfer for the request.
+    """
     body, kv = first_body(p, engine), p.kv
     checks = False
     if kv is not None:
-        # The front of the prompt may have been fetched for it.
+        # A prefix fetch may have prepared a part of the prompt.
         inside = p.inside
         fields = kv.take(engine, now, goes_on=True, total=p.total)
         if kv.used:
@@ -48,7 +52,7 @@ def prefill(p: Progress, engine: Engine, now: float) -> Step:
 
 
 def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool) -> list[Step]:
-    """Both at once. `opens`: the first is the open segment."""
+    """Returns the two steps that run at once. `opens`: the first is the open segment."""
     prefills = Step(
         first,
         body,
@@ -62,9 +66,12 @@ def pair(p: Progress, first: Engine, second: Engine, body: bytes, *, opens: bool
 
 
 def first_body(p: Progress, engine: Engine) -> bytes:
-    """The prefill's body, or that of both engines where they run at once. Raises HandoverError."""
+    """Returns the body of the prefill, or of both steps if they run at once.
+
+    Raises HandoverError.
+    """
     connector, handover = engine.connector, engine.handover
     if connector is None or handover is None:
-        raise HandoverError(f"{engine.name} hands nothing over")
+        raise HandoverError(f"{engine.name} has no KV transfer")
     request = p.call.request if p.call is not None else orjson.loads(p.body)
     return connector.first(p.asked.path, p.body, request, engine.host, handover)

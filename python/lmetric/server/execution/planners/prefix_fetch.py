@@ -1,9 +1,9 @@
-"""Prefix fetch: the front of a prompt is fetched, before its request begins, from the engine that holds it.
+"""Prefix fetch: an engine fetches the start of a prompt from an engine that has it cached.
 
-The holder is asked for one token behind whole blocks of the prompt. It finds them in its own prefix cache, so
-that costs a step, and hands them over as the first engine of a cut inside the prompt would; the request then
-goes on as behind such a cut. Whatever goes wrong costs the time until then: the request is sent as it came,
-and its engine computes.
+Before the request starts, the holder gets a request for one token after whole blocks of the prompt.
+It finds the blocks in its own prefix cache, so this costs one step. It transfers them like the
+first engine of a split inside the prompt, and the request continues like after such a split. A
+failure only costs time: the request is sent unchanged, and its engine computes the prompt.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from lmetric.server.execution.transcript import ahead, dumps
 from lmetric.server.execution.transfer import KvTransfer, blocks_differ
 from lmetric.server.fleet.engine import Engine
 
-LEAST_SECONDS = 0.02  # that a holder is waited for, however fast computing is
+LEAST_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
 
 
 class PrefixFetch:
-    """One fetch for one request, until the holder has answered, or is waited for no more."""
+    """One fetch for one request, until the holder's answer or the end of the wait."""
 
     __slots__ = ("began", "from_token", "holder", "kv", "target", "tokens")
 
     def __init__(self, p: Progress, target: Engine, now: float) -> None:
         pull = p.ticket.fetch
-        assert pull is not None  # else nothing is to be fetched
+        assert pull is not None  # the ticket plans a fetch
         name, self.from_token, to_token = pull
         self.target = target
         self.holder = p.pool.engines.get(name)
-        self.tokens = to_token - to_token % p.pool.block_size  # what a holder has, it has in whole blocks
+        self.tokens = to_token - to_token % p.pool.block_size  # holders have only whole blocks
         self.kv = KvTransfer(p.pool)
         self.began = now
 
     def why_not(self) -> str | None:
-        """Why the holder cannot be asked."""
+        """Returns the outcome if the holder cannot be asked, else None."""
         holder, connector = self.holder, self.target.connector
         if holder is None or not holder.healthy:
             return "holder_gone"
@@ -47,7 +47,7 @@ class PrefixFetch:
         return "no_block" if self.tokens <= self.from_token else None
 
     def step(self, p: Progress) -> Step:
-        """What the holder is asked."""
+        """Returns the step for the holder."""
         holder = self.holder
         assert holder is not None
         assert holder.connector is not None
@@ -67,7 +67,7 @@ class PrefixFetch:
         )
 
     def patience_seconds(self, p: Progress) -> float:
-        """That the holder is waited for."""
+        """Returns the longest wait for the holder, in seconds."""
         given = p.pool.settings.prefix_fetch_timeout_seconds
         if given is not None:
             return given

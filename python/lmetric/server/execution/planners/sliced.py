@@ -1,11 +1,10 @@
-"""Sliced decoding: a request that may move, run from its start in slices of its answer, which are the
-router's.
+"""Sliced decoding: the router runs a movable request in slices of its answer.
 
-Its client gets its tokens slice by slice. Between two slices it is nowhere, so it may go on anywhere: an
-answer that is not streamed, too. A slice hands nothing over, as an engine pins for its lease what nobody
-fetches; only where the request is to move, the engine is asked for what it then has in its prefix cache
-(`migration`). The first slice of each segment has one token: its client does not wait for more, and the
-router learns what a prefill costs as from a stream.
+The client gets the tokens slice by slice. Between two slices no engine runs the request, so it can
+continue on any engine, even without streaming. A slice prepares no KV transfer, because engines pin
+an unfetched transfer for its lease. Only before a move, the router requests a transfer from the
+engine's prefix cache (`migration`). The first slice of each segment has one token. So the client
+gets it early, and the router measures the prefill time as with a stream.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps
 from lmetric.server.fleet.engine import Engine
 
-# The second slice of a segment, where slices have no fixed length.
+# Length of a segment's second slice, if slices have no fixed length.
 FIRST_TOKENS = 8
 
 
 def applies(p: Progress, engine: Engine) -> bool:
-    """Whether the open segment runs in slices there."""
-    # Without a prefix cache, each slice would compute all that came before.
+    """Returns whether the open segment runs in slices on this engine."""
+    # Without a prefix cache, each slice would compute all earlier tokens again.
     cached = engine.capabilities.prefix_caching is not False
     return p.sliced and cached and not (p.unmergeable or p.inside)
 
 
 def piece(p: Progress, engine: Engine, now: float) -> Step:
-    """The next slice."""
+    """Returns the step for the next slice."""
     tokens = next_tokens(p) if p.has_tokens else 1
     target, request = p.merged().bounded(tokens)
     kv = p.transfer()
     fields = {}
     if kv.tokens:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
-        kv.tokens = 0  # the slice behind has it in its engine's own cache
+        kv.tokens = 0  # the next slice finds it in its engine's own cache
     return Step(
         engine,
         dumps(request | fields),
@@ -50,9 +49,12 @@ def piece(p: Progress, engine: Engine, now: float) -> Step:
 
 
 def next_tokens(p: Progress) -> int:
-    """Of a slice behind the first. Each slice costs a step's wait or more, and a move waits for half a slice.
-    Few requests move, so a slice is as long as its client may wait (`migration_max_gap_seconds`), going by
-    the last, and at most twice as long as that."""
+    """Returns the length of a slice after the first, in tokens.
+
+    Each slice costs at least the wait for a step, and a move waits for half a slice. Few requests
+    move, so a slice takes the client's longest wait (`migration_max_gap_seconds`) at the rate of
+    the last slice. It has at most twice the tokens of the last slice.
+    """
     mover = p.mover
     assert mover is not None
     if mover.leg_tokens is not None:

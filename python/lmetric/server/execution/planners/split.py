@@ -1,11 +1,13 @@
-"""A request that is cut between equals (Libra, section 3): one engine after the other, one answer of all.
+"""A request split between `both` engines (Libra, section 3), which run one after the other.
 
-All segments but the last are the router's: a stream never tells what its engine would hand over, so the
-client gets a segment's tokens when it ends. Where the cut lies in the prompt or at its end, the last engine
-is sent the client's own request (`own_request`); behind that, the answer is merged (`transcript`).
+The answers of all segments but the last go to the router. A stream never contains the KV transfer
+fields, so the client gets a segment's tokens at its end. If the split lies in the prompt or at its
+end, the last engine gets the client's own request (`own_request`). If it lies in the answer, the
+answer is merged (`transcript`).
 
-An engine hands over with a token whose KV it has not computed. It counts where the next engine can fetch the
-front of its prompt and compute the rest (bidirectional mode); else it is made again there.
+An engine transfers its cache with a last token whose KV it has not computed. The token counts if
+the next engine can fetch a part of its prompt and compute the rest (bidirectional mode). Otherwise
+the next engine produces the token again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from lmetric.server.fleet.engine import Engine
 
 
 def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None, now: float) -> Step:
-    """The open segment, up to this token; `following`: the engine that goes on behind it, as far as bound."""
+    """Returns the step for the open segment, up to this token.
+
+    `following`: the engine of the next segment, None if it is not chosen yet.
+    """
     transcript = p.merged()
     count = len(transcript.prompt)
     keeps = to_token > count and _front_is_enough(engine, following)
@@ -32,7 +37,7 @@ def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None
     if checks:
         request["return_token_ids"] = True
     elif fetches_front and to_token >= count:
-        request["prompt"] = transcript.prompt  # the very tokens whose cache it fetches
+        request["prompt"] = transcript.prompt  # the tokens of the fetched cache
     return Step(
         engine,
         dumps(request | fields),
@@ -50,7 +55,7 @@ def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None
 
 
 def rest(p: Progress, engine: Engine, now: float) -> Step:
-    """All that is left of an answer, behind what the client has."""
+    """Returns the step for the rest of an answer, after the part that the client has."""
     target, request = p.merged().last()
     kv, fields = p.transfer(), {}
     if kv.tokens:
@@ -69,8 +74,10 @@ def rest(p: Progress, engine: Engine, now: float) -> Step:
 
 
 def _front_is_enough(engine: Engine, following: Engine | None) -> bool:
-    """Whether who goes on behind this engine can compute the last token's KV cache: then the token counts
-    that an engine makes when it hands over, which has none yet."""
+    """Returns whether the next engine can compute the last token's KV cache.
+
+    If so, the last token counts.
+    """
     return (
         following is not None
         and following.connector is engine.connector
