@@ -173,7 +173,7 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
             "order": "priority",
             "max_sequences": 8,
         },
-        "not offered its queue is not ordered by it": {"api": "sglang"},
+        "not offered its queue ignores priorities": {"api": "sglang"},
     }
     async with EmbeddedEngines(
         options=[EngineOptions(**options) for options in expected.values()]
