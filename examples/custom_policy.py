@@ -1,4 +1,4 @@
-"""Scores of your own: expressions that run in Rust, or a Python function.
+"""Custom scores: expressions that run in Rust, or a Python function.
 
 Run: python examples/custom_policy.py
 """
@@ -7,14 +7,14 @@ import numpy as np
 
 import lmetric as lm
 
-# Fewest new tokens among the instances that are not much fuller than the emptiest.
+# Fewest new tokens, among instances whose batch is at most 4 larger than the smallest batch.
 close = lm.Policy(lm.NEW_TOKENS, filter=lm.BS - lm.min(lm.BS) <= 4, then=[lm.BS], name="close")
 
-# The same weighing as text, as it would stand in YAML or after --policy, with a knob.
+# A weighted score as text, as in YAML or after --policy, with a parameter.
 weighed = lm.Policy("lam * (1 - kv_hit) + (1 - lam) * norm(bs)", knobs={"lam": 0.7}, name="weighed")
 
 
-# What expressions cannot say: prefer the instance whose batch is nearest to a multiple of eight.
+# A score that needs Python: prefer the instance with a batch nearest to a multiple of eight.
 def round_batches(columns: lm.policies.Columns) -> np.ndarray:
     batch = np.asarray(columns["bs"]) + 1
     return np.asarray(columns["p_token"]) * (1 + np.ceil(batch / 8) * 8 - batch)
@@ -29,14 +29,14 @@ for policy in ("lmetric", close, weighed, rounded):
         router.add_instance(f"gpu-{number}")
         router.report_load(f"gpu-{number}", waiting=number, running=5)
     chosen = []
-    tickets = []  # held open: each decision sees those before it
+    tickets = []  # kept open: each decision sees the earlier requests
     for _ in range(8):
         decision, ticket = router.route(lm.Request(token_ids=prompt))
         chosen.append(decision.instance)
         tickets.append(ticket)
     print(f"{policy!r}: {' '.join(chosen)}")
 
-# Mistakes are found when the policy is made, with their place.
+# Invalid policies raise an error with the position.
 try:
     lm.Policy("p_tokne * (bs + 1)")
 except lm.ExpressionError as error:

@@ -8,7 +8,7 @@ router = lm.Router("lmetric", block_size=16)
 for name in ("gpu-0", "gpu-1", "gpu-2"):
     router.add_instance(name, cache_blocks=4_000)
 
-# A load report, as it might be scraped from the engine: gpu-2 also serves others.
+# A load report, as scraped from an engine: gpu-2 also has requests of other clients.
 router.report_load("gpu-2", waiting=3, running=12)
 
 system_prompt = np.arange(2_000, dtype=np.uint32)

@@ -42,13 +42,13 @@ class Case:
 
 
 def cases(other: Path, busy: str) -> dict[str, Case]:
-    """By name. `other` is another model's folder, `busy` an address where nobody listens."""
+    """By name. `other` is another model's folder, `busy` an address without a listener."""
     return {
         "good": Case([]),
         "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
         "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
         "other topic": Case(EVENTS_RED, "topic '', not 'other'", settings={"kv_events": {"topic": "other"}}),
-        "other port": Case(EVENTS_RED, "nobody listens", settings={"kv_events": {"endpoint": busy}}),
+        "other port": Case(EVENTS_RED, "no connection to", settings={"kv_events": {"endpoint": busy}}),
         "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
         "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
         "untold": Case(["cached_tokens"], "--enable-prompt-tokens-details", {"cached_tokens": False}),
@@ -111,13 +111,13 @@ async def test_every_data_parallel_rank_is_examined() -> None:
         assert outcomes(good) == dict.fromkeys(CHECKS, "pass") | {"handover": "not offered"}, good
         assert "on each of 3 ranks" in good.verdicts["block_hashes"].seen
         assert good.verdicts["kv_events"].seen.count("tcp://") == 3
-        assert "whether its queue follows them, --thorough tries" in good.verdicts["priority"].seen
+        assert "--thorough also tests the queue" in good.verdicts["priority"].seen
         # The second rank's port is not that of the first plus one.
         first = engine.description()["kv_events_endpoint"].replace("*", "127.0.0.1")
         settings = PoolSettings(kv_events={"endpoint": first})
         [bad] = await examine([Target(EngineConfig(url=engine.url), None, settings)])
     assert bad.wanting(Level.EXACT) == ["kv_events"], bad
-    assert bad.verdicts["kv_events"].seen.startswith("rank 1: nobody listens")
+    assert bad.verdicts["kv_events"].seen.startswith("rank 1: no connection to")
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
@@ -160,11 +160,13 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
             "order": "priority",
             "max_sequences": 8,
         },
-        "fail accepted, and not followed: an urgent request overtook 0 of the 12": {"max_sequences": 12},
-        "pass accepted, lower values first; order not shown: 64 requests at once made no queue": {
+        "fail accepted, but the queue ignores them: an urgent request overtook 0 of the 12": {
+            "max_sequences": 12
+        },
+        "pass accepted, lower values first; order not tested: 64 concurrent requests caused no queue": {
             "clock_speed": 5
         },
-        "pass accepted, lower values first; order not shown: refused: The engine is currently busy": {
+        "pass accepted, lower values first; order not tested: refused: The engine is currently busy": {
             "max_sequences": 4,
             "max_queued_requests": 2,
         },
@@ -173,7 +175,7 @@ async def test_the_order_of_the_queue_is_tried_where_that_is_asked_for() -> None
             "order": "priority",
             "max_sequences": 8,
         },
-        "not offered its queue is not ordered by it": {"api": "sglang"},
+        "not offered its queue ignores priorities": {"api": "sglang"},
     }
     async with EmbeddedEngines(
         options=[EngineOptions(**options) for options in expected.values()]
@@ -199,8 +201,8 @@ async def test_two_engines_that_hand_over() -> None:
     verdicts = [each.verdicts["handover"] for each in found]
     outcomes = ["pass", "pass", "not offered", "not offered", "pass", "pass", "fail"]
     assert [verdict.outcome for verdict in verdicts] == outcomes, verdicts
-    assert "with the answer of one engine alone" in verdicts[0].seen
-    assert "no other engine was named" in verdicts[2].seen
+    assert "the answer equals the answer of one engine" in verdicts[0].seen
+    assert "no second engine is given" in verdicts[2].seen
     assert "--kv-transfer-config" in str(verdicts[-1].remedy)
     assert "handover" in found[-1].wanting(Level.LOAD)
     assert "handover" not in found[2].wanting(Level.LOAD)
@@ -231,7 +233,7 @@ async def test_one_that_hands_over_something_else() -> None:
         found = await examine([Target(EngineConfig(url=url)) for url in engines.urls])
     for each in found:
         verdict = each.verdicts["handover"]
-        assert (verdict.outcome, "not what one engine alone says" in verdict.seen) == ("fail", True)
+        assert (verdict.outcome, "differs from the answer of one engine" in verdict.seen) == ("fail", True)
 
 
 @pytest.fixture

@@ -93,10 +93,10 @@ def test_operators_and_functions_render_with_all_brackets() -> None:
 def test_what_cannot_be_taken_over_is_refused_with_advice() -> None:
     with pytest.raises(TypeError, match=r"`&`, `\|`, `~`"):
         _ = 0 < lm.BS < 8
-    with pytest.raises(TypeError, match="for each instance"):
+    with pytest.raises(TypeError, match="per instance"):
         _ = lm.BS > 1 and lm.BS < 3
     for bad in ("8", True, None, np.array([1.0, 2.0]), [1], 1j):
-        with pytest.raises(TypeError, match="cannot be a part of an expression"):
+        with pytest.raises(TypeError, match="is not valid in an expression"):
             _ = lm.BS + bad  # type: ignore[operator]
     for bad in (math.nan, math.inf, 10**400):
         with pytest.raises(lm.BadValueError, match="finite"):
@@ -106,7 +106,7 @@ def test_what_cannot_be_taken_over_is_refused_with_advice() -> None:
         grown = grown * grown
     with pytest.raises(lm.ExpressionError, match="at most 16384"):
         _ = grown * grown
-    with pytest.raises(lm.BadValueError, match="name of a knob"):
+    with pytest.raises(lm.BadValueError, match="name of a parameter"):
         lm.knob("bs + 1")
 
 
@@ -358,7 +358,7 @@ def test_a_function_over_columns_holds_what_the_router_needs() -> None:
     assert list(policy.fn({"p_token": np.array([2.0]), "bs": np.array([1.0])})) == [4.0]
     with pytest.raises(lm.UnknownNameError, match="did you mean 'p_token'"):
         lm.policy_function(lambda c: c["bs"], reads=["p_tokens"])
-    with pytest.raises(TypeError, match="cannot be called"):
+    with pytest.raises(TypeError, match="is not callable"):
         lm.policy_function(3, reads=[lm.BS])  # type: ignore[arg-type]
 
 

@@ -73,7 +73,7 @@ def test_a_reference_may_name_any_kind_of_policy(tmp_path: Path) -> None:
         made = fleet(f"{file}:{name}")
         assert made.route(lm.Request(text="x"))[0].instance.startswith("e")
     assert fleet(f"{file}:policy").stats()["policy"] == "named"
-    with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is no indicator.*policy_function"):
+    with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is not an indicator.*policy_function"):
         lm.Router(f"{file}:columns")
     with pytest.raises(lm.BadValueError, match="expected a Policy, an expression or a function"):
         lm.Router(f"{file}:number")
@@ -119,8 +119,8 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (LMETRIC, "scor", "has no 'scor'; did you mean 'score'"),
         ("1 / 0", "score", r"cannot be loaded: ZeroDivisionError.*mine\.py:1"),
         ("def score(:", "score", "cannot be loaded: SyntaxError"),
-        ("def score(p_tokens): return 1", "score", "'p_tokens' is no indicator; did you mean 'p_token'"),
-        ("def score(): return 1", "score", "expected one parameter an indicator"),
+        ("def score(p_tokens): return 1", "score", "'p_tokens' is not an indicator; did you mean 'p_token'"),
+        ("def score(): return 1", "score", "expected one parameter per indicator"),
         (None, "score", "cannot be loaded: FileNotFoundError"),
     ],
 )

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 MATURITY = {row["name"]: row["maturity"] for row in policy_table()}
 STUDY_POLICIES = sorted(name for name, maturity in MATURITY.items() if maturity == "study")
 STUDY_PLANNERS = sorted(set(planners()) - set(planners("experimental")))
-FOR_STUDIES = "is for studies only; use it with simulate or study"
+FOR_STUDIES = "is for studies only: use it in simulate or study"
 NEEDS_FLAG = "is experimental; set `experimental: true` (`serve --experimental`) to use it"
 
 

@@ -118,7 +118,7 @@ def test_instances_that_decode_may_have_another_profile() -> None:
     # Prefill 1 + 0.2 as by hand above; then three steps of 0.4 + 0.1.
     assert run.handoff_seconds == pytest.approx([1.2])
     assert run.finished_seconds == pytest.approx([2.7])
-    with pytest.raises(BadValueError, match="give roles"):
+    with pytest.raises(BadValueError, match="set roles"):
         lm.simulate(trace, instances=2, profile=ROUND, decode_profile=fast)
     other = ROUND.model_copy(update={"block_tokens": 32})
     with pytest.raises(BadValueError, match="block_tokens of the profile"):
@@ -130,7 +130,7 @@ def test_a_run_without_pools_has_none_of_it() -> None:
     assert (run.roles, run.decode_policy, run.optimal_assignment_ratio) == (None, None, None)
     assert set(run.decode_instance) == {-1}
     assert np.isnan(run.handoff_seconds).all()
-    with pytest.raises(BadValueError, match="give roles"):
+    with pytest.raises(BadValueError, match="set roles"):
         lm.simulate(some(seconds=20), decode_policy="sibyl")
 
 

@@ -192,7 +192,7 @@ def test_what_is_no_request_is_refused_by_name() -> None:
         router.route([1, 2, 3])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Router.route\(\) needs a request"):
         router.route()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Router.route\(\) takes no 'session' beside a request"):
+    with pytest.raises(TypeError, match=r"Router.route\(\) accepts no 'session' with a request"):
         router.route(lm.Request(TOKENS), session="s")  # type: ignore[call-arg]
     with pytest.raises(lm.BadValueError, match="an element of requests: int is not valid"):
         router.score_batch([1])  # type: ignore[list-item]
@@ -345,7 +345,7 @@ def test_old_keywords_of_the_simulator_warn_with_the_present_ones() -> None:
         "simulate(rebalance={'kind': 'star', 'max_moves': 2})",
         "simulate(guard={'enabled': False, 'classes': 8})",
     ]
-    with pytest.raises(lm.BadValueError, match="split: settings beside LibraSplit"):
+    with pytest.raises(lm.BadValueError, match="split: settings in addition to LibraSplit"):
         lm.simulate(trace, split=lm.LibraSplit(), split_settings={"least_tokens": 64})
 
 

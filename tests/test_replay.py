@@ -195,7 +195,7 @@ async def test_the_model_is_asked_for_or_must_be_named() -> None:
     async with served(never, models=("only",)) as url, Client(url) as client:
         assert client.model == "only"
     async with served(never, models=("a", "b")) as url:
-        with pytest.raises(ReplayError, match="serves a, b: name one with --model"):
+        with pytest.raises(ReplayError, match="serves a, b; choose one with --model"):
             await Client(url).__aenter__()
     with pytest.raises(ReplayError, match="cannot reach"):
         await Client("http://127.0.0.1:1").__aenter__()

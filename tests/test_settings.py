@@ -144,7 +144,7 @@ def test_models_inherited_each_of_the_old_keys_and_an_option_as_a_whole(tmp_path
         ("guard: maybe", "guard = 'maybe': expected on, off, auto, or settings as NAME=VALUE"),
         (
             "reschedule: star\nrebalance: star",
-            "reschedule: it is the old name of rebalance; remove reschedule",
+            "reschedule: it is an old name of rebalance; remove reschedule",
         ),
         ("split_settings: [1]", "split: settings [1] are not valid; expected a mapping"),
     ],

@@ -194,7 +194,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
     assert f"wrote {page}" in done.stderr
     assert json.loads(out.read_text())["runs"][0]["policy"] == "vllm"
     text = page.read_text()
-    assert "One load was run" in text
+    assert "Needs a study with several loads" in text
     assert "p_token * where(bs &gt; 4, bs + 1, 1)" in text.replace("\u200b", "")
     assert (figures / "cdf_ttft.png").stat().st_size > 5000
 

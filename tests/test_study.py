@@ -237,7 +237,7 @@ def test_old_settings_are_swept_as_before(tmp_path: Path) -> None:
             ("seeds: 2", "settings: {split: {kind: libra, probes: [4, 99]}}"),
             "settings.split.probes = 99: expected a whole number from 1 to 32",
         ),
-        (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are called"),
+        (("policies: [lmetric,", "policies: [{policy: vllm, label: lmetric}, lmetric,"), "two are named"),
         (("traces:", "treces:"), "treces"),
         (("policies: [lmetric, vllm,", "policies: [,"), "s.yaml:4"),
     ],
@@ -284,7 +284,7 @@ def test_a_synthetic_trace_stands_in_place_of_a_file(tmp_path: Path) -> None:
         assert run_study(load_study(path), store, Threads()).reused == 0
     with pytest.raises(ConfigError, match=r"flat.*rat"):
         load_study(write(path, path.read_text().replace("rate:", "rat:")))
-    with pytest.raises(ConfigError, match="give the path of a file"):
+    with pytest.raises(ConfigError, match="set either path"):
         load_study(write(path, "traces: [{label: x}]\npolicies: lmetric\n"))
 
 
@@ -406,7 +406,7 @@ def test_the_maximum_load_is_where_the_fleet_stops_keeping_up() -> None:
 
 def test_a_load_that_nothing_sustains_is_an_error() -> None:
     setup = setup_of()
-    with pytest.raises(LmetricError, match=r"does not even sustain .* look at max_load"):
+    with pytest.raises(LmetricError, match=r"does not sustain even .* check max_load"):
         max_load.find(
             setup, Library().workload(setup), Rule(keep_up=0.999)
         )  # of 80 the last one never has it
@@ -493,8 +493,8 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     assert float(rows[0]["ttft_seconds_p99"]) > 0
     page = (directory / "report.html").read_text()
     for heading in (
-        "Who is best at what", "All figures", "Distributions of TTFT and TPOT", "Latency against load",
-        "Hit ratio", "Load imbalance over time", "Knob sweeps", "Maximum load", "What was run", "Definitions",
+        "Best policy per figure", "All figures", "Distributions of TTFT and TPOT", "Latency against load",
+        "Hit ratio", "Load imbalance over time", "Parameter sweeps", "Maximum load", "Setup", "Definitions",
     ):  # fmt: skip
         assert heading in page
     for label in (

@@ -186,7 +186,7 @@ def test_where_cuts_would_be_wrong_texts_are_tokenised_whole(tmp_path: Path) -> 
     tokenizer.add_special_tokens([AddedToken("<word>", single_word=True, normalized=False)])
     ours = PromptTokenizer.load(write_folder(tmp_path / "m", tokenizer))
     assert "single word" in str(ours.encoder.whole_because)
-    assert "tokenised whole" in ours.notes[0]
+    assert "tokenized as a whole" in ours.notes[0]
     text = "<|im_start|>a<word> <word>b <|im_end|>"
     assert ours.completion(text).tolist() == tokenizer.encode(text).ids
 

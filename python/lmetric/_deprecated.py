@@ -1,6 +1,6 @@
-"""Names of the Python API and keys of files that changed. The old ones work for one release and warn.
+"""Deprecated names of the Python API and keys of files. They work for one release and warn.
 
-The tables below are the only place that knows them. Remove an entry, and its name is gone.
+The tables in this module are the only place with these names. Remove an entry to remove the name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from lmetric import _core, options
 
-# Keywords of `Router.route`, `score` and `cached_tokens` before there was `Request`.
+# Old keywords of `Router.route`, `score` and `cached_tokens`, now fields of `Request`.
 REQUEST = {
     "tokens": "token_ids",
     "expected_output_tokens": "max_tokens",
@@ -25,15 +25,15 @@ REQUEST = {
     "uncut": "split_reason",
     "unpulled": "fetch_reason",
 }
-# Keywords of other calls.
+# Old keywords of other calls.
 KEYWORDS = {
     "Router": {"index": "kv_source", "drain": "decay_queued_prefill"},
     "Router.blocks_stored": {"tokens": "token_ids", "adapter": "lora_name", "salt": "cache_salt"},
 }
 _GUARD = ("window_seconds", "period_seconds", "classes", "min_requests", "phase2_factor", "release_factor")
 
-# Keys of the server's configuration and of study files, and keywords of `simulate`: the key that has its
-# value now, and the name of the field there ("": the value as it is, "*": a mapping of fields).
+# Old keys of the server's configuration and of study files, and old keywords of `simulate`. Each
+# has its current key and field name ("": the value itself, "*": a mapping of fields).
 SETTINGS: dict[str, tuple[str, str]] = {
     "split_settings": ("split", "*"),
     "split_force_at": ("split", "fraction"),
@@ -53,12 +53,13 @@ SETTINGS: dict[str, tuple[str, str]] = {
 
 
 def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Settings under their present keys, and by present key the old keys that were given.
+    """Settings with current keys, and the old keys in use by current key.
 
-    A value that is a list stands for several ones, as in study files.
+    A list stands for several values, as in study files.
 
     Raises:
-        BadValueError: an option under its old and its present key, or settings beside an option object.
+        BadValueError: an option has an old and a current key, or settings in addition to an option
+            object.
     """
     new = {key: value for key, value in given.items() if key not in SETTINGS}
     old: dict[str, list[str]] = {}
@@ -69,7 +70,7 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[s
         old.setdefault(present, []).append(key)
         if not name:
             if present in new:
-                raise _core.BadValueError(f"{key}: it is the old name of {present}; remove {key}")
+                raise _core.BadValueError(f"{key}: it is an old name of {present}; remove {key}")
             new[present] = value
         elif value is not None:
             base = new.get(present)
@@ -79,12 +80,12 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[s
 
 
 def _with(option: str, name: str, value: Any, base: Any) -> dict[str, Any]:
-    """An option's value with a setting, or all in a mapping or text."""
+    """An option's value, extended by a setting or by all settings in a mapping or text."""
     if name == "fraction":
         return {"kind": "force", "fraction": value}
     mapping = options.as_mapping(option, base)
     if not isinstance(mapping, dict):
-        raise _core.BadValueError(f"{option}: settings beside {base!r}; set them in the option")
+        raise _core.BadValueError(f"{option}: settings in addition to {base!r}; set them in the option")
     selector = options.SELECTORS[option]
     kind = mapping.get(selector)
     if kind is None:
@@ -98,15 +99,16 @@ def _with(option: str, name: str, value: Any, base: Any) -> dict[str, Any]:
 
 
 def simulate_keywords(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that keywords of `simulate` under their old names make, beside those given.
+    """Options of `simulate` from deprecated keywords, merged with the current ones.
 
     Raises:
-        TypeError: a keyword that `simulate` never had. BadValueError: as `settings`.
+        TypeError: an unknown keyword.
+        BadValueError: an option has an old and a current keyword.
     """
     for name in old:
         if SETTINGS.get(name, ("", ""))[0] not in options.OPTIONS:
             raise TypeError(f"simulate() got an unexpected keyword argument {name!r}")
-    # Defaults are no values beside old keywords.
+    # Ignore defaults of keywords that have a deprecated form in the call.
     beside = {what: value for what, value in given.items() if value not in (None, "auto", "none")}
     new, keys = settings(beside | dict(old))
     for key, names in keys.items():
@@ -117,7 +119,7 @@ def simulate_keywords(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def settings_message(old: list[str], key: str, value: Any) -> str:
-    """The warning about keys under their old names, with the present spelling."""
+    """The warning about deprecated keys, with the current spelling."""
     import yaml
 
     text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10_000)
@@ -184,8 +186,8 @@ def _survival(router: Any) -> Callable[..., Any]:
     return learned
 
 
-# Attributes by class: the old name, what replaces it, and what the old one returns if that is not simply the
-# attribute of the new name.
+# Attributes by class: the old name, its replacement, and the value of the old attribute if it
+# differs from the new attribute.
 ATTRIBUTES: dict[str, dict[str, str | tuple[str, Callable[[Any], Any]]]] = {
     "Router": {
         "engine_report": "report_load",
@@ -229,7 +231,7 @@ ATTRIBUTES: dict[str, dict[str, str | tuple[str, Callable[[Any], Any]]]] = {
 
 
 class _Old:
-    """An attribute under its old name: a descriptor that warns when it is read."""
+    """A descriptor for a deprecated attribute name, which warns on access."""
 
     def __init__(self, cls: type, old: str, new: str, read: Callable[[Any], Any]) -> None:
         self._message = _message(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
@@ -245,7 +247,7 @@ class _Old:
 
 @cache
 def install() -> None:
-    """Gives the classes of the core their old names."""
+    """Adds the deprecated attributes to the classes of the core."""
     for owner, names in ATTRIBUTES.items():
         cls = getattr(_core, owner)
         for old, new in names.items():
@@ -262,7 +264,7 @@ def _message(old: str, new: str) -> str:
 
 
 def _warn(old: str, new: str) -> None:
-    # Called by the core, which has no frame of its own: the caller of the core is two levels up.
+    # The core has no Python frame, so its caller is two levels up.
     warnings.warn(_message(old, new), DeprecationWarning, stacklevel=3)
 
 
@@ -275,35 +277,36 @@ def _renamed(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request(method: str, request: object, old: Mapping[str, Any] | None) -> _core.Request:
-    """The request that keywords under their old names make. Called by the core."""
+    """Creates a request from deprecated keywords. The core calls this function."""
     if old is None:
         raise TypeError(f"{method}() needs a request: lmetric.Request(token_ids)")
     if request is not None:
         name = next(iter(old))
-        raise TypeError(f"{method}() takes no {name!r} beside a request; give it to lmetric.Request")
+        raise TypeError(f"{method}() accepts no {name!r} with a request; pass it to lmetric.Request")
     _warn(f"{method}({', '.join(f'{name}=' for name in old)})", f"{method}(lmetric.Request(...))")
     return _core.Request(**_renamed(old))
 
 
 def requests(tokens: Any, offsets: Any) -> list[_core.Request]:
-    """The requests of a call of `Router.score_batch` with tokens and offsets. Called by the core."""
+    """Creates requests from tokens and offsets of `Router.score_batch`. The core calls this
+    function."""
     _warn("Router.score_batch(tokens, offsets)", "Router.score_batch([lmetric.Request(...), ...])")
     ids, bounds = np.asarray(tokens), np.asarray(offsets).tolist()
     if not bounds or bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > len(ids):
         raise _core.BadValueError(
             f"offsets: {bounds!r} is not valid; expected ascending positions within the {len(ids)} tokens, "
-            "one more than prompts"
+            "one more than the number of prompts"
         )
     return [_core.Request(ids[begin:end]) for begin, end in pairwise(bounds)]
 
 
 def keyword(method: str, name: str) -> None:
-    """Warns of a keyword under its old name. Called by the core."""
+    """Warns of a deprecated keyword. The core calls this function."""
     _warn(f"{method}({name}=)", f"{method}({KEYWORDS[method][name]}=)")
 
 
 def router_keywords(old: Mapping[str, Any], guard: object) -> dict[str, Any]:
-    """The keywords of `Router` that are given under their old names. Called by the core."""
+    """Converts deprecated keywords of `Router`. The core calls this function."""
     new: dict[str, Any] = {}
     settings = {}
     for name, value in old.items():

@@ -1,4 +1,5 @@
-"""The demo: a slice of a real trace, played under several policies over emulated engines with cold caches."""
+"""The demo: compares policies on a slice of a real trace, with emulated engines and empty
+caches."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from lmetric.sim.traces import Trace, load_trace
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.5
-# On the engines' clock, as seldom as a server's is on the wall's.
+# On the engines' clock, at the server's default interval.
 _SHARING_SECONDS = 0.1
 
 
@@ -40,29 +41,29 @@ class DemoError(LmetricError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is simulated, the same for every policy."""
+    """The setting of the demo, equal for all policies."""
 
     policies: Sequence[str]
     engines: int
     profile: str
-    clock_speed: float  # of the engines' clock against the wall's
-    speed: float  # arrivals on the engines' clock against the trace's
+    clock_speed: float  # of the engines' clock relative to real time
+    speed: float  # arrival rate on the engines' clock relative to the trace
     requests: int
     max_input_tokens: int | None
     priorities: Sequence[str] = ("none",)
-    source: str | None = None  # of the arrivals: a file, or a description; None: the shipped slice
-    max_sequences: int | None = None  # of an engine's batch; None: the profile's
-    routers: int = 1  # side by side; each request comes to one of them
+    source: str | None = None  # trace: a file or a description; None: the shipped slice
+    max_sequences: int | None = None  # batch size of an engine; None: as in the profile
+    routers: int = 1  # number of routers; each request arrives at one of them
 
     @property
     def runs(self) -> list[tuple[str, str, str]]:
-        """Label, policy and priority of each."""
+        """Label, policy and priority of each run."""
         pairs = list(product(self.policies, self.priorities))
         named = [policy if len(self.priorities) == 1 else f"{policy}, {order}" for policy, order in pairs]
         return [(label, *pair) for label, pair in zip(named, pairs, strict=True)]
 
     def trace(self) -> Trace:
-        """The arrivals, in wall seconds."""
+        """The trace, with arrivals in seconds of real time."""
         trace = load_trace(SLICE) if self.source is None else named_trace(self.source)
         if self.max_input_tokens is not None:
             trace = trace.at_most(self.max_input_tokens)
@@ -71,28 +72,28 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One engine's own figures at one moment."""
+    """The metrics of one engine at one moment."""
 
     running: int
     waiting: int
-    hit_rate: float | None  # of the prompt tokens looked up so far
+    hit_rate: float | None  # of prompt tokens so far
     kv_usage: float
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What the live view shows."""
+    """The content of the live view."""
 
     policy: str
     player: Player
-    engines: Sequence[EngineState | None]  # None: it did not answer
+    engines: Sequence[EngineState | None]  # None: no answer
     clock_speed: float
 
 
 async def run(setting: Setting, show: Callable[[Moment], None]) -> AsyncIterator[tuple[str, Report]]:
-    """Play the trace under each policy and priority in turn; yields each one's report. Engines are fresh.
+    """Runs the trace with each policy and priority, on new engines, and yields each report.
 
-    After SIGINT the running policy's report is the last, marked as interrupted.
+    After SIGINT, the report of the running policy is the last, marked as interrupted.
     """
     trace, prompts = setting.trace(), PromptWriter()
     for label, policy, priority in setting.runs:
@@ -151,9 +152,11 @@ async def _play(
 
 
 def named_trace(source: str) -> Trace:
-    """A trace's file, or the description of a synthetic one where it begins with a brace.
+    """Loads a trace file, or makes a synthetic trace from a description that begins with a brace.
 
-    Raises `LmetricError`, `OSError`.
+    Raises:
+        LmetricError: the trace is invalid.
+        OSError: the file cannot be read.
     """
     return read_synthetic(source).make() if source.lstrip().startswith("{") else load_trace(source)
 
@@ -169,7 +172,7 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
 
 
 class _Drawn:
-    """Sends each request to one of several routers, drawn for it."""
+    """Sends each request to a random router."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = clients
@@ -196,10 +199,10 @@ def _url(port: int) -> str:
 
 @contextlib.asynccontextmanager
 async def _router(port: int, flags: Sequence[str]) -> AsyncIterator[str]:
-    """`lmetric-router serve` as a process of its own, as a user would run it."""
+    """Runs `lmetric-router serve` as a child process; yields its URL."""
     command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), *flags]
     with tempfile.TemporaryFile() as log:
-        # A session of its own: Ctrl-C in the terminal is for the demo to pass on.
+        # A new session, so that Ctrl-C in the terminal reaches only the demo, which forwards it.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=log, stderr=log, start_new_session=True
         )

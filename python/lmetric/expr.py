@@ -1,8 +1,7 @@
-"""Score expressions in Python: ``lm.P_TOKEN * (lm.BS + 1)`` renders itself to the text that YAML has.
+"""Score expressions in Python: ``lm.P_TOKEN * (lm.BS + 1)`` has the same text as in YAML.
 
-An expression only holds its text, with all brackets; the core parses and checks it where it is used. What
-the parts mean: see `Expr` and the functions below. Sources: LMETRIC Figures 6, 13 and 17; names of
-functions are numpy's.
+An expression contains only its text, with all brackets. The core parses and checks the text when a
+policy uses it. Sources: LMETRIC Figures 6, 13 and 17. Function names follow numpy.
 """
 
 import re
@@ -15,32 +14,33 @@ from numpy.typing import ArrayLike, NDArray
 from lmetric import _core
 
 Operand: TypeAlias = "Expr | float"
-"""What stands in an expression: another one, or a finite number (Python's or numpy's)."""
+"""An operand: an expression, or a finite number (Python or numpy)."""
 
 
 class Expr:
-    """One number, or one truth value, for each instance. Made from the symbols (`BS`, `P_TOKEN`, ...) or
-    from text.
+    """An expression with one number or one truth value per instance.
 
-    Numbers combine by ``+ - * / **``, comparisons of numbers make truth values, and these combine by ``&
-    | ~`` (Python's ``and``, ``or``, ``not`` and chained comparisons cannot be taken over). ``==`` builds
-    an expression, too, so that a dictionary finds the same object only (the hash is that of the text).
-    Texts of the request are compared with texts: ``lm.TENANT == "acme"``.
+    Build expressions from symbols (`BS`, `P_TOKEN`, ...) or from text. Numbers combine with ``+ - *
+    / **``. Comparisons give truth values, which combine with ``& | ~``. Python's ``and``, ``or``,
+    ``not`` and chained comparisons do not work. ``==`` also builds an expression, so a dictionary
+    finds only the same object. Texts of the request are compared with texts: ``lm.TENANT ==
+    "acme"``.
 
-    Errors: `TypeError` for an operand that is no number, `lmetric.BadValueError` for one that is not
-    finite; everything else is found where the expression is used (`lmetric.ExpressionError`, with the
-    place).
+    Raises:
+        TypeError: an operand is not a number.
+        BadValueError: an operand is not finite.
+        ExpressionError: another error, with the position, when a policy uses the expression.
     """
 
     __slots__ = ("_atom", "_text")
-    __array_ufunc__ = None  # numpy's numbers leave the operators to us.
+    __array_ufunc__ = None  # numpy numbers then use the operators of this class
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._atom = False
 
     def __str__(self) -> str:
-        """The text, as it would stand in YAML."""
+        """The text, as in YAML."""
         return self._text
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class Expr:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"`{self._text}` has no truth value yet: it has one for each instance. Write `&`, `|`, `~` for "
+            f"`{self._text}` has one truth value per instance, not a single one. Write `&`, `|`, `~` for "
             "and, or, not; `(a < b) & (b < c)` for `a < b < c`; `lm.where(condition, a, b)` for a choice"
         )
 
@@ -120,11 +120,11 @@ class Expr:
 
 
 def _checked(text: str, *, atom: bool = False) -> Expr:
-    """An expression of this text. Refuses what grew too long: ``e = e * e`` doubles it."""
+    """An expression with this text. Raises ExpressionError above the length limit."""
     if len(text) > _core.MAX_EXPRESSION_LENGTH:
         limit = _core.MAX_EXPRESSION_LENGTH
         raise _core.ExpressionError(
-            f"the expression has {len(text)} characters; at most {limit} are read: {text[:60]}…"
+            f"the expression has {len(text)} characters; expected at most {limit}: {text[:60]}…"
         )
     expr = Expr(text)
     expr._atom = atom
@@ -132,7 +132,7 @@ def _checked(text: str, *, atom: bool = False) -> Expr:
 
 
 def _operand(value: Operand) -> str:
-    """The text of an operand, in brackets unless it is one word."""
+    """The text of an operand, in brackets unless it is a single word."""
     text = _text(value)
     atom = value._atom if isinstance(value, Expr) else not text.startswith("-")
     return text if atom else f"({text})"
@@ -142,7 +142,7 @@ def _text(value: Operand) -> str:
     if isinstance(value, Expr):
         return value._text
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{value!r} cannot be a part of an expression; expected an expression or a number")
+        raise TypeError(f"{value!r} is not valid in an expression; expected an expression or a number")
     try:
         number = float(value)
     except OverflowError:
@@ -153,7 +153,7 @@ def _text(value: Operand) -> str:
 
 
 def _literal(text: str) -> Expr:
-    """A text to compare with, in quotes."""
+    """A text literal, in quotes."""
     quote = "'" if '"' in text else '"'
     if quote in text or not text.isprintable():
         raise _core.BadValueError(
@@ -172,27 +172,27 @@ def _call(name: str, *arguments: Operand) -> Expr:
 
 
 def where(condition: Expr, then: Operand, otherwise: Operand) -> Expr:
-    """``then`` for the instances where ``condition`` holds, else ``otherwise``."""
+    """``then`` for instances with a true ``condition``, else ``otherwise``."""
     return _call("where", condition, then, otherwise)
 
 
 def minimum(a: Operand, b: Operand) -> Expr:
-    """The smaller of two, instance by instance; NaN where one is."""
+    """The smaller operand per instance; NaN if an operand is NaN."""
     return _call("minimum", a, b)
 
 
 def maximum(a: Operand, b: Operand) -> Expr:
-    """The larger of two, instance by instance; NaN where one is."""
+    """The larger operand per instance; NaN if an operand is NaN."""
     return _call("maximum", a, b)
 
 
 def clip(x: Operand, low: Operand, high: Operand) -> Expr:
-    """``x``, not below ``low`` and not above ``high``."""
+    """``x``, limited to the range ``low`` to ``high``."""
     return _call("clip", x, low, high)
 
 
 def log(x: Operand) -> Expr:
-    """Natural logarithm; an instance with ``x <= 0`` is left out of the decision."""
+    """Natural logarithm. Instances with ``x <= 0`` are excluded from the decision."""
     return _call("log", x)
 
 
@@ -202,80 +202,90 @@ def exp(x: Operand) -> Expr:
 
 
 def sqrt(x: Operand) -> Expr:
-    """Square root; an instance with ``x < 0`` is left out of the decision."""
+    """Square root. Instances with ``x < 0`` are excluded from the decision."""
     return _call("sqrt", x)
 
 
 def abs(x: Operand) -> Expr:
-    """``x`` without its sign."""
+    """The absolute value of ``x``."""
     return _call("abs", x)
 
 
 def min(x: Expr) -> Expr:
-    """The least ``x`` over the eligible instances that have one: the same number for all of them."""
+    """The minimum of ``x`` over all eligible instances with a value."""
     return _call("min", x)
 
 
 def max(x: Expr) -> Expr:
-    """The greatest ``x`` over the eligible instances that have one: the same number for all of them."""
+    """The maximum of ``x`` over all eligible instances with a value."""
     return _call("max", x)
 
 
 def mean(x: Expr) -> Expr:
-    """The mean of ``x`` over the eligible instances that have one: the same number for all of them."""
+    """The mean of ``x`` over all eligible instances with a value."""
     return _call("mean", x)
 
 
 def std(x: Expr) -> Expr:
-    """The standard deviation of ``x`` over the eligible instances that have one (of the population)."""
+    """The population standard deviation of ``x`` over all eligible instances with a value."""
     return _call("std", x)
 
 
 def norm(x: Expr) -> Expr:
-    """``x / max(x)``, and 0 where ``x`` is 0, so 0 if all are 0 (LMETRIC Figure 6)."""
+    """``x / max(x)``, or 0 if ``x`` is 0 (LMETRIC Figure 6)."""
     return _call("norm", x)
 
 
 def group_min(x: Expr) -> Expr:
-    """The least ``x`` of each instance's group, over all its instances that have one, eligible or not."""
+    """The minimum of ``x`` over all instances with a value in the instance's group, eligible or
+    not."""
     return _call("group_min", x)
 
 
 def group_max(x: Expr) -> Expr:
-    """The greatest ``x`` of each instance's group, over all its instances that have one, eligible or not."""
+    """The maximum of ``x`` over all instances with a value in the instance's group, eligible or
+    not."""
     return _call("group_max", x)
 
 
 def group_sum(x: Expr) -> Expr:
-    """The sum of ``x`` over each instance's group: all its instances that have one, eligible or not."""
+    """The sum of ``x`` over all instances with a value in the instance's group, eligible or not."""
     return _call("group_sum", x)
 
 
 def group_mean(x: Expr) -> Expr:
-    """The mean of ``x`` over each instance's group: all its instances that have one, eligible or not."""
+    """The mean of ``x`` over all instances with a value in the instance's group, eligible or
+    not."""
     return _call("group_mean", x)
 
 
 def knob(name: str) -> Expr:
-    """A named constant, whose value is given with the policy (``knobs={"lam": 0.7}``)."""
+    """A policy parameter. Set its value in the policy: ``knobs={"lam": 0.7}``."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise _core.BadValueError(f"name of a knob: {name!r} is not valid; expected letters, digits and `_`")
+        raise _core.BadValueError(
+            f"name of a parameter: {name!r} is not valid; expected letters, digits and `_`"
+        )
     return _checked(name, atom=True)
 
 
 def indicator(
     name: str, *, unit: str = "", default: float | None = None, max_age_seconds: float | None = None
 ) -> Expr:
-    """Declares an indicator: one number for each instance, which ``Router.report_load(instance,
-    extra={name: value})`` reports. Returns its symbol, which is ``lm.NAME`` from then on.
+    """Declares an indicator, one number per instance. Returns its symbol, which is then also
+    ``lm.NAME``.
 
-    ``name``: small letters, digits and ``_``. ``unit``: shown beside its values. ``default``: its value
-    where none was reported; absent (NaN) where not given. ``max_age_seconds``: reported values that are
-    older count no longer.
+    ``Router.report_load(instance, extra={name: value})`` reports the values. A declaration applies
+    to the whole process. A repeated declaration returns the same indicator.
 
-    Declarations hold for the whole process; the same one again is the same indicator. Raises
-    `lmetric.BadValueError` for a name that is taken (by an indicator, a policy, a policy's knob, a
-    function) or not valid, and for other attributes than before.
+    Args:
+        name: lower-case letters, digits and ``_``.
+        unit: unit for display.
+        default: value of instances without a report; None: absent (NaN).
+        max_age_seconds: maximum age of reported values; None: no limit.
+
+    Raises:
+        BadValueError: the name is invalid or taken by an indicator, policy, parameter or function,
+            or the attributes differ from an earlier declaration.
 
     >>> gpu_power = indicator("gpu_power", unit="W")
     >>> str(gpu_power * (BS + 1))
@@ -286,7 +296,8 @@ def indicator(
 
 
 def declared(symbol: str) -> Expr | None:
-    """The symbol of a declared indicator by its name in capitals; None if none has that name."""
+    """The symbol of a declared indicator by its upper-case name; None if there is no such
+    indicator."""
     names = (row["name"] for row in _core.indicator_table() if row["owner"] == "declared")
     return next((_indicator(name) for name in names if name.upper() == symbol), None)
 
@@ -299,18 +310,28 @@ def evaluate(
     groups: Sequence[str | int] | None = None,
     knobs: Mapping[str, float] | None = None,
 ) -> NDArray[np.float64] | NDArray[np.bool_]:
-    """Evaluates ``expr`` over columns, as the router would: for studies and tests.
+    """Evaluates ``expr`` over columns like the router, for studies and tests.
 
-    ``columns``: values by indicator name (any case), ``(instances,)`` for one request or ``(requests,
-    instances)`` for a batch; indicators of the request ``()`` or ``(requests,)``. NaN where absent.
-    ``eligible``: which instances may take the request, of the same shapes, all where not given;
-    reductions run over these. ``groups``: the group of each instance, for ``group_max`` and the like; each
-    is its own where not given. Large inputs run without the interpreter lock.
+    Large inputs run without the interpreter lock.
 
-    Returns one value an instance, float64 or bool, ``(instances,)`` or, where an operand has requests,
-    ``(requests, instances)``. Raises `lmetric.ExpressionError` with the place, `lmetric.UnknownNameError`
-    for a column that is no indicator, `lmetric.BadValueError` for shapes that do not fit or a column that
-    is missing.
+    Args:
+        expr: the expression.
+        columns: values by indicator name (any case), of shape ``(instances,)`` for one request or
+            ``(requests, instances)`` for a batch. Indicators of the request have shape ``()`` or
+            ``(requests,)``. NaN: absent.
+        eligible: instances that can serve the request, of the same shapes; None: all. Reductions
+            use only these.
+        groups: group of each instance, for ``group_max`` and similar functions; None: each instance
+            is its own group.
+
+    Returns:
+        One float64 or bool per instance, of shape ``(instances,)``, or ``(requests, instances)`` if
+        a column has requests.
+
+    Raises:
+        ExpressionError: the expression is invalid, with the position.
+        UnknownNameError: a column is not an indicator.
+        BadValueError: shapes do not match, or a column is missing.
     """
     program = _core.Program(str(expr), "any", None if knobs is None else dict(knobs))
     arrays = {str(name): np.require(values, np.float64, "C") for name, values in columns.items()}
@@ -326,7 +347,7 @@ def _indicator(name: str) -> Expr:
     return _checked(name, atom=True)
 
 
-# One symbol an indicator, in the order of the core's table (a test holds them together).
+# One symbol per indicator, in the order of the core's table (a test compares them).
 BS: Final = _indicator("bs")
 Q_BS: Final = _indicator("q_bs")
 R_BS: Final = _indicator("r_bs")

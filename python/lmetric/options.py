@@ -593,7 +593,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
             raise _refused(("kind",), None, f"missing beside settings; expected one of {known}", what)
     if what == "split" and selected not in (*_KINDS[what], "none") and selected in _planners():
         if server and selected not in _planners("experimental"):
-            raise _refused((), selected, "it is for studies only; use it with simulate or study", what)
+            raise _refused((), selected, "it is for studies only: use it in simulate or study", what)
         option = SplitBy(str(selected), _checked(what, dict[str, float], given))
         _check_range(what, option, [])
         return option

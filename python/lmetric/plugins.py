@@ -1,5 +1,5 @@
-"""Python objects that a configuration or a command line names: ``file.py:name``, ``package.module:name``, or
-the name of an entry point."""
+"""Loads Python objects by reference: ``file.py:name``, ``package.module:name``, or an entry
+point."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ from types import ModuleType
 from lmetric import _core
 
 ENTRY_POINTS = "lmetric.policies"
-"""Group of the entry points that packages register policies in."""
+"""Entry point group in which packages register policies."""
 
 _FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _MODULE = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.ASCII)
@@ -24,12 +24,12 @@ _imported: set[str] = set()
 
 
 def is_reference(text: str) -> bool:
-    """Whether it names an object in a file or a module. Expressions have no colon."""
+    """Whether a text is a reference to an object in a file or module. Expressions have no colon."""
     return ":" in text and bool(_FILE.fullmatch(text.strip()) or _MODULE.fullmatch(text.strip()))
 
 
 def file_of(text: str) -> Path | None:
-    """The file that holds what a reference or an entry point's name stands for; None: it is neither."""
+    """The file with the object of a reference or entry point; None for other texts."""
     text = text.strip()
     if found := _FILE.fullmatch(text):
         return Path(found["place"])
@@ -44,11 +44,10 @@ def file_of(text: str) -> Path | None:
 
 
 def load_object(text: str) -> object:
-    """The object that a reference names. A file is run anew each time; a module that was loaded by a
-    reference before is reloaded.
+    """Loads the object of a reference. Each call runs the file again, or reloads the module.
 
     Raises:
-        BadValueError: it cannot be loaded, or has no such name; with the reason.
+        BadValueError: loading failed, or the name does not exist.
     """
     text = text.strip()
     try:
@@ -72,17 +71,17 @@ def load_object(text: str) -> object:
 
 
 def entry_point(name: str) -> object | None:
-    """The object that an installed package registers under this name in `ENTRY_POINTS`; None: there is none.
+    """The object that an installed package registers under this name in `ENTRY_POINTS`, or None.
 
     Raises:
-        BadValueError: it cannot be loaded, or several packages register the name.
+        BadValueError: loading failed, or several packages register the name.
     """
     found = _points(name)
     if not found:
         return None
     if len(found) > 1:
         packages = ", ".join(sorted(str(point.dist and point.dist.name) for point in found))
-        raise _core.BadValueError(f"policy {name!r}: several packages register it: {packages}")
+        raise _core.BadValueError(f"policy {name!r}: several packages register this name: {packages}")
     try:
         loaded: object = found[0].load()
     except Exception as error:
@@ -94,18 +93,18 @@ def entry_point(name: str) -> object | None:
 
 @cache
 def _points(name: str) -> tuple[EntryPoint, ...]:
-    """The entry points of that name. Kept: each look reads the metadata of all installed packages."""
+    """The entry points of a name. Cached, because a look-up reads the metadata of all packages."""
     return tuple(entry_points(group=ENTRY_POINTS, name=name))
 
 
 def _run(file: Path) -> ModuleType:
     name = f"lmetric_plugin_{next(_numbers)}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None  # it ends in .py
+    assert spec is not None  # the file name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
+    sys.modules[name] = module  # dataclasses need the entry
     try:
-        # Not by the loader: it would take byte code that is as old as the file, to the second.
+        # The loader could use stale byte code, because it compares times in whole seconds.
         exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     finally:
         del sys.modules[name]
@@ -120,7 +119,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _described(error: Exception) -> str:
-    """Kind, text and, if the error came from a file's code, its last line."""
+    """Type and text of an error, and the last line of the file's code in its traceback."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

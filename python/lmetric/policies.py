@@ -1,4 +1,4 @@
-"""Policies of one's own: expressions (`Policy`) or a Python function over columns (`policy_function`)."""
+"""Custom policies: expressions (`Policy`) and Python functions over columns (`policy_function`)."""
 
 import inspect
 import re
@@ -20,20 +20,27 @@ _KEYS = ("name", "score", "filter", "prefer", "then", "knobs", "guard")
 
 @final
 class Policy:
-    """A policy written as expressions, checked when it is made.
+    """A policy of expressions, checked at its creation.
 
-    ``score``: one number an instance; ``prefer``: whether the lowest or the highest wins. ``filter``: a
-    truth value an instance; only those where it holds are scored, and where it holds for none of the
-    eligible it is waived for that decision. ``then``: tie-breaks in order, each an expression (the lowest
-    wins) or a pair with its end, ``(lm.KV_HIT, "max")``; what is still equal is drawn at random.
-    ``knobs``: values of the names in the texts. ``name``: in logs, metrics and receipts. ``guard``: whether
-    the hot-spot guard filters the candidates (docs/guard.md); None: if the policy reads prefix hits.
+    Instances whose score is NaN or infinite (an absent indicator, a division by zero) are excluded
+    from the decision. If no instance has a score, the instance with the fewest requests is chosen.
 
-    An instance whose score is NaN or infinite (an indicator is absent, a division by zero) is left out of
-    the decision. If no instance has a score, the one with the fewest requests is chosen.
+    Args:
+        score: one number per instance.
+        prefer: whether the lowest or the highest score wins.
+        filter: one truth value per instance. Only instances with a true value are scored. If no
+            eligible instance has a true value, the decision ignores the filter.
+        then: tie-breaks in order: expressions (the lowest wins) or pairs such as ``(lm.KV_HIT,
+            "max")``. Remaining ties are broken at random.
+        `knobs`: values of the parameters in the expressions.
+        name: name in logs, metrics and decision records.
+        guard: whether the hot-spot guard filters the candidates (docs/guard.md). None: if the
+            policy reads prefix hits.
 
-    Raises `lmetric.ExpressionError` with the place (and ``part``: ``score``, ``filter``, ``then[0]``),
-    `lmetric.BadValueError` where something else does not fit.
+    Raises:
+        ExpressionError: an invalid expression, with the position and ``part`` (``score``,
+            ``filter``, ``then[0]``).
+        BadValueError: another invalid argument.
 
     >>> Policy("p_token * (bs + 1)", filter="bs - min(bs) <= 8", then=["bs"])
     Policy('p_token * (bs + 1)', filter='bs - min(bs) <= 8', then=[('bs', 'min')])
@@ -49,7 +56,7 @@ class Policy:
     knobs: dict[str, float]
     guard: bool | None
     reads: list[str]
-    """Names of the indicators that it reads, in the table's order."""
+    """Names of the indicators that the policy reads, in the order of the indicator table."""
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Policy:
         guard: bool | None = None,
     ) -> None:
         if name is not None and not (isinstance(name, str) and name.strip()):
-            raise _bad("name of a policy", name, "a text that is not empty")
+            raise _bad("name of a policy", name, "a non-empty text")
         self.name = name
         self.guard = _guard(guard)
         self.knobs = _knobs(knobs)
@@ -108,17 +115,23 @@ class Policy:
         policies: Collection[str] | None = None,
         references: bool = True,
     ) -> "Policy | PolicyFunction | str":
-        """What a configuration or ``--policy`` says: the name of a registered policy (returned as it is), the
-        text of a score expression, a Python object (``file.py:name``, ``package.module:name``, or the name of
-        an entry point in the group ``lmetric.policies``), or a mapping with ``score`` and, where wanted,
-        ``filter``, ``prefer``, ``then``, ``knobs``, ``name``, ``guard``. In a mapping, an entry of ``then``
-        is a text or ``{max: text}``.
+        """Reads a policy from a configuration or ``--policy``.
 
-        ``knobs``: values given beside it, below those of the mapping; a registered policy takes its own.
-        ``policies``: the registered names, those of `lmetric.policy_table` where not given. ``references``:
-        whether Python objects are accepted, which runs their code. Raises as
-        `Policy`, and `lmetric.UnknownNameError` for one word that is neither a policy nor an indicator, or
-        for an unknown key, with the nearest.
+        Args:
+            value: the name of a registered policy (returned unchanged), a score expression, a
+                Python object (``file.py:name``, ``package.module:name``, or an entry point in the
+                group ``lmetric.policies``), or a mapping. A mapping has ``score`` and optionally
+                ``filter``, ``prefer``, ``then``, ``knobs``, ``name``, ``guard``. Entries of
+                ``then`` are texts or ``{max: text}``.
+            `knobs`: values of parameters. Values in the mapping override them.
+            policies: registered names; None: the names in `lmetric.policy_table`.
+            references: whether to accept Python objects, which runs their code.
+
+        Raises:
+            UnknownNameError: a word that is neither a policy nor an indicator, or an unknown key,
+                with the nearest known name.
+            ExpressionError: an invalid expression.
+            BadValueError: another invalid value.
         """
         if isinstance(value, str):
             return cls._from_text(value, knobs, policies, references)
@@ -156,7 +169,7 @@ class Policy:
             return word
         if not references and plugins.is_reference(word):
             raise _bad(
-                "policy", word, "a policy's name or an expression; Python objects are not accepted here"
+                "policy", word, "the name of a policy or an expression; Python objects are not accepted here"
             )
         if references and (found := referenced(word)) is not None:
             if knobs:
@@ -177,7 +190,7 @@ class Policy:
 
 @final
 class PolicyFunction:
-    """A Python function as a policy. Made by `policy_function`; the router calls ``fn``."""
+    """A Python function as a policy, created by `policy_function`. The router calls ``fn``."""
 
     __slots__ = ("fallback", "fn", "guard", "name", "reads", "time_limit_seconds")
 
@@ -201,7 +214,7 @@ class PolicyFunction:
         self.fallback, self.time_limit_seconds = fallback, time_limit_seconds
 
     def with_fallback(self, fallback: Policy | str, time_limit_seconds: float | None) -> "PolicyFunction":
-        """The same, with what it leaves open of its fallback."""
+        """A copy with these values for a missing fallback or time limit."""
         limit = self.time_limit_seconds
         return PolicyFunction(
             self.fn,
@@ -225,24 +238,32 @@ def policy_function(
     fallback: Policy | Expr | str | None = None,
     time_limit_seconds: float | None = None,
 ) -> PolicyFunction:
-    """A policy that asks ``fn``: for what expressions cannot say, at the price of the interpreter in each
-    decision.
+    """A policy that calls a Python function for each decision, for scores that expressions cannot
+    express.
 
-    ``reads``: the indicators that it needs (``[lm.P_TOKEN, lm.BS]`` or their names). ``fn`` gets them by
-    name, in small letters: a float64 array with one entry an eligible instance (NaN where absent), or a
-    float for an indicator of the request. It returns one score for each, the lowest wins; NaN or infinity
-    leaves an instance out. It must not keep the arrays. ``guard``: whether the hot-spot guard filters the
-    candidates (docs/guard.md); None: if ``reads`` names an indicator that depends on prefix hits.
+    ``fn`` gets the indicators by lower-case name: a float64 array with one entry per eligible
+    instance (NaN: absent), or a float for an indicator of the request. It returns one score per
+    eligible instance, and the lowest wins. NaN or infinity excludes an instance. ``fn`` must not
+    keep the arrays. Every decision runs the Python interpreter, so it is slower than an expression.
 
-    Without ``reads``, the parameters of ``fn`` are the indicators that it gets, one each.
+    Args:
+        fn: the function.
+        reads: indicators that ``fn`` gets as one mapping (``[lm.P_TOKEN, lm.BS]`` or their names).
+            None: the parameters of ``fn`` name the indicators.
+        guard: whether the hot-spot guard filters the candidates (docs/guard.md). None: if ``fn``
+            reads an indicator that depends on prefix hits.
+        fallback: policy (a name, an expression or a `Policy`) that decides if ``fn`` raises or
+            exceeds the time limit. After three consecutive failures it decides for one second.
+            `Router.policy_fallbacks` counts the failures. Without a fallback, failures raise
+            `lmetric.PolicyError`.
+        time_limit_seconds: time limit per decision; no effect in simulations.
 
-    ``fallback``: the policy (a name, an expression, a `Policy`) that makes a decision in which ``fn`` raises
-    or exceeds ``time_limit_seconds``; after three of these in a row, it decides for a second, then ``fn`` is
-    tried again. `Router.policy_fallbacks` counts them. Without a fallback the request fails with
-    `lmetric.PolicyError`. Time limits do not hold in simulations.
+    Raises:
+        TypeError: ``fn`` is not callable.
+        UnknownNameError: a name is not an indicator.
+        BadValueError: an invalid time limit.
 
-    Raises `TypeError` where ``fn`` cannot be called, `lmetric.UnknownNameError` for a name that is no
-    indicator, `lmetric.BadValueError` for a time limit that is none.
+    Examples:
 
     >>> policy_function(lambda c: c["p_token"] * (c["bs"] + 1), reads=["p_token", "bs"], name="mine")
     policy_function(mine, reads=['p_token', 'bs'])
@@ -252,7 +273,7 @@ def policy_function(
     policy_function(score, reads=['p_token', 'bs'])
     """
     if not callable(fn):
-        raise TypeError(f"{fn!r} cannot be called; expected a function from columns to scores")
+        raise TypeError(f"{fn!r} is not callable; expected a function from columns to scores")
     if time_limit_seconds is not None and not 0 < time_limit_seconds <= 60:
         raise _bad("time_limit_seconds", time_limit_seconds, "more than 0, at most 60")
     name = name or str(getattr(fn, "__name__", type(fn).__name__))
@@ -269,14 +290,13 @@ def policy_function(
 
 
 def referenced(text: str) -> Policy | PolicyFunction | str | None:
-    """The policy that a reference or the name of an entry point stands for; None: it is neither, but a name
-    or an expression of its own. (The core asks this, too.)
+    """Loads the policy of a reference or entry point; None for a policy name or an expression.
 
-    The object may be a `Policy`, a `PolicyFunction`, an `Expr`, the text of a score, or a plain function
-    whose parameters are indicators.
+    The core calls this function, too. The object can be a `Policy`, a `PolicyFunction`, an `Expr`,
+    the text of a score, or a function whose parameters are indicators.
 
     Raises:
-        BadValueError: it cannot be loaded, or is no policy.
+        BadValueError: the object cannot be loaded, or is not a policy.
     """
     if plugins.is_reference(text):
         found = plugins.load_object(text)
@@ -294,7 +314,7 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
 
 
 def _unregistered(word: str) -> bool:
-    """Whether neither a policy nor an indicator has that name."""
+    """Whether no policy and no indicator has this name."""
     names = {row["name"] for row in (*_core.policy_table(), *_core.indicator_table())}
     return word not in names and word.lower() not in names
 
@@ -302,17 +322,18 @@ def _unregistered(word: str) -> bool:
 def _by_parameters(
     fn: Callable[..., ArrayLike], name: str
 ) -> tuple[Callable[[Columns], ArrayLike], list[str]]:
-    """A function of one parameter an indicator as a function of columns, and what it reads."""
+    """Converts a function of indicators to a function of columns. Returns it and the indicator
+    names."""
     known = [row["name"] for row in _core.indicator_table()]
     reads = list(inspect.signature(fn).parameters)
     for parameter in reads:
         if parameter not in known:
             raise _core.UnknownNameError(
-                f"policy {name}: its parameter {parameter!r} is no indicator{_hint(parameter, known)}; "
+                f"policy {name}: parameter {parameter!r} is not an indicator{_hint(parameter, known)}; "
                 "a function of columns needs lmetric.policy_function(..., reads=[...])"
             )
     if not reads:
-        raise _bad(f"policy {name}", "a function without parameters", "one parameter an indicator")
+        raise _bad(f"policy {name}", "a function without parameters", "one parameter per indicator")
     return (lambda columns: fn(*(columns[each] for each in reads))), reads
 
 
@@ -364,7 +385,7 @@ def _knobs(knobs: Mapping[str, float] | None) -> dict[str, float]:
         raise _bad("knobs", knobs, "a mapping from names to numbers")
     for name, value in knobs.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise _bad("name of a knob", name, "letters, digits and `_`")
+            raise _bad("name of a parameter", name, "letters, digits and `_`")
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            raise _bad(f"knob {name}", value, "a number")
+            raise _bad(f"parameter {name}", value, "a number")
     return {name: float(value) for name, value in knobs.items()}

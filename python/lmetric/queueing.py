@@ -1,4 +1,4 @@
-"""What an engine is told of its queue: its local order, and what becomes of requests that go back."""
+"""Queue settings of an engine: its local order, and the KV cache of preempted requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lmetric.profiles import Profile
 
 
 def checked_order(text: str) -> str:
-    """The text, where it names a local order, maybe with settings: ``uniboost(gamma=0.2)``.
+    """Returns the name of a local order, with optional settings: ``uniboost(gamma=0.2)``.
 
     Raises:
-        ValueError: it does not, saying what would have been right.
+        ValueError: the text is not a local order; the message lists valid ones.
     """
     try:
         check_local_order(text)
@@ -25,29 +25,31 @@ def checked_order(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """It is copied to the host's memory, and in again; what does not fit there is computed again.
+    """Swaps the KV cache of preempted requests to host memory, if it fits. Otherwise it is
+    recomputed.
 
-    The defaults are guesses: what a PCIe 4.0 x16 link carries of its 32 GB/s, and an eighth of the 248 GB
-    that UniBoost's host of 8 GPUs has (section 4).
+    The defaults are estimates. They follow a PCIe 4.0 x16 link (32 GB/s nominal), and an eighth of
+    the 248 GB of UniBoost's host with 8 GPUs (section 4).
     """
 
-    gigabytes_per_second: float = 25.0  # either way
-    host_gigabytes: float = 31.0  # of one engine
+    gigabytes_per_second: float = 25.0  # in each direction
+    host_gigabytes: float = 31.0  # per engine
 
     def __post_init__(self) -> None:
         if not (0 < self.gigabytes_per_second <= 1e6 and 0 <= self.host_gigabytes <= 1e9):
             raise BadValueError(
                 f"preempt: swap at {self.gigabytes_per_second:g} GB/s, {self.host_gigabytes:g} GB in the "
-                "host is not valid; expected more than 0 GB/s, 0 GB or more"
+                "host is not valid; expected more than 0 GB/s and at least 0 GB"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, float] | Self | None) -> Self | None:
-        """From ``swap``, ``swap:25`` (GB/s), ``swap:25,host=64`` (GB), or a mapping of the fields;
-        ``recompute`` and None: it is dropped, and computed again.
+        """Reads ``swap``, ``swap:25`` (GB/s), ``swap:25,host=64`` (GB), or a mapping of the fields.
+
+        Returns None for ``recompute`` and None: the KV cache is dropped and recomputed.
 
         Raises:
-            BadValueError: anything else.
+            BadValueError: another value.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -73,11 +75,14 @@ class Swap:
             ) from None
 
     def constants(self, profile: Profile) -> tuple[float, int]:
-        """Seconds a token each way, and tokens that the host holds, as the core takes them. Raises
-        `BadValueError` where the profile does not say a token's size."""
+        """Seconds per token in each direction, and the host's capacity in tokens.
+
+        Raises:
+            BadValueError: the profile has no `kv_bytes_per_token`.
+        """
         if profile.kv_bytes_per_token is None:
             raise BadValueError(
-                "preempt: the profile has no kv_bytes_per_token; add it, or say preempt recompute"
+                "preempt: the profile has no kv_bytes_per_token; add it, or set preempt to recompute"
             )
         size = profile.kv_bytes_per_token
         return size / (self.gigabytes_per_second * 1e9), int(self.host_gigabytes * 1e9 / size)

@@ -1,6 +1,6 @@
 """Types of the dictionaries that `lmetric.Router` returns: `explain`, `stats` and `learned`.
 
-Times are seconds, lengths tokens. None: not known, or it does not apply.
+Times are in seconds, lengths in tokens. None: unknown, or not applicable.
 """
 
 from typing import Literal, TypedDict
@@ -12,7 +12,7 @@ from lmetric.options import Role
 
 
 class Candidate(TypedDict):
-    """An instance of a decision, with what its score was made of."""
+    """An instance in a decision, with the terms of its score."""
 
     instance: str
     score: float | None
@@ -20,7 +20,7 @@ class Candidate(TypedDict):
 
 
 class DecisionRecord(TypedDict):
-    """A decision and what came of it: `Router.explain`."""
+    """A decision and its result: `Router.explain`."""
 
     id: int
     at_seconds: float  # on the router's clock
@@ -29,25 +29,25 @@ class DecisionRecord(TypedDict):
     prompt_tokens: int
     instance: str  # the last one tried
     tried: list[str]
-    prefer: Literal["min", "max"]  # which score is the best
+    prefer: Literal["min", "max"]  # whether the lowest or the highest score is best
     scores: dict[str, float | None]  # by instance
     best: list[Candidate]
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance
-    left_out: int  # instances whose score was no number
+    left_out: int  # instances without a finite score
     filter_waived: bool
-    unscored: bool  # no instance had a score: the fewest requests decided
-    guard_excluded: int  # instances that the hot-spot guard left out
+    unscored: bool  # no instance had a score, so the fewest requests decided
+    guard_excluded: int  # instances that the hot-spot guard excluded
     guard_balance_only: bool
     decode_instance: str | None  # of the second segment
     answer_instance: str | None  # of the third segment
     decode_score: float | None
     expected_handoff_seconds: float | None
     cuts: list[int]  # tokens at which segments end
-    uncut: str | None  # why the request was not split
-    priority: int | None  # the router's, lower first
+    uncut: str | None  # reason why the request was not split
+    priority: int | None  # priority from the router, lower first
     boost_seconds: float | None
-    unpulled: str | None  # why no prefix was fetched
+    unpulled: str | None  # reason why no prefix was fetched
     pull_instance: str | None
     pull_from_token: int | None
     pull_to_token: int | None
@@ -61,14 +61,14 @@ class DecisionRecord(TypedDict):
     balance_whole_seconds: float | None
     stay_seconds: float | None
     apart_seconds: float | None
-    moves: list[tuple[int, str]]  # the token, and the instance moved to
+    moves: list[tuple[int, str]]  # token and target instance of each migration
     predicted_cached_tokens: int
     cached_tokens: int | None
     output_tokens: int | None
     handed_over_seconds: float | None
     ttft_seconds: float | None
     e2e_seconds: float | None
-    outcome: str  # running, finished, dropped, or the kind of the failure
+    outcome: str  # running, finished, dropped, or the kind of failure
 
 
 class InstanceStats(TypedDict):
@@ -107,7 +107,7 @@ class InstanceStats(TypedDict):
 
 
 class RouterStats(TypedDict):
-    """Counters since the router was made, and its state now: `Router.stats`."""
+    """Counters since the router's creation, and its current state: `Router.stats`."""
 
     policy: str
     decode_policy: str
@@ -138,13 +138,13 @@ class RouterStats(TypedDict):
 
 
 class LearnedValues(TypedDict):
-    """What the router learned: `Router.learned`."""
+    """Values that the router learned: `Router.learned`."""
 
-    gamma: float | None  # rate of the tail that requests are boosted by, 1/s
+    gamma: float | None  # tail rate of latencies, which sets the boost, 1/s
     gamma_estimates: int | None
     fetch_seconds_per_token: float | None
     fetch_fixed_seconds: float | None
-    fetches: int | None  # that the two were learned from
+    fetches: int | None  # number of fetches behind the two values
     length_survival: NDArray[np.float64] | None
     length_survival_product_limit: NDArray[np.float64] | None
     prefill_tokens_per_second: dict[str, float | None]  # by instance

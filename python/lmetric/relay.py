@@ -1,7 +1,8 @@
-"""Sends one request to an engine and keeps the router informed: for gateways of your own, on aiohttp.
+"""Sends one request to an engine and updates the router, for your own gateway on aiohttp.
 
-``async with Relay(...) as answer`` routes the request, sends it, tries the next engine if one fails before
-its answer begins, reports tokens and the end to the router, and closes the ticket whatever happens.
+``async with Relay(...) as answer`` routes and sends the request. If an engine fails before its
+answer begins, the next one is tried. `Relay` reports tokens and the end to the router, and always
+closes the ticket.
 """
 
 from __future__ import annotations
@@ -38,25 +39,29 @@ RETRY_STATUSES = frozenset({500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """Where an instance is: an engine, or one data-parallel rank of a vLLM or SGLang engine.
+    """The address of an instance: an engine, or one data-parallel rank of vLLM or SGLang.
 
-    Ranks have a queue and a cache of their own. Give each rank an instance of the router, its events
-    (`EventFeed.subscribe`) and its load, and requests go to the rank that the router chose.
+    Each rank has its own queue and cache. Add an instance, an event subscription
+    (`EventFeed.subscribe`) and load reports for each rank. Requests then go to the rank that the
+    router chose.
     """
 
     url: str
     """Base URL of the engine, ``http://host:port``."""
     data_parallel_rank: int | None = None
-    """Rank that serves the instance's requests (header ``X-data-parallel-rank``); None: the engine picks."""
+    """Rank for the instance's requests (header ``X-data-parallel-rank``); None: the engine
+    picks."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Further header fields for this engine, such as its ``authorization``."""
+    """Additional header fields for this engine, such as ``authorization``."""
 
 
 class RelayError(LmetricError):
     """No engine answered, or an answer broke off.
 
-    ``failure``: why, as `lmetric.Ticket.failed` takes it; ``instance``: the last instance that was tried;
-    ``begun``: whether the answer had begun, so that its start was already given away.
+    Attributes:
+        failure: the kind of failure, as for `lmetric.Ticket.failed`.
+        instance: the last instance tried.
+        begun: whether the answer had begun, so that its start was already delivered.
     """
 
     def __init__(self, failure: Failure, instance: str, reason: str, *, begun: bool) -> None:
@@ -70,22 +75,23 @@ class Relay:
     """One request to an engine, from the decision to the closed ticket.
 
     >>> async with Relay(router, request, http, engines, body, path="/v1/completions") as answer:
-    ...     async for piece in answer:  # bytes of the engine's answer, as they come
+    ...     async for piece in answer:  # bytes of the engine's answer
     ...         await response.write(piece)  # doctest: +SKIP
 
-    Entering it routes the request and waits until the answer is worth committing to: a plain answer until it
-    is whole, an event stream until its first token or error. Until then a failure sends the request to the
-    next instance of the ranking. Leaving the block early, by an exception or by a cancelled task, closes the
-    connection, so that the engine stops, and counts as ``cancelled``.
+    Entering the block routes the request. It waits for the complete answer, or for the first token
+    or error of an event stream. After a failure before that, the next instance of the ranking gets
+    the request. Leaving the block early, by an exception or a canceled task, closes the connection.
+    The engine then stops, and the request counts as ``cancelled``.
 
     Args:
         router: the router; its requests must run whole (no roles, or ``allow_split=False``).
-        request: what the router is told of the request.
-        http: the client; its timeouts hold.
-        engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``, or its `EngineTarget`.
+        request: the request for the router.
+        http: the HTTP client, with its timeouts.
+        engines: base URL of each instance, ``{"gpu-0": "http://10.0.0.1:8000"}``, or its
+        `EngineTarget`.
         body: the JSON body for the engine, as bytes or as a mapping.
         path: path of the engine's API.
-        headers: further header fields for the engine.
+        headers: additional header fields for the engine.
         retry_statuses: HTTP statuses that count as a failure of the instance.
 
     Raises (on entering and while the answer is read):
@@ -101,7 +107,7 @@ class Relay:
     status: int
     """HTTP status of the answer."""
     content_type: str
-    """Its content type."""
+    """Content type of the answer."""
 
     def __init__(
         self,
@@ -154,11 +160,11 @@ class Relay:
             if ticket.has_next:
                 raise BadValueError(
                     f"request: the router split it between {instance!r} and another instance; Relay sends "
-                    "requests whole: give it allow_split=False, or a router without roles"
+                    "requests whole: set allow_split=False, or use a router without roles"
                 )
             if instance not in self._engines:
                 known = ", ".join(map(repr, self._engines)) or "none"
-                raise BadValueError(f"engines: no URL of instance {instance!r}; expected one beside {known}")
+                raise BadValueError(f"engines: no URL for instance {instance!r}; known instances: {known}")
             if ticket.fetch is not None:
                 ticket.fetched(0, 0.0)  # nothing is fetched: the instance computes the prefix
             try:
@@ -171,7 +177,7 @@ class Relay:
         raise RelayError(failure, self.instance, reason, begun=False)
 
     async def _send(self, ticket: Ticket, engine: str | EngineTarget) -> None:
-        """Sends the request and reads its answer up to where it is worth committing to."""
+        """Sends the request and reads its answer up to the first token or the end."""
         ticket.sent()
         self._held, self._flags = [], 0
         target = EngineTarget(engine) if isinstance(engine, str) else engine
@@ -184,7 +190,7 @@ class Relay:
         self.status, self.content_type = response.status, response.content_type
         if response.status in self._retry_statuses:
             raise _EngineFailedError("status", f"status {response.status}")
-        # The reader takes HTTP; aiohttp has undone transfer and content encodings.
+        # The reader expects HTTP; aiohttp has already decoded transfer and content encodings.
         self._reader.begin(self, ticket, False, True)
         head = f"HTTP/1.1 {response.status} \r\ncontent-type: {response.content_type}\r\nconnection: close"
         self._reader.data_received(head.encode() + b"\r\n\r\n")
@@ -203,7 +209,7 @@ class Relay:
     async def _pieces(self) -> AsyncIterator[bytes]:
         ticket, response = self._ticket, self._response
         if ticket is None or response is None:
-            raise RuntimeError("a Relay is read inside its `async with` block")
+            raise RuntimeError("read a Relay inside its `async with` block")
         try:
             while self._held:
                 yield self._held.pop(0)
@@ -227,10 +233,10 @@ class Relay:
             raise _EngineFailedError("engine_error", _UNFINISHED)
 
     def received(self, flags: int, _data: bytes) -> None:
-        """Called by the reader with what a piece of the answer meant."""
+        """Called by the reader with the content of a piece of the answer."""
         self._flags |= flags & (READY | END | ENGINE_ERROR | INCOMPLETE)
         if flags & OUT:
-            self._reader.take()  # the client gets the engine's own bytes
+            self._reader.take()  # the client gets the unchanged bytes of the engine
 
     def failed(self, error: Exception) -> None:
         """Called by the reader if the answer is malformed."""
@@ -250,7 +256,7 @@ class Relay:
 
 
 class _EngineFailedError(Exception):
-    """The engine answered, and its answer is a failure."""
+    """The engine returned a failure."""
 
     def __init__(self, failure: Failure, reason: str) -> None:
         super().__init__(reason)

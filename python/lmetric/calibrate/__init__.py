@@ -1,4 +1,4 @@
-"""Fits the step-time model to a running engine: probes it within a token budget, and writes a profile."""
+"""Fits the step-time model to a running engine, with probes within a token budget."""
 
 from lmetric.calibrate.ask import EngineFacts
 from lmetric.calibrate.fit import Fit, Residual

@@ -1,4 +1,4 @@
-"""What an engine says about itself, before anything is measured."""
+"""Reads an engine's description of itself, before the measurements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lmetric.engines.adapter import Adapter, Load, count_of
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
 
-# The pages that show an engine's settings: vLLM's in its development mode, SGLang's.
+# Endpoints with an engine's settings: vLLM in development mode, and SGLang.
 _SETTINGS = "/server_info?config_format=json"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine told; None: it did not say. Sizes in tokens or blocks as the profile's fields."""
+    """The values that an engine reports; None: not reported. Sizes have the units of the
+    profile."""
 
     model: str
     engine: str  # kind and version
@@ -32,7 +33,7 @@ class EngineFacts:
 
 
 class Asker:
-    """Asks one engine. `session` carries the credentials."""
+    """Sends queries to one engine. `session` has the credentials."""
 
     def __init__(self, session: aiohttp.ClientSession, root: str) -> None:
         self._engine = EngineClient(session, root)
@@ -40,10 +41,11 @@ class Asker:
         self._load_path: str | None = None
 
     async def facts(self, model: str | None) -> EngineFacts:
-        """Everything the engine says; `model`: the one to probe, where it serves several.
+        """All reported values. `model`: the model to probe, if the engine serves several.
 
         Raises:
-            CalibrationError: not reachable, no list of models, the model is not among them.
+            CalibrationError: the engine is not reachable, has no list of models, or lacks the
+                model.
         """
         try:
             self._adapter, can = await identify(self._get)
@@ -53,7 +55,9 @@ class Asker:
         bases = [served.name for served in can.models if served.parent is None]
         if model is None:
             if len(bases) != 1:
-                raise CalibrationError(f"{self._engine.url} serves {', '.join(bases)}: name one with --model")
+                raise CalibrationError(
+                    f"{self._engine.url} serves {', '.join(bases)}; choose one with --model"
+                )
             model = bases[0]
         served = {each.name: each for each in can.models}
         if model not in served:
@@ -70,25 +74,26 @@ class Asker:
         )
 
     async def load(self) -> Load:
-        """What runs and waits there now, as far as it tells."""
+        """The current load, as far as the engine reports it."""
         if self._adapter is None or self._load_path is None:
             return Load()
         status, body = await self._get(self._load_path)
         return self._adapter.load(body) if status == 200 else Load()
 
     async def settle(self, seconds: float = 5.0) -> Load:
-        """Waits until nothing runs there, at most so long; gives the last load seen."""
+        """Waits until the engine is idle, for at most `seconds`. Returns the last load."""
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             load = await self.load()
             if load.running is None:
-                await asyncio.sleep(0.3)  # it does not tell: what was cancelled ends soon
+                await asyncio.sleep(0.3)  # no load report: canceled requests end soon
             if not busy(load) or asyncio.get_running_loop().time() > deadline:
                 return load
             await asyncio.sleep(0.1)
 
     async def _settings(self) -> dict[str, int]:
-        """Its settings that are counts, the first of each name at whatever depth: versions differ in that."""
+        """Integer settings: the first of each name at any depth, because versions differ in
+        depth."""
         status, body = await self._get(_SETTINGS)
         try:
             return dict(reversed(list(_counts(orjson.loads(body))))) if status == 200 else {}
@@ -103,7 +108,7 @@ class Asker:
 
 
 def busy(load: Load) -> bool:
-    """Whether somebody's requests are there."""
+    """Whether the engine has requests."""
     return bool(load.running or load.waiting)
 
 

@@ -1,4 +1,4 @@
-"""Robust regression of the step-time model's constants, all at least 0, on what the probes measured."""
+"""Robust regression of the step-time model's constants (all at least 0) on the measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSTANTS = (
     "prefill_seconds_per_attention_pair",
 )
 _USUAL_ERROR = 0.03  # relative residuals beyond it count less and less
-_LEAST_ERROR = 0.002  # no clock here tells finer
+_LEAST_ERROR = 0.002  # resolution of the clocks
 _LEAST_OBSERVATIONS = 8
 _HALF_A_PIECE = 0.5
 _ONE_PIECE = 1.2  # a pause of the machine looks like a small second one
@@ -31,7 +31,7 @@ _USUAL_BATCH_TOKENS = [2**power for power in range(8, 18)]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an engine did in some time, summed over its steps."""
+    """The work of an engine in a period, summed over its steps."""
 
     kind: Kind
     label: str
@@ -48,7 +48,7 @@ class Observation:
 
 
 def settled(measured: Sequence[Observation]) -> Observation:
-    """One for several measurements of the same probe: the lower quartile, since what disturbs takes time."""
+    """Combines measurements of a probe: the lower quartile, because disturbances only add time."""
     times = sorted(measured, key=lambda observation: observation.seconds)
     chosen = times[(len(times) - 1) // 4]
     spread = (times[-1].seconds - times[0].seconds) / chosen.seconds
@@ -56,14 +56,14 @@ def settled(measured: Sequence[Observation]) -> Observation:
 
 
 def disagreement(measured: Sequence[Observation]) -> float:
-    """How far the two measurements that lie closest are apart, relatively."""
+    """The relative difference of the two closest measurements."""
     times = sorted(observation.seconds for observation in measured)
     return min((b / a - 1.0 for a, b in pairwise(times)), default=inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """An observation and what the fitted constants make of it."""
+    """An observation and its prediction by the fitted constants."""
 
     kind: Kind
     label: str
@@ -78,7 +78,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants with their standard errors, and how well they predict."""
+    """Constants with their standard errors, and the errors of their predictions."""
 
     constants: dict[str, float]
     standard_errors: dict[str, float]
@@ -99,12 +99,16 @@ class Fit:
 def pieces(
     intervals: NDArray[np.float64], usual: float, prompt_tokens: int, batch: int
 ) -> tuple[float, float] | None:
-    """Bounds on the tokens of a step, from the times between a decoding request's tokens while a prompt of
-    `prompt_tokens` was computed beside a `batch`; `usual` is such a time without it. None: nothing to see."""
+    """Bounds on the tokens per step, from the token gaps of decoding requests during a prompt.
+
+    The prompt has `prompt_tokens` and runs with a `batch`. `usual` is a token gap without it. None:
+    no effect.
+    """
     more = np.maximum(intervals - usual, 0.0)
     if more.max() < 0.5 * usual:
         return None
-    # So many equal ones would have this sum and this sum of squares: a short last piece counts in part.
+    # The number of equal pieces with this sum and sum of squares; a short last piece counts in
+    # part.
     count = float(more.sum() ** 2 / (more**2).sum())
     if count < _ONE_PIECE:
         return prompt_tokens + batch, inf
@@ -113,7 +117,7 @@ def pieces(
 
 
 def batch_tokens(observations: Sequence[Observation]) -> tuple[int, str]:
-    """Tokens that a step holds by what long prompts showed, and how that is known."""
+    """Tokens per step according to long prompts, and the kind of evidence."""
     shown = [observation.chunk_tokens for observation in observations if observation.chunk_tokens]
     longest = int(max(observation.prefill_tokens for observation in observations))
     bounded = [bounds for bounds in shown if bounds[1] < inf]
@@ -129,7 +133,7 @@ def batch_tokens(observations: Sequence[Observation]) -> tuple[int, str]:
 
 
 def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | None = None) -> Fit:
-    """Fits the constants. `max_batch_tokens`: where it is known.
+    """Fits the constants. `max_batch_tokens`: maximum tokens per step; None: unknown.
 
     Raises:
         CalibrationError: scipy is missing, or there are too few observations.
@@ -137,9 +141,7 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
     try:
         from scipy.optimize import least_squares, nnls
     except ModuleNotFoundError as error:
-        raise CalibrationError(
-            "calibrating needs scipy: install lmetric-router[calibrate], or scipy itself"
-        ) from error
+        raise CalibrationError("calibrate needs scipy: install lmetric-router[calibrate] or scipy") from error
     kinds = {observation.kind for observation in observations}
     if len(observations) < _LEAST_OBSERVATIONS or not {"prefill", "decode"} <= kinds:
         raise CalibrationError(
@@ -151,7 +153,8 @@ def fit_profile(observations: Sequence[Observation], max_batch_tokens: int | Non
     )
     rows = np.array([_row(observation, tokens) for observation in observations])
     seconds = np.array([observation.seconds for observation in observations])
-    # Relative errors, in units in which every column weighs the same; what was measured badly weighs less.
+    # Relative errors, scaled so that all columns have equal weight; uncertain measurements weigh
+    # less.
     relative = rows / seconds[:, None]
     weights = _USUAL_ERROR / (_USUAL_ERROR + np.array([observation.doubt for observation in observations]))
     scale = np.linalg.norm(relative, axis=0)
@@ -213,7 +216,8 @@ def _row(observation: Observation, max_batch_tokens: int) -> list[float]:
 def _unidentified(
     costs: NDArray[np.float64], deviations: NDArray[np.float64], relative: NDArray[np.float64]
 ) -> list[str]:
-    """What the probes do not tell: constants whose error is as large as half of them, with a bound."""
+    """Constants that the probes cannot identify (standard error at least half the value), with a
+    bound."""
     said = []
     for index, name in enumerate(CONSTANTS):
         if deviations[index] > 0.5 * costs[index]:

@@ -1,12 +1,12 @@
-"""Which probes tell the constants apart, within a budget of tokens.
+"""Plans probes that separate the constants, within a token budget.
 
-* ``prefill``: lone prompts of many lengths (time to first token): cost of a prompt token, and of an attention
-  pair, whose number grows with the square.
+* ``prefill``: lone prompts of many lengths (time to first token): cost of a prompt token, and of an
+  attention pair, whose number grows with the square.
 * ``cached``: the longest of them again with new tokens behind: many pairs to few tokens.
-* ``decode``: batches of several sizes, with short and with long contexts (time between tokens): the fixed
-  part, the cost of a sequence and of a token of context.
-* ``mixed``: a long prompt beside decoding ones: whether the parts add up, and, in the times between the
-  others' tokens, in how many pieces it was computed.
+* ``decode``: batches of several sizes, with short and with long contexts (time between tokens): the
+  fixed part, the cost of a sequence and of a token of context.
+* ``mixed``: a long prompt beside decoding ones: whether the parts add up, and, in the times between
+  the others' tokens, in how many pieces it was computed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _SPARE_ROUNDS = 1.0  # kept back, to repeat probes whose measurements disagree
 
 
 class CalibrationError(LmetricError):
-    """The engine cannot be calibrated: not reachable, busy, too small a budget, too few answers."""
+    """The engine cannot be calibrated: not reachable, busy, budget too small, or too few
+    answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no probe goes beyond."""
+    """Limits of all probes."""
 
     budget_tokens: int  # prompt tokens sent and output tokens made, all probes together
     max_batch: int  # requests at once
     max_prompt_tokens: int
     cache_tokens: int | None = None
-    chunk_tokens: int | None = None  # prompt tokens that a step takes, where known
+    chunk_tokens: int | None = None  # prompt tokens per step; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ class Probe:
 
     @property
     def most_tokens(self) -> int:
-        """What it costs at most."""
+        """Maximum cost of the probe, tokens."""
         lone = self.prompt_tokens + self.cached_tokens + 1 if self.prompt_tokens else 0
         return self.batch * (self.context_tokens + self.output_tokens) + lone
 
     @property
     def label(self) -> str:
-        """In words."""
+        """Description of the probe."""
         batch = f"{self.batch} decoding at {self.context_tokens:,}"
         if self.kind == "prefill":
             return f"prompt of {self.prompt_tokens:,}"
@@ -83,7 +84,7 @@ class Plan:
 
     @property
     def most_tokens(self) -> int:
-        """What all rounds cost at most, without repetitions."""
+        """Maximum cost of all rounds without repetitions, tokens."""
         return WARM_UP_TOKENS + ROUNDS * sum(probe.most_tokens for probe in self.probes)
 
     @property
@@ -96,10 +97,10 @@ class Plan:
 
 
 def make_plan(limits: Limits) -> Plan:
-    """The probes that these limits allow.
+    """The probes within these limits.
 
     Raises:
-        CalibrationError: the budget, the batch or the prompts allowed are too small to tell anything.
+        CalibrationError: the limits on budget, batch or prompts are too small.
     """
     makers: dict[Kind, Callable[[Limits, float], list[Probe]]] = {
         "prefill": _prefills,
@@ -132,7 +133,7 @@ def _longest(limits: Limits, tokens: float) -> int:
 
 
 def _cache(limits: Limits) -> int:
-    """Tokens that may be in the cache at once."""
+    """Maximum tokens in the cache."""
     return int(0.8 * limits.cache_tokens) if limits.cache_tokens else 1 << 30
 
 

@@ -45,26 +45,27 @@ _ASSUMED_LEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What came of it."""
+    """The result of a calibration."""
 
     profile: Profile
     fit: Fit
     facts: EngineFacts
-    assumed: tuple[str, ...]  # of the profile's sizes: what the engine did not say, and what stands there
+    assumed: tuple[str, ...]  # sizes that the engine did not report, with the assumed values
     dropped: tuple[str, ...]  # probes without a figure at the end, and why
     tokens_used: int
 
 
 @dataclass
 class Calibrator:
-    """Calibrates one engine. Use as an async context: ``facts`` and ``plan`` are there before a probe goes.
+    """Calibrates one engine. Use it as an async context: ``facts`` and ``plan`` exist before the
+    first probe.
 
     Args:
-        budget_tokens: prompt tokens sent and output tokens made, at most.
-        max_batch: requests at once, at most.
-        force: go on although others use the engine; their work then counts as the probes'.
-        clock_speed: the engine's clock runs this many times as fast as ours (an emulated one's).
-        overrides: fields of the profile that are known better than the engine tells.
+        budget_tokens: maximum number of prompt and output tokens.
+        max_batch: maximum number of concurrent requests.
+        force: continue even if the engine has other traffic, which then distorts the result.
+        clock_speed: speed of the engine's clock relative to real time (emulated engines).
+        overrides: fields of the profile that replace the engine's values.
     """
 
     url: str
@@ -134,11 +135,12 @@ class Calibrator:
             )
 
     async def run(self, progress: Callable[[Probe], None] = lambda _: None) -> Calibration:
-        """Runs all probes, repeats those whose measurements disagree while the budget lasts, and fits the
-        profile. `progress` is called after each.
+        """Runs all probes, repeats those whose measurements disagree while the budget lasts, and
+        fits the profile. `progress` is called after each.
 
         Raises:
-            CalibrationError: the engine fails or becomes busy, or what was measured does not suffice.
+            CalibrationError: the engine fails or becomes busy, or what was measured does not
+                suffice.
         """
         await self._lone(self._prompt(WARM_UP_TOKENS // 2), WARM_UP_TOKENS // 2)
         for _ in range(ROUNDS):
@@ -151,7 +153,8 @@ class Calibrator:
         return self._calibration()
 
     def _most_doubtful(self) -> Probe | None:
-        """The probe to repeat: the one with the greatest disagreement that the budget still allows."""
+        """The probe to repeat: the one with the greatest disagreement that the budget still
+        allows."""
         doubtful = [
             (disagreement(measured), probe.most_tokens, probe)
             for probe, measured in self._measured.items()
@@ -251,7 +254,8 @@ class Calibrator:
     # -- requests
 
     async def time_to_first_token(self, prompt_tokens: int) -> float:
-        """Seconds to the first token of one more lone prompt, on our clock: to hold a fit against."""
+        """Seconds to the first token of one more lone prompt, on our clock: to hold a fit
+        against."""
         record = await self._lone(self._prompt(prompt_tokens), 1)
         assert record.sent is not None
         assert record.first_token is not None
@@ -277,7 +281,7 @@ class Calibrator:
 
     @contextlib.asynccontextmanager
     async def _decoding(self, probe: Probe) -> AsyncIterator[list[Record]]:
-        """The probe's batch, while it decodes; ended with the block, whatever is left of it."""
+        """The probe's decoding batch. Leaving the block cancels the remaining requests."""
         records = [Record(index, 0.0, token_times=[]) for index in range(probe.batch)]
         tasks = [
             asyncio.create_task(self._send(self._prompt(probe.context_tokens), probe.output_tokens, record))

@@ -12,7 +12,7 @@ def command() -> None:
     features or cause failures, to test clients and routers. When the engine is ready, it prints one
     JSON line with its address. SIGTERM and Ctrl-C stop it.
 
-    --api sglang gives it the endpoints, metrics and events of SGLang. They follow the SGLang
+    With --api sglang, it has the endpoints, metrics and events of SGLang. They follow the SGLang
     sources and were never compared with a running SGLang.
     """
 

@@ -1,4 +1,4 @@
-"""What an engine gives the router, proved by doing it: the verdicts of ``lmetric-router doctor``."""
+"""Tests of engine features with real requests: the verdicts of ``lmetric-router doctor``."""
 
 from lmetric.doctor.run import Examination, examine
 from lmetric.doctor.subject import Target

@@ -1,7 +1,7 @@
-"""Does it keep prefixes, and tell of them: prefix_cache, cached_tokens, kv_events, block_hashes.
+"""Checks of the prefix cache: prefix_cache, cached_tokens, kv_events, block_hashes.
 
-Two prompts of token ids that nobody has sent before share a prefix. The first teaches the index, which is fed
-as the server's is; then the index says what the engine should find of the second, and the engine what it did.
+Two new prompts of token IDs share a prefix. KV events of the first prompt fill the index, as in the
+server. The check compares the index's prediction for the second prompt with the engine's own count.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from lmetric.engines.adapter import samples
 from lmetric.engines.http import Answer, Unanswered
 
 EVENT_SECONDS = (1.0, 3.0)
-"""Until an event of a prompt just computed must have come, at the first try and the second: the subscription
-may be later than the first prompt. vLLM takes about 15 ms."""
+"""Time limits for an event of a new prompt, seconds: first try and second try.
+
+The subscription can start after the first prompt. vLLM takes about 15 ms.
+"""
 PREFIX_TOKENS = 64  # at least; whole blocks
 _CHECKS = ("prefix_cache", "cached_tokens", "kv_events", "block_hashes")
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Prompts of token ids."""
+    """Prompts of token IDs with a common prefix."""
 
     first: list[int]
     second: list[int]
     common: int
-    """Tokens that both begin with: whole blocks."""
+    """Length of the common prefix, tokens; whole blocks."""
 
 
 async def check_cache(subject: Subject, ears: Ears) -> None:
-    """All four, of each data-parallel rank: they do not share their caches. And the clock, by the events."""
+    """Runs the four checks for each data-parallel rank (each has its own cache), and the clock
+    check."""
     ear = ears.listen(subject)
     clocks: list[Ahead] = []
     own = subject.capabilities.data_parallel_rank or 0
     ranks = [source.rank for source in subject.capabilities.event_sources] or [own]
-    several = len(ranks) > 1  # then a request may name its rank, with vLLM and SGLang alike
+    several = len(ranks) > 1  # requests can then name a rank, with vLLM and SGLang
     wanting: dict[str, Verdict] = {}
     for rank in ranks if ear else ranks[:1]:
         await _check_rank(
@@ -103,14 +106,13 @@ async def _send(subject: Subject, prompt: list[int], to: Mapping[str, str] | Non
 
 
 async def _probes(subject: Subject) -> list[Probes]:
-    """New prompts for each try, in the engine's token ids; none, with the verdict, where there is no way."""
+    """New prompts in the engine's token IDs for each try; empty, with a verdict, if there are
+    none."""
     block = subject.capabilities.block_size or subject.target.settings.block_size or BLOCK_SIZE
     common = max(1, -(-PREFIX_TOKENS // block)) * block
     tail = block // 2 + 1
     if common + tail >= subject.max_tokens:
-        cause = (
-            f"its requests of {subject.max_tokens} tokens are too short for a block of {block} and an answer"
-        )
+        cause = f"requests of {subject.max_tokens} tokens are too short for a block of {block} and an answer"
         subject.not_offered("prefix_cache", cause)
         return []
     each = common + 2 * tail
@@ -122,7 +124,7 @@ async def _probes(subject: Subject) -> list[Probes]:
     if answer.status != 200 and subject.tokenizer is not None:
         ids = subject.tokenizer.completion(words).tolist()
     if not isinstance(ids, list) or len(ids) < wanted:
-        cause = f"POST /tokenize gives no token ids to make prompts of ({answer.error()[:80]})"
+        cause = f"POST /tokenize returns no token IDs for test prompts ({answer.error()[:80]})"
         subject.not_offered("prefix_cache", cause)
         return []
     prompts = []
@@ -133,7 +135,7 @@ async def _probes(subject: Subject) -> list[Probes]:
 
 
 async def _heard(ear: Ear, name: str, rank: int, probes: Probes, seconds: float) -> bool:
-    """Whether events come. The index must know the prompt: others' requests make events, too."""
+    """Whether events of the prompt arrive. Other clients' requests cause events, too."""
     deadline = time.monotonic() + seconds
     while not ear.messages(name, rank) or ear.predict(name, probes.first) < probes.common:
         if time.monotonic() > deadline:
@@ -143,7 +145,7 @@ async def _heard(ear: Ear, name: str, rank: int, probes: Probes, seconds: float)
 
 
 async def _counted(subject: Subject) -> float | None:
-    """Prompt tokens found in the cache so far, by the engine's own counter."""
+    """Prompt tokens found in the cache so far, from the engine's counter."""
     adapter = subject.adapter
     if adapter is None or adapter.cached_counter is None:
         return None
@@ -160,16 +162,16 @@ def _judge_caching(subject: Subject, probes: Probes, told: int | None, counted: 
         cause = f"a prefix of {probes.common} tokens sent twice was computed twice"
         subject.failed("prefix_cache", cause, subject.flag("prefix_cache"))
     else:
-        cause = "neither usage nor a counter tells whether a prefix was cached"
+        cause = "neither usage nor a counter shows whether a prefix was cached"
         subject.not_offered("prefix_cache", cause, subject.flag("cached_tokens"))
     if told is None:
         cause = "its usage has no prompt_tokens_details.cached_tokens"
         subject.not_offered("cached_tokens", cause, subject.flag("cached_tokens"))
     elif told == probes.common or not found:
-        subject.passed("cached_tokens", f"{told} told of {len(probes.second)}, as it had to be")
+        subject.passed("cached_tokens", f"{told} of {len(probes.second)} reported, as expected")
     else:
         subject.failed(
-            "cached_tokens", f"{told} told, and both prompts began with {probes.common} common tokens"
+            "cached_tokens", f"{told} reported, but both prompts begin with {probes.common} common tokens"
         )
 
 

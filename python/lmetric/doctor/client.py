@@ -1,4 +1,4 @@
-"""The doctor's own requests to one engine: questions, and a stream that can be left."""
+"""The doctor's client for one engine: requests, and streams that it can cancel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lmetric.engines.http import PATIENCE_SECONDS, Answer, EngineClient, Unanswe
 
 
 class StreamingClient(EngineClient):
-    """As an EngineClient, and streams."""
+    """An EngineClient with streams."""
 
     @contextlib.asynccontextmanager
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[Stream]:
-        """A streamed completion, begun: its first event has come. Left early, its connection is closed.
+        """Starts a streamed completion and waits for its first event.
 
-        Raises Unanswered.
+        Leaving the context early closes the connection. Raises Unanswered.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=PATIENCE_SECONDS)
         try:
@@ -42,7 +42,7 @@ class StreamingClient(EngineClient):
                 await stream.begun.wait()
             yield stream
         except TimeoutError:
-            raise Unanswered(f"a stream brought nothing within {PATIENCE_SECONDS:g} s") from None
+            raise Unanswered(f"no event of a stream within {PATIENCE_SECONDS:g} s") from None
         finally:
             response.close()
             reader.cancel()
@@ -50,18 +50,18 @@ class StreamingClient(EngineClient):
 
 
 class Stream:
-    """A stream of an engine while it is read."""
+    """An open stream of an engine."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self.seen = bytearray()
-        """The last of what came."""
+        """The last received data."""
         self.begun = asyncio.Event()
         self.ended = False
 
     @property
     def error(self) -> bytes | None:
-        """The data of the first event that reports an error; None: none does so far."""
+        """The data of the first event with an error; None: no error so far."""
         for line in bytes(self.seen).splitlines():
             name, _, data = line.partition(b":")
             if name == b"data" and b'"error"' in data:
@@ -72,7 +72,7 @@ class Stream:
         return None
 
     async def read(self) -> None:
-        """Reads until the end."""
+        """Reads to the end of the stream."""
         with contextlib.suppress(aiohttp.ClientError, OSError):
             async for piece in self._response.content.iter_any():
                 self.seen = (self.seen + piece)[-65536:]

@@ -1,6 +1,7 @@
-"""Does its clock agree with this machine's: clock.
+"""Check of the engine's clock: clock.
 
-The times in its KV events tell to milliseconds; the `Date` of its answers, where no events come, to seconds.
+Times in KV events have a precision of milliseconds. Without events, the check uses the `Date` of
+answers, with a precision of seconds.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from email.utils import parsedate_to_datetime
 from lmetric.doctor.subject import Subject
 
 TOLERANCE_SECONDS = 1.0
-"""The clocks may differ by this much, beyond what is not known of it."""
+"""Maximum difference of the clocks, in addition to the uncertainty of the measurement, seconds."""
 DATE_SECONDS = 2.0
-"""`Date` may be this much older than its answer: it has whole seconds, and servers keep it for one."""
+"""Maximum age of `Date`, seconds: it has whole seconds, and servers cache it for one second."""
 Ahead = tuple[float, float]
-"""By how many seconds a clock is ahead of this machine's: at least, and at most."""
+"""Seconds by which a clock is ahead of this machine's clock: minimum and maximum."""
 
 
 def judge_date(subject: Subject, date: str | None, before: float, after: float) -> None:
-    """By the `Date` of an answer that was asked for at ``before`` and there at ``after``."""
+    """Checks the clock by the `Date` of an answer. The request was sent at ``before``; it arrived
+    at ``after``."""
     try:
         told = parsedate_to_datetime(date or "").timestamp()
     except ValueError:
@@ -29,13 +31,17 @@ def judge_date(subject: Subject, date: str | None, before: float, after: float) 
 
 
 def ahead_by_events(least_delay: float, took: float) -> Ahead:
-    """By the least delay of event batches, by the times in them, of which one was made and heard within
-    ``took`` seconds: so much at most did that batch, and so the least delayed, take in truth."""
+    """Bounds of the clock difference from event batches.
+
+    Args:
+        least_delay: shortest delay of a batch according to both clocks, seconds.
+        took: upper bound of the true delay of one batch, and so of the shortest delay, seconds.
+    """
     return -least_delay, took - least_delay
 
 
 def judge_events(subject: Subject, ranks: Sequence[Ahead]) -> None:
-    """By the times in the events of its ranks: the worst counts."""
+    """Checks the clock by the times in the events of the ranks: the largest difference counts."""
     _judge(subject, max(ranks, key=lambda ahead: max(ahead[0], -ahead[1])), "the times in its KV events")
 
 
@@ -45,8 +51,8 @@ def _judge(subject: Subject, ahead: Ahead, by: str) -> None:
     if low > TOLERANCE_SECONDS or high < -TOLERANCE_SECONDS:
         subject.failed(
             "clock",
-            f"{told}: its log's times and ours do not match",
-            "synchronise both machines' clocks (NTP)",
+            f"{told}: times in its log do not match times in the router's log",
+            "synchronize the clocks of both machines (NTP)",
         )
     else:
         subject.passed("clock", told)

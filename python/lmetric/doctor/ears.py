@@ -1,4 +1,4 @@
-"""The index that the doctor fills from engines' events, wired as the server's is."""
+"""The KV index that the doctor fills from engine events, connected as in the server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lmetric.config import KvEvents
 from lmetric.doctor.subject import Subject
 from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose, mismatch
 
-BLOCK_SIZE = 16  # where neither configuration nor engine tells
+BLOCK_SIZE = 16  # if neither configuration nor engine gives it
 
 
 class Ear:
-    """The index of one model's engines, and the feed that fills it."""
+    """The KV index of one model's engines, and its event feed."""
 
     def __init__(self, model: str, block_size: int, block_size_from: str) -> None:
         self.pool = PoolFacts(block_size, block_size_from, knows_tokens=True)
@@ -27,68 +27,69 @@ class Ear:
         self._feed = EventFeed(self._router)
 
     def subscribe(self, name: str, sources: tuple[Subscription, ...], cache_blocks: int | None) -> None:
-        """Listens to an engine's ranks. Raises LmetricError."""
+        """Subscribes to the events of an engine's ranks. Raises LmetricError."""
         self._router.add_instance(name, cache_blocks=cache_blocks)
         for source in sources:
             source.open(self._feed, name)
 
     def predict(self, name: str, prompt: list[int]) -> int:
-        """Leading tokens of a prompt that the engine holds, by its events."""
+        """Leading tokens of a prompt in the engine's cache, according to its events."""
         hits = self._router.cached_tokens(Request(token_ids=array("I", prompt)))
         return int(hits[self._router.instances().index(name)])
 
     def connected(self, name: str, rank: int) -> bool:
-        """Whether there is a connection to a rank."""
+        """Whether the feed is connected to a rank."""
         return bool(self._feed.status(name)[rank]["connected"])
 
     def messages(self, name: str, rank: int) -> int:
-        """A rank's batches that came as they were published. (Those replayed prove nothing of the future.)"""
+        """Number of live batches from a rank, without replayed batches."""
         return int(self._feed.status(name)[rank]["messages"])
 
     def least_delay(self, name: str, rank: int) -> float | None:
-        """Seconds from a batch's making, by the rank's clock, to its coming, by ours; of all, the least."""
+        """Shortest delay of a batch, seconds: from its creation (rank's clock) to its arrival (our
+        clock)."""
         seconds: float | None = self._feed.status(name)[rank]["least_delay_seconds"]
         return seconds
 
     def mismatch(self, name: str) -> str | None:
-        """What is wrong with the size of the blocks that it tells of, where they are not the index's."""
+        """The problem with the block size in the engine's events; None if it matches the index."""
         seen = next((size for rank in self._ranks(name) if (size := rank["block_size"])), None)
         return mismatch(seen, self.pool) if seen and seen != self.pool.block_size else None
 
     def describe(self, name: str) -> str:
-        """What came, and from where."""
+        """The number of batches and their endpoints."""
         ranks = self._ranks(name)
         where = ", ".join(rank["endpoint"] for rank in ranks)
         replays = all(rank["replay_endpoint"] for rank in ranks)
-        blind = "" if replays else "; it has no replay_endpoint: a lost batch costs all that is known of it"
+        blind = "" if replays else "; no replay_endpoint: after a lost batch, the index starts empty"
         return f"{sum(rank['messages'] for rank in ranks)} batches from {where}{blind}"
 
     async def why_silent(self, subject: Subject, rank: int) -> tuple[str, str | None]:
-        """Why no events came from a rank that has just computed a new prompt, and what to set."""
+        """The reason for missing events of a new prompt, and the remedy."""
         if not subject.has("prefix_cache"):
-            return "an engine that caches no prefixes publishes no blocks", subject.flag("prefix_cache")
+            return "an engine without prefix caching publishes no events", subject.flag("prefix_cache")
         flag = subject.flag("kv_events")
         heard = self._feed.status(subject.name)[rank]
         endpoint, topic, other = heard["endpoint"], heard["topic"], heard["other_topic"]
         if heard["bind"] and not heard["connected"]:
-            return f"nothing connected to {endpoint}, where the router listens", (
-                f"give its endpoint this machine's address and that port, or let it listen: {flag}"
+            return f"no engine connected to {endpoint}, where the router listens", (
+                f"set its endpoint to this machine's address and this port, or let the engine listen: {flag}"
             )
         if not heard["connected"]:
             why = await _closed(endpoint) or "no ZMQ publisher answers there"
-            return f"nobody listens at {endpoint}: {why}", (
-                f"let the engine listen there, and the network let the router through: {flag}"
+            return f"no connection to {endpoint}: {why}", (
+                f"let the engine listen there, and allow the router's connections in the network: {flag}"
             )
         if other is not None:
             return f"its events have topic {other!r}, not {topic!r}", (
-                "kv_events.topic in the configuration: leave it out, and the engine is asked"
+                "remove kv_events.topic from the configuration to use the topic that the engine reports"
             )
-        return f"connected to {endpoint}, and nothing came of a new prompt", (
+        return f"connected to {endpoint}, but a new prompt caused no event", (
             "is that the port of this engine's --kv-events-config?"
         )
 
     def close(self) -> None:
-        """Ends the feed's thread."""
+        """Stops the thread of the feed."""
         self._feed.close()
 
     def _ranks(self, name: str) -> list[dict[str, Any]]:
@@ -96,18 +97,19 @@ class Ear:
 
 
 class Ears:
-    """One for each model: as in the server, its engines share an index, and so a block size."""
+    """One `Ear` per model: as in the server, the engines of a model share an index and a block
+    size."""
 
     def __init__(self) -> None:
         self._ears: dict[str, Ear] = {}
 
     def listen(self, subject: Subject) -> Ear | None:
-        """Subscribes to an engine; None, with the verdict, where there is nothing to subscribe to."""
+        """Subscribes to an engine; None, with a verdict, if the engine has no events."""
         capabilities, settings = subject.capabilities, subject.target.settings
         own = subject.target.engine.kv_events
         setting = settings.kv_events if own is None else own
         host = urlsplit(subject.client.url).hostname or ""
-        # Block size and tokenizer have verdicts of their own.
+        # Block size and tokenizer have separate verdicts.
         pool = PoolFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
         mode, subscriptions = choose(capabilities, host, setting, pool)
         if not subscriptions:
@@ -128,19 +130,19 @@ class Ears:
             ear.subscribe(subject.name, subscriptions, capabilities.cache_blocks)
         except LmetricError as error:
             subject.failed(
-                "kv_events", str(error), "while serve runs, it has the address; see its /debug/engines"
+                "kv_events", str(error), "a running serve uses this address; see its /debug/engines"
             )
             return None
         return ear
 
     def close(self) -> None:
-        """Ends all."""
+        """Stops all feeds."""
         for ear in self._ears.values():
             ear.close()
 
 
 async def _closed(endpoint: str) -> str | None:
-    """Why no TCP connection can be made there; None where one can."""
+    """The reason why a TCP connection to an endpoint fails; None if it succeeds."""
     parts = urlsplit(endpoint)
     try:
         async with asyncio.timeout(3):

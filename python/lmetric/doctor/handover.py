@@ -1,8 +1,8 @@
-"""Does it hand a request's KV cache to another engine, and take one over: handover.
+"""Check of KV transfers between two engines: handover.
 
-Two engines of one model serve a prompt that nobody has sent before: the first computes it, the second
-decodes. What comes must be what one engine alone says, and the second must have fetched the prompt instead of
-computing it, by its own counter.
+Two engines of one model serve a new prompt: the first computes it, the second decodes. The answer
+must equal the answer of a single engine. According to the second engine's counter, it must have
+received the prompt's KV instead of computing it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FETCHED = "prompt_tokens_by_source_total"
 
 
 async def check_handovers(subjects: Sequence[Subject]) -> None:
-    """Every engine that tells of a connector with one that could be its other half."""
+    """Tests every engine that reports a connector, with a matching second engine."""
     for subject in subjects:
         told = subject.capabilities.handover
         if told is None:
@@ -37,7 +37,7 @@ async def check_handovers(subjects: Sequence[Subject]) -> None:
         elif subject.has("model") and "handover" not in subject.verdicts:
             other = _other_half(subject, subjects)
             if other is None:
-                subject.not_offered("handover", f"{told.connector}: no other engine was named to try it with")
+                subject.not_offered("handover", f"{told.connector}: no second engine is given for the test")
             elif subject.role == "decode":
                 await _try(other, subject)
             else:
@@ -45,7 +45,7 @@ async def check_handovers(subjects: Sequence[Subject]) -> None:
 
 
 def _without(subject: Subject) -> None:
-    why = subject.capabilities.no_handover or "it does not tell of any way"
+    why = subject.capabilities.no_handover or "it reports no KV connector"
     role = subject.role
     if role == "both":
         subject.not_offered("handover", why)
@@ -54,7 +54,7 @@ def _without(subject: Subject) -> None:
 
 
 def _other_half(subject: Subject, subjects: Sequence[Subject]) -> Subject | None:
-    """An engine of the same model and connector, of the other role where there is one."""
+    """An engine with the same model and connector, preferably of the other role."""
     told, role = subject.capabilities.handover, subject.role
     fitting = [
         other
@@ -71,7 +71,7 @@ def _other_half(subject: Subject, subjects: Sequence[Subject]) -> Subject | None
 
 
 async def _try(prefill: Subject, decode: Subject) -> None:
-    """One request in two legs; the verdict is both engines'."""
+    """Tests one request in two segments. Both engines get the verdict."""
     told = prefill.capabilities.handover
     assert told is not None
     try:
@@ -85,7 +85,7 @@ async def _try(prefill: Subject, decode: Subject) -> None:
 
 
 async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
-    """What was seen. Raises Unanswered and HandoverError."""
+    """Runs the test and returns the findings. Raises Unanswered and HandoverError."""
     connector = CONNECTORS[told.connector]
     words = " ".join(secrets.token_hex(2) for _ in range(PROMPT_WORDS))
     body = {"model": prefill.model, "prompt": words, "max_tokens": ANSWER_TOKENS, "temperature": 0}
@@ -105,16 +105,18 @@ async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
     if before is not None and after is not None and prompt:
         if after - before < prompt / 2:
             raise HandoverError(
-                f"the prompt was computed again: {after - before:.0f} of {prompt} tokens came over"
+                f"the prompt was computed again: {after - before:.0f} of {prompt} tokens were transferred"
             )
         said = f"{after - before:.0f} of {prompt} tokens fetched in {seconds:.2f} s"
     if connector.at_once:
-        return said  # neither of them serves whole requests
-    # The prefill engine computed the prompt itself; what the other has of it by now is in question.
+        return said  # neither engine serves whole requests
+    # The prefill engine computed the prompt itself, so its answer is the reference.
     alone = _text(await _ask(prefill, body, {}))
     if _text(answer) != alone:
-        raise HandoverError("the answer is not what one engine alone says: its KV cache was not the prompt's")
-    return said + ", with the answer of one engine alone"
+        raise HandoverError(
+            "the answer differs from the answer of one engine: the transferred KV cache is wrong"
+        )
+    return said + "; the answer equals the answer of one engine"
 
 
 async def _ask(subject: Subject, body: object, headers: dict[str, str]) -> Answer:
@@ -129,7 +131,7 @@ def _text(answer: Answer) -> str:
 
 
 async def _fetched(subject: Subject) -> float | None:
-    """Prompt tokens that came from other engines so far, by the engine's own counter."""
+    """Prompt tokens received from other engines so far, from the engine's counter."""
     adapter = subject.adapter
     if adapter is None or adapter.name != "vllm":
         return None

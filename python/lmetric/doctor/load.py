@@ -1,4 +1,4 @@
-"""Do load reports follow what happens, and does a request whose client leaves stop: load, cancel."""
+"""Checks of load reports and of cancellation after a disconnect: load, cancel."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ FRESH_SECONDS = 3.0
 CANCEL_SECONDS = 3.0
 POLL_SECONDS = 0.02
 OUTPUT_TOKENS = 4096
-ATTEMPTS = 3  # other requests come and go on an engine that serves
+ATTEMPTS = 3  # an engine in use has other requests, which begin and end
 
 
 async def check_load_and_cancel(subject: Subject) -> None:
-    """A long stream of ours must show in the reports while it runs, and go from them when we leave."""
+    """Checks that a long stream appears in the reports, and disappears after its cancellation."""
     path = subject.capabilities.load_path
     if path is None:
-        subject.not_offered("load", "no page with load gauges was found", subject.flag("load"))
+        subject.not_offered("load", "no endpoint with load gauges was found", subject.flag("load"))
         subject.not_offered(
-            "cancel", "without load reports nothing shows whether a request runs", subject.flag("load")
+            "cancel", "load reports are needed to see whether a request runs", subject.flag("load")
         )
         return
     try:
         before = await read_load(subject, path)
         if before.running is None or before.waiting is None:
             missing = "running" if before.running is None else "waiting"
-            subject.failed("load", f"{path} tells no number of {missing} requests", subject.flag("load"))
+            subject.failed("load", f"{path} has no number of {missing} requests", subject.flag("load"))
             return
         for attempt in range(ATTEMPTS):
             if await _follow(subject, path, last=attempt == ATTEMPTS - 1):
@@ -40,14 +40,18 @@ async def check_load_and_cancel(subject: Subject) -> None:
 
 
 async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
-    """One stream. True: there is nothing more to find out. On an engine that serves others, only the last
-    attempt may fail."""
+    """Tests with one stream. Returns True if the verdict is final.
+
+    On an engine with other traffic, only the last attempt can fail.
+    """
     before = await read_load(subject, path)
     last = last or _total(before) == 0
     tokens = max(min(OUTPUT_TOKENS, subject.max_tokens - 64), 16)
     body = {"model": subject.model, "prompt": "Go on and on.", "max_tokens": tokens, "ignore_eos": True}
     others = (
-        f" beside {before.running:.0f} others: repeat it when the engine is idle" if before.running else ""
+        f" beside {before.running:.0f} other requests: repeat the check when the engine is idle"
+        if before.running
+        else ""
     )
     async with subject.client.stream(body) as stream:
         rose = await until(subject, path, lambda load: _total(load) > _total(before), FRESH_SECONDS)
@@ -55,24 +59,28 @@ async def _follow(subject: Subject, path: str, *, last: bool) -> bool:
     if rose is None:
         if last:
             cause = (
-                f"{path} did not show a request of {tokens} tokens of ours within {FRESH_SECONDS:g} s{others}"
+                f"{path} did not show the test request of {tokens} tokens within {FRESH_SECONDS:g} s{others}"
             )
-            remedy = "let the router reach the engine itself, not a page that is cached on the way"
+            remedy = "connect the router to the engine directly, without a cache in between"
             subject.failed("load", cause, remedy)
         return last
     names = ", ".join(before.names[:3])
-    subject.passed("load", f"{path} ({names}): a request of ours showed after {rose * 1e3:.0f} ms")
+    subject.passed("load", f"{path} ({names}): the test request appeared after {rose * 1e3:.0f} ms")
     fell = await until(subject, path, lambda load: _total(load) <= _total(before), CANCEL_SECONDS)
     if fell is not None and ran:
-        subject.passed("cancel", f"a stream of {tokens} tokens left early was gone after {fell * 1e3:.0f} ms")
+        subject.passed(
+            "cancel", f"a canceled stream of {tokens} tokens disappeared after {fell * 1e3:.0f} ms"
+        )
         return True
     if last:
         cause = (
-            f"left early, a stream still runs after {CANCEL_SECONDS:g} s{others}"
+            f"a canceled stream still runs after {CANCEL_SECONDS:g} s{others}"
             if ran
-            else f"a stream of {tokens} tokens ended before it could be left{others}"
+            else f"a stream of {tokens} tokens ended before its cancellation{others}"
         )
-        subject.failed("cancel", cause, "let no proxy between router and engine keep the connection open")
+        subject.failed(
+            "cancel", cause, "remove proxies between router and engine that keep the connection open"
+        )
     return last
 
 
@@ -81,7 +89,7 @@ def _total(load: Load) -> float:
 
 
 async def read_load(subject: Subject, path: str) -> Load:
-    """The load that the engine reports now. Raises Unanswered."""
+    """The current load report of the engine. Raises Unanswered."""
     answer = await subject.client.get(path, seconds=5)
     if answer.status != 200 or subject.adapter is None:
         raise Unanswered(f"GET {path}: {answer.error()}")
@@ -89,7 +97,7 @@ async def read_load(subject: Subject, path: str) -> Load:
 
 
 async def until(subject: Subject, path: str, true: Callable[[Load], bool], seconds: float) -> float | None:
-    """Seconds until the report satisfies `true`; None: it did not in time."""
+    """Seconds until the report satisfies `true`; None after the time limit."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < seconds:
         if true(await read_load(subject, path)):

@@ -1,7 +1,7 @@
-"""Does it take priorities and, where that is to be tried (`--thorough`), does its queue follow: priority.
+"""Check of priorities and, with `--thorough`, of the order of the engine's queue: priority.
 
-The trial fills the engine with requests that yield to all others, until some have to wait; then one urgent
-request must begin before those. All are left as soon as that is known.
+The trial sends requests of the lowest priority until some are queued. Then an urgent request must
+begin before the queued requests. All requests are canceled as soon as the result is known.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from lmetric.engines.http import Unanswered
 
 MOST_REQUESTS, AT_ONCE = 64, 8
 QUEUE = 8
-"""So many must wait for their order to show."""
-OUTPUT_TOKENS = 1024  # at most: they are left long before
+"""Number of queued requests that the trial needs."""
+OUTPUT_TOKENS = 1024  # upper bound: requests are canceled long before
 LOT_SECONDS, QUEUED_SECONDS, TRIAL_SECONDS = 2.0, 0.5, 20.0
-"""For `AT_ONCE` requests to begin; for a queue to stand still, which is then no passing one; for the urgent
-request to begin."""
+"""Time limits, seconds: for `AT_ONCE` requests to begin, for a stable queue, for the urgent request
+to begin."""
 CLEAR = 0.75
-"""The urgent one overtakes at least this share of those who wait, where the queue follows priorities."""
+"""Share of queued requests that the urgent request must overtake if the queue follows
+priorities."""
 
 
 async def check_priority(subject: Subject, *, thorough: bool) -> None:
-    """A request with the most urgent of priorities is taken; ``thorough``: and begins first."""
+    """Checks that an urgent request is accepted; ``thorough``: and that it begins first."""
     priority = subject.capabilities.priority
     if priority is None:
-        subject.not_offered("priority", "no field of a request is known to carry one")
+        subject.not_offered("priority", "requests have no known field for a priority")
         return
     if priority.honoured is False:
-        subject.not_offered("priority", "its queue is not ordered by it", subject.flag("priority"))
+        subject.not_offered("priority", "its queue ignores priorities", subject.flag("priority"))
         return
     urgent, patient = priority.field(1), priority.field(-1)
     body = {"model": subject.model, "prompt": PROMPT, "max_tokens": 1, "priority": urgent}
@@ -42,9 +43,11 @@ async def check_priority(subject: Subject, *, thorough: bool) -> None:
         if answer.status != 200:
             subject.failed("priority", f"priority {urgent}: {answer.error()}", subject.flag("priority"))
         elif not thorough:
-            subject.passed("priority", f"{accepted}; whether its queue follows them, --thorough tries")
+            subject.passed("priority", f"{accepted}; --thorough also tests the queue")
         elif subject.capabilities.load_path is None:
-            subject.passed("priority", f"{accepted}; order not shown: nothing tells when requests wait")
+            subject.passed(
+                "priority", f"{accepted}; order not tested: the engine does not report queued requests"
+            )
         else:
             trial = _Trial(subject, subject.capabilities.load_path)
             try:
@@ -62,39 +65,41 @@ def _judge(subject: Subject, accepted: str, trial: _Trial) -> None:
     seen = f"an urgent request overtook {overtook} of the {waited} that waited"
     if waited == 0 or overtook is None:
         late = f"the urgent request did not begin within {TRIAL_SECONDS:g} s"
-        why = trial.refused or (late if waited else f"{trial.sent} requests at once made no queue")
-        subject.passed("priority", f"{accepted}; order not shown: {why}")
+        why = trial.refused or (late if waited else f"{trial.sent} concurrent requests caused no queue")
+        subject.passed("priority", f"{accepted}; order not tested: {why}")
     elif overtook >= CLEAR * waited:
         subject.passed("priority", f"{accepted}, and its queue follows them: {seen}")
     elif overtook <= (1 - CLEAR) * waited:
-        subject.failed("priority", f"accepted, and not followed: {seen}", subject.flag("priority"))
+        subject.failed("priority", f"accepted, but the queue ignores them: {seen}", subject.flag("priority"))
     else:
-        subject.passed("priority", f"{accepted}; order not shown: {seen}")
+        subject.passed("priority", f"{accepted}; order not tested: {seen}")
 
 
 class _Trial:
-    """Requests that are under way."""
+    """The requests of a trial."""
 
     def __init__(self, subject: Subject, path: str) -> None:
         self._subject = subject
         self._path = path
         self._tasks: list[asyncio.Task[None]] = []
-        self._begun: list[asyncio.Event] = []  # of each that began, in that order; set, it is left
-        self._urgent_after: int | None = None  # how many had begun when the urgent one did
+        self._begun: list[
+            asyncio.Event
+        ] = []  # of the begun requests, in order; setting one cancels its request
+        self._urgent_after: int | None = None  # number of requests that began before the urgent one
         self.sent = 0
         self.refused: str | None = None
         self.waited = 0
-        """How many waited when the urgent one was sent."""
+        """Number of queued requests when the urgent request was sent."""
         self.overtook: int | None = None
-        """How many of those began after it; None: it is not known."""
+        """Number of those requests that began after the urgent one; None: unknown."""
 
     @property
     def _waiting(self) -> int:
-        """Patient requests without a sign of life yet."""
+        """Requests of low priority without an event so far."""
         return self.sent - len(self._begun)
 
     async def fill(self, priority: int | None) -> bool:
-        """Sends patient requests until `QUEUE` of them have to wait. False: they need not."""
+        """Sends requests of low priority until `QUEUE` of them wait. False: they do not queue."""
         while self.sent < MOST_REQUESTS and self.refused is None:
             self._tasks += [asyncio.create_task(self._run(priority)) for _ in range(AT_ONCE)]
             self.sent += AT_ONCE
@@ -108,7 +113,7 @@ class _Trial:
         return False
 
     async def overtake(self, priority: int | None) -> None:
-        """Sends the urgent request, and makes room until it begins."""
+        """Sends the urgent request, and cancels others until it begins."""
         before, begun = await self._queue(), len(self._begun)
         self.waited = self._waiting
         self._tasks.append(asyncio.create_task(self._run(priority, urgent=True)))
@@ -124,7 +129,7 @@ class _Trial:
             self.overtook = self.waited - (self._urgent_after - begun)
 
     async def end(self) -> None:
-        """Leaves all."""
+        """Cancels all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

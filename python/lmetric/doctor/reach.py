@@ -1,4 +1,4 @@
-"""Is it there, what is it, and does it do what it should: reachable, model, role."""
+"""Checks of the engine itself: reachable, model, role."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ PROMPT = "Say something."
 
 
 async def check_reachable(subject: Subject) -> None:
-    """It answers, and its clock can be read off the answer."""
+    """Checks GET /health, and the clock by the answer's `Date`."""
     before = time.time()
     try:
         answer = await subject.client.get("/health", seconds=5)
     except Unanswered as error:
-        subject.failed("reachable", str(error), f"start the engine, or correct its URL {subject.client.url}")
+        subject.failed("reachable", str(error), f"start the engine, or correct the URL {subject.client.url}")
         return
     after = time.time()
     if answer.status >= 400:
         cause = f"GET /health: {answer.error()}"
         subject.failed(
-            "reachable", cause, "see the engine's log: its core may be dead" if answer.status >= 500 else None
+            "reachable",
+            cause,
+            "see the engine's log: its core may have crashed" if answer.status >= 500 else None,
         )
         return
     subject.passed("reachable", f"GET /health {answer.status} in {(after - before) * 1e3:.0f} ms")
@@ -32,29 +34,31 @@ async def check_reachable(subject: Subject) -> None:
 
 
 async def check_model(subject: Subject) -> None:
-    """It is asked what it is, and answers a completion."""
+    """Checks that the engine serves the model and answers a completion."""
     rank = subject.target.engine.data_parallel_rank
     try:
         subject.adapter, subject.capabilities = await identify(subject.client.page, rank)
     except (Unanswered, ValueError) as error:
-        key = "give the engine's key (api_key in the configuration)" if "status 401" in str(error) else None
+        key = "set the engine's api_key in the configuration" if "status 401" in str(error) else None
         subject.failed("model", str(error), key)
         return
     capabilities = subject.capabilities
     wanted, base = subject.target.model, capabilities.base()
     served = [model.name for model in capabilities.models]
     if wanted is not None and wanted not in served:
-        cause = f"{wanted!r} is configured, and it serves {', '.join(map(repr, served)) or 'nothing'}"
+        cause = f"{wanted!r} is configured, but the engine serves {', '.join(map(repr, served)) or 'nothing'}"
         subject.failed(
             "model", cause, f"--served-model-name {wanted}, or the served name in the configuration"
         )
         return
-    assert base is not None  # identify() raises where no model is served
+    assert base is not None  # identify() raises if the engine serves no model
     subject.model = wanted or base.name
     engine = " ".join(filter(None, (capabilities.engine, capabilities.version)))
     if subject.halves:
         subject.passed("model", f"{subject.model} on {engine}")
-        subject.passed("role", f"{subject.role}: it serves halves of requests, which `handover` tries")
+        subject.passed(
+            "role", f"{subject.role}: it serves parts of requests; the check `handover` tests them"
+        )
         return
     body = {"model": subject.model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     try:
@@ -71,11 +75,11 @@ async def check_model(subject: Subject) -> None:
 
 
 def _check_role(subject: Subject, produced: int | None) -> None:
-    """One that prefills and decodes gives the tokens asked for."""
+    """Checks that an engine of role both returns the requested number of tokens."""
     if produced is None:
-        subject.failed("role", "its answer has no usage: the router could not count what it did")
+        subject.failed("role", "its answer has no usage, which the router needs to count tokens")
     elif produced < 2:
-        cause = f"asked for 2 tokens, it gave {produced}: it seems to serve prefill only"
-        subject.failed("role", cause, "give it the role prefill in the configuration")
+        cause = f"it returned {produced} of 2 requested tokens: it seems to serve prefill only"
+        subject.failed("role", cause, "set its role to prefill in the configuration")
     else:
         subject.passed("role", "both: prefills and decodes")

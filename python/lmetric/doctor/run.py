@@ -1,4 +1,4 @@
-"""An examination: all checks of all engines."""
+"""Runs all checks of all engines."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was found out about one engine."""
+    """The verdicts on one engine."""
 
     engine: str
     url: str
     model: str | None
     role: str
     verdicts: dict[str, Verdict]
-    """By check, in the order of `CHECKS`. A check that could not be tried has none."""
+    """Verdicts by check, in the order of `CHECKS`. Checks that could not run have none."""
 
     def wanting(self, level: Level) -> list[str]:
-        """The checks that `level` needs and that did not pass."""
+        """The checks for `level` that did not pass."""
         return [
             name
             for name in CHECKS
@@ -42,18 +42,18 @@ class Examination:
 
     @property
     def level(self) -> Level | None:
-        """The best level that it is good for; None: none."""
+        """The best level that the engine reaches; None if it reaches none."""
         return next((level for level in Level if not self.wanting(level)), None)
 
 
 async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[Examination]:
-    """Examines engines, all at once.
+    """Examines engines concurrently.
 
-    It costs an engine some dozens of short requests, and a long stream that is left early. ``thorough``: and,
-    for some seconds, up to 64 requests at once that yield to all others.
+    Each engine gets a few dozen short requests, and a long stream that is canceled. ``thorough``:
+    also up to 64 concurrent requests of the lowest priority for a few seconds.
     """
     ears = Ears()
-    # A connection is not used again: a pool's keep-alive would look like an engine's fault.
+    # No connection is reused: errors of a pool's keep-alive would look like errors of the engine.
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         try:
             subjects = [_subject(target, session) for target in targets]

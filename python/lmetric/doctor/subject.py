@@ -14,18 +14,18 @@ from lmetric.tokens import PromptTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine to examine, as a configuration names it."""
+    """An engine to examine, with its configuration."""
 
     engine: EngineConfig
     model: str | None = None
-    """The model it should serve; None: it is asked."""
+    """The expected model; None: as the engine reports."""
     settings: PoolSettings = field(default_factory=PoolSettings)
-    """Block size, KV events and tokenizer, where configured; for what is not, the engine is asked."""
+    """Configured block size, KV events and tokenizer. The engine reports missing values."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """What is known of it so far, and the verdicts on it."""
+    """An engine under examination: its reports so far, and its verdicts."""
 
     target: Target
     client: StreamingClient
@@ -33,48 +33,48 @@ class Subject:
     capabilities: Capabilities = field(default_factory=lambda: Capabilities("unknown"))
     model: str = ""
     tokenizer: PromptTokenizer | None = None
-    """The router's, where it has one."""
+    """The router's tokenizer for the model, if it has one."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """As the router calls it."""
+        """The engine's name in the router."""
         return self.target.engine.label
 
     @property
     def role(self) -> str:
-        """As the configuration says, else as it tells."""
+        """The configured role, or else the reported one."""
         return self.target.engine.role or self.capabilities.role or "both"
 
     @property
     def halves(self) -> bool:
-        """Whether it serves nothing but halves of requests."""
+        """Whether the engine serves only prefill or only decode."""
         told = self.capabilities.handover
         return told is not None and told.connector in CONNECTORS and CONNECTORS[told.connector].at_once
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a request may have; a modest number where the engine does not tell."""
+        """Maximum tokens of a request; a small number if the engine reports none."""
         model = self.capabilities.base(self.model)
         return (model.max_model_len if model else None) or 2048
 
     def passed(self, check: str, seen: str) -> None:
-        """It does."""
+        """Records that a check passed."""
         self.verdicts[check] = Verdict(check, Outcome.PASS, seen)
 
     def failed(self, check: str, cause: str, remedy: str | None = None) -> None:
-        """It does not, or does wrong."""
+        """Records that a check failed."""
         self.verdicts[check] = Verdict(check, Outcome.FAIL, cause, remedy)
 
     def not_offered(self, check: str, why: str, remedy: str | None = None) -> None:
-        """It does not say that it would."""
+        """Records that the engine does not offer a feature."""
         self.verdicts[check] = Verdict(check, Outcome.NOT_OFFERED, why, remedy)
 
     def has(self, check: str) -> bool:
-        """Whether that check passed."""
+        """Whether a check passed."""
         verdict = self.verdicts.get(check)
         return verdict is not None and verdict.outcome is Outcome.PASS
 
     def flag(self, feature: str) -> str | None:
-        """What to set on this kind of engine for that feature."""
+        """The flag of this kind of engine for a feature."""
         return self.adapter.flags.get(feature) if self.adapter else None

@@ -1,4 +1,4 @@
-"""Are the router's token ids the engine's: tokenizer."""
+"""Check that router and engine produce the same token IDs: tokenizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from lmetric.engines.http import Unanswered
 from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder, verify
 from lmetric.tokens.verify import NotVerifiable
 
-REMEDY = "tokenizer: FOLDER in the configuration, or --tokenizer: with the tokenizer.json and chat template"
+REMEDY = (
+    "tokenizer: FOLDER in the configuration, or --tokenizer; the folder has tokenizer.json and chat template"
+)
 
-REFUSED = "the engine refuses it"  # as `verify` says it
+REFUSED = "the engine refuses it"  # the text in `verify`
 
 
 async def check_tokenizer(subject: Subject) -> None:
-    """Renders and tokenises chats and texts as the server would, and has the engine do the same."""
+    """Compares the tokens of chats and texts in the server and in the engine."""
     folder = _folder(subject)
     if folder is None:
         return
@@ -41,15 +43,13 @@ async def check_tokenizer(subject: Subject) -> None:
         try:
             differences = await verify(tokenizer, post, subject.model)
             wrong = [str(difference) for difference in differences]
-            # SGLang's takes texts only.
+            # SGLang's /tokenize accepts only texts.
             tells = not wrong or any(d.kind == "text" or not d.why.startswith(REFUSED) for d in differences)
         except NotVerifiable:
             tells = False
         if not tells:
             wrong = await _by_count(subject, tokenizer)
-            seen = (
-                "chats and texts have as many tokens as the engine counts: its /tokenize does not tell them"
-            )
+            seen = "chats and texts have the engine's number of tokens (its /tokenize does not return tokens)"
     except (Unanswered, NotPredictable) as error:
         subject.failed("tokenizer", str(error), REMEDY)
         return
@@ -61,7 +61,10 @@ async def check_tokenizer(subject: Subject) -> None:
 
 
 async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
-    """What differs in number, where an engine does not tell its tokens. Raises Unanswered, NotPredictable."""
+    """Differences in the number of tokens, for engines that return no token IDs.
+
+    Raises Unanswered and NotPredictable.
+    """
     talk = [
         {"role": "system", "content": "You answer briefly."},
         {"role": "user", "content": "What is a router?\n\n  It is  not\ta switch, 語."},
@@ -87,12 +90,12 @@ async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
 
 
 def _folder(subject: Subject) -> Path | None:
-    """Where the tokenizer is; None, with the verdict, where it is not."""
+    """The folder of the tokenizer; None, with a verdict, if there is none."""
     setting, model = subject.target.settings.tokenizer, subject.capabilities.base(subject.model)
     root = model.root if model else None
     if setting == "off":
         subject.not_offered(
-            "tokenizer", "it is off in the configuration: prompts are matched as text", REMEDY
+            "tokenizer", "tokenizer is off in the configuration: prompts are matched as text", REMEDY
         )
         return None
     if setting is not None:
@@ -100,6 +103,6 @@ def _folder(subject: Subject) -> Path | None:
     folder = find_folder(root) if root else None
     if folder is None:
         named = root or subject.model
-        cause = f"the engine's model {named!r} is no folder of this machine: prompts are matched as text"
+        cause = f"the engine's model {named!r} is not a folder on this machine: prompts are matched as text"
         subject.not_offered("tokenizer", cause, REMEDY)
     return folder

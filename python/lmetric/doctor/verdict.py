@@ -1,4 +1,4 @@
-"""Verdicts, and what each check is needed for."""
+"""Verdicts, and the level that needs each check."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How well the router can know an engine, best first; each level needs all that those after it need."""
+    """Quality of the router's information about an engine, best first. Each level includes the
+    next."""
 
     EXACT = "exact"
-    """It knows what the engine's cache holds: block events."""
+    """The router knows the engine's cache from KV events."""
     APPROXIMATE = "approximate"
-    """It remembers what it sent there."""
+    """The router estimates the cache from the requests it sent."""
     LOAD = "load"
-    """It knows how busy the engine is."""
+    """The router knows the engine's load."""
 
     def covers(self, other: Level) -> bool:
-        """Whether what `other` needs, this needs too."""
+        """Whether this level includes `other`."""
         order = list(Level)
         return order.index(self) <= order.index(other)
 
 
 class Outcome(StrEnum):
-    """What came of a check."""
+    """The result of a check."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -37,19 +38,19 @@ class Verdict:
     check: str
     outcome: Outcome
     seen: str
-    """What was done and seen; of a failure, its cause."""
+    """The test and its result, or the cause of a failure."""
     remedy: str | None = None
-    """What to set, and where, where there is something to set."""
+    """The setting to change, and its place; None: no setting helps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that is proved."""
+    """A check of one engine feature."""
 
     name: str
     proves: str
     needed_for: Level | None
-    """The lowest level that cannot do without it; None: nothing is lost but the thing itself."""
+    """The lowest level that needs the check; None: no level needs it."""
 
 
 CHECKS = {
@@ -57,22 +58,22 @@ CHECKS = {
     for check in (
         Check("reachable", "answers GET /health", Level.LOAD),
         Check("model", "serves the model, and answers a completion of one token", Level.LOAD),
-        Check("role", "prefills and decodes as its role says", Level.LOAD),
-        Check("load", "load reports are readable, and follow a request of ours", Level.LOAD),
-        Check("cancel", "a request whose client leaves stops running", Level.LOAD),
-        Check("prefix_cache", "a prompt's prefix sent before is not computed again", Level.APPROXIMATE),
-        Check("cached_tokens", "usage tells how much of a prompt was cached, and truly", Level.EXACT),
-        Check("kv_events", "block events arrive", Level.EXACT),
-        Check("block_hashes", "the index they make predicts what the engine finds cached", Level.EXACT),
-        Check("tokenizer", "the router's token ids are the engine's", Level.EXACT),
-        Check("handover", "hands a request's KV cache to another engine, or takes it over", None),
-        Check("priority", "takes a request with a priority; thorough: and its queue follows it", None),
-        Check("clock", "its clock agrees with this machine's", None),
+        Check("role", "prefills and decodes according to its role", Level.LOAD),
+        Check("load", "load reports are readable, and show a test request", Level.LOAD),
+        Check("cancel", "a request stops when its client disconnects", Level.LOAD),
+        Check("prefix_cache", "the prefix of an earlier prompt is not computed again", Level.APPROXIMATE),
+        Check("cached_tokens", "usage reports the correct number of cached tokens", Level.EXACT),
+        Check("kv_events", "KV events arrive", Level.EXACT),
+        Check("block_hashes", "the index of these events predicts the engine's cache hits", Level.EXACT),
+        Check("tokenizer", "router and engine produce the same token IDs", Level.EXACT),
+        Check("handover", "sends a request's KV cache to another engine, or receives it", None),
+        Check("priority", "accepts a request with a priority; thorough: and its queue follows it", None),
+        Check("clock", "its clock agrees with this machine's clock", None),
     )
 }
 
 
 def needed(check: str, level: Level) -> bool:
-    """Whether `level` cannot do without this check."""
+    """Whether `level` needs this check."""
     lowest = CHECKS[check].needed_for
     return lowest is not None and level.covers(lowest)

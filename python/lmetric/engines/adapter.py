@@ -1,8 +1,9 @@
-"""What the router needs to know of an engine, whichever it is, and the interface of what knows it.
+"""Capabilities and load of an engine, and the interface of adapters.
 
-An engine is asked, not configured: `identify` in `lmetric.engines.identify` reads its pages and gives its
-`Adapter` and its `Capabilities`. A further kind of engine is one file with an `Adapter` and one line there.
-Facts about engines' protocols carry the version in which they were read or tried.
+Engines report their properties: `identify` in `lmetric.engines.identify` reads their endpoints and
+returns an `Adapter` and `Capabilities`. To add a kind of engine, write an `Adapter` in a file and
+add it to `lmetric.engines.identify`. Facts about protocols have the version of their source or
+test.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
 class Model:
     """A model that an engine serves."""
 
-    name: str  # what clients ask for
-    root: str | None = None  # where the engine has it from: a folder on its machine, or a name at a hub
+    name: str  # name in requests
+    root: str | None = None  # source: a folder on the engine's machine, or a name at a hub
     parent: str | None = None  # set: an adapter (LoRA) of that model
     max_model_len: int | None = None  # tokens of prompt and answer together
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank of an engine publishes its KV events, in the engine's own words."""
+    """The KV event source of one data-parallel rank, as the engine reports it."""
 
     rank: int
     endpoint: str
@@ -50,12 +51,12 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine says of its load at one moment; None: it does not say."""
+    """The load that an engine reports at one moment; None: not reported."""
 
     waiting: float | None = None  # requests
     running: float | None = None  # requests
     kv_usage: float | None = None  # share of the KV cache in use, 0 to 1
-    names: tuple[str, ...] = ()  # under which names it says so
+    names: tuple[str, ...] = ()  # names of the metrics
 
     def __bool__(self) -> bool:
         return (self.waiting, self.running, self.kv_usage) != (None, None, None)
@@ -63,18 +64,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Priority:
-    """What an engine does with a request's `priority`."""
+    """An engine's use of the request field `priority`."""
 
     order: Literal["lower_first", "higher_first"]
-    # Whether it orders its queue by it; None: it does not tell.
+    # Whether it orders its queue by priority; None: not reported.
     honoured: bool | None
-    # Where it takes one: vLLM in a header that wins over the body's field, SGLang in the field alone.
+    # The place of the priority: vLLM has a header, which overrides the body's field; SGLang has
+    # only the field.
     header: bool = False
 
     def field(self, urgency: int) -> int | None:
-        """The value of the engine's field for an urgency of the router's (higher is served earlier).
+        """The value of the engine's field for an urgency of the router (higher is served earlier).
 
-        None: send none, because the engine would not look at it or would refuse it.
+        None: send no value, because the engine ignores or refuses it.
         """
         if self.honoured is False:
             return None
@@ -86,21 +88,22 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """How an engine hands the KV cache of a request to another engine. None: it does not tell."""
+    """An engine's KV transfers to other engines. None: not reported."""
 
     connector: str  # a name of `lmetric.engines.handover.CONNECTORS`
-    lease_seconds: float | None = None  # that it holds what nobody has fetched
+    lease_seconds: float | None = None  # how long it keeps blocks for a fetch
     on_failure: str | None = None  # of a fetch: recompute or fail
-    bootstrap_port: int | None = None  # where decode engines find it (SGLang)
-    # Data-parallel rank that computes the prompt, and the number of ranks; None: the prefill engine chooses.
+    bootstrap_port: int | None = None  # port for decode engines (SGLang)
+    # Data-parallel rank that computes the prompt, and the number of ranks; None: the prefill engine
+    # chooses.
     bootstrap_rank: tuple[int, int] | None = None
-    # Whether it takes the front of a prompt and computes the rest, and hands on what it took (vLLM's
-    # bidirectional_kv_xfer); where it does not, a request for that never ends.
+    # Whether it can fetch the front of a prompt, compute the rest, and transfer the fetched part
+    # again (vLLM's bidirectional_kv_xfer). Without it, such a request never ends.
     bidirectional: bool | None = None
 
     @property
     def fault(self) -> str | None:
-        """What of its settings will cost requests."""
+        """A problem in the engine's settings that makes requests fail, or None."""
         if self.bidirectional and self.on_failure == "recompute":
             return (
                 "bidirectional, with kv_load_failure_policy recompute: a request that fetches the front of "
@@ -111,7 +114,7 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine is and can do, as it says itself. None: it does not tell."""
+    """Kind and capabilities of an engine, as it reports them. None: not reported."""
 
     engine: str  # vllm, sglang, unknown
     version: str | None = None
@@ -119,27 +122,27 @@ class Capabilities:
     block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
     cache_blocks: int | None = None  # KV blocks, over all its data-parallel ranks
     prefix_caching: bool | None = None
-    ranks: tuple[int, ...] = ()  # its data-parallel ranks; empty: it does not tell
-    # Where its KV events come from, by rank, and, where there is nothing to subscribe to, why.
+    ranks: tuple[int, ...] = ()  # its data-parallel ranks; empty: not reported
+    # KV event sources by rank, and the reason if there are none.
     event_sources: tuple[EventSource, ...] = ()
     no_events: str | None = None
-    # Endpoints at which it pushes its load (SGLang's LoadStat), by rank, and their topic.
+    # Endpoints of its pushed load (SGLang's LoadStat), by rank, and their topic.
     load_feeds: tuple[str, ...] = ()
     load_topic: str = ""
-    load_path: str | None = None  # the page that its load is read from
+    load_path: str | None = None  # path of its load report
     load_names: tuple[str, ...] = ()  # the names found there
     load_header: bool = False  # it answers `endpoint-load-metrics-format` on plain answers
-    # Whether usage.prompt_tokens_details.cached_tokens comes; None: only a request tells.
+    # Whether answers have usage.prompt_tokens_details.cached_tokens; None: unknown until a request.
     cached_tokens: bool | None = None
     priority: Priority | None = None
     request_ids: bool | None = None  # whether it echoes X-Request-Id
-    # The request field that makes it tell the cached prefix of a request in its events again.
+    # The request field that makes it report the cached prefix of a request in its events again.
     full_report: Mapping[str, Any] | None = None
-    # How it hands KV caches to other engines, and, where it does not, why.
+    # Its KV transfers to other engines, and the reason if there are none.
     handover: Handover | None = None
     no_handover: str | None = None
-    role: Role | None = None  # what it is there for
-    data_parallel_rank: int | None = None  # of which these are the capabilities; None: of all together
+    role: Role | None = None  # its role
+    data_parallel_rank: int | None = None  # rank of these capabilities; None: all ranks together
 
     def of_rank(self, rank: int) -> Capabilities:
         """The capabilities of one data-parallel rank, of pages read by `Adapter.of_rank`.
@@ -164,37 +167,37 @@ class Capabilities:
 
     @property
     def cache_tokens(self) -> int | None:
-        """Tokens that its KV cache holds."""
+        """Capacity of its KV cache, tokens."""
         if self.cache_blocks is None or self.block_size is None:
             return None
         return self.cache_blocks * self.block_size
 
     def base(self, name: str | None = None) -> Model | None:
-        """The model of that name, else the first that is no adapter."""
+        """The model with this name, or else the first model other than an adapter."""
         named = next((model for model in self.models if model.name == name), None)
         return named or next((model for model in self.models if model.parent is None), None)
 
 
 class Pages:
-    """An engine's pages, each asked for at most once."""
+    """An engine's endpoints. Each is requested at most once."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._got: dict[str, tuple[int, bytes]] = {}
 
     async def answer(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Status and body of a path."""
         if path not in self._got:
             self._got[path] = await self._ask(path)
         return self._got[path]
 
     async def text(self, path: str) -> bytes:
-        """The body; empty where there is no such page."""
+        """The body of a path; empty if it does not exist."""
         status, body = await self.answer(path)
         return body if status == 200 else b""
 
     async def object(self, path: str) -> dict[str, Any]:
-        """The JSON object there; empty where there is none."""
+        """The JSON object of a path; empty if there is none."""
         try:
             value = orjson.loads(await self.text(path))
         except orjson.JSONDecodeError:
@@ -202,7 +205,7 @@ class Pages:
         return value if isinstance(value, dict) else {}
 
     async def models(self) -> tuple[Model, ...]:
-        """The models of /v1/models; the first is what the engine is there for. Raises ValueError."""
+        """The models of /v1/models; the first one is the main model. Raises ValueError."""
         status, body = await self.answer("/v1/models")
         if status != 200:
             raise ValueError(f"GET /v1/models: status {status}")
@@ -225,34 +228,34 @@ class Pages:
         return models
 
     async def owner(self) -> str | None:
-        """Who /v1/models says has made the model available."""
+        """The owner of the models in /v1/models."""
         cards = (await self.object("/v1/models")).get("data")
         first = cards[0] if isinstance(cards, list) and cards else None
         return text_of(first, "owned_by") if isinstance(first, dict) else None
 
 
 class Adapter(ABC):
-    """What is particular to one kind of engine."""
+    """The properties of one kind of engine."""
 
     name: str
-    # Gauges by which it tells its load, over all its versions: name without prefix, and what of `Load` it is.
+    # Load gauges of all its versions: name without prefix, and the field of `Load`.
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
-    prefix: str  # of its metrics' names
+    prefix: str  # prefix of its metric names
     cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
     cache_salt = False  # whether it keeps prompts with different `cache_salt` fields apart in its cache
-    # Label of its metrics that names the data-parallel rank; None: requests to it cannot name a rank.
+    # Label of its metrics that names the data-parallel rank; None: requests cannot name a rank.
     rank_label: str | None = None
-    rank: int | None = None  # the data-parallel rank whose figures this adapter reads; None: of all ranks
-    # What to set on it for load, prefix_cache, cached_tokens, kv_events, priority, handover; for the doctor.
+    rank: int | None = None  # the data-parallel rank of this adapter's figures; None: all ranks
+    # Flags for load, prefix_cache, cached_tokens, kv_events, priority and handover, for the doctor.
     flags: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     async def recognises(self, pages: Pages) -> bool:
-        """Whether an engine with these pages is of this kind."""
+        """Whether an engine with these endpoints is of this kind."""
 
     @abstractmethod
     async def capabilities(self, pages: Pages) -> Capabilities:
-        """What the engine tells of itself. Raises ValueError for a page that makes no sense."""
+        """The capabilities that the engine reports. Raises ValueError for invalid content."""
 
     def of_rank(self, rank: int) -> Self:
         """The adapter for one data-parallel rank. Raises ValueError if requests cannot name a rank."""
@@ -274,7 +277,7 @@ class Adapter(ABC):
         return b"".join(line for line in lines if (of := label.search(line)) is None or of[1] == own)
 
     def load(self, page: bytes) -> Load:
-        """The load on the page that `Capabilities.load_path` names."""
+        """The load in the content of `Capabilities.load_path`."""
         return read_gauges(self.own(page), self.prefix, self.gauges)
 
     def load_of_header(self, header: str) -> Load:
@@ -288,13 +291,13 @@ class Adapter(ABC):
         return Load(**found, names=tuple(name for name in values if name in self.gauges))
 
     def error(self, body: bytes) -> str:
-        """What an error answer of the engine says, on one line; empty where it says nothing."""
+        """The message of an error answer on one line; empty if it has none."""
         return error_text(body)
 
 
 def header_values(header: str) -> dict[str, Any]:
-    """The metrics in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form, with and without
-    the prefix `named_metrics`."""
+    """The metrics in an `endpoint-load-metrics` header (ORCA), in its TEXT or its JSON form, with
+    and without the prefix `named_metrics`."""
     form, _, rest = header.partition(" ")
     if form == "JSON":
         try:
@@ -324,8 +327,8 @@ def _rank_pattern(label: str) -> re.Pattern[bytes]:
 def samples(
     page: bytes, prefix: str, names: Iterable[str], negative: bool = False
 ) -> Iterator[tuple[str, bytes, float]]:
-    """Name without prefix, labels in their braces, and value of each such sample on a Prometheus page.
-    Values below 0 are left out unless ``negative``."""
+    """Name without prefix, labels in their braces, and value of each such sample on a Prometheus
+    page. Values below 0 are left out unless ``negative``."""
     for name, labels, value in _pattern(prefix, tuple(names)).findall(page):
         number = finite(value) if negative else number_of(value)
         if number is not None:
@@ -333,7 +336,8 @@ def samples(
 
 
 def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
-    """The load in a page of metrics. Counts are summed over ranks; of the KV usage the highest counts."""
+    """The load in a page of metrics. Counts are summed over ranks; of the KV usage the highest
+    counts."""
     found: dict[str, float] = {}
     names: dict[str, None] = {}
     for name, _, number in samples(page, prefix, gauges):

@@ -1,4 +1,4 @@
-"""Emulated engines as child processes: started together, stopped together, gone when the parent is gone."""
+"""Emulated engines as child processes, which start and stop together and end with the parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("lmetric.engines.embedded")
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedEngine:
-    """One running child."""
+    """One running child process."""
 
     url: str
     kv_events_endpoint: str | None
@@ -36,10 +36,10 @@ class EmbeddedEngines:
 
     Args:
         options: one for all engines (each gets a free port), with their number; or one for each.
-        kv_events: they publish KV events at local sockets, which /kv_event_sources names.
+        kv_events: engines publish KV events on local sockets, which /kv_event_sources lists.
 
     Raises:
-        EngineStartError: an engine did not start; says what it said. The others are stopped.
+        EngineStartError: an engine did not start; the message has its log. The others are stopped.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class EmbeddedEngines:
 
     @property
     def urls(self) -> list[str]:
-        """Where the engines listen, in order."""
+        """URLs of the engines, in order."""
         return [engine.url for engine in self.engines]
 
     async def __aenter__(self) -> EmbeddedEngines:
         try:
             starts = [self._start(number, options) for number, options in enumerate(self._options)]
-            # All are waited for, so that the ones that did start are known when one did not.
+            # Wait for all engines, so that the started ones can be stopped if one fails.
             results = await asyncio.gather(*starts, return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException):
@@ -85,7 +85,7 @@ class EmbeddedEngines:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stops the engines: SIGTERM, and after a while SIGKILL."""
+        """Stops the engines: SIGTERM, then SIGKILL after a time limit."""
         await asyncio.gather(*(stop_process(child, _STOP_SECONDS) for child in self._children))
         for reader in self._readers:
             reader.cancel()
@@ -100,10 +100,10 @@ class EmbeddedEngines:
             "-m",
             "lmetric.engines.emulated",
             *options.flags(),
-            stdin=asyncio.subprocess.PIPE,  # ends with this process, however it ends, and the engine with it
+            stdin=asyncio.subprocess.PIPE,  # closes with this process, and then the engine ends
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent: it drains first, then stops the engines
+            start_new_session=True,  # Ctrl-C reaches only the parent, which stops the engines
         )
         self._children.append(child)
         assert child.stdout is not None
@@ -127,7 +127,7 @@ class EmbeddedEngines:
 
     @staticmethod
     async def _relay(number: int, stderr: asyncio.StreamReader, said: deque[str]) -> None:
-        """Passes on what an engine logs."""
+        """Forwards the log of an engine."""
         while line := await stderr.readline():
             text = line.decode(errors="replace").rstrip()
             said.append(text)
@@ -135,7 +135,7 @@ class EmbeddedEngines:
 
 
 async def stop_process(process: asyncio.subprocess.Process, patience_seconds: float) -> None:
-    """Stops a child: SIGTERM, and where it has not ended after `patience_seconds`, SIGKILL."""
+    """Stops a child: SIGTERM, then SIGKILL if it has not ended after `patience_seconds`."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):

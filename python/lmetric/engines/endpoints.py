@@ -1,4 +1,4 @@
-"""ZMQ endpoints as an engine says them, made into ones that reach it from here."""
+"""Converts the ZMQ endpoints that an engine reports to endpoints that are reachable from here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 
 
 class EndpointError(ValueError):
-    """An endpoint that cannot be used from here; says why, and what to do."""
+    """An endpoint is not reachable from here. The message has the reason and the remedy."""
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An endpoint that listens at an engine, as to be connected to: a wildcard becomes the engine's `host`.
+    """The endpoint to connect to for an engine's listening endpoint: a wildcard becomes `host`.
 
     Raises EndpointError.
     """
@@ -45,7 +45,7 @@ def at_rank(endpoint: str, rank: int) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host is this machine's own loopback."""
+    """Whether a host is a loopback address of this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an error answer says, whichever engine or proxy gave it."""
+"""Reads the messages of error answers from engines and proxies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _LONGEST = 300  # characters
 
 
 def error_text(body: bytes) -> str:
-    """The words of an error answer, or of an error event's data, on one line; empty where it says nothing.
+    """The message of an error answer or error event on one line; empty if it has none.
 
-    That is the message of an OpenAI error object. It stands bare in answers of older vLLMs and of SGLang, and
-    as `detail` in FastAPI's own. Of anything else (a proxy's page) it is the body itself.
+    It is the message of an OpenAI error object. Older versions of vLLM and SGLang return this
+    object without a wrapper, and FastAPI uses `detail`. For other answers (a proxy's page) it is
+    the body.
     """
     try:
         said: Any = orjson.loads(body)

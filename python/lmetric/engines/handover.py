@@ -1,8 +1,8 @@
-"""Carrying a request's KV cache from one engine to the next: what the two legs of a request are sent.
+"""KV transfers between engines: the request bodies of the two segments of a request.
 
-The first leg computes the prompt and answers nobody but the router; the second decodes, and its answer is the
-client's. A connector knows one protocol between engines. A further one is a class here and a line in
-`CONNECTORS`.
+The first segment computes the prompt, and only the router gets its answer. The second segment
+decodes, and the client gets its answer. A connector implements one protocol between engines. To add
+one, write a class and add it to `CONNECTORS`.
 """
 
 from __future__ import annotations
@@ -23,61 +23,75 @@ JSON = Mapping[str, Any]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
-# Of the lease of an engine that does not tell it (vLLM's default is 30 s), so long is what it holds trusted.
+# Time limit of a transfer, seconds, for engines that report no lease (vLLM's default lease is 30
+# s).
 DEFAULT_DEADLINE_SECONDS = 20.0
-# Of a lease that is told, this share.
+# Time limit as a share of a reported lease.
 DEADLINE_SHARE = 2 / 3
 
 
 class HandoverError(Exception):
-    """Nothing can be handed over; says why. The next engine has to compute the prompt itself."""
+    """The KV transfer is not possible; the message has the reason. The next engine computes the
+    prompt."""
 
 
 class Connector(ABC):
-    """One protocol for handing over a KV cache."""
+    """A protocol for KV transfers."""
 
     name: str  # in `Handover.connector` and in the configuration
-    # Both legs are sent together, with the same body, so the second's engine must be known by then. Else the
-    # second leg goes out when the first has answered.
+    # True: both segments are sent together with the same body, so the second engine must be known.
+    # False: the second segment is sent after the answer of the first.
     at_once: bool
 
     @abstractmethod
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
-        """The body of the first leg, of a client's ``body``, parsed as ``request``, for an engine at ``host``
-        that told this of its hand-over. Raises HandoverError."""
+        """The body of the first segment, from a client's ``body`` (parsed: ``request``).
+
+        The engine at ``host`` reported ``told`` about its KV transfers. Raises HandoverError.
+        """
 
     def fields(self, answer: bytes) -> JSON:
-        """What the first leg's answer adds to the second's body. Raises HandoverError."""
+        """The fields from the first segment's answer for the second body. Raises HandoverError."""
         return {}
 
     def check_count(self, fields: JSON, tokens: int) -> None:
-        """Raises HandoverError where what is handed over is not the cache of so many tokens."""
+        """Raises HandoverError if the transferred KV cache does not have this number of tokens."""
         raise HandoverError(f"{self.name} does not tell of how many tokens it hands the cache over")
 
     def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
-        """What a leg's body says: where it finds what was computed before (`fields`), whether that is its
-        whole prompt, and whether another leg follows. Raises HandoverError where this protocol cannot."""
+        """The transfer fields of a segment's body.
+
+        Args:
+            fields: the location of the KV computed before; None: none.
+            goes_on: another segment follows.
+            whole: `fields` covers the whole prompt.
+
+        Raises:
+            HandoverError: the protocol does not support it.
+        """
         raise HandoverError(f"{self.name} hands over at the prompt's end only")
 
     def deadline_seconds(self, told: Handover) -> float:
-        """How long after the first leg's answer the second may be sent with these fields."""
+        """Maximum time from the first segment's answer to the second request with these fields."""
         return math.inf
 
 
 class Nixl(Connector):
-    """vLLM's NIXL connector, in pull mode (tried on 0.32.0).
+    """vLLM's NIXL connector, in pull mode (tested with 0.32.0).
 
-    The prefill engine pins the request's blocks for a lease and tells where they are; the decode engine pulls
-    them. Three things must never happen, for vLLM does not defend itself: fields made by a client
-    (`server/api/request.py` refuses them), fields used twice or after the lease (wrong text with status 200),
-    and a second prompt longer than what was pinned (the decode engine dies).
+    The prefill engine pins the request's blocks for a lease and reports their location. The decode
+    engine fetches them. vLLM does not check three errors, which the router must prevent:
+
+    - fields from a client (`server/api/request.py` refuses them),
+    - fields used twice or after the lease (wrong text with status 200),
+    - a second prompt longer than the pinned blocks (the decode engine crashes).
     """
 
     name = "nixl"
     at_once = False
 
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
-        """The client's request cut to one token that nobody streams."""
+        """The client's request with one output token and without streaming."""
         if why := whole_reason(path, request):
             raise HandoverError(why)
         leg = {name: value for name, value in request.items() if name not in _OF_THE_ANSWER}
@@ -87,14 +101,14 @@ class Nixl(Connector):
         return orjson.dumps(leg)
 
     def fields(self, answer: bytes) -> JSON:
-        """`kv_transfer_params` as the first leg's answer has it."""
+        """`kv_transfer_params` from the first segment's answer."""
         try:
             params = orjson.loads(answer)["kv_transfer_params"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             params = None
         if not isinstance(params, dict):
             raise HandoverError("the prefill answer has no kv_transfer_params")
-        # Without one of these the decode engine dies, or waits for ever.
+        # Without one of these fields the decode engine crashes or waits forever.
         missing = [name for name in _NEEDED if not params.get(name)]
         if missing:
             raise HandoverError(f"the prefill answer's kv_transfer_params have no {', '.join(missing)}")
@@ -105,14 +119,17 @@ class Nixl(Connector):
         return {"kv_transfer_params": params}
 
     def check_count(self, fields: JSON, tokens: int) -> None:
-        """By `remote_num_tokens`: with one token too many the decode engine dies."""
+        """Checks `remote_num_tokens`: with one token too many the decode engine crashes."""
         count = fields["kv_transfer_params"]["remote_num_tokens"]
         if count != tokens:
             raise HandoverError(f"the engine computed {count} tokens, not {tokens}")
 
     def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
-        """`kv_transfer_params`. A leg that fetches less than its prompt, or is fetched from in turn, needs
-        the bidirectional mode: without it, it waits for ever."""
+        """`kv_transfer_params` of a segment.
+
+        A segment needs the bidirectional mode if it fetches only a part of its prompt, or if
+        another segment fetches from it. Without this mode it waits forever.
+        """
         if fields is None:
             return {"kv_transfer_params": _ASK} if goes_on else {}
         front = goes_on or not whole
@@ -120,25 +137,26 @@ class Nixl(Connector):
         return {"kv_transfer_params": params | {"do_remote_prefill": not front, "do_remote_decode": front}}
 
     def deadline_seconds(self, told: Handover) -> float:
-        """Well under the lease, which began when the prefill engine wrote its answer."""
+        """A time well below the lease, which starts with the prefill engine's answer."""
         lease = told.lease_seconds
         return DEFAULT_DEADLINE_SECONDS if lease is None else lease * DEADLINE_SHARE
 
 
 class Bootstrap(Connector):
-    """SGLang's bootstrap (read in 0.5.23, not tried): the same body to both engines at once.
+    """SGLang's bootstrap (from the sources of 0.5.23, not tested): both engines get the same body.
 
-    The room is where the two find each other. The prefill engine makes one token whatever it is asked for.
-    With data-parallel ranks, the prefill engine by default (`--load-balance-method follow_bootstrap_room`)
-    gives a request to the rank that is the room modulo the number of ranks, and fails one that a header sends
-    to another rank. The decode engine looks for the prompt by the same rule. So the room follows the rank.
+    The engines meet by the room number. The prefill engine always produces one token. With
+    data-parallel ranks, the prefill engine by default (`--load-balance-method
+    follow_bootstrap_room`) assigns a request to the rank that is the room modulo the number of
+    ranks, and fails a request that a header sends to another rank. The decode engine looks for the
+    prompt by the same rule. So the room follows the rank.
     """
 
     name = "bootstrap"
     at_once = True
 
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
-        """The client's body and a new room at the prefill engine."""
+        """The client's body with a new room at the prefill engine."""
         if why := whole_reason(path, request):
             raise HandoverError(why)
         if told.bootstrap_port is None:
@@ -162,7 +180,7 @@ _EMPTY = re.compile(rb"\s*\}")
 
 
 def with_fields(body: bytes, fields: JSON) -> bytes:
-    """A JSON object's bytes with more fields ahead of its own. It must have none of these."""
+    """A JSON object's bytes with additional fields in front. The object must have none of them."""
     start = body.index(b"{") + 1
     comma = b"" if _EMPTY.match(body, start) else b","
     return b"".join((body[:start], orjson.dumps(fields)[1:-1], comma, body[start:]))
@@ -185,7 +203,7 @@ _NEEDED = (
     "remote_port",
     "remote_num_tokens",
 )
-# What only shapes the answer, which nobody reads, or cannot go with one token that is not streamed.
+# Fields that only affect the unused answer, or are invalid for one token without streaming.
 _OF_THE_ANSWER = frozenset(
     {
         "stream_options",
@@ -201,7 +219,7 @@ _OF_THE_ANSWER = frozenset(
 
 
 def whole_reason(path: str, request: JSON) -> str | None:
-    """Why a request cannot be cut at its prompt's end; None: it can."""
+    """The reason why a request cannot be split after its prompt; None if it can."""
     if path not in (CHAT, COMPLETIONS):
         return f"{path} has no prompt to hand over"
     for name in ("n", "best_of"):

@@ -1,4 +1,4 @@
-"""Questions to one engine over HTTP, one at a time: for what looks at engines beside the server."""
+"""An HTTP client for one engine, one request at a time, for commands other than the server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import orjson
 from lmetric.engines.errors import error_text
 
 PATIENCE_SECONDS = 30.0
-"""For one answer: an engine that is busy must have time for a short request."""
+"""Time limit of an answer, seconds: enough for a short request on a busy engine."""
 
 
 class Unanswered(Exception):
-    """No answer came; says why."""
+    """There is no answer; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,19 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body, or None where it is no JSON."""
+        """The body, or None if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
             return None
 
     def error(self) -> str:
-        """One line about an answer that is no good: its status, and what it says."""
+        """One line about a failed answer: its status and message."""
         said = error_text(self.body)
         return f"status {self.status}" + (f": {said}" if said else "")
 
     def usage(self, *path: str) -> int | None:
-        """A number in the answer's `usage`; None where it is not told."""
+        """A number in the answer's `usage`; None if it is missing."""
         told: Any = self.json
         for key in ("usage", *path):
             told = told.get(key) if isinstance(told, dict) else None
@@ -49,7 +49,8 @@ class Answer:
 
 
 class EngineClient:
-    """Asks one engine, or with ``rank`` one data-parallel rank of it. Every method raises Unanswered."""
+    """A client for one engine, or for a data-parallel ``rank`` of it. All methods raise
+    Unanswered."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, api_key: str | None = None, rank: int | None = None
@@ -69,7 +70,7 @@ class EngineClient:
         return await self._ask("POST", path, body, headers or {}, PATIENCE_SECONDS)
 
     async def page(self, path: str) -> tuple[int, bytes]:
-        """Status and body of GET, as `lmetric.engines.identify` asks for them."""
+        """Status and body of GET, for `lmetric.engines.identify`."""
         answer = await self.get(path)
         return answer.status, answer.body
 

@@ -1,4 +1,4 @@
-"""Which engine is it: asks it for its pages until one of the adapters knows it."""
+"""Identifies an engine: reads its endpoints until an adapter recognizes it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lmetric.engines.adapter import Adapter, Ask, Capabilities, Load, Pages
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
 
-# A further kind of engine is a line here.
+# Add new kinds of engines here.
 ADAPTERS: tuple[Adapter, ...] = (Sglang(), Vllm())
 
 
 class Unknown(Adapter):
-    """An engine that none of the adapters knows: OpenAI's API, and load where its names are one of theirs."""
+    """An unknown engine: the OpenAI API, and load if its metrics have known names."""
 
     name = "unknown"
     prefix = ""
@@ -37,7 +37,7 @@ class Unknown(Adapter):
         )
 
     def load(self, page: bytes) -> Load:
-        """The load under the names of any engine."""
+        """The load from metrics with the names of any known engine."""
         return next((load for adapter in ADAPTERS if (load := adapter.load(page))), Load())
 
 
@@ -45,10 +45,10 @@ UNKNOWN = Unknown()
 
 
 async def identify(ask: Ask, rank: int | None = None) -> tuple[Adapter, Capabilities]:
-    """The engine's adapter, and what it tells of itself; with ``rank``, both of that data-parallel rank.
+    """The engine's adapter and its reported capabilities; with ``rank``, both of that rank.
 
-    Raises ValueError for a page that makes no sense, /v1/models above all, and for a rank that the engine
-    does not have or take, and what `ask` raises.
+    Raises ValueError for invalid content, especially of /v1/models, and for a data-parallel rank
+    that the engine does not have. Raises the errors of `ask`.
     """
     pages = Pages(ask)
     adapter: Adapter = UNKNOWN

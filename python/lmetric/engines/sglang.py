@@ -1,4 +1,4 @@
-"""SGLang. Facts were read in 0.5.23; nothing here was tried on a running one."""
+"""The SGLang adapter, from the sources of 0.5.23. It was never tested with a running SGLang."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ class Sglang(Adapter):
     }
 
     async def recognises(self, pages: Pages) -> bool:
-        """By the owner it names, or its metrics."""
+        """Recognizes SGLang by the owner of its models, or its metrics."""
         return await pages.owner() == "sglang" or b"\nsglang:" in b"\n" + await pages.text("/metrics")
 
     async def capabilities(self, pages: Pages) -> Capabilities:
-        """What its pages tell. /server_info has all its flags; before 0.5 it was /get_server_info."""
+        """Capabilities from its endpoints. /server_info (before 0.5 /get_server_info) has all its
+        flags."""
         info = await pages.object("/server_info") or await pages.object("/get_server_info")
         model = await pages.object("/model_info") or await pages.object("/get_model_info")
         metrics = await pages.text("/metrics")
@@ -136,7 +137,7 @@ def _rooted(card: Model, info: Mapping[str, Any]) -> Model:
 def _sources(
     info: Mapping[str, Any], events: Mapping[str, Any], ranks: int
 ) -> tuple[tuple[EventSource, ...], str | None]:
-    """The KV event sources by rank, or why there are none."""
+    """The KV event sources by rank, or the reason why there are none."""
     try:
         config = orjson.loads(text_of(info, "kv_events_config") or "{}")
     except orjson.JSONDecodeError:
@@ -150,7 +151,7 @@ def _sources(
             return (source,), None
         return (), f"its KV events are off; start it with {_EVENTS_FLAG}"
     replay = count_of(events, "replay_endpoint_port_base")
-    # A concrete host is listened on only where it was told to bind there.
+    # The engine listens on a concrete host only if its flag sets this host.
     connects = host not in _WILDCARDS and config.get("bind") is not True
     return tuple(
         EventSource(

@@ -1,4 +1,4 @@
-"""vLLM. Facts were tried on 0.32.0; older names were read in its history."""
+"""The vLLM adapter, tested with 0.32.0. Names of older versions come from its sources."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _HANDOVER_FLAG = (
 )
 _NIXL = re.compile(rb"^vllm:nixl_", re.MULTILINE)
 _ROLES: Mapping[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-# The first version known to tell a request's cached prefix again when asked to.
+# The first version that can report a request's cached prefix again.
 _FULL_REPORT_SINCE = (0, 32)
 
 
 class Vllm(Adapter):
-    """vLLM, and what speaks as it does: the emulated engine."""
+    """vLLM, and engines with the same API such as the emulated engine."""
 
     name = "vllm"
     cache_salt = True  # tried on 0.32.0
@@ -58,7 +58,7 @@ class Vllm(Adapter):
     }
 
     async def recognises(self, pages: Pages) -> bool:
-        """By the owner it names, its metrics, or its version page."""
+        """Recognizes vLLM by the owner of its models, its metrics, or /version."""
         return (
             await pages.owner() == "vllm"
             or b"\nvllm:" in b"\n" + await pages.text("/metrics")
@@ -66,7 +66,8 @@ class Vllm(Adapter):
         )
 
     async def capabilities(self, pages: Pages) -> Capabilities:
-        """What its pages tell. Block and cache size stand in the labels of `vllm:cache_config_info`."""
+        """Capabilities from its endpoints. Block and cache size are labels of
+        `vllm:cache_config_info`."""
         version = text_of(await pages.object("/version"), "version")
         metrics = self.own(await pages.text("/metrics"))
         caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
@@ -74,7 +75,7 @@ class Vllm(Adapter):
         caching = {cache.get("enable_prefix_caching") for cache in caches}
         sources, no_events = _sources(await pages.answer("/kv_event_sources"), version)
         load = self.load(metrics)
-        # In development mode it tells its configuration.
+        # In development mode it reports its configuration.
         told = (await pages.object("/server_info?config_format=json")).get("vllm_config")
         handover, role = _handover(told, metrics)
         return Capabilities(
@@ -90,7 +91,8 @@ class Vllm(Adapter):
             load_path="/metrics" if load else None,
             load_names=load.names,
             load_header=True,
-            # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and ignored.
+            # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and
+            # ignored.
             priority=Priority("lower_first", _honours(told), header=True),
             full_report=(
                 {"vllm_xargs": {"kv_cache_report_mode": "full"}}
@@ -104,14 +106,14 @@ class Vllm(Adapter):
 
 
 def _honours(config: object) -> bool | None:
-    """Whether its queue is ordered by priority, where it tells."""
+    """Whether its queue is ordered by priority; None if it does not report this."""
     scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
     policy = scheduler.get("policy") if isinstance(scheduler, dict) else None
     return policy == "priority" if isinstance(policy, str) else None
 
 
 def _handover(config: object, metrics: bytes) -> tuple[Handover | None, Role | None]:
-    """Its connector, which only its metrics show, and what it tells of it where it is in development mode."""
+    """Its KV connector (from its metrics) and role, with details in development mode."""
     if not _NIXL.search(metrics):
         return None, None
     transfer = config.get("kv_transfer_config") if isinstance(config, dict) else None
@@ -135,7 +137,7 @@ def _number(version: str | None) -> tuple[int, ...]:
 
 
 def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[EventSource, ...], str | None]:
-    """The KV event sources by rank, or why there are none."""
+    """The KV event sources by rank, or the reason why there are none."""
     import orjson
 
     status, body = answer
@@ -161,5 +163,5 @@ def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[Even
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher told this endpoint listens there. Else it connects to it."""
+    """Whether a publisher with this endpoint listens on it. Otherwise it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -1,4 +1,4 @@
-"""What a learned predictor must beat: lengths that are counted, in the training requests alone."""
+"""Baselines for learned predictors: statistics of the lengths of training requests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lmetric.lengths.predictor import LengthsError
 from lmetric.lengths.samples import Samples
 
 PROMPT_BUCKETS = 50
-"""As many quantiles of prompt lengths are told apart."""
+"""Number of quantiles of prompt lengths."""
 
 
 class Survival:
-    """Remaining tokens of requests that have come as far: their mean, or their median.
+    """Mean or median remaining tokens of requests with the same number of tokens so far.
 
-    `answers`: output tokens of the training requests, shape (m,), each once. The median has the
-    smallest absolute error, so it is the fair rival of a network that was trained on that error; the mean is
-    what expected loads add up from (SIBYL's survival function, conditioned on the length so far).
+    `answers`: output tokens of the training requests, shape (m,). The median has the smallest
+    absolute error, so it is a fair baseline for a network trained on that error. The mean gives
+    expected loads (SIBYL's survival function, conditioned on the length so far).
     """
 
     def __init__(self, answers: NDArray[np.float64]) -> None:
@@ -46,13 +46,13 @@ def baselines(train: Samples, test: Samples) -> dict[str, NDArray[np.float64]]:
 
     - ``mean``: the mean answer, less what was generated, at least 0.
     - ``survival mean``, ``survival median``: see `Survival`.
-    - ``survival by prompt``: the survival median of requests whose prompt is about as long (`PROMPT_BUCKETS`
-      quantiles of prompt lengths); past the longest answer there, that of all.
-    - ``session mean``: the mean of the conversation's earlier answers, less what was generated, while that is
-      above 0; else, and in first turns, the survival median.
+    - ``survival by prompt``: the survival median of requests whose prompt is about as long
+      (`PROMPT_BUCKETS` quantiles of prompt lengths); past the longest answer there, that of all.
+    - ``session mean``: the mean of the conversation's earlier answers, less what was generated,
+      while that is above 0; else, and in first turns, the survival median.
 
-    Needs the columns log_generated_tokens, log_prompt_tokens, log_mean_answer_tokens; raises `LengthsError`
-    without them.
+    Needs the columns log_generated_tokens, log_prompt_tokens, log_mean_answer_tokens; raises
+    `LengthsError` without them.
     """
     # Whole again after 32 bits: whether an answer of 20 tokens goes on past 20 hangs on it.
     generated = np.rint(np.expm1(test.column("log_generated_tokens").astype(np.float64)))

@@ -1,4 +1,4 @@
-"""Predictors in files: one ``.npz`` of plain arrays, read without running anything that is in it."""
+"""Predictor files: an ``.npz`` of plain arrays. Reading it runs no code from the file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _LAYERS = 64  # more in one file is a mistake
 
 
 def load_predictor(path: str | Path, *, feature_names: tuple[str, ...] | None = None) -> LengthPredictor:
-    """A predictor from the ``.npz`` of `save_predictor` or the ``.onnx`` of `lmetric.lengths.onnx_file`.
+    """A predictor from the ``.npz`` of `save_predictor` or the ``.onnx`` of
+    `lmetric.lengths.onnx_file`.
 
     Args:
-        feature_names: what the caller will give it; None: whatever it was trained on.
+        feature_names: features of the caller; None: the features of its training.
 
     Raises:
-        LengthsError: the file cannot be used, or was trained on other features.
-        OSError: it cannot be read.
+        LengthsError: the file is invalid, or was trained on other features.
+        OSError: the file cannot be read.
     """
     path = Path(path)
     if path.suffix == ".onnx":
@@ -95,7 +96,8 @@ def save_predictor(predictor: MlpPredictor, path: str | Path) -> None:
 
 
 def read_arrays(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, NDArray[Any]]:
-    """All arrays of an ``.npz``; `LengthsError` where it is none, is damaged or holds over `max_bytes`."""
+    """All arrays of an ``.npz``. Raises `LengthsError` if it is invalid or larger than
+    `max_bytes`."""
     try:
         with zipfile.ZipFile(path) as members:
             size = sum(member.file_size for member in members.infolist())
@@ -119,7 +121,7 @@ def write_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def array_in(path: Path, arrays: dict[str, NDArray[Any]], name: str) -> NDArray[Any]:
-    """The array `name`; `LengthsError` where there is none."""
+    """The array `name`. Raises `LengthsError` if it is missing."""
     if name not in arrays:
         raise LengthsError(
             f"{path}: the array {name!r} is missing; there are: {', '.join(sorted(arrays)) or 'none'}"

@@ -24,8 +24,9 @@ GENERATED = "log_generated_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How to fit. What the paper gives (section 4.4): L1 loss, AdamW, up to 100 epochs, patience 10 by the
-    validation MAE, rates of 1e-4 to 1e-3, batches of 16 to 128. It names no weight decay (PyTorch's default).
+    """Settings of a training. Values in the paper (section 4.4): L1 loss, AdamW, up to 100 epochs,
+    patience 10 by the validation MAE, rates of 1e-4 to 1e-3, batches of 16 to 128. It names no
+    weight decay (PyTorch's default).
     """
 
     hidden: tuple[int, ...] = PAPER_HIDDEN
@@ -79,7 +80,8 @@ def fit(samples: Samples, training: Training, say: Callable[[str], None] = lambd
     """Fit a predictor to `samples`, split by request; `say` gets a line an epoch.
 
     The same samples and training give the same predictor on the same device by the same PyTorch and
-    threads. Raises `LengthsError` where samples are too few, the loss is not finite, or PyTorch is missing.
+    threads. Raises `LengthsError` where samples are too few, the loss is not finite, or PyTorch is
+    missing.
     """
     training.check()
     need_torch()

@@ -1,4 +1,5 @@
-"""Forecasts of remaining lengths for rebalancing: a trained predictor from a file, or a Python function."""
+"""Forecasts of remaining lengths for rebalancing: a trained predictor from a file, or a Python
+function."""
 
 from __future__ import annotations
 
@@ -45,12 +46,13 @@ def forecast_function(
 ) -> ForecastFunction:
     """A function that predicts how many tokens running requests still have to generate.
 
-    It gets one float64 array of shape (n,) per feature, in order, and returns the remaining tokens, shape
-    (n,), or a pair of these and their mean absolute errors. It is asked for each request once per
-    ``repredict_tokens`` generated tokens. It must not keep the arrays.
+    It gets one float64 array of shape (n,) per feature, in order, and returns the remaining tokens,
+    shape (n,), or a pair of these and their mean absolute errors. It is asked for each request once
+    per ``repredict_tokens`` generated tokens. It must not keep the arrays.
 
     Args:
-        features: names of what it reads (docs/lengths.md lists them); None: its parameters are the names.
+        features: names of what it reads (docs/lengths.md lists them); None: its parameters are the
+            names.
 
     Raises:
         BadValueError: it has no parameters to take the names from.
@@ -69,11 +71,14 @@ def forecast_function(
 
 
 def resolve_forecast(forecast: object) -> object:
-    """What the router takes for a forecast: names and predictors as they are, predictors for the paths of
-    their files, references (``file.py:name``, ``package.module:name``) and functions.
+    """Converts a forecast to a name or predictor for the router.
+
+    Accepts names, predictors, paths of predictor files, references (``file.py:name``,
+    ``package.module:name``) and functions.
 
     Raises:
-        BadValueError, LengthsError: a file or a reference that cannot be used, with the reason.
+        BadValueError: an invalid reference, with the reason.
+        LengthsError: an invalid file, with the reason.
     """
     if isinstance(forecast, str):
         if forecast.endswith(SUFFIXES):

@@ -1,7 +1,7 @@
-"""Samples from a trace of requests: what a router knows of a running request without asking its engine.
+"""Training samples from a trace, with the features that a router knows of a running request.
 
-A trace has no hidden states, which are what STAR's predictor reads (section 4.2): how long other answers
-were that had come as far, at such a place in a conversation, is all that can be learned here.
+A trace has no hidden states, which STAR's predictor reads (section 4.2). A predictor can learn only
+from the length so far and the position in the conversation.
 
 Run it: ``python -m lmetric.lengths.from_trace TRACE --out SAMPLES.npz``.
 """
@@ -29,14 +29,16 @@ TRACE_FEATURES = (
     "log_mean_answer_tokens",  # of all turns before in the conversation; 0 in a first turn
     "log_seconds_since_previous",  # from arrival to arrival; 0 in a first turn
 )
-"""Columns of `samples_from_trace`; ``log`` is log1p. A trace's clock begins at 0: no time of day."""
+"""Columns of `samples_from_trace`; ``log`` is log1p. A trace's clock begins at 0: no time of
+day."""
 
 SHARED_AFTER = 8
-"""A prefix with as many different continuations is a system prompt, and ties no two requests together."""
+"""A prefix with as many different continuations is a system prompt, and ties no two requests
+together."""
 
 
 class Turns(NamedTuple):
-    """What each request's conversation was when it arrived; shape (n,) each, 0 in a first turn."""
+    """The conversation of each request at its arrival; arrays of shape (n,), 0 in a first turn."""
 
     previous: NDArray[np.int64]  # index of the turn before, -1 in a first turn
     turns: NDArray[np.int64]  # turns before this one
@@ -46,12 +48,13 @@ class Turns(NamedTuple):
 
 
 def samples_from_trace(trace: Trace, *, every: int = 20, at_most: int = 32, seed: int = 0) -> Samples:
-    """A sample of each request after 0, `every`, 2 x `every`, ... generated tokens (STAR, section 4.4).
+    """Samples of each request after 0, `every`, 2 x `every`, ... generated tokens (STAR, section
+    4.4).
 
     Args:
-        every: generated tokens from one sample to the next; the paper's k = 20.
-        at_most: samples of one request, drawn at random where it has more: it bounds the memory, and makes
-            long answers count less than in the paper, where each moment counts once.
+        every: generated tokens between two samples; k = 20 in the paper.
+        at_most: maximum number of samples per request, drawn at random. It limits the memory. Long
+            answers then count less than in the paper.
 
     Raises:
         LengthsError: no request of the trace generates a token, or `every` or `at_most` is below 1.
@@ -98,11 +101,13 @@ def samples_from_trace(trace: Trace, *, every: int = 20, at_most: int = 32, seed
 
 
 def find_turns(trace: Trace) -> Turns:
-    """Each request's turn before, from `Trace.previous`, else `Trace.sessions`, else from equal prefixes.
+    """Each request's turn before, from `Trace.previous`, else `Trace.sessions`, else from equal
+    prefixes.
 
-    By prefixes, the turn before is the latest request whose whole blocks are the longest of the prompt's
-    prefixes, leaving out prefixes with `SHARED_AFTER` or more continuations so far. Only what came before a
-    request is looked at, as a router could. A prompt's last block may be a partial one, which ties nothing.
+    By prefixes, the turn before is the latest request whose whole blocks are the longest of the
+    prompt's prefixes, leaving out prefixes with `SHARED_AFTER` or more continuations so far. Only
+    what came before a request is looked at, as a router could. A prompt's last block may be a
+    partial one, which ties nothing.
     """
     n = len(trace)
     if trace.previous is not None:

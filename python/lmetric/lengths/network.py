@@ -1,4 +1,5 @@
-"""STAR's predictor of remaining lengths: a small network on one vector of features, run by NumPy."""
+"""STAR's predictor of remaining lengths: a small network on one vector of features, run by
+NumPy."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ PAPER_HIDDEN = (2048, 512, 64)
 
 @dataclass(frozen=True, slots=True)
 class ErrorTable:
-    """Mean absolute error of held-out requests, tokens, by predicted remaining tokens and by one feature.
+    """Mean absolute error of held-out requests, tokens, by predicted remaining tokens and by one
+    feature.
 
-    `sigma` has the shape (len(predicted_edges) + 1, len(feature_edges) + 1); a value equal to an edge belongs
-    to the bucket above. `feature` is a column's index, or -1 where the table has one column only. The form is
+    `sigma` has the shape (len(predicted_edges) + 1, len(feature_edges) + 1); a value equal to an
+    edge belongs to the bucket above. `feature` is a column's index, or -1 where the table has one
+    column only. The form is
     ours: the paper gives no uncertainty.
     """
 
@@ -33,7 +36,8 @@ class ErrorTable:
     sigma: NDArray[np.float32]  # tokens
 
     def check(self, features: int) -> None:
-        """Raise `LengthsError` where the parts do not fit together, or a network of `features` columns."""
+        """Raise `LengthsError` where the parts do not fit together, or a network of `features`
+        columns."""
         shape = (len(self.predicted_edges) + 1, len(self.feature_edges) + 1)
         if self.sigma.shape != shape:
             raise LengthsError(
@@ -50,7 +54,8 @@ class ErrorTable:
             )
 
     def of(self, remaining: NDArray[np.float32], features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Sigma, shape (n,), of predictions `remaining`, shape (n,), made from `features`, shape (n, d)."""
+        """Sigma, shape (n,), of predictions `remaining`, shape (n,), made from `features`, shape
+        (n, d)."""
         rows = np.searchsorted(self.predicted_edges, remaining, side="right")
         columns = (
             0 if self.feature < 0 else np.searchsorted(self.feature_edges, features[:, self.feature], "right")
@@ -71,8 +76,9 @@ def error_table(
 ) -> ErrorTable:
     """The table of absolute `errors`, shape (n,), tokens, that predictions `remaining` had.
 
-    Edges are quantiles, so that buckets hold about as many samples each. A bucket with fewer than `at_least`
-    samples takes the error of its whole row, and that of all where the row has no more either.
+    Edges are quantiles, so that buckets hold about as many samples each. A bucket with fewer than
+    `at_least` samples takes the error of its whole row, and that of all where the row has no more
+    either.
     """
     edges = _quantile_edges(remaining, rows)
     feature_edges = np.empty(0, np.float32) if feature < 0 else _quantile_edges(features[:, feature], columns)
@@ -100,13 +106,14 @@ def _quantile_edges(values: NDArray[np.float32], buckets: int) -> NDArray[np.flo
 
 @dataclass(frozen=True, slots=True)
 class MlpPredictor:
-    """y = w4 relu(W3 relu(W2 relu(W1 h))) (STAR, Eq. 2), for any number of layers; see `LengthPredictor`.
+    """y = w4 relu(W3 relu(W2 relu(W1 h))) (STAR, Eq. 2), for any number of layers; see
+    `LengthPredictor`.
 
-    h is ``(features - feature_mean) / feature_scale``, and tokens are ``y * target_scale``, never below 0;
-    the paper says nothing of scaling. `weights[i]` has the shape (outputs, inputs) as the paper writes W, the
-    last one (1, m). `biases` is empty, as in Eq. 2, or has one vector of shape (outputs,) a layer. Without
-    biases the network is homogeneous: it says 0 at the mean of the training's features. Raises `LengthsError`
-    where the arrays do not fit together.
+    h is ``(features - feature_mean) / feature_scale``, and tokens are ``y * target_scale``, never
+    below 0; the paper says nothing of scaling. `weights[i]` has the shape (outputs, inputs) as the
+    paper writes W, the last one (1, m). `biases` is empty, as in Eq. 2, or has one vector of shape
+    (outputs,) a layer. Without biases the network is homogeneous: it returns 0 at the mean of the
+    training's features. Raises `LengthsError` for inconsistent arrays.
     """
 
     feature_names: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Predictors as ``.onnx``: for those who run them elsewhere, or who trained something else than an MLP.
+"""Predictors as ``.onnx`` files, for other runtimes and other models than an MLP.
 
-Needs the extra ``lmetric-router[onnx]``. The graph takes ``features``, float32 of shape (n, d), as they are
-(it normalises them itself), and gives ``remaining``, float32 of shape (n,), tokens. What a graph cannot say,
-names and errors, stands in its metadata under the key `METADATA` as JSON.
+Needs the extra ``lmetric-router[onnx]``. The graph has the input ``features``, float32 of shape (n,
+d), which it normalizes itself. The output is ``remaining``, float32 of shape (n,), tokens. The
+metadata key `METADATA` has names and errors as JSON.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def load_onnx(
 ) -> OnnxPredictor:
     """The predictor of an ``.onnx`` with our metadata; `threads` 0: as onnxruntime likes.
 
-    Raises `LengthsError` where onnxruntime is missing or the file is not such a one, `OSError` where it
-    cannot be read.
+    Raises `LengthsError` if onnxruntime is missing or the file is invalid, `OSError` if it cannot
+    be read.
     """
     if find_spec("onnxruntime") is None:
         raise LengthsError(f"{path}: needs onnxruntime: install lmetric-router[onnx], or use the .npz")
@@ -114,13 +114,15 @@ def _check_ports(path: str | Path, session: Any, features: int) -> None:
 
 
 def need_onnx() -> None:
-    """`LengthsError` where ``.onnx`` files cannot be written here: before a training, not after it."""
+    """`LengthsError` where ``.onnx`` files cannot be written here: before a training, not after
+    it."""
     if find_spec("onnx") is None:
         raise LengthsError("writing .onnx needs the package onnx: install lmetric-router[onnx]")
 
 
 def write_onnx(predictor: MlpPredictor, path: str | Path) -> None:
-    """Write `predictor` as an ``.onnx`` that `load_onnx` reads; `LengthsError` where onnx is missing."""
+    """Write `predictor` as an ``.onnx`` that `load_onnx` reads; `LengthsError` where onnx is
+    missing."""
     need_onnx()
     from onnx import TensorProto, checker, helper, numpy_helper
 

@@ -1,4 +1,4 @@
-"""What a predictor of remaining output lengths is, and what may go wrong with one."""
+"""The interface of predictors of remaining output lengths, and their error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from lmetric._core import LmetricError
 
 
 class LengthsError(LmetricError):
-    """Samples or a predictor that cannot be used: says where, what is wrong and what would be right."""
+    """Invalid samples or predictor. The message has the place, the problem and what was
+    expected."""
 
 
 class LengthPredictor(Protocol):
-    """Says how many tokens running requests have still to generate (STAR, section 4.2, Eq. 1).
+    """Predicts the remaining tokens of running requests (STAR, section 4.2, Eq. 1).
 
-    It is asked again while a request runs (section 4.3): every 20 generated tokens by the paper's Table 4.
+    Predictions are repeated while a request runs (section 4.3), every 20 generated tokens in Table
+    4.
     """
 
     @property
@@ -29,11 +31,13 @@ class LengthPredictor(Protocol):
         """Remaining tokens of n requests, and how far off that may be.
 
         Args:
-            features: shape (n, d), one row a request, one column for each of `feature_names`; finite.
+            features: shape (n, d), one row a request, one column for each of `feature_names`;
+                finite.
 
         Returns:
-            ``remaining``, shape (n,), tokens, at least 0; ``sigma``, shape (n,), tokens: the mean absolute
-            error that requests held out of the training had where the prediction was alike.
+            ``remaining``, shape (n,), tokens, at least 0; ``sigma``, shape (n,), tokens: the mean
+            absolute error that requests held out of the training had where the prediction was
+            alike.
 
         Raises:
             LengthsError: `features` has another shape, or holds what is not a finite number.
@@ -42,7 +46,8 @@ class LengthPredictor(Protocol):
 
 
 def checked_features(features: NDArray[Any], names: tuple[str, ...]) -> NDArray[np.float32]:
-    """`features` as float32 of shape (n, d) with d names; `LengthsError` where they are not."""
+    """`features` as float32 of shape (n, d) with d names. Raises `LengthsError` for other
+    shapes."""
     try:
         values = np.asarray(features, dtype=np.float32)
     except (TypeError, ValueError) as error:
@@ -59,7 +64,8 @@ def checked_features(features: NDArray[Any], names: tuple[str, ...]) -> NDArray[
 
 
 def check_names(path: str, found: tuple[str, ...], wanted: tuple[str, ...] | None) -> None:
-    """`LengthsError` where a file was trained on other features than `wanted` (None: any will do)."""
+    """`LengthsError` where a file was trained on other features than `wanted` (None: any will
+    do)."""
     if wanted is None or found == wanted:
         return
     if len(found) != len(wanted):

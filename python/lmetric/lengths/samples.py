@@ -1,4 +1,4 @@
-"""What predictors are trained on: rows of features, and how many tokens were still to come."""
+"""Training samples of predictors: rows of features, and the remaining tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ SHARES = (0.70, 0.15, 0.15)
 """Shares of requests for training, validation and test (STAR, section 4.4)."""
 
 MAX_SAMPLE_BYTES = 8 << 30
-"""A samples file that says it holds more is not read; the paper's 100,000 hidden states take 1.4 GB."""
+"""A samples file that says it holds more is not read; the paper's 100,000 hidden states take 1.4
+GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Moments in the lives of requests, one row a moment. Raises `LengthsError` where columns do not fit.
+    """States of requests, one row per sample. Raises `LengthsError` for inconsistent columns.
 
-    The features may be anything that is known at that moment: columns made from a trace, or the hidden state
-    of the last token (STAR, section 4.2), whose columns are then named ``h0``, ``h1``, ...
+    Features are columns from a trace, or the hidden state of the last token (STAR, section 4.2).
+    Columns of a hidden state have the names ``h0``, ``h1``, ...
     """
 
     features: NDArray[np.float32]  # shape (n, d), finite
     remaining: NDArray[np.float32]  # shape (n,), tokens that the request still generated; at least 0
     request_ids: NDArray[np.int64]  # shape (n,), equal for samples of one request
     feature_names: tuple[str, ...]
-    source: str = ""  # where they are from, for people
+    source: str = ""  # origin, for people
 
     def __post_init__(self) -> None:
         n = len(self.features)
@@ -54,7 +55,7 @@ class Samples:
         )
 
     def column(self, name: str) -> NDArray[np.float32]:
-        """The feature of this name, shape (n,); `LengthsError` where there is none."""
+        """The feature of this name, shape (n,). Raises `LengthsError` if it is missing."""
         if name not in self.feature_names:
             raise LengthsError(f"no feature {name!r}; there are: {', '.join(self.feature_names[:16])}")
         return self.features[:, self.feature_names.index(name)]
@@ -69,9 +70,10 @@ class Split(NamedTuple):
 
 
 def split_by_request(request_ids: NDArray[np.int64], seed: int) -> Split:
-    """A random 70/15/15 split of *requests* (STAR, section 4.4); the same seed gives the same parts.
+    """A random 70/15/15 split of *requests* (STAR, section 4.4); the same seed gives the same
+    parts.
 
-    Raises `LengthsError` where a part would be without a request.
+    Raises `LengthsError` if a part would have no request.
     """
     requests = np.unique(request_ids)
     first, second = (round(share * len(requests)) for share in (SHARES[0], SHARES[0] + SHARES[1]))
@@ -85,9 +87,10 @@ def split_by_request(request_ids: NDArray[np.int64], seed: int) -> Split:
 
 
 def load_samples(path: str | Path) -> Samples:
-    """Samples from an ``.npz`` with the arrays features, remaining, request_ids, feature_names (and source).
+    """Samples from an ``.npz`` with the arrays features, remaining, request_ids, feature_names (and
+    source).
 
-    Raises `LengthsError` where it is not such a file, `OSError` where it cannot be read.
+    Raises `LengthsError` for other files, `OSError` if the file cannot be read.
     """
     path = Path(path)
     arrays = read_arrays(path, MAX_SAMPLE_BYTES)

@@ -1,5 +1,5 @@
-"""Profiles: what a model on a GPU costs, as YAML files with their source. Shipped ones lie in this
-directory."""
+"""Profiles: step times of a model on a GPU, as YAML files. This directory has the shipped
+profiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _DIRECTORY = Path(__file__).parent
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be found or read: names the file, the field and what would have been right."""
+    """A profile is missing or invalid. The message has the file, the field and what was
+    expected."""
 
 
 class DecodeThroughput(BaseModel):
-    """Tokens a second that n decoding sequences make together, ``alpha n^2 + beta n + gamma`` whatever their
-    context (SIBYL, Eq. 15). The curve falls beyond its peak at ``-beta / 2 alpha``."""
+    """Tokens a second that n decoding sequences make together, ``alpha n^2 + beta n + gamma``
+    whatever their context (SIBYL, Eq. 15). The curve falls beyond its peak at ``-beta / 2
+    alpha``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -43,10 +45,11 @@ class DecodeThroughput(BaseModel):
 class Profile(BaseModel):
     """One engine's constants.
 
-    A step takes ``fixed_seconds + decode_seconds_per_sequence x sequences + decode_seconds_per_context_token
-    x their context tokens + prefill_seconds_per_token x tokens + prefill_seconds_per_attention_pair x
-    pairs``; a prefill chunk of g tokens behind n tokens of context has g x (n + g / 2) pairs. Where
-    ``decode_throughput`` is given, n sequences' decodes take ``n / throughput(n)`` instead.
+    A step takes ``fixed_seconds + decode_seconds_per_sequence x sequences +
+    decode_seconds_per_context_token x their context tokens + prefill_seconds_per_token x tokens +
+    prefill_seconds_per_attention_pair x pairs``; a prefill chunk of g tokens behind n tokens of
+    context has g x (n + g / 2) pairs. Where ``decode_throughput`` is given, n sequences' decodes
+    take ``n / throughput(n)`` instead.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -80,12 +83,12 @@ class Profile(BaseModel):
         return self
 
     def constants(self) -> dict[str, Any]:
-        """What the engine model takes: everything but source and note."""
+        """The constants of the engine model: all fields except source and note."""
         return self.model_dump(exclude={"source", "note"}, exclude_none=True)
 
     def in_blocks_of(self, block_tokens: int) -> Profile:
-        """The same engine with KV blocks of `block_tokens` tokens, as many as hold its tokens (rounded down,
-        at least one).
+        """The same engine with KV blocks of `block_tokens` tokens, as many as hold its tokens
+        (rounded down, at least one).
 
         Raises:
             ProfileError: a size out of range.
@@ -95,7 +98,8 @@ class Profile(BaseModel):
         return check_profile(self.model_dump() | changed, f"in blocks of {block_tokens} tokens")
 
     def slower(self, factor: float) -> Profile:
-        """An engine whose steps take `factor` times as long, with the same memory; below 1, a faster one.
+        """An engine whose steps take `factor` times as long, with the same memory; below 1, a
+        faster one.
 
         Raises:
             ProfileError: a factor that is not above 0, or a profile with a decode throughput.
@@ -118,12 +122,13 @@ _SHARE = re.compile(r"(\d+) +(\S.*)")
 
 
 def fleet_profiles(text: str) -> list[tuple[int, str]]:
-    """Instances and profiles of a fleet: ``"8 qwen3-30b-a3b-h20 + 8 qwen3-30b-a3b-h200"`` gives two pairs.
+    """Instances and profiles of a fleet: ``"8 qwen3-30b-a3b-h20 + 8 qwen3-30b-a3b-h200"`` gives two
+    pairs.
 
     The name of one profile, without a number, gives no pairs.
 
     Raises:
-        ProfileError: a number of 0, or a part without a number beside one that has it.
+        ProfileError: a number of 0, or parts with and without a number.
     """
     found = [_SHARE.fullmatch(part.strip()) for part in text.split(" + ")]
     if not any(found) or Path(text).is_file():
@@ -141,7 +146,8 @@ def load_profile(name_or_path: str) -> Profile:
     """The shipped profile of this name, or the one in this YAML file.
 
     Raises:
-        ProfileError: nothing of that name, not YAML, an unknown or missing field, a value out of range.
+        ProfileError: nothing of that name, not YAML, an unknown or missing field, a value out of
+            range.
     """
     names = shipped_profiles()
     path = _DIRECTORY / f"{name_or_path}.yaml" if name_or_path in names else Path(name_or_path)

@@ -1,20 +1,21 @@
-"""Profiles from a model's shape and a GPU's data sheet, where no measurement is to be had.
+"""Profiles from a model's shape and a GPU's data sheet, if there is no measurement.
 
-``python -m lmetric.profiles.roofline --model qwen3-32b --gpu a100 --gpus 2`` prints one as YAML; `SHIPPED`
-lists those in this directory, which ``scripts/make_profiles`` writes. The method, with F the FLOP/s and W the
-bytes/s that are reached (data sheet x `MFU` or `EXPERTS_MFU`, and x
-`MBU`; both chosen by the tables in docs/profiles.md):
+``python -m lmetric.profiles.roofline --model qwen3-32b --gpu a100 --gpus 2`` prints one as YAML;
+`SHIPPED` lists those in this directory, which ``scripts/make_profiles`` writes. The method, with F
+the FLOP/s and W the bytes/s that are reached (data sheet x `MFU` or `EXPERTS_MFU`, and x `MBU`;
+both chosen by the tables in docs/profiles.md):
 
-* prefill: 2 FLOP x parameters that a token passes / F a token; 4 FLOP x query heads x head dimension x layers
-  / F an attention pair (scores and values).
-* decode: a token of context costs its KV bytes / W, or its attention FLOP / F where that is more. A step of B
-  sequences costs ``OVERHEAD_SECONDS + max(weights read / W, 2 FLOP x parameters x B / F)``. A mixture of
-  experts reads the experts that B sequences touch, 1 - (1 - chosen / experts)^B of them if tokens choose
-  evenly. The engine model is linear in B: `fixed_seconds` and `decode_seconds_per_sequence` are the line that
-  lies closest, in relative squares, over `FITTED_BATCHES`.
+* prefill: 2 FLOP x parameters that a token passes / F a token; 4 FLOP x query heads x head
+  dimension x layers / F an attention pair (scores and values).
+* decode: a token of context costs its KV bytes / W, or its attention FLOP / F if that is more. A
+  step of B sequences costs ``OVERHEAD_SECONDS + max(weights read / W, 2 FLOP x parameters x B /
+  F)``. A mixture of experts reads the experts that B sequences touch, 1 - (1 - chosen / experts)^B
+  of them if tokens choose evenly. The engine model is linear in B: `fixed_seconds` and
+  `decode_seconds_per_sequence` are the line that lies closest, in relative squares, over
+  `FITTED_BATCHES`.
 * several GPUs (tensor parallel) add up in F, W and memory; each layer adds two all-reduces.
-* the cache is what is left of `MEMORY_SHARE` of the memory beside the weights (vLLM's default share);
-  activations are not taken off.
+* the cache is what is left of `MEMORY_SHARE` of the memory beside the weights (vLLM's default
+  share); activations are not taken off.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Model:
 
     @property
     def passed_parameters(self) -> float:
-        """Those that one prompt token passes: no embedding, and no head (only the last needs it)."""
+        """Those that one prompt token passes: no embedding, and no head (only the last needs
+        it)."""
         return self.shared_parameters + self.expert_parameters * self.experts_per_token / self.experts
 
     @property
@@ -150,7 +152,8 @@ def profile_name(model: str, gpu: str, gpus: int) -> str:
 
 
 def decode_seconds(model: Model, gpu: Gpu, gpus: int, batch: float) -> float:
-    """A decode step of `batch` sequences without their context: the roofline that the line is fitted to."""
+    """A decode step of `batch` sequences without their context: the roofline that the line is
+    fitted to."""
     flops, bandwidth = gpus * gpu.flops * model.mfu, gpus * gpu.bytes_per_second * MBU
     flop = 2 * batch * (model.passed_parameters + model.head_parameters)
     fixed = OVERHEAD_SECONDS + (2 * model.layers * ALL_REDUCE_SECONDS if gpus > 1 else 0)

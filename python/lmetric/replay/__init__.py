@@ -1,4 +1,4 @@
-"""Sends a trace to an OpenAI-compatible server as it once arrived, and reports what its clients saw."""
+"""Sends a trace to an OpenAI-compatible server and reports the latencies of its clients."""
 
 from lmetric.replay.client import Client, Record, ReplayError
 from lmetric.replay.player import Player

@@ -1,7 +1,8 @@
-"""A streaming client for any OpenAI-compatible completions server that keeps the times of one request.
+"""A streaming client for OpenAI-compatible completions servers, which records the times of a
+request.
 
-aiohttp's client is what this costs (figures: docs/cli.md, `replay`); a report says when the generator fell
-behind its own schedule.
+Its cost is the cost of aiohttp's client (figures: docs/cli.md, `replay`). The report contains the
+delay of the load generator.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ from lmetric._core import LmetricError
 from lmetric.engines.errors import error_text
 from lmetric.engines.http import EngineClient, Unanswered
 
-_ENDS = {"stop", "length", "tool_calls"}  # any other finish reason means that the answer is not whole
+_ENDS = {"stop", "length", "tool_calls"}  # other finish reasons mean an incomplete answer
 _CONNECT_SECONDS = 10.0
 
 
 class ReplayError(LmetricError):
-    """The server cannot be replayed against at all."""
+    """The server cannot be used for a replay."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request. Times are wall seconds since the run began; None: it never happened."""
+    """Times and result of one request. Times are wall seconds since the start of the run; None: no
+    event."""
 
     index: int  # in the trace
-    due: float  # when the trace wanted it sent
+    due: float  # time in the trace
     sent: float | None = None
     first_token: float | None = None
     last_token: float | None = None
-    prompt_tokens: int | None = None  # as the server counted; None where it did not say
-    cached_tokens: int | None = (
-        None  # of the prompt, found in an engine's prefix cache; None where it did not say
-    )
-    output_tokens: int = 0  # as the server counted, or else the chunks that carried text
-    ended: bool = False  # a finish reason of a whole answer was seen
+    prompt_tokens: int | None = None  # count of the server; None: not reported
+    cached_tokens: int | None = None  # prompt tokens in an engine's prefix cache; None: not reported
+    output_tokens: int = 0  # count of the server, or else the number of chunks with text
+    ended: bool = False  # the answer had the finish reason of a complete answer
     error: str | None = (
         None  # kind: connect, reset, timeout, truncated, http_N, stream_error, malformed, aborted, empty
     )
     detail: str = ""
-    token_times: list[float] | None = None  # of each token, where a list is given to fill
+    token_times: list[float] | None = None  # arrival of each token, if the caller sets a list
 
     @property
     def completed(self) -> bool:
@@ -56,7 +56,7 @@ class Record:
 
 
 class Client:
-    """Connections to one server. Use as an async context."""
+    """Connections to one server. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Client:
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
-        # Silence between two reads is bounded, a long answer is not.
+        # The time limit applies between two reads, not to the whole answer.
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=timeout_seconds
         )
@@ -102,7 +102,8 @@ class Client:
         await self._session.close()
 
     async def _only_model(self) -> str:
-        """The one model the server names; ReplayError where it cannot be asked, or names none or several."""
+        """The server's only model. Raises ReplayError if the request fails, or for no or several
+        models."""
         try:
             answer = await EngineClient(self._session, self.base_url).get("/v1/models")
         except Unanswered as error:
@@ -113,22 +114,24 @@ class Client:
             names = [str(model["id"]) for model in answer.json["data"]]
         except (KeyError, TypeError):
             raise ReplayError(
-                f"{self.base_url}/v1/models is no list of models: {answer.body[:80]!r}"
+                f"{self.base_url}/v1/models is not a list of models: {answer.body[:80]!r}"
             ) from None
         if len(names) != 1:
             raise ReplayError(
-                f"{self.base_url} serves {', '.join(names) or 'no model'}: name one with --model"
+                f"{self.base_url} serves {', '.join(names) or 'no model'}; choose one with --model"
             )
         return names[0]
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The connections, for other questions to the same server."""
+        """The session, for other requests to the same server."""
         return self._session
 
     def body(self, prompt: str | orjson.Fragment, output_tokens: int, **fields: Any) -> bytes:
-        """The request for `output_tokens` (at least 1) tokens after `prompt`: text, or the JSON of token ids
-        (not for `chat`); with further `fields`."""
+        """The body of a request for `output_tokens` (at least 1) tokens, with additional `fields`.
+
+        `prompt` is text, or the JSON of token IDs (not for `chat`).
+        """
         request: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max(1, output_tokens),
@@ -145,7 +148,8 @@ class Client:
         return orjson.dumps(request | fields)
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
-        """Send `body` now and fill in `record`; `start` is the run's begin by ``time.monotonic()``."""
+        """Send `body` now and fill in `record`; `start` is the run's start
+        (``time.monotonic()``)."""
         record.sent = time.monotonic() - start
         try:
             async with self._session.post(self._url, data=body) as answer:
@@ -155,8 +159,8 @@ class Client:
                 await self._read_stream(answer.content, record, start)
         except aiohttp.ClientConnectorError as error:
             record.fail("connect", error)
-        except TimeoutError as error:  # before ClientError: aiohttp's time-outs are both
-            record.fail("timeout", error or "no answer in time")
+        except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
+            record.fail("timeout", error or "no answer within the time limit")
         except aiohttp.ClientPayloadError as error:
             record.fail("truncated", error)
         except (aiohttp.ClientError, OSError) as error:
@@ -176,10 +180,10 @@ class Client:
         if not record.ended:
             record.fail("truncated", "the stream ended without a finish reason")
         elif record.first_token is None:
-            record.fail("empty", "the answer holds no text")
+            record.fail("empty", "the answer has no text")
 
     def _event(self, data: bytes, record: Record, now: float) -> bool:
-        """Take in one event; False where nothing after it counts."""
+        """Handle one event. Returns False to ignore all further events."""
         try:
             event = orjson.loads(data)
             if "error" in event:

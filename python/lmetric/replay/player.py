@@ -1,5 +1,8 @@
-"""Arrivals as the trace has them: most requests leave at their time, whatever became of those before; the
-later turns of a conversation wait for the answer before them where the trace says so."""
+"""Sends requests at the arrival times of a trace.
+
+Most requests are sent at their time, even if earlier requests failed or still run. In closed-loop
+traces, later turns of a conversation wait for the previous answer.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,28 @@ from lmetric.sim.traces import Trace
 
 
 class Sender(Protocol):
-    """What sends a request: a `Client`, or a choice among several."""
+    """Sends requests: a `Client`, or a choice among several clients."""
 
     def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
-        """The request for `output_tokens` tokens after `prompt`."""
+        """The body of a request for `output_tokens` tokens after `prompt`."""
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
-        """Send `body` now and fill in `record`; `start` is the run's begin by ``time.monotonic()``."""
+        """Send `body` now and fill in `record`; `start` is the run's begin by
+        ``time.monotonic()``."""
 
 
 class Prompts(Protocol):
-    """What makes the prompts: a `PromptWriter`."""
+    """Creates the prompts: a `PromptWriter`."""
 
     def prompt(self, trace: Trace, index: int) -> str | orjson.Fragment:
-        """The prompt of the trace's request `index`: text, or the JSON of token ids."""
+        """The prompt of the trace's request `index`: text, or the JSON of token IDs."""
 
 
 class Player:
-    """Plays `trace` against `client`'s server; `records` holds every request sent so far, as they were sent.
+    """Sends `trace` to `client`'s server. `records` has all requests sent so far, in order.
 
-    A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. The end is that of
-    the answer's stream, a failed one's as well: the conversation goes on without it.
+    A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. The end
+    of the previous answer also counts if that request failed: the conversation continues.
     """
 
     def __init__(self, trace: Trace, client: Sender, prompts: Prompts) -> None:
@@ -48,7 +52,7 @@ class Player:
         self._sending: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
         self._feeding: asyncio.Task[None] | None = None
-        # The end of each answer that another request waits for, in seconds since the start.
+        # End of each answer with a waiting request, seconds since the start.
         self._ends: dict[int, asyncio.Future[float]] = {}
 
     @property
@@ -56,7 +60,7 @@ class Player:
         return len(self._sending)
 
     def stop(self) -> None:
-        """End early: nothing more is sent, what is in flight is cancelled; `run` returns."""
+        """Stop early: cancel the requests in flight and send no others. `run` then returns."""
         self.interrupted = True
         self._cancel()
 
@@ -86,7 +90,8 @@ class Player:
 
     async def _feed(self, start: float) -> None:
         for record, body in self._requests():
-            # Without a pause, requests that are overdue would all leave before the first of them is written.
+            # Without a pause, the first overdue request is written only after all others are
+            # created.
             await asyncio.sleep(max(0.0, start + record.due - time.monotonic()))
             if self.trace.previous is None or self.trace.previous[record.index] < 0:
                 self._send(record, body, start)
@@ -119,7 +124,7 @@ class Player:
         task.add_done_callback(tasks.discard)
 
     def _requests(self) -> Iterator[tuple[Record, bytes]]:
-        """Each body is made before its time has come, so that making it delays no one."""
+        """Yields bodies before they are due, so that their creation delays no request."""
         arrivals = self.trace.arrival_seconds - self.trace.arrival_seconds[0]
         for index, due in enumerate(arrivals.tolist()):
             prompt = self._prompts.prompt(self.trace, index)

@@ -1,4 +1,4 @@
-"""From per-request records to the figures people compare: latencies, hit rate, goodput, errors, own lag."""
+"""Summarizes request records: latencies, hit rate, goodput, errors, and delay of the generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from lmetric.replay.client import Record
 from lmetric.sim.summary import Goodput, Slo, Spread, tpot_seconds
 
-# A request that left this much after its time was sent into another load than the trace's.
+# Requests sent later than this count as late: the load then differs from the trace.
 LATE_SECONDS = 0.05
 
 
@@ -23,7 +23,8 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A run in figures. Seconds are wall seconds x `clock_speed`; `lag_seconds` alone is plain wall time."""
+    """The figures of a run. Seconds are wall seconds x `clock_speed`, except `lag_seconds` (wall
+    time)."""
 
     requests: int  # sent
     completed: int
@@ -37,14 +38,14 @@ class Report:
     e2e_seconds: Spread | None
     prompt_tokens: int
     cached_tokens: int | None
-    hit_rate: float | None  # cached / prompt tokens of the answers that told both; None: none did
+    hit_rate: float | None  # cached / prompt tokens of the answers with both counts; None: no such answer
     output_tokens: int
     requests_per_second: float
     tokens_per_second: float
     goodput: Goodput
     errors: dict[str, ErrorCount]
-    lag_seconds: Spread | None  # sent after its time
-    late_requests: int  # by more than LATE_SECONDS
+    lag_seconds: Spread | None  # delay of sending
+    late_requests: int  # sent more than LATE_SECONDS late
 
 
 def summarize(
@@ -55,7 +56,8 @@ def summarize(
     clock_speed: float = 1.0,
     interrupted: bool = False,
 ) -> Report:
-    """Report on a run that took `seconds` of wall time against engines `clock_speed` times as fast."""
+    """The report of a run of `seconds` wall time, with engine clocks at `clock_speed` x real
+    time."""
     done = [record for record in records if record.completed and record.first_token is not None]
     failed = [record for record in records if record.error is not None]
     sent, first, last = (

@@ -1,1 +1,1 @@
-"""Traces and prompts rebuilt from them; whole fleets played on a simulated clock, in studies; reports."""
+"""Traces, prompts of traces, simulated fleets, studies and reports."""

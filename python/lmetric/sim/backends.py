@@ -1,5 +1,5 @@
-"""Where many runs are worked off: threads of this process (the simulator lets the interpreter lock go), or a
-Ray cluster for large grids."""
+"""Backends for many runs: threads (the simulator releases the interpreter lock), or a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ R = TypeVar("R")
 
 
 class Backend(Protocol):
-    """Works off a list of items, each with the trace it needs, made ready."""
+    """Processes a list of items, each with its prepared trace."""
 
     def map(
         self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
     ) -> Iterator[tuple[T, R]]:
-        """``work(item, trace)`` for each, in the order of completion. The first exception ends it; closing
-        the iterator drops what has not begun."""
+        """Yields results of ``work(item, trace)`` in the order of completion.
+
+        The first exception stops it. Closing the iterator drops items that have not begun.
+        """
 
     def close(self) -> None:
-        """Give back what was started for it."""
+        """Release the resources of the backend."""
 
 
 class Threads:
@@ -43,8 +45,8 @@ class Threads:
         self, work: Callable[[T, Trace | Workload], R], items: Sequence[tuple[T, Workload]]
     ) -> Iterator[tuple[T, R]]:
         pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="simulate")
-        # Not `concurrent.futures.wait`: it takes the locks of all futures in turn. Ctrl-C in between would
-        # leave some of them taken, and the threads would wait for these for ever.
+        # Not `concurrent.futures.wait`: it takes the locks of all futures. Ctrl-C in between would
+        # leave some locks taken, and the threads would wait forever.
         ended: SimpleQueue[Future[R]] = SimpleQueue()
         waiting: dict[Future[R], T] = {}
         try:
@@ -54,7 +56,7 @@ class Threads:
                 future.add_done_callback(ended.put)
             while waiting:
                 try:
-                    # Without a bound, Ctrl-C would wait for a run to end.
+                    # Without a time limit, Ctrl-C would wait for the end of a run.
                     future = ended.get(timeout=0.2)
                 except Empty:
                     continue
@@ -63,11 +65,11 @@ class Threads:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def close(self) -> None:
-        """Nothing outlives `map`."""
+        """Does nothing: no resource outlives `map`."""
 
 
 class Ray:
-    """A Ray cluster: the one at `address`, else (None) one started on this machine for the run."""
+    """The Ray cluster at `address`; None: a new cluster on this machine."""
 
     def __init__(self, address: str | None = None, jobs: int | None = None) -> None:
         try:
@@ -79,7 +81,7 @@ class Ray:
         self._ray: Any = ray
         self.started_here = not ray.is_initialized()
         if self.started_here:
-            # Ray warns of a change to come in how it hides GPUs, of which nothing here uses any.
+            # Ignore Ray's warning about GPU visibility: no GPU is used.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             try:
                 ray.init(
@@ -97,16 +99,16 @@ class Ray:
     ) -> Iterator[tuple[T, R]]:
         ray = self._ray
 
-        def call(item: T, trace: Trace) -> R:  # Ray wants a function; `work` may be a partial
+        def call(item: T, trace: Trace) -> R:  # Ray needs a function; `work` can be a partial
             return work(item, trace)
 
         remote = ray.remote(num_cpus=1)(call)
-        stored: dict[int, Any] = {}  # each trace travels once
+        stored: dict[int, Any] = {}  # each trace is sent once
         waiting = {}
         try:
             for item, workload in items:
                 if id(workload) not in stored:
-                    stored[id(workload)] = ray.put(workload.trace)  # hashed anew where it is played
+                    stored[id(workload)] = ray.put(workload.trace)  # the worker computes the hashes
                 waiting[remote.remote(item, stored[id(workload)])] = item
             while waiting:
                 done, _ = ray.wait(list(waiting), num_returns=1)

@@ -1,5 +1,8 @@
-"""Distributions of lengths and times, as a description's YAML writes them: a number (always that),
-``{quantiles: {0: 1, 0.5: 200, 1: 2000}}``, or log-normal as ``{p50: 200, mean: 400}``."""
+"""Distributions of lengths and times in YAML descriptions.
+
+A constant number, ``{quantiles: {0: 1, 0.5: 200, 1: 2000}}``, or log-normal as ``{p50: 200, mean:
+400}``.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ Ints = NDArray[np.int64]
 
 
 class Described(BaseModel):
-    """A part of a description: no unknown keys, no changes."""
+    """A part of a description. Unknown keys are errors; values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Quantiles(Described):
-    """Any distribution, by its quantiles: straight lines between the given ones."""
+    """A distribution by its quantiles, with linear interpolation."""
 
     quantiles: dict[float, float] = Field(description="Share -> value, from 0 to 1; both ends are needed.")
 
@@ -43,10 +46,11 @@ class Quantiles(Described):
 
 
 class LogNormal(Described):
-    """A log-normal distribution, by its median and one more figure; values are cut to the bounds."""
+    """A log-normal distribution, by its median and one more figure. Values are clipped to the
+    bounds."""
 
     p50: float = Field(gt=0)
-    mean: float | None = Field(default=None, gt=0, description="Before the cut; above p50.")
+    mean: float | None = Field(default=None, gt=0, description="Before clipping; above p50.")
     p90: float | None = Field(default=None, gt=0)
     p99: float | None = Field(default=None, gt=0)
     min: float = Field(default=0, ge=0)
@@ -65,7 +69,7 @@ class LogNormal(Described):
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm: ln mean = ln p50 + sigma^2 / 2; ln pq = ln p50 + z(q) sigma."""
+        """Sigma of the logarithm: ln mean = ln p50 + sigma^2 / 2; ln pq = ln p50 + z(q) sigma."""
         if self.mean is not None:
             return float(np.sqrt(2 * np.log(self.mean / self.p50)))
         share, value = (0.9, self.p90) if self.p90 is not None else (0.99, self.p99)
@@ -105,7 +109,7 @@ def draw_whole(distribution: Distribution, n: int, rng: np.random.Generator, *, 
 
 
 class Kind(Described):
-    """Some of the requests, with lengths of their own."""
+    """A share of the requests with separate lengths."""
 
     share: float = Field(gt=0, le=1, description="Of all requests, or sessions.")
     input_tokens: Distribution
@@ -113,27 +117,27 @@ class Kind(Described):
 
 
 def check_shares(kinds: tuple[Kind, ...]) -> None:
-    """Raises ValueError where the shares of `kinds` sum to more than all."""
+    """Raises ValueError if the shares of `kinds` sum to more than 1."""
     if (total := sum(kind.share for kind in kinds)) > 1 + 1e-9:
         raise ValueError(f"the shares of kinds must sum to 1 at most, got {total:g}")
 
 
 class Lengths(Described):
-    """Prompt and answer lengths; those of `kinds` aside."""
+    """Prompt and answer lengths, with separate lengths for `kinds`."""
 
     input_tokens: Distribution
     output_tokens: Distribution
     kinds: tuple[Kind, ...] = ()
 
 
-# SIBYL's three data sets (its section 2.2 and F.2), which are not published: distributions that have the
-# figures it gives. Answers are cut at 8,192 tokens. Random: uniform, as it says. ShareGPT-like: prompts of
-# 183 tokens in the mean, answers of 5,657 with a deviation of 3,317, which only a cap that three in five
-# reach can give. Zeta-like: prompts of 345 tokens in the mean and up to 1,700, answers with a deviation of
-# 3,492. Ours, as it gives no figure: medians of prompts, how short answers are spread, and the mean of
-# Zeta's answers (5,000: half reach the cap).
-# Azure's conversation service of 2023 (AzurePublicDataset, CC-BY 4.0) by its quantiles, prompts and answers
-# apart.
+# SIBYL's three data sets (its sections 2.2 and F.2) are not published. These distributions have the
+# paper's figures. Answers are cut at 8,192 tokens. Random: uniform, as in the paper. ShareGPT-like:
+# prompts with a mean of 183 tokens, answers with a mean of 5,657 and a deviation of 3,317, which
+# requires that three in five reach the cap. Zeta-like: prompts with a mean of 345 tokens and a
+# maximum of 1,700, answers with a deviation of 3,492. The paper has no figures for the medians of
+# prompts, the spread of short answers, and the mean of Zeta's answers (5,000: half reach the cap);
+# these are ours. Azure's conversation service of 2023 (AzurePublicDataset, CC-BY 4.0) by its
+# quantiles, separate for prompts and answers.
 _AZURE = Lengths(
     input_tokens=Quantiles(
         quantiles={0: 2, 0.1: 207, 0.25: 396, 0.4: 703, 0.5: 1020, 0.75: 1189, 0.9: 2734, 0.95: 4083, 1: 4300}
@@ -142,8 +146,8 @@ _AZURE = Lengths(
         quantiles={0: 7, 0.1: 54, 0.25: 85, 0.5: 129, 0.6: 177, 0.75: 395, 0.95: 451, 0.99: 601, 1: 1000}
     ),
 )
-# s1k's questions, and thoughts with answers: 4,690 tokens of these in the mean, as its paper says; the shape
-# is ours.
+# Questions of s1k. Reasoning tokens plus answer have a mean of 4,690 tokens, as in its paper; the
+# shape is ours.
 _S1K: dict[str, Distribution] = {
     "input_tokens": Quantiles(quantiles={0: 20, 0.5: 90, 0.9: 260, 0.99: 700, 1: 1200}),
     "output_tokens": Quantiles(
@@ -173,11 +177,12 @@ LENGTHS: dict[str, Lengths] = {
             }
         ),
     ),
-    # UniBoost's mixtures (its section 4): a fifth, and seven tenths, of reasoning among Azure's.
+    # UniBoost's mixtures (its section 4): Azure requests with one fifth, or seven tenths, of
+    # reasoning requests.
     "azure-chat": _AZURE,
     "mix-1": _AZURE.model_copy(update={"kinds": (Kind(share=0.2, **_S1K),)}),
     "mix-2": _AZURE.model_copy(update={"kinds": (Kind(share=0.7, **_S1K),)}),
-    # Ours: workloads of today's kinds, and shapes that are hard to level. Nobody's data.
+    # Our own: current kinds of workloads, and shapes that are hard to balance. Not from a data set.
     "short-chat": Lengths(
         input_tokens=LogNormal(p50=300, p90=2000, min=8, max=16000),
         output_tokens=LogNormal(p50=180, p90=600, min=2, max=4096),

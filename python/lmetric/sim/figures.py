@@ -1,5 +1,7 @@
-"""The figures of a report, drawn with matplotlib. One figure is one panel as wide as a phone can show; pages
-lay them out. A policy has the same colour in all of them."""
+"""The figures of a report, drawn with matplotlib.
+
+Each figure is one panel of the width of a phone. A policy has the same color in all figures.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEADER = "lmetric"
-_ALWAYS = (LEADER, "vllm")  # in every figure with lines, where they were run
+_ALWAYS = (LEADER, "vllm")  # in every figure with lines, if they were run
 _LEADER_COLOUR = "#c8102e"
 _COLOURS = (
     "#0072b2", "#e08e00", "#009e73", "#7b3fa0", "#56b4e9", "#8c564b", "#d16ba5", "#7d8b00", "#5c5cd6",
@@ -58,7 +60,7 @@ _RC: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A figure ready for a page: an SVG, and a PNG on request."""
+    """A figure for a page: an SVG, and a PNG on request."""
 
     name: str  # for files
     title: str
@@ -67,7 +69,7 @@ class Drawing:
     figure: Figure
 
     def png(self) -> bytes:
-        """With the title, which a page sets itself."""
+        """The figure as PNG, with its title."""
         file = io.BytesIO()
         self.figure.suptitle(self.title, x=0.01, horizontalalignment="left", fontsize=12)
         self.figure.savefig(file, format="png", dpi=160)
@@ -75,12 +77,12 @@ class Drawing:
 
     @property
     def data_uri(self) -> str:
-        """The SVG for an ``<img>``, which keeps its ids to itself."""
+        """The SVG for an ``<img>``, so that its IDs cannot collide with others."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode()
 
 
 def require_matplotlib() -> None:
-    """Raises `LmetricError` where matplotlib is missing, before an hour of runs."""
+    """Raises `LmetricError` if matplotlib is missing, before long runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -90,12 +92,13 @@ def require_matplotlib() -> None:
 
 
 def base(cell: Cell) -> str:
-    """The policy without its knobs: what has a colour."""
+    """The policy without its parameters, which has one color."""
     return cell.results[0].setup.choice.base
 
 
 class Styles:
-    """Colour and dash by policy, in the order of `cells`; variants of one policy share theirs."""
+    """Colors and dashes of policies, in the order of `cells`. Variants of a policy share a
+    color."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._known: dict[str, tuple[str, str]] = {LEADER: (_LEADER_COLOUR, "-")}
@@ -105,11 +108,11 @@ class Styles:
             self._known.setdefault(base(cell), style)
 
     def colour(self, cell: Cell) -> str:
-        """As ``#rrggbb``."""
+        """The color of a cell as ``#rrggbb``."""
         return self._known[base(cell)][0]
 
     def line(self, cell: Cell) -> dict[str, Any]:
-        """Arguments of a line: the leader's is thicker and on top."""
+        """Arguments of a line. The leader's line is thicker and on top."""
         colour, dash = self._known[base(cell)]
         leads = base(cell) == LEADER
         width, order = (2.4, 5) if leads else (1.6, 3)
@@ -117,8 +120,11 @@ class Styles:
 
 
 def shown(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of one load that figures with lines show: of each policy the variant with the lowest mean
-    TTFT, and of those the first ten by it, `LEADER` and vllm always among them."""
+    """The cells of one load for figures with lines.
+
+    These are the best ten policies by mean TTFT, each with its best variant. `LEADER` and vllm are
+    always included.
+    """
     ranked = sorted(cells, key=lambda cell: _mean(cell) or float("inf"))
     best: dict[str, Cell] = {}
     for cell in ranked:
@@ -135,7 +141,7 @@ def _mean(cell: Cell) -> float | None:
 def draw(
     name: str, title: str, caption: str, paint: Callable[[Figure], None], size: tuple[float, float]
 ) -> Drawing:
-    """Paint on a figure of `size` inches."""
+    """Create a drawing: `paint` draws on a figure of `size` inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -157,7 +163,8 @@ def _legend(axes: Axes, figure: Figure) -> None:
 
 
 def cdf(cells: Sequence[Cell], styles: Styles, name: str, what: str) -> Drawing:
-    """The distribution of `name` (a column of `Curves`) at one load, averaged over seeds by quantile."""
+    """The distribution of `name` (a column of `Curves`) at one load, averaged over seeds per
+    quantile."""
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -180,7 +187,7 @@ def against_load(
     by_policy: dict[str, list[Cell]], styles: Styles, name: str, title: str, label: str,
     quantity: Callable[[Result], float | None], *, log: bool,
 ) -> Drawing:  # fmt: skip
-    """A quantity against the offered load; the band reaches from the least to the most of the seeds."""
+    """A quantity against the offered load. The band is the range over the seeds."""
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -204,7 +211,7 @@ def against_load(
         _legend(axes, figure)
 
     return draw(
-        name, title, "Band: least to most of the seeds.", paint, (5.6, 4.4),
+        name, title, "Band: range over the seeds.", paint, (5.6, 4.4),
     )  # fmt: skip
 
 
@@ -212,7 +219,8 @@ def bars(
     cells: Sequence[Cell], styles: Styles, name: str, title: str, caption: str, label: str,
     quantity: Callable[[Result], float | None], *, most_is_best: bool,
 ) -> Drawing:  # fmt: skip
-    """A quantity of every policy at one load, the best on top; whiskers reach over the seeds."""
+    """A quantity of every policy at one load, best first. Whiskers show the range over the
+    seeds."""
     known = [(spread, cell) for cell in cells if (spread := cell.over_seeds(quantity)) is not None]
     known.sort(key=lambda pair: pair[0][0], reverse=not most_is_best)
 
@@ -235,7 +243,7 @@ def max_loads(loads: Sequence[MaxLoad], colours: dict[str, str]) -> Drawing:
         _bars(figure, rates, "requests/s")
 
     return draw(
-        "max_load", "Highest load sustained", "Found by bisection of the trace's speed; see the definitions.",
+        "max_load", "Highest load sustained", "Bisection of the trace's speed; see the definitions.",
         paint, (5.6, 0.9 + 0.26 * max(3, len(ranked))),
     )  # fmt: skip
 
@@ -244,7 +252,7 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
     axes = figure.subplots()
     rows = np.arange(len(values))
     means = np.array([mean for _, mean, *_ in values])
-    # What is far beyond the others is cut off, or it would flatten them all.
+    # Outliers are cut off, so that the other bars stay readable.
     limit = min(1.12 * max(most for _, _, _, most, _ in values), 4 * max(float(np.median(means)), 1e-9))
     axes.barh(rows, means, color=[colour for *_, colour in values], height=0.68, zorder=2)
     reach = np.array([(mean - least, most - mean) for _, mean, least, most, _ in values]).T.clip(0)
@@ -263,8 +271,10 @@ def _bars(figure: Figure, values: Sequence[tuple[str, float, float, float, str]]
 
 
 def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | None:
-    """Figures 10 and 27 of the LMETRIC paper for one policy: prefill work of two instances in each window of
-    `part`."""
+    """Prefill work of two instances in each window of `part`, for one policy.
+
+    Source: LMETRIC, Figures 10 and 27.
+    """
     told = next((result for result in cell.results if result.unevenness is not None), None)
     if told is None or told.unevenness is None:
         return None
@@ -291,7 +301,7 @@ def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | Non
 
     uneven = told.figures.imbalance
     caption = (
-        f"Imbalance {uneven:.2f}. A and B: the two instances whose work varies most. Seed {told.setup.seed}."
+        f"Imbalance {uneven:.2f}. A and B: the instances with the most varied work; seed {told.setup.seed}."
     )
     return draw(f"over_time_{_slug(cell.policy)}", cell.policy, caption, paint, (5.6, 3.1))
 
@@ -299,7 +309,8 @@ def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | Non
 def sweep(
     knob: str, cells: Sequence[Cell], leader: Cell | None, styles: Styles
 ) -> Drawing:  # fmt: skip
-    """TTFT, TPOT and hit ratio against one knob of a policy, `leader`'s figures as a line across."""
+    """TTFT, TPOT and hit ratio against one parameter of a policy, with `leader` as a horizontal
+    line."""
     name = base(cells[0])
     others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.choice.knobs.items() if k != knob]
     rows: list[tuple[str, Callable[[Result], float | None]]] = [
@@ -333,12 +344,13 @@ def sweep(
 
     return draw(
         _slug("_".join(("sweep", name, knob, *others))), ", ".join((f"{name}: {knob}", *others)),
-        "Band: least to most of the seeds.", paint, (5.6, 5.6),
+        "Band: range over the seeds.", paint, (5.6, 5.6),
     )  # fmt: skip
 
 
 def sweeps(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
-    """The knobs that take several values among the cells of one load, the policy's others being equal."""
+    """The parameters with several values among the cells of one load, with equal other
+    parameters."""
     families: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         policy = cell.results[0].setup.choice
@@ -358,7 +370,8 @@ def save_pngs(drawings: Sequence[tuple[str, Drawing]], directory: Path) -> None:
 
 
 def _plain_log(axis: Any) -> None:
-    """Ticks such as 0.1, 1, 10 in place of powers; 2 and 5 between them where the range is short."""
+    """Sets ticks such as 0.1, 1, 10 instead of powers, with 2 and 5 between them on short
+    ranges."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())

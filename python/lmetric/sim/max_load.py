@@ -1,15 +1,13 @@
-"""The highest rate a fleet sustains: the speed of a trace at which it still keeps up, found by bisection.
+"""Finds the maximum load of a fleet: the highest speed of a trace that it sustains, by bisection.
 
-The LMETRIC paper scales each trace to half of the maximum load its testbed can handle (section 6) and does
-not say how that was found. Here a load is *sustained* if
+The LMETRIC paper scales each trace to half of the maximum load of its testbed (section 6), without
+a method to find the maximum. Here a load is *sustained* under two conditions:
 
-- when the last request arrives, at least `keep_up` of all requests have had their first token (a fleet that
-  falls behind by 1 - `keep_up` of the offered work fails), and
-- where `good_share` is given, at least that share of the measured requests kept the SLO. (Some long prompts
-  break a tight one on an idle fleet.)
+- When the last request arrives, at least `keep_up` of all requests have their first token.
+- If `good_share` is set, at least this share of the measured requests met the SLO. (Some long
+  prompts miss a tight SLO even on an idle fleet.)
 
-The answer is the highest speed found sustained, to a relative `tolerance`; the next one tried above it
-failed.
+The result is the highest sustained speed, to a relative `tolerance`. The next higher speed failed.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _FASTEST, _SLOWEST = 2.0**14, 2.0**-14
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What counts as sustained, and how closely it is found."""
+    """The conditions of a sustained load, and the tolerance of the search."""
 
     keep_up: float = 0.95
     good_share: float | None = None
@@ -44,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class MaxLoad:
-    """The outcome for one set-up; its `setup` runs at the speed found."""
+    """The maximum load of one setup. `setup` has the speed of the result."""
 
     key: str
     setup: Setup
@@ -55,16 +53,17 @@ class MaxLoad:
 
 
 def find(setup: Setup, trace: Trace | Workload, rule: Rule, key: str = "") -> MaxLoad:
-    """Bisect the speed of `trace` for `setup` (whose own speed is not looked at).
+    """Bisect the speed of `trace` for `setup`, whose own speed is ignored.
 
-    Raises `LmetricError` where even 1 / 16384 of the trace's rate is too much, or 16384 times it too little,
-    and where requests of the trace wait for the answers before them: such a trace slows down with the fleet.
+    Raises:
+        LmetricError: no limit between 1 / 16384 and 16384 times the trace's rate. Or the trace is
+            closed loop, so that it slows down with the fleet.
     """
     requests = trace if isinstance(trace, Trace) else trace.trace
     if requests.previous is not None and bool((requests.previous >= 0).any()):
         raise LmetricError(
-            f"no maximum load: requests of {requests.name} wait for answers, so its rate falls with the "
-            f"fleet's; give speeds as loads, or play it open loop (closed_loop: false, Trace.open_loop())"
+            f"no maximum load: requests of {requests.name} wait for answers, so its rate depends on the "
+            f"fleet; set speeds as loads, or run it open loop (closed_loop: false, Trace.open_loop())"
         )
     tried: list[tuple[float, bool]] = []
     rates: dict[float, float] = {}
@@ -83,7 +82,7 @@ def find(setup: Setup, trace: Trace | Workload, rule: Rule, key: str = "") -> Ma
 
 
 def _bracket(sustained: Callable[[float], bool], what: str) -> tuple[float, float]:
-    """Neighbouring powers of two, the lower one sustained, the upper one not."""
+    """Two adjacent powers of two: the lower one is sustained, the upper one is not."""
     speed = 1.0
     if sustained(speed):
         while sustained(speed * 2):
@@ -95,7 +94,7 @@ def _bracket(sustained: Callable[[float], bool], what: str) -> tuple[float, floa
         speed /= 2
         if speed <= _SLOWEST:
             raise LmetricError(
-                f"no maximum load: {what} does not even sustain {speed:g} of the trace's rate; "
-                f"look at max_load.keep_up and max_load.good_share"
+                f"no maximum load: {what} does not sustain even {speed:g} of the trace's rate; "
+                f"check max_load.keep_up and max_load.good_share"
             )
     return speed / 2, speed

@@ -1,4 +1,4 @@
-"""Fleets with pools: who prefills, who decodes, and what moving KV between them costs."""
+"""Prefill and decode pools, and the cost of KV transfers between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LETTERS = {"P": "prefill", "D": "decode", "B": "both"}
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """How many instances only prefill, only decode, and do both. ``16P64D`` is 16 and 64."""
+    """Number of instances for prefill, decode, and both. ``16P64D``: 16 prefill, 64 decode."""
 
     prefill: int
     decode: int
@@ -27,15 +27,15 @@ class Roles:
         if min(counts) < 0 or (self.prefill > 0) != (self.decode > 0) or not any(counts):
             raise BadValueError(
                 f"roles: {self.prefill} prefill, {self.decode} decode, {self.both} both is not valid; "
-                "expected at least one of each kind that hands over to the other, e.g. 16P64D"
+                "expected at least one prefill and one decode instance, e.g. 16P64D"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, int] | Self) -> Self:
-        """From ``16P64D`` (``B``: instances that do both), or ``{"prefill": 16, "decode": 64}``.
+        """Reads ``16P64D`` (``B``: instances for both), or ``{"prefill": 16, "decode": 64}``.
 
         Raises:
-            BadValueError: neither, or a pool that has none to work with.
+            BadValueError: another value, or a pool without its counterpart.
         """
         if isinstance(value, cls):
             return value
@@ -60,7 +60,7 @@ class Roles:
 
     @property
     def instances(self) -> int:
-        """All of them."""
+        """Number of all instances."""
         return self.prefill + self.decode + self.both
 
     def each(self) -> list[Role]:
@@ -75,22 +75,24 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How a prompt's KV moves from where it was prefilled to where it decodes.
+    """KV transfers from prefill to decode instances.
 
-    Each instance sends one prompt at a time and receives one at a time. The defaults: a 400 Gb/s port for
-    each GPU (ConnectX-7, as HGX servers of the H20, H100 and H200 have them) and a millisecond for the
-    request and the answer, which is a guess; not a measurement of any connector.
+    Each instance sends one prompt at a time and receives one at a time. The default bandwidth is
+    one 400 Gb/s port per GPU (ConnectX-7, as in HGX servers with H20, H100 and H200). The default
+    of one millisecond for request and answer is an estimate, not a measurement of a connector.
     """
 
     gigabytes_per_second: float = 50.0
     fixed_seconds: float = 0.001
-    # "end": begins when the prefill has ended, as vLLM's NIXL connector pulls. "layers": moves while it runs,
-    # where the decode instance is known by then (early binding); only what the prefill does not hide counts.
-    # "chunks": the same chunk by chunk, an answer's tokens, too, where it is cut (Libra, section 4.3).
+    # "end": starts at the end of prefill, like vLLM's NIXL connector. "layers": overlaps with
+    # prefill if the decode instance is known (early binding); only the time beyond the prefill
+    # counts. "chunks": overlaps chunk by chunk, also for tokens of a split answer (Libra, section
+    # 4.3).
     overlap: Literal["end", "layers", "chunks"] = "end"
-    # Tokens of a chunk: a guess; the paper does not say.
+    # Tokens per chunk: an estimate; the paper gives no number.
     chunk_tokens: int = 256
-    # Whether each transfer has its links for itself; else an instance sends one at a time, and receives one.
+    # Whether each transfer has the full bandwidth; otherwise an instance sends and receives one at
+    # a time.
     unshared: bool = False
 
     def __post_init__(self) -> None:
@@ -100,19 +102,20 @@ class Transfer:
         fits = fits and not (self.unshared and self.overlap == "chunks")
         if not fits or self.overlap not in ("end", "layers", "chunks"):
             raise BadValueError(
-                f"transfer at {speed:g} GB/s, {fixed:g} s besides, overlap {self.overlap!r}, chunks of "
+                f"transfer at {speed:g} GB/s, {fixed:g} s fixed, overlap {self.overlap!r}, chunks of "
                 f"{self.chunk_tokens} tokens is not valid; expected more than 0 GB/s, 0 s or more, overlap "
                 "end, layers or chunks (not unshared), whole chunks of 1 token or more"
             )
 
     @classmethod
     def of(cls, value: str | Mapping[str, float | str] | Self | None) -> Self | None:
-        """From ``50``, ``50 GB/s, layers``, ``25, chunk=256``, ``25, fixed=0.005``, ``25, unshared``, or a
-        mapping of the fields; ``none`` and None: nothing moves, the KV is there at once (as in SIBYL's
-        Algorithm 2).
+        """Reads ``50``, ``50 GB/s, layers``, ``25, chunk=256``, ``25, fixed=0.005``, ``25,
+        unshared``, or a mapping.
+
+        Returns None for ``none`` and None: transfers take no time (as in SIBYL's Algorithm 2).
 
         Raises:
-            BadValueError: anything else.
+            BadValueError: another value.
         """
         fields: dict[str, object] = {}
         if value is None or isinstance(value, cls):
@@ -144,10 +147,14 @@ class Transfer:
             ) from None
 
     def seconds_per_token(self, profile: Profile) -> float:
-        """Of a token's KV on a free link. Raises `BadValueError` where the profile does not say its size."""
+        """Transfer time per token on a free link, seconds.
+
+        Raises:
+            BadValueError: the profile has no `kv_bytes_per_token`.
+        """
         if profile.kv_bytes_per_token is None:
             raise BadValueError(
-                "transfer: the profile has no kv_bytes_per_token; add it, or say transfer none"
+                "transfer: the profile has no kv_bytes_per_token; add it, or set transfer to none"
             )
         return profile.kv_bytes_per_token / (self.gigabytes_per_second * 1e9)
 

@@ -1,4 +1,5 @@
-"""Prompts rebuilt from a trace's block ids: equal ids become equal text, so that prefix caches hit."""
+"""Creates prompts from a trace's block IDs. Equal IDs give equal text, so that prefix caches
+hit."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from numpy.typing import NDArray
 from lmetric.sim.traces import Trace
 
 _TOKENIZER = Path(__file__).parent.parent / "engines" / "emulated" / "tokenizer.json"
-_CACHED_BLOCKS = 8192  # 25 MB at 512 tokens of some 6 bytes each
+_CACHED_BLOCKS = 8192  # 25 MB with 512 tokens of about 6 bytes
 
 
 class PromptWriter:
-    """Writes each request's prompt as words that are one token each under the shipped tokenizer.
+    """Writes prompts of words that are one token each with the shipped tokenizer.
 
-    The text is ``input_tokens`` words long. Block ``id`` reads the same wherever it stands and, but for its
-    length, in every trace; tokens past a request's ids are its own. Another `seed` writes other words for the
-    same ids, for a server whose caches have seen the first ones. Under other tokenizers a word may be several
-    tokens.
+    The text has ``input_tokens`` words. A block ID gives the same words in every place and trace,
+    except for the length. Tokens beyond a request's IDs are unique. A different `seed` gives
+    different words, to avoid hits in caches that have seen the first words. With other tokenizers,
+    a word can be several tokens.
     """
 
     def __init__(self, words: Sequence[str] | None = None, *, seed: int = 0) -> None:
@@ -39,7 +40,7 @@ class PromptWriter:
         return "".join(texts + self._texts([index] if rest else [], rest, True))
 
     def _texts(self, blocks: list[int], tokens: int, private: bool) -> list[str]:
-        """The first `tokens` tokens of each of `blocks`, those not in the cache drawn at once."""
+        """The first `tokens` tokens of each block. Draws all blocks outside the cache together."""
         texts: dict[int, str] = {}
         for block in blocks:
             if (text := self._cache.get((block, tokens, private))) is not None:
@@ -55,18 +56,19 @@ class PromptWriter:
 
 
 def shipped_words() -> list[str]:
-    """The words, each with the space before it, that the shipped tokenizer keeps as one token."""
+    """All words, with a leading space, that are one token in the shipped tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_TOKENIZER))
-    # Byte-level vocabularies write a space as U+0120. Not every such piece is reached from its own text.
+    # Byte-level vocabularies write a space as U+0120. Some pieces do not result from their own
+    # text.
     pieces = sorted(piece[1:] for piece in tokenizer.get_vocab() if piece[:1] == "\u0120")
     words = [f" {piece}" for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) > 1]
     return [word for word in words if len(tokenizer.encode(word).ids) == 1]
 
 
 def _draw(blocks: NDArray[np.uint64], tokens: int, seed: np.uint64, private: bool) -> NDArray[np.uint64]:
-    """For each block (rows) `tokens` even draws from 64 bits that depend on it and on nothing else
+    """Draws `tokens` uniform 64-bit numbers per block (rows), which depend only on the block
     (SplitMix64)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Prefix fetches as the simulator takes them."""
+"""Prefix fetches in the simulator's form."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from lmetric.sim.pools import Transfer
 
 
 def constants(fetch: PrefixFetch, profile: Profile, transfer: Transfer | None) -> dict[str, Any]:
-    """Keyword arguments of `_core.simulate`. A cost that the option leaves open is that of the transfer.
+    """Keyword arguments of `_core.simulate`. Missing costs of the option are the costs of
+    `transfer`.
 
     Raises:
-        BadValueError: the profile has no size of a token.
+        BadValueError: the profile has no `kv_bytes_per_token`.
     """
     per_token, fixed = fetch.seconds_per_token, fetch.fixed_seconds
     if per_token is None:

@@ -1,4 +1,4 @@
-"""A study, or a few simulated runs, as one HTML page that needs nothing else: figures and style lie in it."""
+"""Renders a study or simulated runs as a single HTML page, with figures and style included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
 from lmetric.sim.table import TABLE, Table, Value, rows, table_of
 
-_BURST_SECONDS = 400.0  # what the paper's Figures 10 and 27 show
+_BURST_SECONDS = 400.0  # as in the paper's Figures 10 and 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who is best by a figure, and where `LEADER` stands."""
+    """The best policy by a figure, and the position of `LEADER`."""
 
     figure: str
     best: str
@@ -49,12 +49,12 @@ class Verdict:
     leader_value: str
     place: int
     of: int
-    behind: str  # how far the leader is from the best, or the best from the second where it leads
+    behind: str  # distance of the leader to the best, or to the second best if it leads
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One trace on one fleet under one setting."""
+    """One trace on one fleet with one setting."""
 
     anchor: str
     title: str
@@ -78,13 +78,13 @@ class Report:
     """A page and its figures."""
 
     html: str
-    drawings: list[tuple[str, Drawing]]  # the section's anchor, where there are several, and the figure
+    drawings: list[tuple[str, Drawing]]  # the section's anchor (if there are several) and the figure
 
 
 def build(
     results: Sequence[Result], *, title: str, command: str, max_loads: Sequence[MaxLoad] = ()
 ) -> Report:
-    """The report over `results` (at least one). `command` is shown as what was run."""
+    """The report of `results` (at least one). The page shows `command`."""
     from jinja2 import Environment, StrictUndefined
 
     groups: dict[tuple[str, ...], list[Cell]] = {}
@@ -104,7 +104,7 @@ def build(
         ", ".join(filter(None, setup.group[2:4])): setup.engine for setup in setups
     }
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # may wrap there
+    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # allows a line break
     template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     html = page.from_string(template).render(
         title=title,
@@ -202,8 +202,8 @@ def _section(
 
 
 def _focus(members: list[Cell]) -> str:
-    """The load that is looked at closely: half of the maximum where it was run, as in the paper; else the one
-    in the middle."""
+    """The load for detailed figures: half of the maximum (as in the paper) if it was run, else the
+    middle one."""
     firsts = {cell.load: cell.results[0] for cell in members}
     for load, first in firsts.items():
         if first.setup.fraction_of_max == 0.5:
@@ -298,7 +298,8 @@ def _uneven(result: Result) -> float | None:
 
 
 def _over_time(here: list[Cell], lines: list[Cell], styles: Styles) -> list[Drawing]:
-    """Of the leader, vllm, the fastest other and the most uneven of what figures with lines show."""
+    """Figures over time of the leader, vllm, the fastest other policy and the most uneven
+    policy."""
     ranked = sorted(lines, key=lambda cell: (cell.over_seeds(_uneven) or (0.0,))[0])
     vllm = next((cell for cell in lines if cell.policy == "vllm"), None)
     rival = next((cell for cell in lines if cell.policy not in (LEADER, "vllm")), None)

@@ -1,10 +1,11 @@
-"""Whole clusters played on a simulated clock: the engine model around the very router that serves.
+"""Simulates whole clusters: a model of the engines, with the router core of the server.
 
-`simulate` plays a trace once. A study that plays one trace many times makes it ready once with `prepare`,
-whose block hashes all runs share, also across threads::
+`simulate` runs a trace once. If you run a trace several times, prepare it once with `prepare`. All
+runs, also in several threads, then share its block hashes::
 
     workload = prepare(trace, profile)
-    runs = [simulate(workload, policy=p, instances=16, profile=profile) for p in ("lmetric", "vllm")]
+    runs = [simulate(workload, policy=p, instances=16, profile=profile) for p in ("lmetric",
+    "vllm")]
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ProfileLike = str | Profile | Mapping[str, Any]
 # Arrays of a run that do not have one entry per request.
 _NOT_PER_REQUEST = ("gap_edges_seconds", "gap_counts")
 
-# What chooses where requests decode, and how their KV moves, where nothing else is said.
+# Defaults of the decode policy and the KV transfer.
 DECODE_POLICY = "least_requests"
 DEFAULT_TRANSFER = Transfer()
 DEFAULT_INSTANCES = 16  # of a fleet with one profile
@@ -69,7 +70,8 @@ DEFAULT_INSTANCES = 16  # of a fleet with one profile
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Load over time: each array has the shape (instances, buckets) of `bucket_seconds` each."""
+    """Load over time. The arrays have the shape (instances, buckets), with buckets of
+    `bucket_seconds`."""
 
     bucket_seconds: float
     running: NDArray[np.float64]  # mean batch size
@@ -79,56 +81,57 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """What came of one run: columns with one entry a request, in the trace's order; times on its clock."""
+    """The result of a run: columns with one entry per request in trace order, times on the trace's
+    clock."""
 
     policy: str
-    decode_policy: str | None  # what chose where requests decode; None: where they were prefilled
+    decode_policy: str | None  # None: requests decode on their prefill instance
     roles: Roles | None
     local_order: str  # of the engines
-    split: str  # how requests were cut that no roles cut
-    reschedule: str  # how running ones were moved
+    split: str  # method of splits without roles
+    reschedule: str  # method of migrations
     seed: int
-    arrival_seconds: NDArray[np.float64]  # later than the trace's where a request waited for its predecessor
+    arrival_seconds: NDArray[np.float64]  # closed loop: after the previous answer
     instance: NDArray[np.int64]
     input_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]  # at least 1: the prefill makes one in any case
+    output_tokens: NDArray[np.int64]  # at least 1, from the prefill
     hit_tokens: NDArray[np.int64]  # prompt tokens found in the cache when first admitted
     hit_blocks: NDArray[np.int64]
     prompt_blocks: NDArray[np.int64]
-    predicted_hit_tokens: NDArray[np.int64]  # what the router believed when it decided
+    predicted_hit_tokens: NDArray[np.int64]  # prediction of the router
     scheduled_seconds: NDArray[np.float64]  # when it first left the engine's queue
     first_token_seconds: NDArray[np.float64]  # with pools: from the engine that decodes
-    finished_seconds: NDArray[np.float64]  # NaN: on an engine that stands still, see `stalled`
-    preemptions: NDArray[np.int64]  # times it went back into the queue: for want of memory, or for another
-    decode_instance: NDArray[np.int64]  # -1: decoded where it was prefilled
-    handoff_seconds: NDArray[np.float64]  # when its prefill ended, to decode elsewhere
-    decode_start_seconds: NDArray[np.float64]  # when it first left the queue there
-    # 1: no decode instance held fewer context tokens than its own when its prefill ended; 0: one did; -1: no
-    # hand-over.
+    finished_seconds: NDArray[np.float64]  # NaN: on a stalled engine (`stalled`)
+    preemptions: NDArray[np.int64]  # returns to the queue, for lack of memory or for another
+    decode_instance: NDArray[np.int64]  # -1: the prefill instance
+    handoff_seconds: NDArray[np.float64]  # end of prefill before a KV transfer
+    decode_start_seconds: NDArray[np.float64]  # when it first left the queue of its decode instance
+    # 1: its decode instance had the fewest context tokens at the end of prefill; 0: another had
+    # fewer; -1: no KV transfer.
     handoff_least_loaded: NDArray[np.int64]
-    cut_tokens: NDArray[np.int64]  # where it was cut, prompt and output counted through; -1: not, or by roles
-    answer_cut_tokens: NDArray[np.int64]  # where it was cut again, to answer elsewhere; -1: nowhere
-    moves: NDArray[np.int64]  # times that it moved while it ran
-    pull_instance: NDArray[np.int64]  # where it pulled a prefix from before it queued; -1: nowhere
-    pulled_tokens: NDArray[np.int64]  # that it had from there when first admitted
-    pull_seconds: NDArray[np.float64]  # what that took, with all that it waited for; NaN: no pull
-    slow_tokens: NDArray[np.int64]  # gaps between its tokens longer than the SLO of such a token
-    worst_gap_seconds: NDArray[np.float64]  # the longest of them; 0: none
+    cut_tokens: NDArray[np.int64]  # split position, prompt and output tokens; -1: none, or by roles
+    answer_cut_tokens: NDArray[np.int64]  # position of the second split; -1: none
+    moves: NDArray[np.int64]  # number of migrations
+    pull_instance: NDArray[np.int64]  # source of a prefix fetch; -1: none
+    pulled_tokens: NDArray[np.int64]  # fetched tokens when first admitted
+    pull_seconds: NDArray[np.float64]  # time of the fetch with all waits; NaN: no fetch
+    slow_tokens: NDArray[np.int64]  # number of token gaps above the SLO
+    worst_gap_seconds: NDArray[np.float64]  # longest token gap; 0: none
     token_slo_seconds: float
     think_slo_seconds: float
-    # All gaps between two tokens of a request (TBT), measured or not: how many are at most
-    # each edge and above the one before it.
+    # Histogram of all gaps between two tokens of a request (TBT), measured or not: number of gaps
+    # up to each edge and above the previous edge.
     gap_edges_seconds: NDArray[np.float64]
     gap_counts: NDArray[np.uint64]
     timeline: Timeline
-    guard_alarms: int  # prefixes that the hot-spot guard suspected
-    guard_filters: int  # and for which it then took instances out
-    unscored: int  # choices in which a policy scored no candidate, so that the fewest requests decided
+    guard_alarms: int  # prefixes with an alarm of the hot-spot guard
+    guard_filters: int  # alarms after which it excluded instances
+    unscored: int  # decisions without a score, in which the fewest requests decided
     steps: int  # of all engines
-    step_variance: float  # of decode steps' seconds over the instances that decode, mean over the run, in s^2
-    gamma: float | None  # of the router's priorities at the end, 1/s; None: it boosts nobody
-    oom: int  # times that an engine ran out of memory, and put a request back into its queue for it
-    stalled: int  # engines that stand still for ever, beyond what their profile's decode_throughput carries
+    step_variance: float  # of decode step times over decode instances, mean over the run, s^2
+    gamma: float | None  # of UniBoost at the end, 1/s; None: no boost
+    oom: int  # preemptions because an engine ran out of memory
+    stalled: int  # engines that stopped forever, above the profile's decode_throughput
     wall_seconds: float
 
     def __len__(self) -> int:
@@ -136,28 +139,31 @@ class Run:
 
     @property
     def instances(self) -> int:
-        """How many engines there were."""
+        """Number of engines."""
         return len(self.timeline.running)
 
     @property
     def ttft_seconds(self) -> NDArray[np.float64]:
-        """From arrival to the first output token."""
+        """Time from arrival to the first output token."""
         return self.first_token_seconds - self.arrival_seconds
 
     @property
     def tpot_seconds(self) -> NDArray[np.float64]:
-        """Mean time between output tokens; NaN where there is but one."""
+        """Mean time between output tokens; NaN for answers of one token."""
         gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         return np.asarray((self.finished_seconds - self.first_token_seconds) / gaps)
 
     @property
     def decode_tpot_seconds(self) -> NDArray[np.float64]:
-        """From the start of the decode elsewhere to the last token, by tokens; NaN without a hand-over. (The
-        first of them comes from there, too, so none is left out.)"""
+        """Time per token from the start of decode on another instance to the last token; NaN
+        without a transfer.
+
+        All tokens count, because the decode instance also produces the first one.
+        """
         return np.asarray((self.finished_seconds - self.decode_start_seconds) / self.output_tokens)
 
     def gap_seconds(self, quantile: float) -> float | None:
-        """A quantile of the time between tokens (TBT), to 1%; None where no request made two."""
+        """A quantile of the time between tokens (TBT), to 1%; None if no request has two tokens."""
         total = int(self.gap_counts.sum())
         if total == 0:
             return None
@@ -166,13 +172,16 @@ class Run:
 
     @property
     def optimal_assignment_ratio(self) -> float | None:
-        """The share of hand-overs whose instance held the least context tokens of all when the prefill ended
-        (ties count): SIBYL, Table 1. None: no hand-over."""
+        """The share of KV transfers to the instance with the fewest context tokens at the end of
+        prefill.
+
+        Ties count. None: no transfer. Source: SIBYL, Table 1.
+        """
         return optimal_assignment_ratio(self.handoff_least_loaded)
 
     @property
     def e2e_seconds(self) -> NDArray[np.float64]:
-        """From arrival to the last output token."""
+        """Time from arrival to the last output token."""
         return self.finished_seconds - self.arrival_seconds
 
     def summary(
@@ -185,19 +194,21 @@ class Run:
         """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run.
 
         Args:
-            slo_ttft_seconds, slo_tpot_seconds: bounds that an answer must keep to count as goodput; None: no
-                bound.
-            share: the requests to summarize, as fractions in order of arrival: ``(0.1, 0.9)`` leaves out the
-                first and the last tenth.
+            slo_ttft_seconds: maximum TTFT of answers that count as goodput; None: no bound.
+            slo_tpot_seconds: maximum TPOT of answers that count as goodput; None: no bound.
+            share: the requests to summarize, as fractions in order of arrival: ``(0.1, 0.9)``
+                excludes the first and the last tenth.
         """
         return figures(self, Slo(slo_ttft_seconds, slo_tpot_seconds), share)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A data frame with one row per request, in the trace's order: every column of the run, and
-        ``ttft_seconds``, ``tpot_seconds`` and ``e2e_seconds``. Seconds are on the simulated clock.
+        """A data frame with one row per request, in trace order.
+
+        It has every column of the run, and ``ttft_seconds``, ``tpot_seconds`` and ``e2e_seconds``.
+        Seconds are on the simulated clock.
 
         Raises:
-            ImportError: pandas is not installed; the extra ``pandas`` has it.
+            ImportError: pandas is not installed; the extra ``pandas`` installs it.
         """
         try:
             import pandas
@@ -241,26 +252,27 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace made ready for engines of one block size."""
+    """A trace prepared for engines with one block size."""
 
     trace: Trace
     core: _core.Workload
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of an engine's block."""
+        """Tokens per engine block."""
         return self.core.block_tokens
 
     def __len__(self) -> int:
         return len(self.trace)
 
     def faster(self, speed: float) -> Workload:
-        """`Trace.faster`, the block hashes being shared."""
+        """Like `Trace.faster`; shares the block hashes."""
         return Workload(self.trace.faster(speed), self.core.faster(speed))
 
 
 def resolve_profile(profile: ProfileLike) -> Profile:
-    """A profile from its shipped name, the path of a YAML file, a mapping of its fields, or itself."""
+    """A profile from a shipped name, the path of a YAML file, a mapping of its fields, or a
+    `Profile`."""
     if isinstance(profile, Profile):
         return profile
     return load_profile(profile) if isinstance(profile, str) else Profile.model_validate(dict(profile))
@@ -272,8 +284,9 @@ def resolve_fleet(
     """The profile of each instance of a fleet; `instances` is 16 if only one profile is given.
 
     Raises:
-        BadValueError: another number of instances than profiles, or profiles of several models.
-        ProfileError: an unknown or bad profile.
+        BadValueError: the number of instances differs from the number of profiles, or profiles of
+            several models.
+        ProfileError: an unknown or invalid profile.
     """
     each: list[Profile] = []
     if isinstance(profile, str) and (pairs := fleet_profiles(profile)):
@@ -294,17 +307,18 @@ def resolve_fleet(
         if len(values := {getattr(one, what) for one in each}) > 1:
             found = ", ".join(map(str, sorted(values, key=str)))
             raise _core.BadValueError(
-                f"{what} of the profiles: {found} is not valid; expected one value, the engines of a fleet "
-                "serve one model"
+                f"{what} of the profiles: {found} is not valid; expected one value, because the engines of a "
+                "fleet serve one model"
             )
     return each
 
 
 def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
-    """Chain the hashes of a trace's prompt blocks for engines with the profile's block size.
+    """Compute the chained hashes of a trace's prompt blocks for engines with the profile's block
+    size.
 
     Raises:
-        BadValueError: a column that cannot be, with the request; block sizes of which none divides the other.
+        BadValueError: an invalid column, with the request; or block sizes that are not multiples.
     """
     block_tokens = resolve_profile(profile).block_tokens
     columns = {
@@ -369,89 +383,98 @@ def simulate(
     sharing_seconds: float | None = None,
     **old: Any,
 ) -> Run:
-    """Play `trace` over `instances` engines of `profile` under `policy`. Same arguments, same columns.
+    """Simulate a trace on a fleet. Equal arguments give equal columns.
+
+    The options `split`, `prefix_fetch`, `rebalance`, `priority` and `guard` accept a kind, a text
+    with settings (``"libra(probes=8)"``), a mapping (``{"kind": "libra", "probes": 8}``), or an
+    option of `lmetric.options`, which documents the settings.
 
     Args:
-        trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of `prepare`, which
-            saves time if a trace is played more than once.
-        policy: what `lmetric.Router` takes (name, expression, `Policy`, `policy_function`), with `knobs`.
-        instances: engines of the fleet; None: 16, or as many as there are profiles.
-        profile: a shipped name, a path, a mapping, or a `Profile`. For unequal engines, a sequence of these
-            with one for each instance, or ``"8 NAME + 8 NAME"``; `Profile.slower` makes slower ones. Block
-            size and `kv_bytes_per_token` are those of all.
-        decode_profile: of the instances that only decode, where theirs is another: more GPUs each, say. The
-            model, and so a token's KV, and the block size are the same.
-        seed: of every random choice (ties, policies that draw).
-        signals: ``"exact"``, the router learns of everything as it happens; ``"step_end"``, it sees every
-            engine as at the end of the step that runs; ``"delayed"``, as a live server: cache events come
-            `event_delay_seconds` late, loads are reported every `report_period_seconds`, and of its own
-            requests it sees what their responses show.
-        token_stride: the router hears of an engine's tokens once its batch has run so many more steps: 1,
-            of each. Policies that read tokens cost less to play with 8, and are up to 7 tokens behind.
-        admission: ``"reserve"``, a request enters where all that run and its prompt fit, and is never put
-            back; ``"vllm"``, blocks are taken as tokens come, and where none is left the last goes back.
-        index: ``"exact"``, fed by the engines' cache events; ``"approximate"``, by what was placed where.
-        guard: the hot-spot guard, see docs/guard.md: True, False, or ``{"window_seconds": 30}``; None: as the
-            policy declares.
-        predictor: the profile that `predicted_ttft_seconds` is computed from (None: the engines' own).
-        output_known: whether the router knows how long each answer will be.
+        trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of
+            `prepare`, which saves time if you run a trace more than once.
+        policy: a policy as for `lmetric.Router`: name, expression, `Policy` or `policy_function`.
+        `knobs`: parameters of the policy by name.
+        instances: number of engines; None: 16, or the number of profiles.
+        profile: a shipped name, a path, a mapping, or a `Profile`. For a mixed fleet: a sequence
+            with one profile per instance, or ``"8 NAME + 8 NAME"``. `Profile.slower` makes slower
+            engines. All profiles need the same block size and `kv_bytes_per_token`.
+        decode_profile: profile of decode instances, for example with more GPUs; None: as the
+            others. Model and block size must be the same.
+        seed: seed of all random choices (ties, random policies).
+        signals: ``"exact"``: the router sees every event at once. ``"step_end"``: it sees every
+            engine in the state at the end of its current step. ``"delayed"``: like a live server,
+            with cache events `event_delay_seconds` late, load reports every
+            `report_period_seconds`, and the responses of its own requests.
+        token_stride: number of engine steps between token reports to the router. Simulations with 8
+            are faster for policies that read tokens; the router is then up to 7 tokens behind.
+        admission: ``"reserve"``: a request is admitted if its prompt and all running requests fit,
+            and is never preempted. ``"vllm"``: engines allocate blocks as tokens are produced, and
+            preempt the last request if no block is free.
+        index: source of the KV index: ``"exact"``: cache events of the engines; ``"approximate"``:
+            placed requests.
+        guard: the hot-spot guard (docs/guard.md): True, False, or ``{"window_seconds": 30}``; None:
+            as the policy declares.
+        predictor: profile for `predicted_ttft_seconds`; None: the engines' own.
+        output_known: whether the router knows the length of each answer.
         timeline_seconds: length of the timeline's buckets.
-        roles: pools in place of `instances` that do all: ``"16P64D"``, or ``{"prefill": 16, "decode": 64}``.
-            A request is prefilled where `policy` says and decodes where `decode_policy` (with `decode_knobs`)
-            says, `least_requests` if nothing is said.
-        binding: when that is chosen: ``"early"``, as the request arrives, or ``"late"``, after its prefill.
-        transfer: what moving its KV takes, see `lmetric.sim.pools.Transfer`: ``"50, layers"``, a mapping, or
-            None or ``"none"`` (it is there at once). Its size comes from the profile.
-        prefill: ``"queues"``, as engines do; ``"unlimited"``, every prompt takes its own time and waits for
-            none (SIBYL, Algorithm 2). Then any number of prefill instances does the same.
-        local_order: in which order engines take requests from their queues and, from ``"srpt"`` on, which go
-            back for another: ``"fcfs"``, ``"sjf"`` (shortest answer), ``"spf"`` (shortest uncached prompt),
-            ``"srpt"`` (least remaining work, lengths known), ``"srpt_noisy"`` (predicted, by `seed`), and
-            ``"las"`` (least attained service); ``"slo"``: arrival, in steps that keep `order_slo`;
-            ``"priority"``: by the router's numbers, see `priority`; ``"distboost"``, ``"uniboost"`` and
-            others, also with settings of their own: ``"uniboost(gamma=0.2, bin_tokens=64)"``; see
-            docs/simulator.md.
-        order_slo: under ``"slo"``, seconds that a step in which something decodes may take.
-        order_think_slo: the same of steps in which nothing but thoughts are made; None: no other.
-        preempt: what becomes of the KV of requests that go back: ``"recompute"``, or ``"swap:25, host=64"``,
-            it is copied to the host's memory and in again, at so many GB/s (`lmetric.queueing.Swap`); only
-            with admission vllm.
-        split, prefix_fetch, rebalance, priority, guard: a kind, a text with settings
-            (``"libra(probes=8)"``), a mapping (``{"kind": "libra", "probes": 8}``), or an option of
-            `lmetric.options`, which documents the settings.
-        split: how requests are split that no `roles` split: ``"none"``; ``"apart"``, after the prompt, if
-            all requests together lose less time then; ``"libra"``, between the instance of the policy and
-            that of `decode_policy`, if this balances them and pays (with ``parts=3`` a request with reasoning
-            is split in three: prompt, reasoning and answer); or ``"force"``, at the fraction ``fraction``.
-            What is split moves as `transfer` says. ``"auto"`` or None: ``"apart"`` if the policy is planner
-            and there are no `roles`, else ``"none"``.
-        prefix_fetch: whether the chosen instance fetches what another holds of the prompt, if that takes
-            less time than computing it: ``"on"``, ``"none"``, or settings, also in short:
-            ``"least=512, most=2"``. It moves as `transfer` says. ``lmetric_pull`` and ``planner`` are the
-            scores that read it. ``"auto"`` or None: ``"on"`` if the policy is planner, else ``"none"``.
-        rebalance: how running requests move between engines that decode: ``"none"``; ``"star"`` (by
-            predicted load), ``"star_current"`` (by present load), ``"star_oracle"`` (lengths known), or
-            ``"llumnix"``.
-        migration_by: how they get there: ``"kv"``, their KV is sent while they pause, as `transfer` says
-            (the paper's way); or ``"recompute"``, the server's default: the target computes prompt and answer
-            so far while the request runs on, then it changes over.
-        migration_max_concurrent, migration_max_gap_seconds: of ``"recompute"``: most moves on their way at a
-            time, and the longest gap that a move may make between two tokens, else it is given up.
-        priority: what gives requests the numbers that local order ``"priority"`` goes by: ``"uniboost"`` or
-            ``"vtc"`` (a session is a tenant), as a server gives them to stock engines: once, at submission.
-        silent_segments: whether a segment that another follows says nothing until its end, as on stock
-            engines; else its tokens come as they are made.
-        token_slo_seconds: the longest gap between two tokens that counts as good, for `slow_tokens`.
-        think_slo_seconds: the same where the latter is a thought; None: no other.
-        routers: so many side by side; each request comes to one, drawn by `seed`. All hear the engines, and
-            none knows of another's requests.
-        sharing_seconds: but by what each tells the others of its load on each instance every so many
-            seconds; None: nothing.
+        roles: prefill and decode pools instead of `instances`: ``"16P64D"``, or ``{"prefill": 16,
+            "decode": 64}``. `policy` chooses the prefill instance.
+        decode_policy: policy that chooses the decode instance; None: `least_requests`.
+        decode_knobs: parameters of the decode policy by name.
+        binding: time at which the decode instance is chosen: ``"early"``: at arrival; ``"late"``:
+            after prefill.
+        transfer: time of KV transfers (`lmetric.sim.pools.Transfer`): ``"50, layers"``, or a
+            mapping. None or ``"none"``: no time. The profile gives the size of the KV cache.
+        prefill: ``"queues"``: prompts queue as on engines. ``"unlimited"``: every prompt takes only
+            its own time (SIBYL, Algorithm 2), so the number of prefill instances has no effect.
+        local_order: order of requests inside engines. Without preemption: ``"fcfs"``, ``"sjf"``
+            (shortest answer), ``"spf"`` (shortest uncached prompt). With preemption: ``"srpt"``
+            (least remaining work, lengths known), ``"srpt_noisy"`` (lengths predicted with errors
+            from `seed`), ``"las"`` (least attained service). ``"slo"``: by arrival, in steps within
+            `order_slo`. ``"priority"``: by the numbers from `priority`. ``"distboost"``,
+            ``"uniboost"`` and others can have settings: ``"uniboost(gamma=0.2, bin_tokens=64)"``.
+            Documentation: docs/simulator.md.
+        order_slo: for ``"slo"``: maximum seconds of a step with decodes.
+        order_think_slo: for ``"slo"``: maximum seconds of a step with only reasoning tokens; None:
+            as `order_slo`.
+        preempt: KV cache of preempted requests, with admission ``"vllm"``: ``"recompute"``, or
+            ``"swap:25, host=64"``: swapped to host memory (`lmetric.queueing.Swap`), here with 25
+            GB/s and 64 GB.
+        split: splits of requests without `roles`. ``"none"``; ``"apart"``: after the prompt, if
+            that reduces the total delay of all requests; ``"libra"``: between the instances of the
+            policy and of `decode_policy`, if this balances them and saves time (with ``parts=3``,
+            requests with reasoning have three parts: prompt, reasoning and answer); ``"force"``: at
+            ``fraction``. `transfer` gives the time of KV transfers. ``"auto"`` or None: ``"apart"``
+            if the policy is planner and there are no `roles`, else ``"none"``.
+        prefix_fetch: whether the chosen instance fetches a cached prefix from another instance, if
+            that is faster than computing it: ``"on"``, ``"none"``, or settings, also in short form:
+            ``"least=512, most=2"``. `transfer` gives the time. The policies ``lmetric_pull`` and
+            ``planner`` include fetches in their scores. ``"auto"`` or None: ``"on"`` if the policy
+            is planner, else ``"none"``.
+        rebalance: migration of running requests between decode engines: ``"none"``; ``"star"`` (by
+            predicted load), ``"star_current"`` (by current load), ``"star_oracle"`` (lengths
+            known), or ``"llumnix"``.
+        migration_by: method of migrations. ``"kv"``: the KV cache is sent while the request pauses,
+            in the time of `transfer` (as in the paper). ``"recompute"`` (default of the server):
+            the target computes prompt and answer so far while the request continues.
+        migration_max_concurrent: for ``"recompute"``: maximum number of concurrent migrations.
+        migration_max_gap_seconds: for ``"recompute"``: maximum gap between two tokens during a
+            migration; otherwise the migration is canceled.
+        priority: numbers for the local order ``"priority"``: ``"uniboost"`` or ``"vtc"`` (a session
+            is a tenant). As in a server, a request gets its number once, at submission.
+        silent_segments: whether all segments but the last send no tokens until their end, as on
+            unmodified engines.
+        token_slo_seconds: longest good gap between two tokens, for `slow_tokens`.
+        think_slo_seconds: longest good gap before a reasoning token; None: as `token_slo_seconds`.
+        routers: number of routers. Each request arrives at a random one (by `seed`). All routers
+            see the engines, but not each other's requests.
+        sharing_seconds: seconds between load messages among the routers; None: no messages.
 
     Raises:
-        LmetricError: an unknown policy, a setting out of range, a request that no engine could ever hold.
-        ProfileError: an unknown or bad profile.
-        TraceError: a file that is not a trace, or a bad line in it. FileNotFoundError: no such file.
+        LmetricError: an unknown policy, a setting out of range, or a request that fits no engine.
+        ProfileError: an unknown or invalid profile.
+        TraceError: the file is not a trace, or has an invalid line.
+        FileNotFoundError: the trace file does not exist.
     """
     pools = None if roles is None else Roles.of(roles)
     fleet = resolve_fleet(profile, instances if pools is None else pools.instances)
@@ -460,7 +483,7 @@ def simulate(
         trace = load_trace(trace)
     workload = trace if isinstance(trace, Workload) else prepare(trace, chosen)
     if decode_profile is not None and (pools is None or not pools.decode):
-        raise _core.BadValueError("decode_profile: no instance decodes only; give roles, e.g. 16P64D")
+        raise _core.BadValueError("decode_profile: there are no decode instances; set roles, e.g. 16P64D")
     decodes = None if decode_profile is None else resolve_profile(decode_profile)
     each = [
         (one if decodes is None or role != "decode" else decodes).constants()
@@ -488,7 +511,7 @@ def simulate(
     continued = pooled or routing.split is not None or routing.rebalance is not None
     if decode_policy is not None and not continued:
         raise _core.BadValueError(
-            "decode_policy: requests decode where they are prefilled; give roles, e.g. 16P64D"
+            "decode_policy: requests decode on their prefill instance; set roles, e.g. 16P64D"
         )
     started = time.perf_counter()
     columns = _core.simulate(
@@ -557,7 +580,7 @@ def simulate(
 
 
 def _continued(routing: Routing, prefill: Prefill) -> dict[str, Any]:
-    """What `_core.simulate` takes if plans may have several segments."""
+    """Keyword arguments of `_core.simulate` for plans with several segments."""
     if prefill not in ("queues", "unlimited"):
         raise _core.BadValueError(f"prefill: {prefill!r} is not valid; expected queues or unlimited")
     return {
@@ -569,7 +592,7 @@ def _continued(routing: Routing, prefill: Prefill) -> dict[str, Any]:
 
 
 def _transferred(fetch: Any, transfer: Transfer | None, profile: Profile, continued: bool) -> dict[str, Any]:
-    """What `_core.simulate` takes of transfers, which prefix fetches and segments of a plan make."""
+    """Keyword arguments of `_core.simulate` for KV transfers of prefix fetches and segments."""
     if fetch is None:
         return _moved(transfer, profile) if continued else {}
     return _moved(transfer, profile) | constants(fetch, profile, transfer)
@@ -588,7 +611,7 @@ def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:
 
 
 def policy_name(policy: PolicyLike) -> str:
-    """What a run calls its policy: the name, or the text of the expression."""
+    """The name of a policy in results: its name, or the text of its expression."""
     if policy is None:
         return "lmetric"
     if isinstance(policy, str | Expr):

@@ -1,4 +1,4 @@
-"""What one simulated run is made of, and what is kept of it: the unit of `simulate`, studies and reports."""
+"""Setup and stored result of one simulated run: the unit of `simulate`, studies and reports."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
 
 Value = str | float | bool | None | Mapping[str, Any]
 
-# Where a run's distributions are kept: every percent, closer in the tail.
+# Quantiles of stored distributions: every percent, closer in the tail.
 QUANTILES = np.concatenate((np.arange(0, 99) / 100, 1 - np.geomspace(1e-2, 1e-4, 13), [1.0]))
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A policy with its knobs: a registered name, the text of a score, or a mapping as in a configuration."""
+    """A policy with its parameters: a registered name, a score, or a mapping as in a
+    configuration."""
 
     policy: str | Mapping[str, Any]
     knobs: Mapping[str, float] = field(default_factory=dict)
-    label: str = ""  # how tables and figures call it
+    label: str = ""  # name in tables and figures
 
     @staticmethod
     def parse(text: str) -> list[PolicyChoice]:
-        """``lmetric``, ``p_token * (bs + 1)``, a registered policy with knobs, ``linear(lam=0.7)``, or
-        ``all`` that are registered."""
+        """Reads ``lmetric``, ``p_token * (bs + 1)``, ``linear(lam=0.7)`` (with parameters), or
+        ``all``."""
         text = text.strip()
         called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
         names = [row["name"] for row in _core.policy_table()]
@@ -62,7 +63,7 @@ class PolicyChoice:
         return [PolicyChoice(called[1], knobs).labelled()]
 
     def labelled(self, label: str | None = None) -> PolicyChoice:
-        """With this label, or with the one that names the policy and its knobs."""
+        """A copy with this label; None: a label from the policy and its parameters."""
         if label is None:
             inner = ", ".join(f"{name}={value:g}" for name, value in self.knobs.items())
             label = f"{self.base}({inner})" if inner else self.base
@@ -70,20 +71,21 @@ class PolicyChoice:
 
     @property
     def base(self) -> str:
-        """The policy without its knobs."""
+        """The policy without its parameters."""
         if isinstance(self.policy, str):
             return self.policy
         return str(self.policy.get("name") or self.policy.get("score"))
 
     def code(self) -> str | None:
-        """Digest of the file that holds a Python policy: another file is another policy."""
+        """Digest of the file with a Python policy; a changed file is a different policy."""
         file = plugins.file_of(self.policy) if isinstance(self.policy, str) else None
         return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
     def build(self) -> Policy | PolicyFunction | str:
-        """What the router takes. Raises as `Policy.from_config`, and for knobs that are not the policy's."""
+        """The policy for the router. Raises the errors of `Policy.from_config`, also for unknown
+        parameters."""
         policy = self.policy
-        if not isinstance(policy, str):  # its own knobs would go before those beside it
+        if not isinstance(policy, str):  # parameters of the policy itself would win
             policy = {**policy, "knobs": {**(policy.get("knobs") or {}), **self.knobs}}
         built = Policy.from_config(policy, knobs=self.knobs)
         _core.Router(built, knobs=dict(self.knobs) if isinstance(built, str) else None)
@@ -91,8 +93,8 @@ class PolicyChoice:
 
 
 def split_policies(texts: list[str]) -> Iterator[str]:
-    """The parts between commas outside parentheses: ``lmetric,linear(lam=0.7),where(bs > 4, 1, 0)`` is
-    three."""
+    """Splits at commas outside parentheses: ``lmetric,linear(lam=0.7),where(bs > 4, 1, 0)`` has
+    three parts."""
     for text in texts:
         depth, begin = 0, 0
         for index, letter in enumerate(text):
@@ -105,23 +107,24 @@ def split_policies(texts: list[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TraceChoice:
-    """A trace file and what is taken of it, or the description of a synthetic trace."""
+    """A part of a trace file, or the description of a synthetic trace."""
 
-    path: str  # "" where it is synthetic
+    path: str  # "": synthetic
     label: str
     synthetic: str | None = None  # the description, as JSON
-    start: float = 0.0  # trace seconds left out at the front
-    duration: float | None = None  # trace seconds taken from there
-    requests: int | None = None  # the first so many
-    max_input_tokens: int | None = None  # longer prompts are left out
-    prefixes: bool = True  # False: hash_ids are left out, no request shares anything
-    closed_loop: bool | None = None  # whether turns wait for answers; None: as the file says
-    format: str | None = None  # None: told by the file itself
-    block_tokens: int | None = None  # under one hash id; None: as the file or format says
+    start: float = 0.0  # trace seconds to skip at the front
+    duration: float | None = None  # trace seconds to use from there
+    requests: int | None = None  # number of first requests to use
+    max_input_tokens: int | None = None  # skips longer prompts
+    prefixes: bool = True  # False: ignore hash_ids, so that requests share no prefix
+    closed_loop: bool | None = None  # whether turns wait for answers; None: as in the file
+    format: str | None = None  # None: detected
+    block_tokens: int | None = None  # per hash ID; None: from the file or format
     skip_bad_lines: bool = False
 
     def load(self) -> Trace:
-        """Reads or makes the trace. Raises `TraceError` and `OSError`; also where nothing is left of it."""
+        """Reads or makes the trace. Raises `TraceError` and `OSError`, also if no request is
+        left."""
         from lmetric.sim.synthetic import check_synthetic
         from lmetric.sim.traces import TraceError, load_trace
 
@@ -142,11 +145,12 @@ class TraceChoice:
         if self.requests is not None:
             trace = trace.first(self.requests)
         if not len(trace):
-            raise TraceError(f"{self.path}: none of its {total} requests is left to simulate")
+            raise TraceError(f"{self.path}: the filters exclude all {total} requests")
         return trace if self.prefixes else trace.without_prefixes()
 
     def digest(self) -> str:
-        """Of the file's bytes: a run belongs to what the trace said, not to where it lay."""
+        """Digest of the file's bytes: results depend on the content of the trace, not on its
+        path."""
         if self.synthetic is not None:
             return hashlib.sha256(self.synthetic.encode()).hexdigest()
         with Path(self.path).open("rb") as file:
@@ -154,32 +158,32 @@ class TraceChoice:
 
 
 def trace_label(path: str) -> str:
-    """A file's name without what tells its format."""
+    """A file's name without the extensions of its format."""
     name = Path(path).name.removesuffix(".gz")
     return name.removesuffix(".jsonl").removesuffix(".csv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything that a run depends on."""
+    """All inputs of a run."""
 
     trace: TraceChoice
-    policy: PolicyChoice  # of the prefill pool, where there are pools
+    policy: PolicyChoice  # with pools: of the prefill pool
     instances: int
     profile: str = DEFAULT_PROFILE
     roles: str | None = None  # pools, as in 16P64D; `instances` is their sum
     decode_policy: PolicyChoice | None = None  # of the decode pool
-    block_tokens: int | None = None  # of a KV block, the memory staying as large; None: the profile's
-    speed: float = 1.0  # arrivals this many times as fast as in the trace
-    fraction_of_max: float | None = None  # where `speed` was made from the maximum load
+    block_tokens: int | None = None  # tokens per KV block, with unchanged memory; None: from the profile
+    speed: float = 1.0  # arrival rate relative to the trace
+    fraction_of_max: float | None = None  # if `speed` results from the maximum load
     seed: int = 0
-    settings: Mapping[str, Value] = field(default_factory=dict)  # further arguments of `lmetric.simulate`
+    settings: Mapping[str, Value] = field(default_factory=dict)  # other arguments of `lmetric.simulate`
     measure: tuple[float, float] = (0.0, 1.0)
     slo: Slo = field(default_factory=Slo)
 
     @property
     def choice(self) -> PolicyChoice:
-        """What is compared: the policy, or the two of a pair under one label."""
+        """The choice to compare: the policy, or a pair of policies with one label."""
         first, second = self.policy, self.decode_policy
         if second is None:
             return first
@@ -188,25 +192,26 @@ class Setup:
 
     @property
     def load(self) -> str:
-        """The load as tables call it."""
+        """The name of the load in tables."""
         if self.fraction_of_max is None:
             return f"speed {self.speed:.4g}"
         return f"{self.fraction_of_max:.4g} of the maximum"
 
     @property
     def engine(self) -> Profile:
-        """What a step costs, and the memory; of unequal engines, the first's. Raises `ProfileError`."""
+        """The profile of the engines; in mixed fleets of the first engine. Raises
+        `ProfileError`."""
         return self.engines[0][1]
 
     @property
     def engines(self) -> list[tuple[int, Profile]]:
-        """The engines of each kind: how many, and their profile. Raises `ProfileError`."""
+        """Number and profile of the engines of each kind. Raises `ProfileError`."""
         pairs = fleet_profiles(self.profile) or [(self.instances, self.profile)]
         return [(instances, self._in_blocks(name)) for instances, name in pairs]
 
     @property
     def decode_engine(self) -> Profile | None:
-        """The same of instances that only decode; None: as the others. Raises `ProfileError`."""
+        """The profile of decode instances; None: as the others. Raises `ProfileError`."""
         name = self.settings.get("decode_profile")
         return None if name is None else self._in_blocks(str(name))
 
@@ -216,14 +221,15 @@ class Setup:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What must be equal for policies to be compared: trace, fleet and settings."""
+        """Trace, fleet and settings, which must be equal to compare policies."""
         settings = ", ".join(f"{name} {shown(value)}" for name, value in sorted(self.settings.items()))
         blocks = "" if self.block_tokens is None else f"blocks of {self.block_tokens} tokens"
         fleet = self.roles or f"{self.instances} instances"
         return (self.trace.label, fleet, self.profile, blocks, settings)
 
     def key(self, digest: str) -> str:
-        """Names the run: equal for equal settings, trace bytes (`digest`), profile constants and version."""
+        """The key of the run: equal for equal settings, trace bytes (`digest`), profile constants
+        and version."""
         told = asdict(self) | {"settings": _stored(self.settings)}
         for name in ("path", "label"):
             del told["trace"][name]
@@ -254,12 +260,12 @@ class Setup:
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
 
 
-# The names of options in keys of stored results, which outlive the names of settings.
+# Names of options in keys of stored results, which stay if settings are renamed.
 _STORED = {"prefix_fetch": "pull", "rebalance": "reschedule"}
 
 
 def _stored(settings: Mapping[str, Value]) -> dict[str, Any]:
-    """Settings as keys of stored results have them: an option's kind and its settings apart."""
+    """Settings in the form of stored keys: kind and settings of an option are separate."""
     told = {name: value for name, value in settings.items() if name not in OPTIONS}
     for what in settings.keys() & set(OPTIONS):
         value, name = settings[what], _STORED.get(what, what)
@@ -275,7 +281,7 @@ def _stored(settings: Mapping[str, Value]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A run's distributions: the values at `QUANTILES`, seconds; TPOT of the requests that have one."""
+    """A run's distributions: values at `QUANTILES`, seconds. TPOT excludes answers of one token."""
 
     ttft_seconds: list[float]
     tpot_seconds: list[float]
@@ -284,8 +290,11 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Unevenness:
-    """Prompt tokens computed in each window of `window_seconds`, as Figures 10 and 27 show them: two of the
-    instances, those whose work varies most over time, beside the least, mean and most of all."""
+    """Prompt tokens computed per window of `window_seconds`, as in LMETRIC Figures 10 and 27.
+
+    It has the two instances with the most varied work, and minimum, mean and maximum of all
+    instances.
+    """
 
     window_seconds: float
     first: list[float]
@@ -297,21 +306,21 @@ class Unevenness:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run: its set-up and what is kept of it."""
+    """A run: its setup and its stored figures."""
 
     key: str
     setup: Setup
     figures: RunFigures
     arrivals_per_second: float  # of the whole trace at this speed
-    first_token_share: float  # requests that had their first token when the last one arrived
+    first_token_share: float  # requests with their first token when the last one arrived
     guard_alarms: int
     curves: Curves
     unevenness: Unevenness | None  # of the first seed only
-    unscored: int = 0  # choices in which a policy scored no candidate, so that the fewest requests decided
+    unscored: int = 0  # decisions without a score, in which the fewest requests decided
 
 
 def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
-    """Simulate `setup` on `trace` (as it was recorded: `setup.speed` is applied here)."""
+    """Simulate `setup` on `trace`, and apply `setup.speed` to it."""
     from lmetric.sim.run import simulate
 
     policy = setup.policy.build()
@@ -336,7 +345,7 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
 
 
 def keep(setup: Setup, run: Run, key: str = "") -> Result:
-    """What a table and a report need of `run`."""
+    """The result of `run` for tables and reports."""
     arrivals = run.arrival_seconds
     kept = measured(arrivals, setup.measure)
     if not len(kept):
@@ -361,7 +370,7 @@ def keep(setup: Setup, run: Run, key: str = "") -> Result:
 
 
 def named(figures: RunFigures, setup: Setup) -> RunFigures:
-    """Figures under the labels of their policies."""
+    """Figures with the labels of their policies."""
     second = setup.decode_policy
     decode = None if second is None else second.label
     return replace(figures, policy=setup.policy.label, decode_policy=decode)

@@ -1,4 +1,4 @@
-"""Where a study keeps its results: a line of JSON for each finished run, so that it can be taken up again."""
+"""Stores a study's results: one JSON line per finished run, so that the study can be resumed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KINDS: dict[str, TypeAdapter[Any]] = {"run": TypeAdapter(Result), "max_load": T
 
 
 class StoreError(LmetricError):
-    """Results that cannot be read or written; names the file."""
+    """Results cannot be read or written. The message names the file."""
 
 
 class Store:
-    """Finished runs in a file, by key. Open it in a ``with``; one process at a time."""
+    """Finished runs in a file, by key. Use it in a ``with`` block, in one process at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Store:
         self._file.close()
 
     def add(self, result: Result | MaxLoad) -> None:
-        """Keep a result; it is on its way to the disk when this returns."""
+        """Store a result. It is flushed to the file on return."""
         kind = "run" if isinstance(result, Result) else "max_load"
         line = orjson.dumps({"kind": kind, **asdict(result)})
         self._file.write(line + b"\n")
@@ -71,7 +71,7 @@ class Store:
         whole = 0
         for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n"):
-                break  # half-written when the study was stopped: that run is done again
+                break  # incomplete line of a stopped study: the run is repeated
             whole += len(line)
             try:
                 told = orjson.loads(line)
@@ -81,12 +81,12 @@ class Store:
             try:
                 self._keep(kind.validate_python(told))
             except ValidationError:
-                continue  # written by a version that kept something else; its key would not match either
+                continue  # from a version with other fields; its key would not match either
         self._file.truncate(whole)
 
 
 def write_csv(path: Path, results: Iterable[Result]) -> None:
-    """Writes a row for each run: settings and flat figures (``ttft_seconds_p99``) as columns."""
+    """Writes one row per run, with settings and flat figures (``ttft_seconds_p99``) as columns."""
     columns = _columns(results)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -105,7 +105,8 @@ def require_pyarrow() -> None:
 
 
 def write_parquet(path: Path, results: Iterable[Result]) -> None:
-    """Writes the table of `write_csv` as Parquet. Numbers keep their type; a column of mixed types is text.
+    """Writes the table of `write_csv` as Parquet. Numbers keep their type; a column of mixed types
+    is text.
 
     Raises `LmetricError` if pyarrow is missing.
     """

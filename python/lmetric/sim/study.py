@@ -1,4 +1,4 @@
-"""Runs a study's grid: maximum loads first where they are asked for, then every run not yet done."""
+"""Runs a study's grid: first the maximum loads, if requested, then all missing runs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Outcome:
     name: str
     results: list[Result]
     max_loads: list[MaxLoad]
-    reused: int  # runs that were there already
+    reused: int  # runs from an earlier start
 
 
 class Library:
-    """Traces read once each, with the digest of their file, made ready once for each block size."""
+    """A cache of traces: each is read once, with its digest, and prepared once per block size."""
 
     def __init__(self) -> None:
         self._traces: dict[TraceChoice, Trace] = {}
@@ -50,7 +50,7 @@ class Library:
         self._digests: dict[TraceChoice, str] = {}
 
     def workload(self, setup: Setup) -> Workload:
-        """What `setup` plays, at the trace's own speed. Raises `TraceError` and `OSError`."""
+        """The workload of `setup`, at the trace's own speed. Raises `TraceError` and `OSError`."""
         from lmetric.sim.run import prepare
 
         choice, profile = setup.trace, setup.engine
@@ -62,7 +62,7 @@ class Library:
         return self._ready[key]
 
     def digest(self, setup: Setup) -> str:
-        """Of the trace file's bytes."""
+        """Digest of the trace file."""
         if setup.trace not in self._digests:
             self._digests[setup.trace] = setup.trace.digest()
         return self._digests[setup.trace]
@@ -71,8 +71,11 @@ class Library:
 def run_study(
     study: Study, store: Store, backend: Backend, progress: Callable[[Progress], None] = lambda _: None
 ) -> Outcome:
-    """Work `study` off on `backend`, keeping each result in `store` as it comes; what is there already is not
-    run again. Interrupted, it leaves the store as far as it came."""
+    """Run `study` on `backend` and keep each result in `store`. Stored results are not computed
+    again.
+
+    After an interrupt, the store has all finished runs.
+    """
     library = Library()
     for setup in study.setups:
         library.workload(setup)
@@ -87,7 +90,7 @@ def run_study(
     for done, (_, result) in enumerate(backend.map(_run, items), start=reused + 1):
         store.add(result)
         progress(Progress("runs", done, total))
-    # Labels are not part of the key: a run kept under another name is shown under today's.
+    # Labels are not part of the key: stored runs get the current labels.
     results = [_named(store.runs[key], setup) for key, setup in zip(keys, setups, strict=True)]
     return Outcome(study.name, results, loads, reused)
 
@@ -145,7 +148,7 @@ def _at_its_load(setup: Setup, study: Study, loads: Iterable[MaxLoad]) -> Setup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The runs of one policy at one load that differ in their seed alone."""
+    """The runs of one policy at one load, which differ only in their seed."""
 
     group: tuple[str, ...]
     load: str
@@ -153,14 +156,14 @@ class Cell:
     results: list[Result]
 
     def over_seeds(self, quantity: Callable[[Result], float | None]) -> tuple[float, float, float] | None:
-        """Mean, least and most of a quantity; None where a run does not have it."""
+        """Mean, minimum and maximum of a quantity; None if a run does not have it."""
         values = [quantity(result) for result in self.results]
         known = [value for value in values if value is not None]
         return (fmean(known), min(known), max(known)) if values and len(known) == len(values) else None
 
 
 def cells(results: Iterable[Result]) -> list[Cell]:
-    """Results put together over seeds, in the order of their first run."""
+    """Results grouped over seeds, in the order of their first run."""
     found: dict[tuple[Any, ...], Cell] = {}
     for result in results:
         setup = result.setup
@@ -173,7 +176,7 @@ _PARTS = ("mean", "p50", "p90", "p99", "p999")
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """The study in figures: for each cell mean, least and most over its seeds."""
+    """The figures of a study: mean, minimum and maximum of each cell over its seeds."""
     return {
         "study": outcome.name,
         "runs": len(outcome.results),
@@ -216,6 +219,7 @@ def _told(cell: Cell) -> dict[str, Any]:
 
 
 def latency(result: Result, name: str, part: str) -> float | None:
-    """A figure of a run's latencies, such as ``("ttft_seconds", "p99")``; None where nothing has it."""
+    """A figure of a run's latencies, such as ``("ttft_seconds", "p99")``; None if no request has
+    it."""
     spread = getattr(result.figures, name)
     return None if spread is None else float(getattr(spread, part))

@@ -1,6 +1,6 @@
-"""A study as a YAML file: a grid of policies, knobs, loads, seeds, traces, fleets and settings.
+"""Study files in YAML: a grid of policies, parameters, loads, seeds, traces, fleets and settings.
 
-A scalar stands for a list of one wherever a list is swept. `examples/study.yaml` shows every key.
+A scalar can replace a list with one value. `examples/study.yaml` shows every key.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _counted(value: Any) -> Any:
     if type(value) is not int:
         return value
     if value < 1:
-        raise ValueError("a count of at least 1, or a list of seeds")
+        raise ValueError("expected a number of at least 1, or a list of seeds")
     return list(range(value))
 
 
 def _under(key: str) -> BeforeValidator:
-    """Lists whose plain entries stand for a mapping with this key alone."""
+    """Reads lists. Plain entries abbreviate a mapping with only this key."""
     return BeforeValidator(
         lambda value: [each if isinstance(each, Mapping) else {key: each} for each in _listed(value)]
     )
@@ -55,7 +55,8 @@ def _transfer(value: Any) -> Any:
 
 
 def _option(what: str) -> BeforeValidator:
-    """Lists of an option, each in its shortest form; a mapping's settings may be lists, too."""
+    """Reads lists of an option, each in its shortest form. Settings in a mapping can be lists,
+    too."""
 
     def checked(value: Any) -> list[Any]:
         try:
@@ -78,7 +79,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _traces(value: Any) -> Any:
-    """Paths stand for entries; all keys of a synthetic trace but the label are its description."""
+    """Expands paths to entries. All keys of a synthetic trace except the label are its
+    description."""
     return [
         {"label": each.get("label"), "synthetic": {k: v for k, v in each.items() if k != "label"}}
         if isinstance(each, Mapping) and "synthetic" in each
@@ -90,41 +92,41 @@ def _traces(value: Any) -> Any:
 
 
 class TraceEntry(Strict):
-    """A trace file or a slice of one; or a synthetic trace, described by the keys beside `synthetic`."""
+    """A trace file, a part of a trace file, or a synthetic trace with its description."""
 
-    path: str | None = Field(None, description="the file, seen from the study file")
-    label: str | None = Field(None, description="its name in tables; default: the file's")
+    path: str | None = Field(None, description="path of the file, relative to the study file")
+    label: str | None = Field(None, description="name in tables; default: the file name")
     synthetic: dict[str, Any] | None = Field(None, description="sessions or requests; see docs/traces.md")
-    format: str | None = Field(None, description="mooncake, ...; default: told by the file")
-    block_tokens: Count | None = Field(None, description="tokens under one hash id; default: the file's")
-    closed_loop: bool | None = Field(None, description="turns wait for answers; default: as the file says")
-    start: NotNegative = Field(0.0, description="trace seconds left out at the front")
-    duration: Positive | None = Field(None, description="trace seconds taken from there; default: all")
-    requests: Count | None = Field(None, description="only the first so many")
-    max_input_tokens: Count | None = Field(None, description="requests with longer prompts are left out")
+    format: str | None = Field(None, description="mooncake, ...; default: detected")
+    block_tokens: Count | None = Field(None, description="tokens per hash ID; default: from the file")
+    closed_loop: bool | None = Field(None, description="turns wait for answers; default: as in the file")
+    start: NotNegative = Field(0.0, description="trace seconds to skip at the front")
+    duration: Positive | None = Field(None, description="trace seconds to use from there; default: all")
+    requests: Count | None = Field(None, description="number of first requests to use; default: all")
+    max_input_tokens: Count | None = Field(None, description="skip requests with longer prompts")
     prefixes: bool = Field(True, description="false: no request shares a prefix")
-    skip_bad_lines: bool = Field(False, description="leave out lines that cannot be read")
+    skip_bad_lines: bool = Field(False, description="skip invalid lines")
 
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.path is None and self.synthetic is None:
-            raise ValueError("give the path of a file, or synthetic with its description")
+            raise ValueError("set either path, or synthetic with its description")
         return self
 
 
 class PolicyEntry(Strict):
-    """A policy, with its knobs swept."""
+    """A policy, with values of its parameters."""
 
     policy: str | dict[str, Any] = Field(
         description="a name, all, linear(lam=0.7), a score expression, or a mapping with filter, score, ..."
     )
     knobs: dict[str, Annotated[list[float], Listed]] = Field(
-        default_factory=dict, description="by name, one value or several"
+        default_factory=dict, description="one or several values by name"
     )
-    label: str | None = Field(None, description="its name in tables; default: made of policy and knobs")
+    label: str | None = Field(None, description="name in tables; default: policy and parameters")
 
     def choices(self) -> Iterator[PolicyChoice]:
-        """One for each combination of knobs."""
+        """One choice per combination of parameters."""
         bases = (
             PolicyChoice.parse(self.policy)
             if isinstance(self.policy, str)
@@ -142,153 +144,158 @@ class PolicyEntry(Strict):
 
 
 class LoadEntry(Strict):
-    """How fast requests arrive; a plain number is a speed."""
+    """The arrival rate. A plain number is a speed."""
 
-    speed: Positive | None = Field(None, description="arrivals this many times as fast as in the trace")
-    fraction_of_max: Positive | None = Field(None, description="of the maximum load found, see max_load")
+    speed: Positive | None = Field(None, description="arrival rate relative to the trace")
+    fraction_of_max: Positive | None = Field(
+        None, description="fraction of the maximum load, which max_load finds"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.speed is None) == (self.fraction_of_max is None):
-            raise ValueError("give speed or fraction_of_max, one of the two")
+            raise ValueError("set exactly one of speed and fraction_of_max")
         return self
 
 
 class SloEntry(Strict):
-    """What goodput counts."""
+    """Bounds of answers that count as goodput."""
 
-    ttft_seconds: Positive | None = Field(None, description="largest time to first token")
-    tpot_seconds: Positive | None = Field(None, description="largest time per output token after it")
+    ttft_seconds: Positive | None = Field(None, description="maximum time to first token")
+    tpot_seconds: Positive | None = Field(None, description="maximum time per output token after it")
 
 
 class MaxLoadEntry(Strict):
-    """The highest load a fleet sustains, found by bisection of the speed."""
+    """The search for the highest load that a fleet sustains, by bisection of the speed."""
 
-    reference: str = Field("lmetric", description="policy whose maximum the fractions are taken of")
-    each_policy: bool = Field(False, description="find every policy's maximum, for the report")
+    reference: str = Field("lmetric", description="policy whose maximum load is the basis of fractions")
+    each_policy: bool = Field(False, description="also find the maximum load of every policy, for the report")
     keep_up: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.95, description="sustained: this share of requests has its first token when the last arrives"
+        0.95, description="condition: share of requests with their first token when the last one arrives"
     )
     good_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="and this share of the measured ones keeps the slo; default: not asked for"
+        None, description="condition: share of measured requests that meet the slo; default: none"
     )
-    tolerance: Annotated[float, Field(ge=1e-4, le=1)] = Field(0.02, description="relative, of the speed")
+    tolerance: Annotated[float, Field(ge=1e-4, le=1)] = Field(
+        0.02, description="relative tolerance of the speed"
+    )
 
     def rule(self) -> Rule:
-        """What the search goes by."""
+        """The conditions and tolerance of the search."""
         return Rule(self.keep_up, self.good_share, self.tolerance)
 
 
 class SettingsEntry(Strict):
-    """The simulator's settings, each one value or several; left out: the simulator's default."""
+    """Settings of the simulator, each with one or several values; default: as in the simulator."""
 
     signals: Annotated[list[Literal["exact", "step_end", "delayed"]], Listed] | None = Field(
-        None, description="what policies see of the engines, and when"
+        None, description="how current the engine state is that policies read"
     )
     admission: Annotated[list[Literal["reserve", "vllm"]], Listed] | None = Field(
         None, description="how engines admit requests"
     )
     local_order: Annotated[list[Annotated[str, AfterValidator(checked_order)]], Listed] | None = Field(
-        None, description="in which engines take requests: fcfs, sjf, srpt, ...; see docs/simulator.md"
+        None, description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/simulator.md)"
     )
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
-        None, description="of requests that go back into a queue: recompute, or swap:GB/S"
+        None, description="KV cache of preempted requests: recompute, or swap:GB/S"
     )
     priority: Annotated[list[Any], _option("priority")] | None = Field(
-        None, description="what local order priority goes by: the router's numbers, as a server gives them"
+        None, description="numbers for the local order priority, from the router as in a server"
     )
     order_slo: Annotated[list[Positive], Listed] | None = Field(
-        None, description="under local_order slo: seconds that a step with decodes may take"
+        None, description="local_order slo: maximum seconds of a step with decodes"
     )
     order_think_slo: Annotated[list[Positive], Listed] | None = Field(
-        None, description="the same for steps that make reasoning tokens alone; default: order_slo"
+        None,
+        description="local_order slo: maximum seconds of a step with only reasoning tokens; default: "
+        "order_slo",
     )
     token_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="the longest gap between two tokens that counts as good; default: 0.1"
+        None, description="longest good gap between two tokens, seconds; default: 0.1"
     )
     think_slo_seconds: Annotated[list[Positive], Listed] | None = Field(
         None,
-        description="the longest gap before a reasoning token that counts as good; default: "
-        "token_slo_seconds",
+        description="longest good gap before a reasoning token, seconds; default: token_slo_seconds",
     )
     silent_segments: Annotated[list[bool], Listed] | None = Field(
         None,
-        description="a segment that another one follows sends no token until its end, as on stock engines",
+        description="all segments but the last send no token until their end, as on unmodified engines",
     )
     index: Annotated[list[Literal["exact", "approximate"]], Listed] | None = Field(
-        None, description="the router's KV index: fed by engines' events, or by what it sent"
+        None, description="source of the router's KV index: the engines' events, or the sent prompts"
     )
     index_bytes: Annotated[list[Count], Listed] | None = Field(
-        None, description="bound on the router's KV index, bytes"
+        None, description="maximum memory of the router's KV index, bytes"
     )
     guard: Annotated[list[Any], _option("guard")] | None = Field(
         None,
-        description="the hot-spot guard, see docs/guard.md: true, false, or {window_seconds: [15, 60]}; "
+        description="hot-spot guard (docs/guard.md): true, false, or {window_seconds: [15, 60]}; "
         "default: as the policy declares",
     )
     migration_by: Annotated[list[Literal["kv", "recompute"]], Listed] | None = Field(
         None,
-        description="how running requests move: their KV is sent, or the target computes it ahead, as the "
-        "server's default; default: kv",
+        description="method of migrations: kv (the KV cache is sent), or recompute (default of the server: "
+        "the target computes it in advance); default: kv",
     )
     migration_max_concurrent: Annotated[list[Count], Listed] | None = Field(
-        None, description="with recompute: most moves in progress at a time; default: 4"
+        None, description="with recompute: maximum number of concurrent migrations; default: 4"
     )
     migration_max_gap_seconds: Annotated[list[NotNegative], Listed] | None = Field(
-        None, description="with recompute: no move makes a longer gap between two tokens; default: 1"
+        None, description="with recompute: maximum gap between two tokens, seconds; default: 1"
     )
     report_period_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="with delayed signals: between two load reports of an engine"
+        None, description="delayed signals: seconds between two load reports of an engine"
     )
     event_delay_seconds: Annotated[list[NotNegative], Listed] | None = Field(
-        None, description="with delayed signals: until a cache event arrives"
+        None, description="delayed signals: seconds until a cache event arrives"
     )
     token_stride: Annotated[list[Count], Listed] | None = Field(
-        None, description="steps after which the router hears of an engine's tokens; 1: of each"
+        None, description="engine steps between token reports to the router"
     )
     routers: Annotated[list[Count], Listed] | None = Field(
-        None, description="so many side by side, of which each request comes to one; default: 1"
+        None, description="number of routers; each request arrives at one of them; default: 1"
     )
     sharing_seconds: Annotated[list[Positive], Listed] | None = Field(
-        None, description="between two times that they tell each other of their load; default: never"
+        None, description="seconds between load messages among the routers; default: never"
     )
     predictor: Annotated[list[str], Listed] | None = Field(
-        None, description="profile behind predicted_ttft_seconds; default: the engines' own"
+        None, description="profile for predicted_ttft_seconds; default: the engines' own"
     )
     output_known: Annotated[list[bool], Listed] | None = Field(
-        None, description="whether the router knows how long each answer will be"
+        None, description="whether the router knows the length of each answer"
     )
     binding: Annotated[list[Literal["early", "late"]], Listed] | None = Field(
-        None, description="with pools: where a request decodes is chosen on arrival, or after its prefill"
+        None, description="with pools: choose the decode instance on arrival or after prefill"
     )
     prefill: Annotated[list[Literal["queues", "unlimited"]], Listed] | None = Field(
-        None, description="with pools: prompts queue, or each takes its own time and waits for none"
+        None, description="with pools: prompts queue, or each takes only its own time"
     )
     prefix_fetch: Annotated[list[Any], _option("prefix_fetch")] | None = Field(
         None,
-        description="instances fetch cached prefixes from each other: none, on, or {min_tokens: [256, 512]}; "
+        description="fetch cached prefixes from other instances: none, on, or {min_tokens: [256, 512]}; "
         "default: on if the policy is planner",
     )
     split: Annotated[list[Any], _option("split")] | None = Field(
         None,
-        description="how requests are split that no roles split: none, libra, {kind: libra, probes: [4, 8]}; "
+        description="splits of requests without roles: none, libra, {kind: libra, probes: [4, 8]}; "
         "default: apart if the policy is planner",
     )
     rebalance: Annotated[list[Any], _option("rebalance")] | None = Field(
         None,
-        description="how running requests move: none, star, {kind: star, threshold: [0.1, 0.2], forecast: "
-        "bins_4}, llumnix",
+        description="migration of running requests: none, star, {kind: star, threshold: [0.1, 0.2], "
+        "forecast: bins_4}, llumnix",
     )
     decode_profile: Annotated[list[str], Listed] | None = Field(
-        None, description="with roles: profile of instances that only decode; default: as the others"
+        None, description="with roles: profile of decode instances; default: as the others"
     )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
         None,
-        description="where KV moves: GB/s, end or layers, fixed=SECONDS; or none; see docs/simulator.md",
+        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none (docs/simulator.md)",
     )
 
     def combinations(self) -> Iterator[dict[str, Value]]:
-        """Every combination of what is given."""
+        """All combinations of the given values."""
         given = {name: getattr(self, name) for name in type(self).model_fields if getattr(self, name)}
         for values in itertools.product(*given.values()):
             yield dict(zip(given, values, strict=True))
@@ -297,51 +304,57 @@ class SettingsEntry(Strict):
 class StudyFile(Strict):
     """All keys of a study."""
 
-    name: str | None = Field(None, description="its title; default: the file's name")
+    name: str | None = Field(None, description="title; default: the file name")
     traces: Annotated[list[TraceEntry], BeforeValidator(_traces)] = Field(min_length=1, description="traces")
     policies: Annotated[list[PolicyEntry], _under("policy")] = Field(min_length=1, description="policies")
     decode_policies: Annotated[list[PolicyEntry], _under("policy")] | None = Field(
-        None, min_length=1, description="of the decode pools, each paired with each of policies; needs roles"
+        None,
+        min_length=1,
+        description="policies of the decode pools, combined with each of policies; needs roles",
     )
-    instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="instances of a fleet")
+    instances: Annotated[list[Count], Listed] = Field([16], min_length=1, description="number of instances")
     roles: Annotated[list[str], Listed] | None = Field(
-        None, min_length=1, description="pools in place of instances: 16P64D prefills on 16, decodes on 64"
+        None,
+        min_length=1,
+        description="pools instead of instances: 16P64D has 16 prefill and 64 decode instances",
     )
     profiles: Annotated[list[str], Listed] = Field(
         [DEFAULT_PROFILE],
         min_length=1,
-        description='engine profiles, shipped names or files; unequal engines: "8 NAME + 8 NAME"',
+        description='engine profiles, shipped names or files; mixed fleets: "8 NAME + 8 NAME"',
     )
     block_tokens: Annotated[list[Count], Listed] | None = Field(
-        None, description="tokens of a KV block, the memory staying as large; default: the profile's"
+        None, description="tokens per KV block, with unchanged memory; default: from the profile"
     )
     loads: Annotated[list[LoadEntry], _under("speed")] = Field(
         [LoadEntry(speed=1.0, fraction_of_max=None)], min_length=1, description="loads"
     )
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_counted)] = Field(
-        [0], min_length=1, description="a count, or a list of seeds"
+        [0], min_length=1, description="a number of seeds, or a list of seeds"
     )
-    measure: str = Field("0:1", description="share of the requests that counts, by order of arrival")
-    slo: SloEntry = Field(default_factory=lambda: SloEntry.model_validate({}), description="for goodput")
+    measure: str = Field("0:1", description="part of the requests to measure, by order of arrival")
+    slo: SloEntry = Field(
+        default_factory=lambda: SloEntry.model_validate({}), description="bounds for goodput"
+    )
     settings: SettingsEntry = Field(
-        default_factory=lambda: SettingsEntry.model_validate({}), description="of the simulator"
+        default_factory=lambda: SettingsEntry.model_validate({}), description="settings of the simulator"
     )
-    max_load: MaxLoadEntry | None = Field(None, description="given: find maximum loads")
+    max_load: MaxLoadEntry | None = Field(None, description="search for maximum loads; default: none")
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A checked study, expanded. Setups whose load is a fraction still carry speed 1."""
+    """A valid, expanded study. Setups with a fraction of the maximum load still have speed 1."""
 
     name: str
     setups: list[Setup]
     rule: Rule
-    searches: list[Setup]  # whose maximum load is to be found
-    reference: tuple[PolicyChoice, PolicyChoice | None]  # the second of decode pools
-    deprecated: tuple[str, ...] = ()  # warnings about keys under old names, with the present spelling
+    searches: list[Setup]  # setups to search the maximum load of
+    reference: tuple[PolicyChoice, PolicyChoice | None]  # policy, and decode policy with pools
+    deprecated: tuple[str, ...] = ()  # warnings about deprecated keys, with the current spelling
 
 
-# What policies are compared on without a file: examples/study.yaml, at three loads.
+# The study without a file: examples/study.yaml, at three loads.
 COMPARISON: dict[str, Any] = {
     "traces": [str(SLICE)],
     "instances": 16,
@@ -356,11 +369,13 @@ COMPARISON: dict[str, Any] = {
 def load_study(
     path: Path | None, traces: list[Path] | None = None, policies: list[str] | None = None
 ) -> Study:
-    """Reads and checks a study file; ``traces`` and ``policies`` replace those that it names. Without a file,
-    `COMPARISON` is the rest.
+    """Reads and checks a study file. ``traces`` and ``policies`` replace the file's.
 
-    Raises `ConfigError`, naming the file, the key, the value and the nearest right key; for a policy, knob or
-    profile that cannot be used, too.
+    Without a file, the other settings are those of `COMPARISON`.
+
+    Raises:
+        ConfigError: an invalid file, policy, parameter or profile. The message has the file, the
+            key, the value and the nearest valid key.
     """
     content = dict(COMPARISON) if path is None else read_yaml_mapping(path)
     path = path or Path("comparison")
@@ -394,7 +409,7 @@ def _expand(file: StudyFile, path: Path) -> Study:
     entry = file.max_load or MaxLoadEntry.model_validate({})
     references = PolicyChoice.parse(entry.reference)
     if len(references) != 1:
-        raise ConfigError(f"max_load.reference: {entry.reference!r} is not one policy")
+        raise ConfigError(f"max_load.reference: {entry.reference!r} is not a single policy")
     reference = references[0]
     seconds: list[PolicyChoice | None] = [None]
     if file.decode_policies is not None:
@@ -403,7 +418,7 @@ def _expand(file: StudyFile, path: Path) -> Study:
             seconds += [choice for choice in each.choices() if choice not in seconds]
     pools = [Roles.of(each) for each in file.roles or []]
     if (file.decode_policies is not None) != bool(pools and all(each.decode for each in pools)):
-        raise ConfigError("decode_policies and roles with a decode pool (16P64D) need each other")
+        raise ConfigError("set decode_policies and roles with a decode pool (16P64D) together")
     for choice in [*policies, reference, *filter(None, seconds)]:
         choice.build()
     profiles = [_profile(name, path.parent) for name in file.profiles]
@@ -420,7 +435,7 @@ def _expand(file: StudyFile, path: Path) -> Study:
         ("traces", [t.label for t in chosen]),
     ):
         if twice := next((label for label in labels if labels.count(label) > 1), None):
-            raise ConfigError(f"{what}: two are called {twice!r}; give one a label")
+            raise ConfigError(f"{what}: two are named {twice!r}; set a label for one")
     blocks: Sequence[int | None] = file.block_tokens or [None]
     sizes: list[tuple[int, str | None]] = [(each.instances, str(each)) for each in pools]
     fleets = [
@@ -456,14 +471,18 @@ def _expand(file: StudyFile, path: Path) -> Study:
 
 
 def _instances(file: StudyFile, profile: str) -> list[int]:
-    """The fleets' sizes; unequal engines say themselves how many there are."""
+    """The sizes of the fleets. A profile of a mixed fleet contains its size."""
     pairs = fleet_profiles(profile)
     return [sum(instances for instances, _ in pairs)] if pairs else file.instances
 
 
 def _profile(name: str, directory: Path) -> str:
-    """A shipped profile's name, or a path seen from `directory`, or several with numbers of instances; raises
-    `ProfileError`."""
+    """A shipped profile's name, a path relative to `directory`, or several with numbers of
+    instances.
+
+    Raises:
+        ProfileError: an unknown or invalid profile.
+    """
     if pairs := fleet_profiles(name):
         return " + ".join(f"{instances} {_profile(each, directory)}" for instances, each in pairs)
     found = name if name in shipped_profiles() else str(directory / name)

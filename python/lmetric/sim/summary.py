@@ -1,6 +1,6 @@
-"""From per-request columns to the figures people compare: latencies, hit ratios, goodput, imbalance.
+"""Summarizes per-request columns: latencies, hit ratios, goodput, imbalance.
 
-One definition each for whatever produces the columns: the simulator's runs and the live replay.
+Simulated runs and live replays use the same definitions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-# Figures 10 and 27 of the LMETRIC paper look at load in windows of this length.
+# Window length of Figures 10 and 27 of the LMETRIC paper.
 WINDOW_SECONDS = 10.0
 
 
@@ -35,7 +35,8 @@ class Spread:
 
     @staticmethod
     def of(values: ArrayLike) -> Spread | None:
-        """NaNs are left out (a quantity the request does not have); None where nothing is left."""
+        """The spread of `values` without NaNs (requests without the quantity); None if no value is
+        left."""
         known = np.asarray(values, np.float64)
         known = known[~np.isnan(known)]
         if not known.size:
@@ -46,13 +47,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a good answer keeps; None: no bound."""
+    """Bounds of a good answer; None: no bound."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
 
     def kept(self, ttft_seconds: Floats, tpot_seconds: Floats) -> NDArray[np.bool_]:
-        """Which completed requests kept it. A single token has no TPOT (NaN) to miss."""
+        """Whether each completed request met the SLO. Answers of one token have no TPOT (NaN)."""
         good = np.ones(len(ttft_seconds), np.bool_)
         if self.ttft_seconds is not None:
             good &= ttft_seconds <= self.ttft_seconds
@@ -67,20 +68,21 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Completed requests that kept the SLO, and their output tokens, per second of the run."""
+    """Completed requests that met the SLO, and their output tokens, per second of the run."""
 
     slo_ttft_seconds: float | None
     slo_tpot_seconds: float | None
     requests_per_second: float
     tokens_per_second: float
-    share: float  # of the requests sent
+    share: float  # of the sent requests
 
     @staticmethod
     def of(
         slo: Slo, ttft_seconds: Floats, tpot_seconds: Floats, output_tokens: NDArray[np.int64], *,
         sent: int, seconds: float,
     ) -> Goodput:  # fmt: skip
-        """Of the completed requests' columns, all of shape (n,), among `sent` requests over `seconds`."""
+        """The goodput of completed requests (columns of shape (n,)), of `sent` requests in
+        `seconds`."""
         good = slo.kept(ttft_seconds, tpot_seconds)
         kept = int(good.sum())
         tokens = int(output_tokens[good].sum())
@@ -90,7 +92,8 @@ class Goodput:
 
 
 def tpot_seconds(first_token_seconds: Floats, last_token_seconds: Floats, output_tokens: ArrayLike) -> Floats:
-    """Seconds a token after the first: (last - first) / (output - 1); NaN for an answer of one token."""
+    """Seconds per token after the first: (last - first) / (output - 1); NaN for answers of one
+    token."""
     tokens = np.asarray(output_tokens, np.float64)
     each = np.full(len(tokens), np.nan)
     np.divide(last_token_seconds - first_token_seconds, tokens - 1, out=each, where=tokens > 1)
@@ -99,54 +102,57 @@ def tpot_seconds(first_token_seconds: Floats, last_token_seconds: Floats, output
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """A simulated run in figures, over the measured requests alone."""
+    """The figures of a simulated run, over the measured requests only."""
 
     policy: str
     seed: int
     requests: int  # measured
-    failed: int  # of them, never finished (their prompt does not fit an instance)
+    failed: int  # measured requests that never finish (their prompt does not fit an instance)
     hit_ratio: float | None  # prompt tokens found cached / all; None: no prompt
     block_hit_ratio: float | None  # prompt blocks found cached / all
     goodput: Goodput
-    imbalance: float | None  # see `imbalance`; None: nothing was computed
+    imbalance: float | None  # result of `imbalance`; None: no prefill work
     ttft_seconds: Spread | None
     tpot_seconds: Spread | None
     e2e_seconds: Spread | None
-    requests_per_second: float  # completed, from the first arrival to the last end of the measured ones
+    requests_per_second: float  # completed, from the first measured arrival to the last measured end
     tokens_per_second: float  # their output tokens
     wall_seconds: float
-    decode_policy: str | None = None  # with pools: what chose where they decoded
+    decode_policy: str | None = None  # with pools: decode policy
     optimal_assignment_ratio: float | None = (
-        None  # share of hand-overs to the least loaded instance, by context tokens
+        None  # share of KV transfers to the least loaded instance, by context tokens
     )
-    stalled: int = 0  # engines that stand still for ever
+    stalled: int = 0  # engines that stopped forever
     local_order: str = "fcfs"  # of the engines
-    preemptions: int = 0  # times that measured requests went back into a queue
-    split: str = "none"  # how requests were cut that no roles cut
-    splits: int = 0  # of the measured
-    reschedule: str = "none"  # how running requests were moved
-    moves: int = 0  # times that measured ones were
-    pulls: int = 0  # measured requests that pulled a prefix
-    pulled_ratio: float | None = None  # prompt tokens that came so / all
-    step_variance: float = 0.0  # of decode steps' seconds over instances, mean over the whole run, in s^2
-    oom: int = 0  # times that an engine ran out of memory, over the whole run
+    preemptions: int = 0  # preemptions of measured requests
+    split: str = "none"  # method of splits without roles
+    splits: int = 0  # number of split measured requests
+    reschedule: str = "none"  # method of migrations
+    moves: int = 0  # migrations of measured requests
+    pulls: int = 0  # measured requests with a prefix fetch
+    pulled_ratio: float | None = None  # fetched prompt tokens / all
+    step_variance: float = 0.0  # of decode step times over instances, mean over the run, s^2
+    oom: int = 0  # number of out-of-memory events in the whole run
     token_slo_seconds: float = 0.1
-    token_goodput: float = 0.0  # tokens of measured requests a second, each within the SLO of the one before
-    slow_token_share: float | None = None  # of the gaps between tokens, those longer; None: no gap
+    token_goodput: float = 0.0  # tokens/s of measured requests with gaps within the SLO
+    slow_token_share: float | None = None  # share of token gaps above the SLO; None: no gap
     tbt_p50_seconds: float | None = None  # time between tokens, over the whole run, to 1%
     tbt_p99_seconds: float | None = None
 
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
-    """Indices of the requests, in order of arrival, between two shares: ``(0.1, 0.9)`` drops a tenth at each
+    """Indices of the requests between two shares, by arrival: ``(0.1, 0.9)`` drops a tenth at each
     end."""
     order = np.argsort(arrival_seconds, kind="stable")
     return order[round(share[0] * len(order)) : round(share[1] * len(order))]
 
 
 def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunFigures:
-    """The run's figures over the `share` of its requests. Times are the simulated clock's; TTFT and end to
-    end count from the arrival. Rates count from the first measured arrival to the last measured end."""
+    """The figures of a `share` of a run's requests.
+
+    Times are on the simulated clock. TTFT and end to end start at the arrival. Rates cover the time
+    from the first measured arrival to the last measured end.
+    """
     kept = measured(run.arrival_seconds, share)
     done = kept[~np.isnan(run.finished_seconds[kept])]
     begin = float(run.arrival_seconds[kept[0]]) if len(kept) else 0.0
@@ -192,15 +198,18 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
 
 
 def optimal_assignment_ratio(least_loaded: NDArray[np.int64]) -> float | None:
-    """The share of hand-overs (entries of 0 or 1, see `Run.handoff_least_loaded`) whose instance held the
-    least context tokens of all when the prefill ended: SIBYL, Table 1. None: no hand-over."""
+    """The share of KV transfers to the instance with the fewest context tokens at the end of
+    prefill.
+
+    `least_loaded` has the entries of `Run.handoff_least_loaded`. None: no transfer. Source: SIBYL,
+    Table 1.
+    """
     known = least_loaded[least_loaded >= 0]
     return float(known.mean()) if len(known) else None
 
 
 def prefill_windows(run: Run, begin: float, end: float) -> Floats:
-    """Prompt tokens computed by each instance that prefills in each `WINDOW_SECONDS`, shape (instances,
-    windows)."""
+    """Prompt tokens computed by each prefill instance per window, shape (instances, windows)."""
     timeline, tokens = run.timeline, run.timeline.prefill_tokens
     if run.roles is not None:
         tokens = tokens[[role != "decode" for role in run.roles.each()]]
@@ -227,12 +236,16 @@ def parse_share(text: str) -> tuple[float, float]:
 
 
 def imbalance(prefill: Floats) -> float | None:
-    """How unevenly instances worked: `prefill`, shape (instances, windows), any unit of prefill work.
+    """The imbalance of work between instances; None: no work.
 
-    In each window the standard deviation across instances, summed over windows, over the sum of the means:
-    the coefficient of variation with windows weighted by their work, so that a window in which one request
-    came does not count as a catastrophe. 0: perfectly even; (n - 1) ** 0.5: one of n does everything. None:
-    no work. The paper's Figures 10 and 27 show the same quantity for two of the instances.
+    It is the standard deviation across instances per window, summed over windows, divided by the
+    sum of the means. That is a coefficient of variation with windows weighted by their work, so
+    that windows with a single request count little. 0: perfectly even; (n - 1) ** 0.5: one of n
+    instances does all the work. The paper's Figures 10 and 27 show the same quantity for two
+    instances.
+
+    Args:
+        prefill: prefill work in any unit, shape (instances, windows).
     """
     mean = float(prefill.mean(axis=0).sum())
     return float(prefill.std(axis=0).sum()) / mean if mean > 0 else None
@@ -241,8 +254,8 @@ def imbalance(prefill: Floats) -> float | None:
 def windows(values: Floats, period: float, window: float, begin: float, end: float) -> Floats:
     """`values` (instances, buckets of `period` seconds) summed to windows of `window` seconds.
 
-    Only whole windows inside [begin, end) of the run's clock, and at least one. Windows are whole numbers of
-    buckets, never shorter than asked for.
+    The result has only whole windows inside [begin, end) of the run's clock, and at least one.
+    Windows are whole numbers of buckets, at least `window` long.
     """
     each = max(1, int(np.ceil(window / period - 1e-9)))
     first = int(np.ceil(begin / period - 1e-9))

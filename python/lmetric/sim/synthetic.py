@@ -1,18 +1,19 @@
-"""Traces made from a description: arrivals, lengths, shared prefixes, conversations and a hot spot.
+"""Synthetic traces from a description: arrivals, lengths, shared prefixes, conversations, hot
+spots.
 
-A study's YAML (or Python) names one, and `SyntheticTrace.make` makes it; the same description gives the same
-trace, bit for bit::
+Use a description in a study's YAML, or `SyntheticTrace.make` in Python. Equal descriptions give
+identical traces::
 
     {synthetic: sessions, seed: 1, rate: 0.5, duration_seconds: 600, arrivals: {cv: 2},
      input_tokens: {p50: 200, mean: 400}, output_tokens: {quantiles: {0: 1, 0.5: 200, 1: 2000}},
      turns: {quantiles: {0: 1, 1: 8}}, think_seconds: {p50: 10, p90: 60},
      prefixes: {count: 20, zipf: 1.0, tokens: 1000}}
 
-`lengths: sharegpt-like` stands for both lengths (`lmetric.sim.distributions.LENGTHS`).
+`lengths: sharegpt-like` sets both lengths (`lmetric.sim.distributions.LENGTHS`).
 
-Each purpose (arrivals, lengths, prefixes, ...) draws from a stream of its own, so that a change of one leaves
-the others as they are: with a hot spot and without it, a trace has the same arrivals, answers and families,
-and other prompts for the hot requests alone (the numbers of their blocks aside).
+Each purpose (arrivals, lengths, prefixes, ...) has its own random stream, so a change of one leaves
+the others unchanged. For example, a hot spot changes only the prompts of hot requests (and block
+numbers), but not the arrivals, answers and families of a trace.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ _MOST_BLOCKS = 200_000_000
 
 
 class SyntheticError(BadValueError):
-    """A description that is wrong, or of which no trace comes: names the fields."""
+    """An invalid description, or one without a request. The message names the fields."""
 
 
 class Gamma(Described):
-    """Gaps from a gamma distribution: bursty above a coefficient of variation of 1, even below."""
+    """Gamma-distributed gaps: bursty above a coefficient of variation of 1, regular below."""
 
     cv: float = Field(gt=0, le=100, description="Standard deviation of the gaps over their mean; 1: Poisson.")
 
 
 class OnOff(Described):
-    """Poisson arrivals that come and go: exponential times on and off, `rate` being the mean over both."""
+    """Poisson arrivals with exponential busy and quiet times. `rate` is the mean over both."""
 
-    on_seconds: float = Field(gt=0, description="Mean length of a busy time.")
-    off_seconds: float = Field(gt=0, description="Mean length of a quiet time.")
-    off_share: float = Field(default=0, ge=0, lt=1, description="Rate in quiet times against busy ones.")
+    on_seconds: float = Field(gt=0, description="Mean length of a busy period.")
+    off_seconds: float = Field(gt=0, description="Mean length of a quiet period.")
+    off_share: float = Field(
+        default=0, ge=0, lt=1, description="Rate in quiet periods relative to busy ones."
+    )
 
 
 def _arrivals_kind(value: Any) -> str:
@@ -84,55 +87,58 @@ Arrivals = Annotated[
 
 
 class Prefixes(Described):
-    """Families of requests that begin alike: system prompts, tools, documents."""
+    """Families of requests with a common prefix: system prompts, tools, documents."""
 
-    count: int = Field(gt=0, le=1_000_000, description="Families.")
-    tokens: Distribution = Field(description="Length of each family's prefix, drawn once for the family.")
+    count: int = Field(gt=0, le=1_000_000, description="Number of families.")
+    tokens: Distribution = Field(description="Length of each family's prefix.")
     zipf: float = Field(default=1.0, ge=0, description="Family k has a weight of 1 / k^zipf; 0: all equal.")
-    share: float = Field(default=1.0, ge=0, le=1, description="Share of the requests that has a prefix.")
+    share: float = Field(default=1.0, ge=0, le=1, description="Share of the requests with a prefix.")
 
 
 class HotSpot(Described):
-    """From one moment on, for a while, a share of what arrives begins with one prefix that is new (LMETRIC,
-    section 5.2: KV hotspots)."""
+    """A hot spot: for some time, a share of the arrivals begins with one new prefix.
+
+    Source: LMETRIC, section 5.2 (KV hotspots).
+    """
 
     start_seconds: float = Field(ge=0)
-    seconds: float = Field(gt=0, description="How long it lasts.")
-    share: float = Field(gt=0, le=1, description="Of the arrivals in that time.")
+    seconds: float = Field(gt=0, description="Duration.")
+    share: float = Field(gt=0, le=1, description="Share of the arrivals in that time.")
     tokens: int = Field(gt=0, le=10_000_000, description="Length of the hot prefix.")
 
 
 class _Synthetic(Described):
     seed: int = Field(default=0, ge=0)
-    rate: float = Field(gt=0, description="Arrivals per second in the mean: of requests, or of sessions.")
+    rate: float = Field(gt=0, description="Mean arrivals per second, of requests or of sessions.")
     duration_seconds: float = Field(gt=0, description="Arrivals lie in [0, duration_seconds).")
     arrivals: Arrivals = Field(
         default="poisson", description="poisson, {cv: ...} or {on_seconds: ..., off_seconds: ...}."
     )
-    input_tokens: Distribution = Field(description="New prompt tokens of a request, beside what it shares.")
+    input_tokens: Distribution = Field(description="New prompt tokens of a request, without shared ones.")
     output_tokens: Distribution = Field(description="Tokens of an answer; at least 1.")
     kinds: tuple[Kind, ...] = Field(
-        default=(), description="Shares of the requests (or sessions) with lengths of their own."
+        default=(), description="Shares of the requests (or sessions) with separate lengths."
     )
     prefixes: Prefixes | None = None
     hot_spot: HotSpot | None = None
-    block_tokens: int = Field(default=16, gt=0, le=2**20, description="Prompt tokens under one hash id.")
+    block_tokens: int = Field(default=16, gt=0, le=2**20, description="Prompt tokens per hash ID.")
     max_prompt_tokens: int = Field(
         default=131_072,
         gt=0,
         le=2**30,
-        description="Longer prompts are cut; a session ends before a turn of it gets longer.",
+        description="Longer prompts are cut; a session ends before a longer turn.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _named_lengths(cls, content: Any) -> Any:
-        """`lengths: sharegpt-like` stands for the input_tokens, output_tokens and kinds of that name."""
+        """Expands `lengths: sharegpt-like` to the input_tokens, output_tokens and kinds of that
+        name."""
         if not isinstance(content, Mapping) or "lengths" not in content:
             return content
         rest = {key: value for key, value in content.items() if key != "lengths"}
         if twice := sorted({"input_tokens", "output_tokens", "kinds"} & set(rest)):
-            raise ValueError(f"give lengths or {twice[0]}, not both")
+            raise ValueError(f"set lengths or {twice[0]}, not both")
         named = LENGTHS.get(str(content["lengths"]))
         if named is None:
             raise ValueError(f"lengths must be one of {', '.join(LENGTHS)}, got {content['lengths']!r}")
@@ -150,7 +156,7 @@ class _Synthetic(Described):
 
     @abstractmethod
     def make(self) -> Trace:
-        """The trace. Raises `SyntheticError` where not one request arrives."""
+        """Makes the trace. Raises `SyntheticError` if no request arrives."""
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(purpose.encode())])
@@ -167,12 +173,12 @@ class _Synthetic(Described):
             starts = _until(end, lambda n: rng.exponential(mean, n), round(end / mean))
         if not len(starts):
             raise SyntheticError(
-                f"not one arrival in {end:g} s with seed {self.seed}: raise rate or duration_seconds"
+                f"no arrival in {end:g} s with seed {self.seed}: increase rate or duration_seconds"
             )
         return starts
 
     def _kinds(self, n: int) -> Ints:
-        """Which of `kinds` each of `n` requests or sessions is of; -1: of none."""
+        """The index in `kinds` of each of `n` requests or sessions; -1: none."""
         ends = np.cumsum([kind.share for kind in self.kinds])
         kind = np.searchsorted(ends, self._rng("kinds").random(n), side="right")
         return np.where(kind < len(self.kinds), kind, -1)
@@ -193,7 +199,8 @@ class _Synthetic(Described):
         return own, output
 
     def _families(self, starts: Floats) -> tuple[Ints, Ints]:
-        """Each arrival's family (-1: none), and each family's prefix tokens; the hot family is last."""
+        """Each arrival's family (-1: none), and each family's prefix tokens; the hot family is
+        last."""
         n = len(starts)
         family, tokens = np.full(n, -1, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if (shared := self.prefixes) is not None:
@@ -219,17 +226,19 @@ class _Synthetic(Described):
         stream: Ints,
         **chains: Any,
     ) -> Trace:
-        """The trace of requests, sorted by arrival, with block ids that say what they share.
+        """The trace of requests, sorted by arrival, with block IDs for shared prefixes.
 
-        Request i's prompt is the first ``prompt[i]`` tokens of stream ``stream[i]`` (an endless text of its
-        own, streams are numbered from 0), whose first tokens are its family's prefix. Only whole blocks have
-        common ids: the last block of a prompt, if partial, has an id of its own.
+        The prompt of request i is the first ``prompt[i]`` tokens of stream ``stream[i]``. A stream
+        is an unlimited text (numbered from 0) that begins with its family's prefix. Only whole
+        blocks have common
+        IDs: a partial last block of a prompt has its own ID.
         """
         size = self.block_tokens
         shared = np.where(family >= 0, np.append(family_tokens, 0)[family], 0) // size
         whole = prompt // size
         shared = np.minimum(shared, whole)
-        # Ids: families' blocks, then streams' blocks behind the prefix, then partial ones.
+        # IDs: first the families' blocks, then the streams' blocks after the prefix, then partial
+        # blocks.
         family_base = np.concatenate(([0], np.cumsum(family_tokens // size)))
         lengths = np.zeros(int(stream.max()) + 1, dtype=np.int64)
         np.maximum.at(lengths, stream, whole - shared)
@@ -238,7 +247,7 @@ class _Synthetic(Described):
         partial_id = stream_base[-1] + np.cumsum(partial) - 1
         counts = whole + partial
         if counts.sum() > _MOST_BLOCKS:
-            raise SyntheticError(f"{counts.sum():,} blocks, at most {_MOST_BLOCKS:,}: raise block_tokens")
+            raise SyntheticError(f"{counts.sum():,} blocks, at most {_MOST_BLOCKS:,}: increase block_tokens")
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
 
         def each(column: Ints) -> Ints:
@@ -267,12 +276,13 @@ class _Synthetic(Described):
 
 
 class RequestsTrace(_Synthetic):
-    """Requests that have nothing to do with each other but a shared prefix."""
+    """Independent requests, with shared prefixes."""
 
     synthetic: Literal["requests"] = "requests"
 
     def make(self) -> Trace:
-        """The trace: open loop, no sessions. Raises `SyntheticError` where not one request arrives."""
+        """Makes the trace: open loop, no sessions. Raises `SyntheticError` if no request
+        arrives."""
         arrivals = self._starts()
         n = len(arrivals)
         family, family_tokens = self._families(arrivals)
@@ -289,8 +299,11 @@ class RequestsTrace(_Synthetic):
 
 
 class SessionsTrace(_Synthetic):
-    """Conversations: turn t + 1's prompt is turn t's prompt, its answer, and new tokens of the user; it waits
-    for that answer and then for the user's think time."""
+    """Conversations. The prompt of turn t + 1 is turn t's prompt, its answer, and new tokens of the
+    user.
+
+    A turn waits for the previous answer and then for the user's think time.
+    """
 
     synthetic: Literal["sessions"] = "sessions"
     turns: Distribution = Field(
@@ -299,13 +312,13 @@ class SessionsTrace(_Synthetic):
     )
     think_seconds: Distribution = Field(
         default_factory=lambda: LogNormal(p50=10, p90=60, max=600),
-        description="From an answer to the next turn.",
+        description="Time from an answer to the next turn.",
     )
 
     def make(self) -> Trace:
-        """The trace. A later turn's `arrival_seconds` is the earliest possible one, were answers immediate.
+        """Makes the trace. `arrival_seconds` of later turns assumes immediate answers.
 
-        Raises `SyntheticError` where not one session begins.
+        Raises `SyntheticError` if no session begins.
         """
         starts = self._starts()
         n = len(starts)
@@ -321,7 +334,8 @@ class SessionsTrace(_Synthetic):
         think = np.where(turn > 0, draw(self.think_seconds, total, self._rng("think")), 0.0)
         prefix = np.where(family >= 0, np.append(family_tokens, 0)[family], 0)
 
-        # Running sums within a session: all prompts and answers before, and all think times so far.
+        # Running sums within a session: all earlier prompts and answers, and all think times so
+        # far.
         def within(column: NDArray[Number]) -> NDArray[Number]:
             sums: NDArray[Number] = np.cumsum(column)
             below: NDArray[Number] = np.repeat(sums[first] - column[first], turns)
@@ -330,7 +344,7 @@ class SessionsTrace(_Synthetic):
         prompt = prefix[session] + within(own) + within(output) - output
         arrivals = starts[session] + within(think)
         fits = prompt <= self.max_prompt_tokens
-        # Prompts only grow, so what is left of a session is its beginning; its first turn always stays.
+        # Prompts only grow, so the limit removes the end of a session. The first turn always stays.
         prompt = np.where(turn == 0, np.minimum(prompt, self.max_prompt_tokens), prompt)
         kept = np.flatnonzero(fits | (turn == 0))
         kept = kept[np.argsort(arrivals[kept], kind="stable")]
@@ -354,9 +368,11 @@ _ADAPTER: TypeAdapter[RequestsTrace | SessionsTrace] = TypeAdapter(SyntheticTrac
 
 
 def read_synthetic(description: str) -> RequestsTrace | SessionsTrace:
-    """From a YAML file's path, or YAML itself where it begins with a brace.
+    """Reads the path of a YAML file, or YAML text that begins with a brace.
 
-    Raises `SyntheticError`, `OSError`.
+    Raises:
+        SyntheticError: an invalid description.
+        OSError: the file cannot be read.
     """
     import yaml
 
@@ -370,7 +386,7 @@ def read_synthetic(description: str) -> RequestsTrace | SessionsTrace:
 
 
 def check_synthetic(content: Any, where: str) -> RequestsTrace | SessionsTrace:
-    """The description with these fields; raises `SyntheticError` naming `where` and every wrong field."""
+    """Checks a description. Raises `SyntheticError` with `where` and every invalid field."""
     kinds = [kind.model_fields["synthetic"].default for kind in (RequestsTrace, SessionsTrace)]
     if not isinstance(content, Mapping) or content.get("synthetic") not in kinds:
         raise SyntheticError(
@@ -398,11 +414,11 @@ def _until(end: float, gaps: Callable[[int], Floats], expected: int) -> Floats:
 
 
 def _on_off(shape: OnOff, rate: float, end: float, rng: np.random.Generator) -> Floats:
-    """A Poisson process of rate 1 on a clock that runs at the rate of the moment."""
+    """A Poisson process of rate 1, on a clock that runs at the current rate."""
     times, clock = [0.0], [0.0]
     period = shape.on_seconds + shape.off_seconds
     busy_rate = rate * period / (shape.on_seconds + shape.off_share * shape.off_seconds)
-    # Seen at any moment it is on with this probability, and exponential times have no memory.
+    # The process starts in a busy period with this probability; exponential times have no memory.
     on = bool(rng.random() < shape.on_seconds / period)
     while times[-1] < end:
         length = rng.exponential(shape.on_seconds if on else shape.off_seconds)

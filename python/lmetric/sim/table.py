@@ -1,4 +1,4 @@
-"""The table that `simulate`, studies and reports show: its columns, and each cell's spread over seeds."""
+"""The result table of `simulate`, studies and reports, with the spread over seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = (("mean", "mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99"), ("p9
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; `better` is -1 where the least is best, 1 where the most is."""
+    """A column; `better` is -1 if the lowest value is best, 1 if the highest is."""
 
     title: str
     of: Callable[[Result], float | None]
@@ -23,7 +23,7 @@ class Column:
     better: int = -1
 
     def shows(self, value: float) -> str:
-        """The value as a cell has it."""
+        """The text of a value."""
         scaled = value * self.scale
         return f"{scaled:,.{self.digits if abs(scaled) < 1000 else 0}f}"
 
@@ -32,7 +32,7 @@ def _latencies(name: str, scale: float, digits: int) -> tuple[Column, ...]:
     return tuple(Column(title, partial(latency, name=name, part=p), scale, digits) for p, title in _PARTS)
 
 
-# Heads, and the columns below each.
+# Heads, with their columns.
 Table = tuple[tuple[str, tuple[Column, ...]], ...]
 TABLE: Table = (
     ("TTFT, s", _latencies("ttft_seconds", 1, 3)),
@@ -50,7 +50,7 @@ TABLE: Table = (
     ("end to end, s", _latencies("e2e_seconds", 1, 2)),
 )  # fmt: skip
 
-# Between the two last, where requests decode elsewhere than they are prefilled.
+# Only with pools, before the last head.
 _POOLS = ("pools", (
     Column("least loaded, %", lambda r: r.figures.optimal_assignment_ratio, 100, 1, 1),
     Column("without end", lambda r: float(r.figures.failed) if r.figures.stalled else None, digits=0),
@@ -58,14 +58,14 @@ _POOLS = ("pools", (
 
 
 def table_of(results: Iterable[Result]) -> Table:
-    """`TABLE`, with what only pools have where one of the results has them."""
+    """`TABLE`, with the columns of pools if a result has pools."""
     pools = any(result.figures.decode_policy is not None for result in results)
     return (*TABLE[:-1], _POOLS, TABLE[-1]) if pools else TABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A cell: the mean over seeds, half the range of the seeds ("" for one seed), whether none is better."""
+    """A cell: mean over seeds, half the range ("" for one seed), and whether no other is better."""
 
     text: str
     half_range: str
@@ -76,7 +76,7 @@ class Value:
 
 
 def rows(cells: Sequence[Cell], table: Table = TABLE) -> list[list[Value | None]]:
-    """For each cell its values in the order of the table's columns; None where it has none."""
+    """The values of each cell in the order of the table's columns; None: no value."""
     columns = [column for _, below in table for column in below]
     spreads = [[cell.over_seeds(column.of) for column in columns] for cell in cells]
     made: list[list[Value | None]] = []
@@ -90,7 +90,7 @@ def rows(cells: Sequence[Cell], table: Table = TABLE) -> list[list[Value | None]
             mean, least, most = found
             rivals = [other[0] for spread in spreads if (other := spread[position]) is not None]
             gains = [(mean - rival) * column.better for rival in rivals]
-            best = min(gains) >= 0 < max(gains)  # where all are equal none is
+            best = min(gains) >= 0 < max(gains)  # none is best if all are equal
             half = column.shows((most - least) / 2) if len(cell.results) > 1 else ""
             values.append(Value(column.shows(mean), half, best))
         made.append(values)

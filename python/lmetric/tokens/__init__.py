@@ -1,4 +1,4 @@
-"""Prompts as the engines see them: chat templates and tokenizers; and answers, back to text."""
+"""Tokenizes prompts like the engines, with chat templates, and converts answers back to text."""
 
 from lmetric.tokens.chat import NotPredictable
 from lmetric.tokens.detokenise import Detokeniser

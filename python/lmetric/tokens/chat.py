@@ -1,6 +1,6 @@
-"""A chat request as vLLM hands it to the template: messages, tools and variables.
+"""Prepares a chat request for the template like vLLM: messages, tools and variables.
 
-What the engine drops or reshapes is dropped or reshaped here: a template may write whatever it is given.
+It drops and converts the same fields as the engine, because a template can use every value.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 _BILLING_HEADER = "x-anthropic-billing-header"
-# Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than set a
-# variable of the template.
+# Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than
+# set a variable of the template.
 _NOT_VARIABLES = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
@@ -34,10 +34,10 @@ _BY_REQUEST = ("add_generation_prompt", "continue_final_message")
 
 
 class NotPredictable(Exception):
-    """The tokens that an engine will make of a request cannot be known here.
+    """The engine's tokens for a request cannot be predicted.
 
-    ``reason`` is a word for counters: ``media``, ``no_template``, ``template`` (it failed, or came with the
-    request), ``shape``, ``truncation``, ``tokenizer``.
+    ``reason`` is a label for counters: ``media``, ``no_template``, ``template`` (it failed, or came
+    with the request), ``shape``, ``truncation``, ``tokenizer``.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -55,8 +55,8 @@ def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> li
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a template that knows no role `developer`: it becomes `system`, and what stands later
-    under that role joins the first message."""
+    """The messages for a template that knows no role `developer`: it becomes `system`, and what
+    stands later under that role joins the first message."""
     if not any(message["role"] == "developer" for message in messages):
         return messages
     system, others, merge = [], [], False
@@ -100,7 +100,8 @@ def _message(message: Any, wrap: bool) -> dict[str, Any]:
 
 
 def _without_billing_header(content: Any) -> Any:
-    """A system message without the line in which Claude Code names what changes with each request."""
+    """A system message without the line in which Claude Code names what changes with each
+    request."""
     if type(content) is str:
         if not content.startswith(_BILLING_HEADER):
             return content
@@ -119,7 +120,7 @@ def _without_billing_header(content: Any) -> Any:
 
 
 def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> None:
-    """What a message may have beside role and content."""
+    """Adds the optional fields of a message, other than role and content."""
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
@@ -170,7 +171,8 @@ def _call(call: Any) -> dict[str, Any]:
     """A tool call: its arguments become an object, as templates want them."""
     try:
         function = call["function"]
-        # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds them.
+        # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds
+        # them.
         return {
             "id": call["id"],
             "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
@@ -181,7 +183,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """What is no object is an empty one."""
+    """The arguments as an object; an empty object for other JSON."""
     try:
         value = json.loads(text) if text else {}
     except ValueError:

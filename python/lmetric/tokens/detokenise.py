@@ -1,4 +1,4 @@
-"""Token ids of an answer to its text, as engines stream it."""
+"""Converts token IDs of an answer to text, like the streams of engines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from lmetric._core import TokenEncoder
 
 _CUT = "\ufffd"  # a character that is not whole yet
-# Of the prompt, so many tokens are enough to know what its end looks like: a character has at most four
-# bytes, and a tokenizer looks no further than a word.
+# Number of last prompt tokens that determine the text at its end. A character has at most four
+# bytes, and tokenizers look no further than a word.
 _SUFFIX_LEAST, _SUFFIX_MOST = 4, 64
 
 
 class Detokeniser:
-    """The text of an answer, token by token: what engines hold back (a character that is not whole, a space
-    that only the next word shows) comes when it is known, and never twice.
+    """The text of an answer, token by token.
 
-    Hugging Face's `DecodeStream`, which vLLM uses (`v1/engine/detokenizer.py`, 0.32.0), with one difference:
-    after a prompt that ends inside a character, that one says the whole prompt again. A stream over the whole
-    answer is not stopped there by a cut, as a second engine would be.
+    Incomplete characters and pending spaces are held back until they are known, and sent once. The
+    algorithm is Hugging Face's `DecodeStream`, which vLLM uses (`v1/engine/detokenizer.py`,
+    0.32.0), with one difference. After a prompt that ends inside a character, `DecodeStream`
+    returns the whole prompt again; this class does not.
 
     Raises `TokenizeError` for ids that have no text.
     """
@@ -51,7 +51,7 @@ class Detokeniser:
         if len(text) <= len(self._prefix) or text.endswith(_CUT):
             return ""
         if not text.startswith(self._prefix):
-            # What came before looks different by now: vLLM, too, begins anew with this token.
+            # The earlier text has changed: like vLLM, start again with this token.
             self._ids, self._read = [token], 0
             text, self._prefix = self._decode(self._ids), ""
             if not text or text.endswith(_CUT):

@@ -1,4 +1,4 @@
-"""What lies in a model's folder: tokenizer, its configuration, chat templates."""
+"""The files in a model's folder: tokenizer, its configuration, chat templates."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class ModelFiles:
     # Templates: for chats without tools, and for those with tools; None: there is none.
     template: ChatTemplate | None = None
     tool_template: ChatTemplate | None = None
-    # Why chats cannot be rendered, where they cannot.
+    # The reason if chats cannot be rendered.
     no_chat: str | None = None
 
 
 def read_folder(folder: str | os.PathLike[str], chat_template: str | None = None) -> ModelFiles:
-    """Reads a model's folder; ``chat_template`` (a file) replaces its own. Raises TokenizerError."""
+    """Reads a model's folder; ``chat_template`` (a file) replaces its own. Raises
+    TokenizerError."""
     path = Path(folder)
     if not path.is_dir():
         raise TokenizerError(f"{path}: no such folder; a tokenizer is a folder with a tokenizer.json")
@@ -118,7 +119,8 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _around(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]] | None:
-    """Tokens put before and after a text, where the configuration says so in place of the tokenizer."""
+    """Tokens put before and after a text, where the configuration says so in place of the
+    tokenizer."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return None
     bos, eos = special.get("bos_token"), special.get("eos_token")
@@ -129,7 +131,8 @@ def _around(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str],
 
 
 def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> None:
-    """Finds the templates, in the order in which Hugging Face's library and the engines look for them."""
+    """Finds the templates, in the order in which Hugging Face's library and the engines look for
+    them."""
     path = files.folder
     if given is not None:
         files.template = files.tool_template = _compiled(Path(given))
@@ -169,8 +172,8 @@ def _compiled(file: Path) -> ChatTemplate:
 
 
 def find_folder(root: str) -> Path | None:
-    """The folder of a model by what an engine calls it: an absolute path on this machine, or a repository's
-    name in the local cache of Hugging Face's library. None: it is not here."""
+    """The folder of a model by what an engine calls it: an absolute path on this machine, or a
+    repository's name in the local cache of Hugging Face's library. None: it is not here."""
     if Path(root).is_absolute():
         return Path(root) if Path(root).is_dir() else None
     owner, slash, name = root.partition("/")

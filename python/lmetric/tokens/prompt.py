@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template: requests to the token ids that an engine will make of them."""
+"""Converts requests to the engine's token IDs, with a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmetric.tokens.template import TemplateError
 
 Tokens = NDArray[np.uint32]
 CACHE_BYTES = 256 << 20
-# Text that is tokenised in half a millisecond or so, by the library in use.
+# Text size that the library tokenizes in about half a millisecond.
 _AT_ONCE_BYTES, _AT_ONCE_BYTES_FAST = 2 << 10, 64 << 10
 
 
@@ -30,10 +30,11 @@ class Text(NamedTuple):
 
 
 class PromptTokenizer:
-    """What a model's engines make of prompts. `load` makes one; threads may share it.
+    """Tokenizes prompts like a model's engines. Create it with `load`; it is thread-safe.
 
-    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of text
-    between two special tokens are kept (at most ``cache_bytes``): a conversation pays for its new turn only.
+    Rendering follows vLLM; ``verify`` (in this package) compares with a running engine. Tokens of
+    text between two special tokens are kept (at most ``cache_bytes``): a conversation pays for its
+    new turn only.
     """
 
     def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
@@ -75,9 +76,9 @@ class PromptTokenizer:
 
     @property
     def notes(self) -> list[str]:
-        """What an operator should know of it."""
+        """Notes for operators."""
         whole = self.encoder.whole_because
-        said = [f"every prompt is tokenised whole: {whole}"] if whole else []
+        said = [f"every prompt is tokenized as a whole: {whole}"] if whole else []
         if self.no_chat:
             said.append(f"chats are matched as text: {self.no_chat}")
         return said
@@ -116,8 +117,8 @@ class PromptTokenizer:
         return Text(prompt, bool(request.get("add_special_tokens", True)))
 
     def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
-        """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the interpreter
-        lock is let go, for a thread. Raises NotPredictable."""
+        """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the
+        interpreter lock is let go, for a thread. Raises NotPredictable."""
         try:
             return self.encoder.encode(
                 text.text, add_special_tokens=text.add_special_tokens, at_most=at_most, scope=text.scope

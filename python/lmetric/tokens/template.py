@@ -69,7 +69,7 @@ _ENVIRONMENT = _environment()
 
 
 class ChatTemplate:
-    """One compiled template. Raises TemplateError where it is not one."""
+    """One compiled template. Raises TemplateError for an invalid template."""
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name
@@ -92,7 +92,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any],
     ) -> str:
-        """The conversation's text. Raises TemplateError where the template (or a wrong shape) refuses it."""
+        """The conversation's text. Raises TemplateError where the template (or a wrong shape)
+        refuses it."""
         last = ""
         if continue_final_message:
             messages, last = _tagged(messages)
@@ -135,8 +136,8 @@ def _continued(text: str, last: str) -> str:
     return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
 
 
-# How vLLM finds out in which form a template wants a message's content (`--chat-template-content-format
-# auto`): as parts where it loops over them, else as text.
+# How vLLM finds out in which form a template wants a message's content
+# (`--chat-template-content-format auto`): as parts where it loops over them, else as text.
 
 
 def _loops_over_parts(tree: nodes.Template) -> bool:

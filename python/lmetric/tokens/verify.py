@@ -1,4 +1,4 @@
-"""Our tokens held against a running engine's, by its `/tokenize`."""
+"""Compares our tokens with the tokens of a running engine (`/tokenize`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class NotVerifiable(LmetricError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A prompt of which we and the engine make different tokens."""
+    """A prompt with different tokens here and in the engine."""
 
     kind: Literal["chat", "text"]
     what: str
@@ -84,8 +84,8 @@ class Difference:
 async def verify(tokenizer: PromptTokenizer, post: Post, model: str | None = None) -> list[Difference]:
     """Compares some chats (with and without tools) and texts; empty: all are equal.
 
-    What both refuse (a template that knows no system prompt, say) counts as equal. Raises NotVerifiable, and
-    what ``post`` raises.
+    Prompts that both refuse count as equal, for example if a template has no system prompt. Raises
+    NotVerifiable, and the errors of ``post``.
     """
     differences = []
     for kind, what, body, ours in _cases(tokenizer):
@@ -131,7 +131,7 @@ async def _tokens(post: Post, body: dict[str, Any]) -> list[int] | str:
 
 
 def _compare(ours: list[int] | str, theirs: list[int] | str) -> str | None:
-    """What differs, or None."""
+    """The difference, or None."""
     if isinstance(ours, str):
         return None if isinstance(theirs, str) else f"the engine takes it; here it failed: {ours}"
     if isinstance(theirs, str):

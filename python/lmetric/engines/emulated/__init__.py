@@ -1,10 +1,11 @@
-"""An emulated vLLM: its HTTP API, metrics, load header and KV events over a modelled engine. No GPU.
+"""An emulated vLLM: HTTP API, metrics, load header and KV events of a modeled engine, without a
+GPU.
 
-Runs alone (``python -m lmetric.engines.emulated --port 8000``), in an event loop (`EngineServer`) or as
-children of a process (`lmetric.engines.embedded`). Its text is words whose choice depends on all tokens
-before and on nothing else, so any engine continues any other's answer; an answer ends only at the length that
-was asked for, or at a stop string or stop token. Sampling parameters and tools are accepted and change
-nothing.
+It runs alone (``python -m lmetric.engines.emulated --port 8000``), in an event loop
+(`EngineServer`) or as child processes (`lmetric.engines.embedded`). Its words depend only on all
+earlier tokens, so any engine can continue the answer of another. An answer ends at the requested
+length, or at a stop string or stop token. Sampling parameters and tools are accepted without
+effect.
 """
 
 from lmetric.engines.emulated.errors import EngineStartError

@@ -1,4 +1,5 @@
-"""``python -m lmetric.engines.emulated``; flags are `EngineOptions`. Exit codes: 1 no start, 2 bad flags."""
+"""``python -m lmetric.engines.emulated``; flags are `EngineOptions`. Exit codes: 1 no start, 2 bad
+flags."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from lmetric.engines.emulated import EngineOptions, EngineStartError, run_engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the flags (of the process, where none are given) and runs the engine; gives the exit code."""
+    """Parses the flags (None: flags of the process), runs the engine and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m lmetric.engines.emulated", description="An emulated vLLM engine."
     )

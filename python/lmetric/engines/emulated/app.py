@@ -40,7 +40,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 VLLM = "0.32.0"  # whose API this is
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of /v1/completions
 _MAX_BODY_BYTES = 256 * 2**20
-_THREAD_FROM_CHARACTERS = 16_384  # a longer text is tokenised in a thread: some ms
+_THREAD_FROM_CHARACTERS = 16_384  # longer texts are tokenized in a thread (some ms)
 _BUSY = "The engine is currently busy: its queue is full. Please retry later."
 _DIED = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("lmetric.engine")
 class Api:
     """The handlers of one engine, with vLLM's pages."""
 
-    _full_reports = True  # vllm_xargs.kv_cache_report_mode: "full" is honoured
+    _full_reports = True  # vllm_xargs.kv_cache_report_mode: "full" is supported
     _echoes_ids = True
 
     def __init__(
@@ -283,7 +283,8 @@ class Api:
     async def _run(
         self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
     ) -> None:
-        """Waits until the engine is done with it. A client that leaves cancels this. Raises ApiError."""
+        """Waits until the engine is done with it. A client that leaves cancels this. Raises
+        ApiError."""
         if generation.broken:
             return
         params = (body.kv_transfer_params or {}) if self._nixl is not None else {}
@@ -295,8 +296,8 @@ class Api:
             await generation.over
         finally:
             rank.driver.drop(generation)
-        # Where it is streamed, nobody will ever know of what is held. vLLM looks for stop strings outside its
-        # engine core, which it then has abort the request: nothing is held.
+        # If the answer is streamed, no client learns of held blocks. vLLM finds stop strings
+        # outside its engine core and aborts the request there: no blocks are held.
         by_string = isinstance(generation.stop_reason, str)
         if self._nixl is not None and generation.finish_reason in ("length", "stop") and not by_string:
             computed = generation.shape.prompt + array("I", generation.tokens[:-1])
@@ -334,7 +335,7 @@ class Api:
         await self._transfer(rank, count)
 
     async def _transfer(self, rank: Rank, tokens: int) -> None:
-        """Takes the time that so many tokens' KV cache takes."""
+        """Waits for the transfer time of this number of tokens."""
         options, clock = self._options, rank.driver.clock
         bandwidth = options.kv_transfer_gigabytes_per_second * 1e9
         size = tokens * self._kv_bytes_per_token
@@ -431,7 +432,7 @@ class Api:
         return web.Response(status=503 if self._dead else 200)
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        """What vLLM tells in development mode, as far as it is about its queue and KV transfer."""
+        """vLLM's report in development mode, with its queue and KV transfer settings."""
         options = self._options
         roles = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
         transfer = {

@@ -1,4 +1,5 @@
-"""Runs the engine model in real time: steps begin at the model's deadlines, so real time does not drift."""
+"""Runs the engine model in real time: steps begin at the model's deadlines, so real time does not
+drift."""
 
 from __future__ import annotations
 
@@ -32,15 +33,16 @@ class Clock:
         return (self._loop.time() - self._origin) * self._speed
 
     def real_seconds_until(self, time: float) -> float:
-        """Real seconds until this time; negative where it is past."""
+        """Real seconds until this time; negative if it is past."""
         return self._origin + time / self._speed - self._loop.time()
 
 
 class Driver:
     """Feeds requests to the engine, steps it, hands tokens out.
 
-    A late wake-up delays what its step hands out, never the next step: that one begins when its predecessor
-    ended on the engine's clock. Where the machine cannot keep up at all, the delay grows and is logged.
+    A late wake-up delays what its step hands out, never the next step: that one begins when its
+    predecessor ended on the engine's clock. Where the machine cannot keep up at all, the delay
+    grows and is logged.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Driver:
             self._schedule()
 
     def drop(self, generation: Generation) -> None:
-        """Takes a request out, wherever it is; nothing happens where it is over."""
+        """Removes a request. Does nothing if it has ended."""
         if self._live.pop(generation.key, None) is not None:
             self.engine.abort(generation.key)
 
@@ -117,7 +119,8 @@ class Driver:
         if self._end is None:
             self._timer = None
             return
-        # Event loops count in milliseconds. Rounded up, a wake-up is late by less than one instead of early.
+        # Event loops count in milliseconds. Rounded up, a wake-up is late by less than one instead
+        # of early.
         delay = math.ceil(self.clock.real_seconds_until(self._end) * 1e3) / 1e3
         self._timer = (
             self._loop.call_later(delay, self._wake) if delay > 0 else self._loop.call_soon(self._wake)
@@ -133,7 +136,8 @@ class Driver:
             self._finish_step(end, touched)
             self._start_step(end)
             if self._end is None and self._live:
-                # Nothing was left at the step's end: the first that came since found an idle engine.
+                # Nothing was left at the step's end: the first that came since found an idle
+                # engine.
                 self._start_step(max(end, min(generation.arrived for generation in self._live.values())))
         for generation in touched.values():
             generation.flush()

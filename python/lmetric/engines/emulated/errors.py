@@ -12,11 +12,12 @@ _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailable
 
 
 class EngineStartError(Exception):
-    """The engine cannot start: a port in use, a bad endpoint, a bad profile. The message is one line."""
+    """The engine cannot start: a port in use, a bad endpoint, a bad profile. The message is one
+    line."""
 
 
 class ApiError(Exception):
-    """What a client is told: status, message, and the parameter at fault."""
+    """An error for the client: status, message, and the invalid parameter."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -11,20 +11,22 @@ from lmetric.engines.emulated.protocol import Shape
 
 
 class StopText:
-    """The text of an answer that stop strings or stop tokens may end, cut and held back as vLLM does."""
+    """The text of an answer that stop strings or stop tokens may end, cut and held back as vLLM
+    does."""
 
     def __init__(self, strings: Sequence[str], *, shown: bool, min_tokens: int) -> None:
         self.text = ""
         self._strings = strings
         self._shown = shown  # what ends the answer is part of it
-        self._min_tokens = min_tokens  # stop strings count only behind so many tokens
-        # The longest beginning of a stop string, which a stream holds back until it is known to be none.
+        self._min_tokens = min_tokens  # stop strings count only after this many tokens
+        # The longest beginning of a stop string, which a stream holds back until it is known to be
+        # none.
         self._held = 0 if shown else max((len(string) - 1 for string in strings), default=0)
         self._sent = 0
 
     def more(self, text: str, tokens: int, *, stopped: bool) -> str | None:
-        """Takes the text of the next token, the `tokens`-th. `stopped`: it is a stop token. Returns the stop
-        string that ends the answer, if one does."""
+        """Takes the text of the next token, the `tokens`-th. `stopped`: it is a stop token. Returns
+        the stop string that ends the answer, if one does."""
         begin = len(self.text)
         if not stopped or self._shown:
             self.text += text
@@ -38,7 +40,7 @@ class StopText:
         return None
 
     def due(self, over: bool) -> str:
-        """What a stream may send now. `over`: the answer is complete."""
+        """The text that a stream can send now. `over`: the answer is complete."""
         end = len(self.text) - (0 if over else self._held)
         if end <= self._sent:
             return ""
@@ -80,7 +82,7 @@ class Generation:
 
     @property
     def broken(self) -> bool:
-        """Whether it has reached the token after which it was told to fail."""
+        """Whether it has reached the token at which it must fail."""
         return self.break_after is not None and len(self.tokens) >= self.break_after
 
     def push(self, token: int, last: bool) -> None:
@@ -120,8 +122,7 @@ class Generation:
 
 
 class Stream(Generation):
-    """A generation whose tokens go to the client as they come: whatever is due together leaves in one
-    write."""
+    """A streamed generation. Tokens that are due together are sent in one write."""
 
     def __init__(
         self,
@@ -156,8 +157,8 @@ class Stream(Generation):
         )
 
     def flush(self) -> None:
-        """Writes what is due. Straight to the transport: a coroutine for each token would cost more than the
-        token."""
+        """Writes what is due. Straight to the transport: a coroutine for each token would cost more
+        than the token."""
         if self.finish_reason and not self.broken and not self.over.done():
             cached = self.cached_tokens if self._cached_tokens_reported else None
             self._due.append(self.shape.closing(len(self.tokens), cached))
@@ -166,7 +167,8 @@ class Stream(Generation):
         super().flush()
 
     def abort(self) -> None:
-        """Ends the stream as vLLM does when it is stopped: a last chunk that says so, and the end mark."""
+        """Ends the stream as vLLM does when it is stopped: a last chunk that says so, and the end
+        mark."""
         self._due.append(self.shape.aborted())
         super().abort()
 

@@ -1,8 +1,9 @@
-"""KV caches between emulated engines: what vLLM's NIXL connector and SGLang's bootstrap do, from outside.
+"""KV transfers between emulated engines, with the external behavior of vLLM's NIXL and SGLang's
+bootstrap.
 
-No cache moves, for none of these engines has one: the engine that decodes asks the one that computed the
-prompt, over a side channel of its own, whether it still holds it, waits as long as the transfer would take,
-and is told nothing that it could not know. What goes wrong goes wrong as in the real ones.
+No data moves, because these engines have no KV cache. Over a side channel, the decode engine asks
+the prefill engine whether it still holds the prompt, and waits for the transfer time. It gets no
+other information. Failures are the same as in real engines.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SideChannel:
         try:
             question = orjson.loads(await reader.readline())
             answering = asyncio.ensure_future(self._answer(question))
-            # Who asked may leave before there is an answer.
+            # The other engine can disconnect before the answer.
             left = asyncio.ensure_future(reader.read(1))
             try:
                 await asyncio.wait((answering, left), return_when=asyncio.FIRST_COMPLETED)
@@ -113,20 +114,23 @@ class _Held:
 
 
 class WrongParams(Exception):
-    """What no engine survives."""
+    """Parameters that crash an engine."""
 
 
 class WrongCount(Exception):
-    """A prompt that does not go with what is held for it. Up to the end of a block vLLM takes it, and answers
-    wrongly or dies later: here it is an error at once."""
+    """A prompt that does not match the held blocks.
+
+    Up to the end of a block, vLLM accepts it, and returns wrong text or crashes later. Here it is
+    an error.
+    """
 
 
 class Nixl:
     """vLLM's NIXL connector in pull mode.
 
-    `bidirectional`: an engine may fetch the front of a prompt, compute the rest, and be fetched from again
-    (vLLM's `bidirectional_kv_xfer`). Times in seconds: `lease` for what a first leg leaves, `decoder_ttl` for
-    what one leaves that had fetched its whole prompt.
+    `bidirectional`: an engine can fetch the front of a prompt, compute the rest, and transfer it
+    again (vLLM's `bidirectional_kv_xfer`). Times are in seconds: `lease` for blocks of a first
+    segment, `decoder_ttl` for blocks of a segment that fetched its whole prompt.
     """
 
     def __init__(
@@ -148,8 +152,8 @@ class Nixl:
         return len(self._held)
 
     def after(self, asked: Mapping[str, Any], request_id: str, tokens: array[int]) -> JSON | None:
-        """Holds what a request leaves, where its parameters ask for that; the `kv_transfer_params` of its
-        answer. `tokens`: those with a KV cache, which are all but the last one generated."""
+        """Holds what a request leaves, where its parameters ask for that; the `kv_transfer_params`
+        of its answer. `tokens`: those with a KV cache, which are all but the last one generated."""
         if asked.get("do_remote_decode"):
             return self._hold(request_id, tokens, self._lease)
         if asked.get("do_remote_prefill") and self.bidirectional:
@@ -184,7 +188,8 @@ class Nixl:
         self.expired += 1
 
     async def _pulled(self, question: JSON) -> JSON:
-        """Another engine fetches. What is held no more is given all the same: whatever lies there by now."""
+        """Answers a fetch of another engine. After the lease it returns the current content of the
+        blocks."""
         if question["engine"] != self.engine_id:
             return {"known": False}
         held = self._held.pop(question["request"], None)
@@ -196,7 +201,8 @@ class Nixl:
         return {"known": True, "same": same}
 
     def pulls(self, params: Mapping[str, Any], prompt: array[int]) -> int | None:
-        """Tokens of the prompt that are to be fetched; 0: none, None: vLLM would wait for them for ever.
+        """Tokens of the prompt that are to be fetched; 0: none, None: vLLM would wait for them for
+        ever.
 
         Raises WrongCount, and WrongParams for what kills vLLM.
         """
@@ -222,8 +228,8 @@ class Nixl:
         return int(count)
 
     async def pull(self, params: Mapping[str, Any], prompt: array[int], count: int) -> bool:
-        """Fetches the KV cache of a prompt's first tokens, as many as `pulls` says; whether it is theirs,
-        which no real engine can tell. Raises PeerError."""
+        """Fetches the KV cache of a prompt's first tokens, as many as `pulls` says; whether it is
+        theirs, which no real engine can tell. Raises PeerError."""
         question = {
             "engine": params["remote_engine_id"],
             "request": params["remote_request_id"],

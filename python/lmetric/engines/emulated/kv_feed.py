@@ -47,7 +47,7 @@ def vllm_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
 
 
 def open_socket(socket: zmq.Socket[bytes], endpoint: str, bind: bool, what: str = "KV events") -> str:
-    """Binds or connects; gives the endpoint, a port of 0 or * replaced by the one that was found."""
+    """Binds or connects. Returns the endpoint, with the actual port instead of 0 or *."""
     try:
         if not bind:
             socket.connect(endpoint)
@@ -127,7 +127,8 @@ class KvFeed:
         self._context.destroy(linger=100)
 
     def _answer(self) -> None:
-        """Plays batches again for every request that has come: ZMQ signals only the edge, so all are read."""
+        """Plays batches again for every request that has come: ZMQ signals only the edge, so all
+        are read."""
         assert self._replay is not None
         while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             client, *frames = self._replay.recv_multipart()

@@ -41,7 +41,8 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 }
 
 
-# Of NIXL's transfers; they are there from the start where it is on, and tell a router that it is.
+# Metrics of NIXL transfers. If NIXL is on, they exist from the start, so that routers can detect
+# it.
 _NIXL: dict[str, tuple[str, Sequence[float]]] = {
     "nixl_xfer_time_seconds": (
         "A transfer.",
@@ -71,7 +72,7 @@ class Histogram:
 
 
 class EngineMetrics:
-    """What /metrics shows of one rank, under vLLM's names. Times are seconds of the engine's own clock."""
+    """The metrics of one rank, with vLLM's names. Times are seconds of the engine's clock."""
 
     prefix = "vllm:"
     rank_label = "engine"
@@ -97,7 +98,8 @@ class EngineMetrics:
         self.late_seconds = 0.0
 
     def step(self, seconds: float, decoded: int, prefill_tokens: int) -> None:
-        """A step ended: each sequence in it that decoded got its token one step after the one before."""
+        """A step ended: each sequence in it that decoded got its token one step after the one
+        before."""
         if decoded:
             self._inter_token.observe(seconds, decoded)
         self._iteration.observe(decoded + prefill_tokens)
@@ -130,7 +132,7 @@ class EngineMetrics:
             self._histograms[name].observe(value)
 
     def transferred(self, seconds: float, size: int) -> None:
-        """A KV cache came in, of so many bytes."""
+        """Records a received KV cache with its size in bytes."""
         self._histograms["nixl_xfer_time_seconds"].observe(seconds)
         self._histograms["nixl_bytes_transferred"].observe(size)
 

@@ -1,4 +1,4 @@
-"""What an emulated engine can be told."""
+"""The options of an emulated engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ BOTH_WAYS: dict[str, Any] = {
 
 
 class EngineOptions(BaseModel):
-    """Settings of one emulated engine; each is a flag of ``lmetric-router engine`` of the same name."""
+    """Settings of one emulated engine; each is a flag of ``lmetric-router engine`` of the same
+    name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -237,7 +238,7 @@ class EngineOptions(BaseModel):
         return check_profile(profile.model_dump() | changed, f"{self.profile} with overrides")
 
     def flags(self) -> list[str]:
-        """The command line that gives these options: every one that is not the default."""
+        """The command line flags of all options that differ from their defaults."""
         flags = []
         for name, field in type(self).model_fields.items():
             value, flag = getattr(self, name), name.replace("_", "-")

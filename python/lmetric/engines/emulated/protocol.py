@@ -13,9 +13,9 @@ from lmetric.engines.emulated.errors import ApiError
 
 _PRIORITY = 2**63
 
-# Asked for anything but these, such a field would change the answer in a way that this engine cannot.
-# Sampling parameters (temperature, top_p, seed, ...) and tools are accepted and change nothing: the text is
-# what it is. Only `stop` and `stop_token_ids` end it early.
+# Asked for anything but these, such a field would change the answer in a way that this engine
+# cannot. Sampling parameters (temperature, top_p, seed, ...) and tools are accepted and change
+# nothing: the text is what it is. Only `stop` and `stop_token_ids` end it early.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -149,8 +149,8 @@ class DetokenizeBody(BaseModel):
 
 
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
-    """The usage object; `cached_tokens` None: prompt_tokens_details is null, as where vLLM was not told to
-    fill it."""
+    """The usage object; `cached_tokens` None: prompt_tokens_details is null, as where vLLM was not
+    told to fill it."""
     details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
     return {
         "prompt_tokens": prompt_tokens,
@@ -161,7 +161,8 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = No
 
 
 class Shape:
-    """How the answers of one request look: its id, model and kind, and what was asked to be in them."""
+    """How the answers of one request look: its id, model and kind, and what was asked to be in
+    them."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class Shape:
         return head, middle, tail[:-1]
 
     def opening(self) -> bytes:
-        """What a stream begins with, ahead of the first token: the role, for a conversation."""
+        """The start of a stream before the first token: the role, for chats."""
         if not self.chat:
             return b""
         choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
@@ -235,7 +236,8 @@ class Shape:
         stop_reason: int | str | None = None,
         text: str | None = None,
     ) -> bytes:
-        """The chunk of one token, the `produced`-th. `text`: what the client gets with it; None: its own."""
+        """The chunk of one token, the `produced`-th. `text`: what the client gets with it; None:
+        its own."""
         piece = self._pieces[token] if text is None else orjson.dumps(text)[1:-1]
         if finish_reason == "stop":
             head, middle, tail = self._template("stop", stop_reason)
@@ -257,7 +259,7 @@ class Shape:
         return b"data: %b\n\n" % orjson.dumps({**self._base, "choices": [choice]})
 
     def closing(self, produced: int, cached_tokens: int | None) -> bytes:
-        """What a stream ends with: the usage, where asked for, and the end mark."""
+        """The end of a stream: the usage, if requested, and the end mark."""
         end = b"data: [DONE]\n\n"
         if not self.include_usage:
             return end

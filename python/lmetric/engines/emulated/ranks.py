@@ -29,7 +29,8 @@ class Rank:
 
 
 def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
-    """The one that `X-data-parallel-rank` names, else the least loaded as vLLM weighs it. Raises ApiError."""
+    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights. Raises
+    ApiError."""
     if header is not None:
         with contextlib.suppress(ValueError):
             if 0 <= int(header) < len(ranks):

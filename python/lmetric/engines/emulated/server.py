@@ -36,7 +36,8 @@ KV_BYTES_PER_TOKEN = (
 
 
 class EngineServer:
-    """An emulated engine in this event loop: ``async with EngineServer(options) as engine: engine.url``.
+    """An emulated engine in this event loop: ``async with EngineServer(options) as engine:
+    engine.url``.
 
     Raises:
         EngineStartError: the port is in use, an endpoint cannot be bound, the profile does not fit.
@@ -152,7 +153,7 @@ class EngineServer:
         self._ranks.clear()
 
     def description(self) -> dict[str, Any]:
-        """What the line on standard output says once the engine is ready."""
+        """The content of the line on standard output when the engine is ready."""
         feed = self._ranks[0].kv_feed
         return {
             "event": "ready",
@@ -176,14 +177,14 @@ async def _serve(options: EngineOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, over.set)
     async with EngineServer(options) as server:
-        # What has been made lives as long as the process: collections need not look at it again.
+        # All objects so far live as long as the process, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.buffer.write(orjson.dumps(server.description(), option=orjson.OPT_APPEND_NEWLINE))
             sys.stdout.flush()
         if options.exit_with_parent:
-            # What comes is ignored; the end of it means that nobody is there to send any more.
+            # Input is ignored. Its end means that the parent has ended.
             loop.add_reader(0, lambda: None if os.read(0, 4096) else over.set())
         await over.wait()
         if options.exit_with_parent:
@@ -191,8 +192,8 @@ async def _serve(options: EngineOptions) -> None:
 
 
 def run_engine(options: EngineOptions) -> None:
-    """Runs an engine until SIGINT or SIGTERM; prints one JSON line (`url`, ...) on standard output when it is
-    ready.
+    """Runs an engine until SIGINT or SIGTERM; prints one JSON line (`url`, ...) on standard output
+    when it is ready.
 
     Raises:
         EngineStartError: it cannot start; the message is one line.

@@ -1,8 +1,8 @@
-"""A stand-in for SGLang: its pages, metrics, KV events and pushed load over the same engine model.
+"""An emulated SGLang: endpoints, metrics, KV events and pushed load, with the same engine model.
 
-Written from SGLang 0.5.23's protocol as its sources have it, and never held against a running SGLang: it
-shows that the router speaks that protocol as it is written down, no more. Of its API there is what the router
-and `lmetric-router doctor` ask; completions and chat answer as the emulated vLLM's do.
+It follows the sources of SGLang 0.5.23 and was never compared with a running SGLang. It shows only
+that the router follows the protocol in those sources. It has the endpoints that the router and
+`lmetric-router doctor` use. Completions and chats are those of the emulated vLLM.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LOOK_SECONDS = 0.05  # SGLang looks after steps; this looks twenty times a seco
 def sglang_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
     """The map that SGLang sends for an event of the engine model.
 
-    Hashes are signed, and the salt stands beside them. Blocks that follow each other come in one event (in
-    earlier versions each in its own).
+    Hashes are signed, and the salt stands beside them. Blocks that follow each other come in one
+    event (in earlier versions each in its own).
     """
     match event:
         case ("stored", parent, hashes, tokens, salt):
@@ -68,7 +68,7 @@ def _signed(value: int) -> int:
 
 
 class SglangMetrics(EngineMetrics):
-    """What /metrics shows under SGLang's names."""
+    """The metrics with SGLang's names."""
 
     prefix = "sglang:"
     rank_label = "dp_rank"
@@ -176,7 +176,7 @@ class SglangApi(Api):
         priority: int,
         body: CompletionBody | ChatBody,
     ) -> None:
-        """Makes one token, whatever was asked for, and waits until the prompt was fetched."""
+        """Produces exactly one token, and waits until the prompt is fetched."""
         generation.max_tokens = 1
         implied = number % len(self._ranks)
         if rank is not self._ranks[implied]:

@@ -12,7 +12,7 @@ import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-# The folder is one that an engine's clients can load, too: it is what /v1/models names as root.
+# Clients of an engine can load this folder, too: /v1/models reports it as root.
 TOKENIZER_PATH = Path(__file__).parent / "tokenizer.json"
 CHAT_TEMPLATE_PATH = TOKENIZER_PATH.with_name("chat_template.jinja")
 
@@ -28,9 +28,9 @@ class Text:
         self.vocabulary = self._tokenizer.get_vocab_size()
         names = {token: name for name, token in self._tokenizer.get_vocab().items()}
         candidates = [token for token, name in sorted(names.items()) if re.fullmatch("Ġ[a-z]{2,}", name)]
-        # Only words that tokenise back to themselves: so does any text made of them.
+        # Only words that tokenize back to themselves; then so does any text of these words.
         self.words = array("I", [t for t in candidates if self.encode(" " + names[t][1:]).tolist() == [t]])
-        # What a stream writes for a token, already as the inside of a JSON string.
+        # The text of each token, escaped for a JSON string.
         decoded = (self._tokenizer.decode([token]) for token in range(self.vocabulary))
         self.pieces: list[bytes] = [orjson.dumps(piece)[1:-1] for piece in decoded]
 

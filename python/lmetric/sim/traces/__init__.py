@@ -1,4 +1,4 @@
-"""Traces of real services: their formats, the columns they are read into, slices, and a writer."""
+"""Traces of real services: formats, columns, slices, and a writer."""
 
 from lmetric.sim.traces.formats import FORMATS, TraceFormat
 from lmetric.sim.traces.load import load_trace, recognise

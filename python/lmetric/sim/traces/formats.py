@@ -1,21 +1,22 @@
-"""The formats that traces come in: how one line becomes a row.
+"""Trace formats: they convert one line to a row.
 
-Mooncake (FAST '25), one JSON object a line; ``timestamp`` in ms, ``hash_ids`` one id per block of 512 prompt
-tokens, the last possibly partial; equal ids at equal positions mean an equal prefix up to there::
+Mooncake (FAST '25): one JSON object per line. ``timestamp`` is in ms. ``hash_ids`` has one ID per
+block of 512 prompt tokens; the last block can be partial. Equal IDs at equal positions mean an
+equal prefix up to there::
 
     {"timestamp": 3000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 
-`write_trace` adds what such a line cannot say, and the reader knows it: ``block_tokens`` where it is not
-512, and for conversations ``session_id``, ``previous`` (the number, from 0, of the line it waits for) and
-``delay`` (ms from that one's end).
+`write_trace` adds keys that the reader supports: ``block_tokens`` if it is not 512, and for
+conversations ``session_id``, ``previous`` and ``delay``. ``previous`` is the number (from 0) of the
+line to wait for, and ``delay`` is the time in ms from its end.
 
-Qwen-Bailian (ATC '25), one JSON object a line; ``timestamp`` in seconds, blocks of 16 tokens, and the chain
-of a conversation's turns (-1 ends it)::
+Qwen-Bailian (ATC '25): one JSON object per line. ``timestamp`` is in seconds, blocks have 16
+tokens, and turns of a conversation are linked (-1 ends the chain)::
 
-    {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "output_length": 132,
-     "type": "text", "turn": 2, "hash_ids": [1089, 1090]}
+    {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521,
+     "output_length": 132, "type": "text", "turn": 2, "hash_ids": [1089, 1090]}
 
-Azure LLM inference (2023 and 2024), CSV with a header; no prefixes::
+Azure LLM inference (2023 and 2024): CSV with a header, without prefixes::
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:15:46.6805900,374,44
@@ -44,19 +45,19 @@ class Row(NamedTuple):
     blocks: array[int] | None  # None: the line has no hash_ids
     key: Hashable = None  # what a later line's parent names; None: its number among the requests
     parent: Hashable = None  # None: the first of its conversation
-    session: int | None = None  # None: told by the chain of parents, where there is one
+    session: int | None = None  # None: from the chain of parents, if any
     think_seconds: float = 0.0
     think_tokens: int = 0  # of output_tokens
-    waits: bool = False  # the file itself says that it waits for its parent's answer
+    waits: bool = False  # the file sets that it waits for its parent's answer
 
 
-# Reads one line; None where the line is a header. ValueError says what is wrong with it.
+# Reads one line; None for a header. Raises ValueError with the problem.
 Parser = Callable[[bytes], Row | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """How one family of traces writes its numbers."""
+    """The number format of one family of traces."""
 
     name: str
     block_tokens: int  # prompt tokens under one hash id
@@ -65,7 +66,7 @@ class TraceFormat:
 
 
 def recognise_line(line: bytes) -> str | None:
-    """The name of the format that a line looks like."""
+    """The name of the format of a line, or None."""
     line = line.removeprefix(_BOM).strip()
     if line.startswith(b"{"):
         if b'"chat_id"' in line:
@@ -77,7 +78,7 @@ def recognise_line(line: bytes) -> str | None:
 
 
 class _JsonLines:
-    """What Mooncake's and Qwen-Bailian's lines have in common."""
+    """The common part of Mooncake and Qwen-Bailian lines."""
 
     def __init__(self, block_tokens: int, seconds_per_timestamp: float) -> None:
         self._block_tokens = block_tokens
@@ -203,7 +204,7 @@ def _count(text: str, column: str, least: int) -> int:
 
 
 def _since_epoch(text: str) -> float:
-    """Seconds of an ISO time, to the microsecond; UTC where it names no zone."""
+    """Seconds of an ISO time, to the microsecond; UTC if it has no zone."""
     try:
         stamp = datetime.fromisoformat(text)
     except ValueError:

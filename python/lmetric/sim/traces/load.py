@@ -1,5 +1,8 @@
-"""Reads a trace file into columns: recognises the format, names bad lines, spreads coarse timestamps, and
-ties the turns of conversations together."""
+"""Reads a trace file into columns.
+
+It detects the format, reports bad lines, spreads coarse timestamps, and links the turns of
+conversations.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from lmetric.defaults import trace_path
 from lmetric.sim.traces.formats import FORMATS, Row, TraceFormat, recognise_line
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
 
-# Timestamps count as bucketed when this share of them lies within this distance of a multiple of the bucket.
+# Timestamps count as bucketed when this share of them lies within this distance of a multiple of
+# the bucket.
 _BUCKETED_SHARE = 0.99
 _BUCKET_SLACK_SECONDS = 0.005
 _EPOCH_SECONDS = 1e8  # arrivals beyond this count from 1970, not from the trace's start
@@ -37,28 +41,28 @@ def load_trace(
     block_tokens: int | None = None,
     closed_loop: bool | None = None,
 ) -> Trace:
-    """Read a trace; names ending in ``.gz`` are decompressed. Requests are sorted by arrival.
+    """Read a trace. Files with the extension ``.gz`` are decompressed. Requests are sorted by
+    arrival.
+
+    A file without `hash_ids` in all lines has no shared prefixes.
 
     Args:
-        path: a trace file, or ``"slice"``: the recorded trace in the package.
-        format: a name of `FORMATS`; None: told from the file's content.
-        on_bad_line: ``"stop"``: a line that cannot be read raises; ``"skip"``: it is left out and kept in
+        path: the trace file, or ``"slice"``: the recorded trace in the package.
+        format: a name in `FORMATS`; None: detected from the content.
+        on_bad_line: ``"stop"``: an invalid line raises; ``"skip"``: it is skipped and kept in
             `Trace.bad_lines`.
-        bucket_seconds: the grid that arrivals were rounded to, each bucket being spread evenly over itself
-            (0: leave them as they are; None: the format's own grid, where the timestamps do lie on it).
-        block_tokens: prompt tokens under one hash id; None: as the file says, or else the format.
-        closed_loop: True: a turn waits for the answer to the one before it in its conversation. It arrives at
-            its recorded time, or at the end of that answer if that is later: what a file records is the gap
-            between two arrivals, so this is a lower bound, and the think time after a late answer is 0.
-            False: no request waits, all arrive as recorded. None: as the file says (those of `write_trace`
-            do), else as False.
-
-    A file may leave `hash_ids` out, then in every line: its prompts share nothing.
+        bucket_seconds: grid of rounded arrivals. The requests of a bucket are spread evenly over
+            it. 0: keep the arrivals. None: the format's grid, if the timestamps are on it.
+        block_tokens: prompt tokens per hash ID; None: from the file or format.
+        closed_loop: True: a turn waits for the previous answer of its conversation. It arrives at
+            its recorded time, or at the end of that answer if that is later. Files record gaps
+            between arrivals, so this is a lower bound, and the think time after a late answer is 0.
+            False: no request waits. None: as in the file (`write_trace` stores it), else False.
 
     Raises:
-        TraceError: the format is not known, a bad line, no request at all, or `closed_loop` for a file that
-            tells of no conversation.
-        OSError: a missing or unreadable file.
+        TraceError: an unknown format, an invalid line, no request, or `closed_loop` for a file
+            without conversations.
+        OSError: the file is missing or unreadable.
     """
     path = trace_path(path)
     recognised, own_block_tokens = recognise(path)
@@ -86,7 +90,7 @@ def load_trace(
 
 
 def recognise(path: str | Path) -> tuple[str | None, int | None]:
-    """The format that a file's first lines look like, and the tokens of a block where they say so."""
+    """The format of a file's first lines, and its tokens per block if the lines have them."""
     for number, line in _numbered_lines(Path(path)):
         if (name := recognise_line(line)) is not None:
             block_tokens = None
@@ -103,7 +107,7 @@ def recognise(path: str | Path) -> tuple[str | None, int | None]:
 
 @dataclass(slots=True)
 class _Rows:
-    """The columns while lines come in."""
+    """The columns during reading."""
 
     path: Path
     skip: bool
@@ -121,13 +125,13 @@ class _Rows:
     parents: list[Hashable] = field(default_factory=list)
     by_key: dict[Hashable, int] = field(default_factory=dict)
     chained: bool = False  # some line names a chat or a parent
-    waits: bool = False  # some line says that it waits
+    waits: bool = False  # some line waits for another
     first_line_has_ids: tuple[int, bool] | None = None
 
     def read(self, shape: TraceFormat, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         parse = shape.parser(block_tokens)
-        request = 0  # counts bad lines as well: what later lines name must not move
+        request = 0  # counts bad lines, too, so that later references stay valid
         for number, line in _numbered_lines(self.path):
             if not line.strip():
                 continue
@@ -210,15 +214,18 @@ class _Rows:
         )
 
     def _named(self) -> NDArray[np.int64] | None:
-        """The sessions that the file itself numbers."""
+        """The sessions that the file numbers."""
         sessions = np.frombuffer(self.sessions, np.int64)
         return sessions if (sessions >= 0).any() else None
 
     def _chains(
         self, order: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """For each row the one before it in its conversation (-1: none in this file) and its conversation;
-        and `order` without the rows that come before their parents."""
+        """The previous turn (-1: none in this file) and the conversation of each row, and a new
+        `order`.
+
+        The new order has no rows before their parents.
+        """
         previous = np.full(len(order), -1, dtype=np.int64)
         sessions = np.empty(len(order), dtype=np.int64)
         numbers: dict[Hashable, int] = {}
@@ -239,7 +246,7 @@ class _Rows:
             elif before >= 0:
                 previous[row], sessions[row] = before, sessions[before]
                 continue
-            # The turns of one whose first is not in this file still belong together.
+            # Turns stay in one conversation even if its first turn is not in this file.
             name = ("row", row) if parent is None or before >= 0 else ("parent", parent)
             sessions[row] = numbers.setdefault(name, len(numbers))
         named = self._named()
@@ -270,7 +277,8 @@ def _lies_on(arrivals: NDArray[np.float64], bucket: float) -> bool:
 
 
 def _spread(trace: Trace, bucket: float) -> Trace:
-    """Move the j-th of a bucket's n requests to j / n of it: rounding makes bursts that never were."""
+    """Move request j of a bucket's n requests to j / n of it, to remove bursts caused by
+    rounding."""
     if bucket <= 0:
         return trace
     number = np.round(trace.arrival_seconds / bucket)

@@ -1,4 +1,4 @@
-"""What a trace is like, in figures."""
+"""Figures of a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lengths:
 
     @classmethod
     def of(cls, column: NDArray[np.int64]) -> Lengths:
-        """Of a column that is not empty; percentiles are linear between neighbours."""
+        """The figures of a non-empty column, with linear interpolation of percentiles."""
         p50, p90, p99 = np.percentile(column, [50, 90, 99]).tolist()
         return cls(int(column.sum()), float(column.mean()), p50, p90, p99, int(column.max()))
 
@@ -36,20 +36,20 @@ class TraceSummary:
     requests: int
     duration_seconds: float  # from the first arrival to the last
     requests_per_second: float | None  # None: all arrive at once
-    simultaneous_requests: int  # that arrive at the very moment of another: rounded times make bursts
+    simultaneous_requests: int  # with the same arrival as another: rounded times cause bursts
     input_tokens: Lengths
     output_tokens: Lengths
     block_tokens: int
     blocks: int  # named by the requests
     distinct_blocks: int
-    ideal_hit_ratio: float  # of prompt tokens, in one endless cache that has every earlier prompt
+    ideal_hit_ratio: float  # of prompt tokens, in an unlimited cache with all earlier prompts
     sessions: int  # conversations that the trace names
     waiting_requests: int  # that wait for another's answer
     bad_lines: int
 
 
 def summarize_trace(trace: Trace) -> TraceSummary:
-    """The figures of `trace`; raises `ValueError` where it is empty."""
+    """The figures of `trace`. Raises `ValueError` if it is empty."""
     if not len(trace):
         raise ValueError(f"trace {trace.name} is empty")
     duration = trace.duration_seconds
@@ -74,7 +74,8 @@ def summarize_trace(trace: Trace) -> TraceSummary:
 
 
 def ideal_hit_tokens(trace: Trace) -> NDArray[np.int64]:
-    """For each request (shape (n,)) the leading prompt tokens whose blocks an earlier request named.
+    """For each request (shape (n,)) the leading prompt tokens whose blocks an earlier request
+    named.
 
     At most the prompt without its last token, which an engine always computes.
     """
@@ -82,7 +83,7 @@ def ideal_hit_tokens(trace: Trace) -> NDArray[np.int64]:
     counts = np.diff(trace.hash_offsets)
     starts = np.repeat(trace.hash_offsets[:-1], counts)
     position = np.arange(len(trace.hash_ids)) - starts
-    new = first[which] >= starts  # nobody before this request had the block
+    new = first[which] >= starts  # no earlier request had the block
     leading = counts.copy()
     np.minimum.at(leading, np.repeat(np.arange(len(trace)), counts)[new], position[new])
     held: NDArray[np.int64] = leading * trace.block_tokens

@@ -12,12 +12,13 @@ from lmetric._core import LmetricError
 
 
 class TraceError(LmetricError):
-    """A trace that cannot be read or written: names the file, the line and what would have been right."""
+    """A trace cannot be read or written. The message has the file, the line and what was
+    expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line left out of a trace, and why."""
+    """A skipped line of a trace, with the reason."""
 
     path: str
     line: int  # counted from 1
@@ -31,12 +32,12 @@ class BadLine:
 class Trace:
     """Requests in order of arrival, one column per quantity.
 
-    Request ``i`` arrives at ``arrival_seconds[i]`` (from the trace's start) with ``input_tokens[i]``
-    prompt tokens, asks for ``output_tokens[i]``, and its prompt blocks are ``blocks(i)``. A prompt with fewer
-    ids than blocks shares nothing past them.
+    Request ``i`` arrives at ``arrival_seconds[i]`` (from the trace's start) with
+    ``input_tokens[i]`` prompt tokens, asks for ``output_tokens[i]``, and its prompt blocks are
+    ``blocks(i)``. A prompt with fewer IDs than blocks shares nothing beyond them.
 
-    A request with ``previous[i] >= 0`` waits for an answer: it arrives at ``max(arrival_seconds[i], end of
-    request previous[i] + think_seconds[i])``. Raises `ValueError` where the columns do not fit together.
+    A request with ``previous[i] >= 0`` waits for an answer: it arrives at ``max(arrival_seconds[i],
+    end of request previous[i] + think_seconds[i])``. Raises `ValueError` for inconsistent columns.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Trace:
         None  # shape (n,): index, below the request's own; -1: waits for none
     )
     think_seconds: NDArray[np.float64] | None = None  # shape (n,), at least 0; None: 0 for all
-    # Shape (n,): of its output tokens, the first that nobody reads as they come; None: 0 for all.
+    # Shape (n,): number of first output tokens that are reasoning tokens; None: 0 for all.
     think_tokens: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
@@ -104,14 +105,16 @@ class Trace:
         return self.hash_ids[self.hash_offsets[index] : self.hash_offsets[index + 1]]
 
     def where(self, keep: NDArray[np.bool_]) -> Trace:
-        """The requests for which `keep` (shape (n,)) holds, at their own arrival times.
+        """The requests with a true `keep` (shape (n,)), with unchanged arrival times.
 
-        A request that waited for one left out waits for the nearest kept one before that in its chain.
+        A request that waits for a removed request waits for the nearest earlier kept request of its
+        chain.
         """
         return self.take(np.flatnonzero(keep))
 
     def take(self, indices: NDArray[np.int64]) -> Trace:
-        """The requests at `indices` (none twice), ordered by arrival and then as `indices` has them."""
+        """The requests at `indices` (none twice), ordered by arrival and then as `indices` has
+        them."""
         indices = indices[np.argsort(self.arrival_seconds[indices], kind="stable")]
         offsets, ids = gather(self.hash_offsets, self.hash_ids, indices)
         return replace(
@@ -128,13 +131,14 @@ class Trace:
         )
 
     def first(self, requests: int) -> Trace:
-        """The first `requests` requests (all, where there are fewer)."""
+        """The first `requests` requests, or all if there are fewer."""
         return self.where(np.arange(len(self)) < requests)
 
     def share(self, start: float, end: float) -> Trace:
-        """The requests from share `start` to share `end` of their number, counted from `start`'s arrival.
+        """The requests from share `start` to share `end` of their number, counted from `start`'s
+        arrival.
 
-        ``share(0.1, 0.9)`` leaves out the first and the last tenth.
+        ``share(0.1, 0.9)`` excludes the first and the last tenth.
         """
         if not 0 <= start < end <= 1:
             raise ValueError(f"shares must satisfy 0 <= start < end <= 1, got {start:g} and {end:g}")
@@ -147,7 +151,8 @@ class Trace:
         return self.where(self.input_tokens <= input_tokens)
 
     def between(self, start_seconds: float, end_seconds: float) -> Trace:
-        """What arrives in ``[start_seconds, end_seconds)``, counted from `start_seconds`."""
+        """The requests that arrive in ``[start_seconds, end_seconds)``, counted from
+        `start_seconds`."""
         kept = self.where((self.arrival_seconds >= start_seconds) & (self.arrival_seconds < end_seconds))
         return kept._at(kept.arrival_seconds - start_seconds)
 
@@ -186,9 +191,10 @@ def gather(
 
 
 def renumbered(previous: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`previous` of the requests at `indices`, in the numbers that these get there.
+    """`previous` of the requests at `indices`, renumbered.
 
-    Who waited for one that is not there waits for the nearest that is, along the chain.
+    A request that waits for a removed request waits for the nearest earlier kept request of its
+    chain.
     """
     new = np.full(len(previous) + 1, -1, dtype=np.int64)  # the last one stands for -1, waiting for none
     new[indices] = np.arange(len(indices))

@@ -1,4 +1,4 @@
-"""Writes a trace in Mooncake's format, so that it can be kept and replayed against real engines."""
+"""Writes a trace in Mooncake's format, to store it or replay it against real engines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lmetric.sim.traces.trace import Trace
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` as Mooncake's JSON lines; names ending in ``.gz`` are compressed.
+    """Write `trace` as Mooncake's JSON lines. Files with the extension ``.gz`` are compressed.
 
-    `load_trace` reads the same columns again, arrivals and think times to the microsecond. Whatever else
-    reads Mooncake's format finds its four keys; the keys beside them (see `formats`) are there only where the
-    trace has conversations or other blocks than of 512 tokens. The same trace gives the same bytes. Raises
-    `OSError`.
+    `load_trace` reads the same columns again, with arrivals and think times to the microsecond.
+    Every line has the four keys of Mooncake's format. Additional keys (module `formats`) appear
+    only for conversations, or if blocks do not have 512 tokens. Equal traces give identical files.
+    Raises `OSError`.
     """
     path = Path(path)
     text = b"".join(_lines(trace))
@@ -60,6 +60,6 @@ def _lines(trace: Trace) -> list[bytes]:
 
 
 def _milliseconds(seconds: float) -> float | int:
-    """To the microsecond, and a whole number where it is one, as readers elsewhere expect."""
+    """Milliseconds to the microsecond, as an integer if possible, as other readers expect."""
     value = round(seconds * 1e3, 3)
     return int(value) if value == int(value) else value
