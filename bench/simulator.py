@@ -28,7 +28,7 @@ from typing import Any
 
 from common import about, median_range, write_result
 
-# Name: policy, instances, tokens of a block, blocks of an engine, speed; the decode policy of pools.
+# Name: policy, instances, tokens of a block, blocks of an engine, speed; decode policy of pools.
 OURS: dict[str, tuple[str | int | float, ...]] = {
     "16 engines, 4,000 x 512": ("lmetric", 16, 512, 4000, 2.2),
     "16 engines, 16,384 x 64": ("lmetric", 16, 64, 16384, 2.2),

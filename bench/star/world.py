@@ -98,8 +98,8 @@ class Rival:
 
     @property
     def told(self) -> bool:
-        """Returns whether the router gets lengths: if it knows them, or with an error on top. The
-        learned curve would take a given length as a limit."""
+        """Returns whether the router gets the lengths of answers, exact or with errors. The learned
+        curve would take a given length as a limit."""
         return self.reschedule == "star_oracle" or self.settings.get("forecast", "curve") not in (
             "curve",
             "trained",
