@@ -1,4 +1,5 @@
-"""What the benchmarks share: what a figure was measured on, medians with their spread, raw result files."""
+"""Shared parts of the benchmarks: the machine's description, medians with their spread, raw result
+files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RIVALS = ("ai-dynamo-runtime", "sglang-router", "smg", "vllm-router", "aiohttp",
 
 
 def commit() -> str:
-    """The commit, with `-dirty` where code was changed since: then it does not name what ran."""
+    """Returns the commit, with `-dirty` if the code was changed since and the commit does not name
+    what ran."""
 
     def git(*argv: str) -> str:
         return subprocess.run(["git", *argv], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -30,7 +32,7 @@ def commit() -> str:
 
 
 def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
-    """Time, machine, and the versions of everything measured."""
+    """Returns the time, the machine, and the versions of everything measured."""
     from lmetric.machine import machine
 
     versions = {}
@@ -62,7 +64,7 @@ def percentile(ordered: list[float], share: float) -> float:
 
 
 def compact(value: Any, indent: int = 0) -> str:
-    """JSON in which whatever fits into `WIDTH` characters stands on one line."""
+    """Returns JSON in which each part that fits into `WIDTH` characters is on one line."""
     text = json.dumps(value)
     if len(text) + indent <= WIDTH or not isinstance(value, dict | list) or not value:
         return text
@@ -80,7 +82,7 @@ def compact(value: Any, indent: int = 0) -> str:
 def write_result(result: dict[str, Any], what: str, path: Path | None = None) -> Path:
     """Writes a report as JSON, to ``bench/results/DATE-what.json`` if no path is given.
 
-    Reports of a machine stay JSON: each has a structure of its own, and none is a table.
+    Machine reports stay JSON: each has a structure of its own, and none is a table.
     """
     if path is None:
         path = ROOT / "bench" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-{what}.json"

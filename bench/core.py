@@ -1,14 +1,14 @@
-"""The core's own figures: stages of a decision, the index, cuts, rounds of moves, as raw files.
+"""Writes the core's figures to raw files: stages of a decision, the index, splits, rounds of moves.
 
     python bench/core.py latency [--out FILE]
     python bench/core.py plans [--out FILE]
     python bench/core.py decode [--out FILE]
     python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
 
-Runs what the repository ships for that: `lmetric-router bench --json`, the example `index_latency` of
-`lmetric-core` and criterion's `score` bench for LMETRIC over 1,024 instances; or the examples
-`split_latency`, `priority_latency`, `replica_latency` and `reschedule_latency`; or `decode_latency`; or
-`index_memory`.
+Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
+`index_latency` of `lmetric-core`, and criterion's `score` bench for LMETRIC over 1,024 instances.
+`plans` runs the examples `split_latency`, `priority_latency`, `replica_latency` and
+`reschedule_latency`; `decode` runs `decode_latency`; `memory` runs `index_memory`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ ROUND = re.compile(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+ +([\d.]+) +([\d.]+) +([\d
 
 
 def run(*argv: str, timeout: float = 3600) -> str:
-    """Standard output of a command in the repository; its failure ends the run."""
+    """Returns the standard output of a command in the repository. Exits if the command fails."""
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         sys.exit(f"core.py: {' '.join(argv)}: exit status {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
 
 
-# Examples that need parts for studies.
+# Examples that use parts for studies.
 OF_STUDY = ("split_latency", "decode_latency")
 
 
 def example(name: str, *arguments: str) -> str:
-    """What an example of the core prints."""
+    """Returns the output of an example of the core."""
     crate = "lmetric-study" if name in OF_STUDY else "lmetric-core"
     what = ["-p", crate, "--example", name, "--", *arguments]
     return run("cargo", "run", "--release", "--locked", "-q", *what)
 
 
 def stages() -> list[dict[str, Any]]:
-    """Rows of `lmetric-router bench`."""
+    """Returns the rows of `lmetric-router bench`."""
     program = str(Path(sys.executable).parent / "lmetric-router")
     flags = ["--policy", "lmetric", "--instances", "256", "--instances", "1024"]
     for tokens in (1_000, 8_000, 32_000, 100_000):
@@ -75,7 +75,7 @@ MEMORY = (
 
 
 def memory(printed: str) -> dict[str, list[dict[str, float]]]:
-    """Feed -> rows of its memory curve."""
+    """Returns the rows of each feed's memory curve."""
     curves: dict[str, list[dict[str, float]]] = {}
     feed = ""
     for line in printed.splitlines():
@@ -107,7 +107,7 @@ def score_1024() -> dict[str, dict[str, float]]:
 
 
 def latency() -> Figures:
-    """Stages, scores, and the index by itself."""
+    """Measures the stages, the scores, and the index alone."""
     printed = example("index_latency").splitlines()
     rows = [match.groups() for line in printed if (match := LATENCY.match(line))]
     return {
@@ -118,12 +118,13 @@ def latency() -> Figures:
     }
 
 
-# What is timed call by call, and the example that does it.
+# Calls that are timed one by one, and the examples that time them.
 CALLS = {"cuts": "split_latency", "priorities": "priority_latency", "replicas": "replica_latency"}
 
 
 def plans() -> Figures:
-    """Searches for cuts, whole decisions; priorities; what replicas tell; rounds of rescheduling."""
+    """Measures searches for splits, whole decisions, priorities, load exchanged between replicas,
+    and rounds of rescheduling."""
     calls = {
         what: {
             name: {"p50_us": float(p50), "p99_us": float(p99)} for name, p50, p99 in CUT.findall(example(by))
@@ -153,7 +154,7 @@ DECODE = re.compile(r"^(\w+) +(\d+) +(\d+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 
 def decode() -> Figures:
-    """Decisions that choose a decode instance, by policy, instances and requests on each."""
+    """Measures decisions that choose a decode instance, by policy, instances and requests on each."""
     found = DECODE.findall(example("decode_latency"))
     if not found:
         sys.exit("core.py: decode_latency printed no figures")
@@ -172,7 +173,8 @@ def decode() -> Figures:
 
 
 PARTS = {"latency": latency, "plans": plans, "decode": decode}
-KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "memory": "memory"}  # of raw files
+# Names of the raw files.
+KINDS = {"latency": "core", "plans": "plans", "decode": "decode", "memory": "memory"}
 
 
 def main() -> None:

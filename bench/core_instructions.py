@@ -2,10 +2,11 @@
 
     python bench/core_instructions.py --before CHECKOUT
 
-CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
-this one's (`cargo build --release -p lmetric-py --lib`). Counted are the stages of a decision, a token event
-and two simulations; counts do not depend on what else the machine does. Index memory is
-what `Router.stats()` reports after 10,000 prompts on 64 instances. It takes some minutes.
+CHECKOUT is another working tree of this repository, with its extension built in the same cargo
+profile as this one's (`cargo build --release -p lmetric-py --lib`). The script counts the stages of
+a decision, a token event and two simulations. Counts do not depend on other work on the machine.
+Index memory is the figure of `Router.stats()` after 10,000 prompts on 64 instances. A run takes
+some minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lmetric import _core
 sizes = dict(prompt_tokens=[2000], iterations=1000, stored_pairs=10_000)
 _core.bench_decision(policies=["lmetric"], instances=[{instances}], **sizes)
 """
-# Checkouts before `lmetric.Request` take the prompt as a keyword, and their tickets end by `finished`.
+# Checkouts before `lmetric.Request` take the prompt as a keyword, and their tickets end with
+# `finished`.
 ROUTER = """
 import numpy as np, lmetric as lm
 def route(router, tokens, now):
@@ -80,7 +82,7 @@ FLEETS = {
 
 
 def run(checkout: Path, code: str, *under: str) -> str:
-    """The output of Python ``code`` with the package of ``checkout``."""
+    """Returns the output of Python ``code`` with the package of ``checkout``."""
     env = {**os.environ, "PYTHONPATH": str(checkout / "python"), "PYTHONHASHSEED": "0"}
     done = subprocess.run([*under, sys.executable, "-c", code], env=env, capture_output=True, text=True)
     if done.returncode:
@@ -89,7 +91,7 @@ def run(checkout: Path, code: str, *under: str) -> str:
 
 
 def counts(checkout: Path, code: str) -> str:
-    """Instructions of each function with those that it calls, as lines of callgrind_annotate."""
+    """Returns each function's instructions, callees included, as lines of callgrind_annotate."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         run(checkout, code, "valgrind", "--tool=callgrind", f"--callgrind-out-file={out}")
@@ -98,7 +100,7 @@ def counts(checkout: Path, code: str) -> str:
 
 
 def of(text: str, function: str) -> int:
-    """The count of the first line that names ``function``."""
+    """Returns the count of the first line that names ``function``."""
     line = next((line for line in text.splitlines() if re.search(function, line)), None)
     if line is None:
         sys.exit(f"core_instructions.py: no function {function!r} was counted; is the extension stripped?")
@@ -106,11 +108,11 @@ def of(text: str, function: str) -> int:
 
 
 def measure(checkout: Path) -> dict[str, float]:
-    """Every figure of one checkout: instructions, and bytes of the index."""
+    """Returns all figures of one checkout: instructions, and bytes of the index."""
     figures: dict[str, float] = {}
     for instances in (16, 256):
         text = counts(checkout, DECIDE.format(instances=instances))
-        # The index is filled by hashing, too: by one prompt per instance and 80 more.
+        # Filling the index also hashes: one prompt per instance and 80 more.
         for name, function, calls in STAGES:
             calls += instances + 80 if name == "hash" else 0
             figures[f"{name}, {instances} instances"] = of(text, function) / calls

@@ -1,17 +1,19 @@
-"""The engines' events into the index over ZMQ: how many, what they cost, and what decisions beside them cost.
+"""Measures KV events over ZMQ into the index: their rate, their cost, and the cost of decisions
+beside them.
 
     python bench/feed.py [--seconds 5] [--calls 20000] [--json] [--out FILE]
 
-Another process publishes for 256 instances as vLLM does: batches of one `BlockStored` of 32 blocks of 16
-tokens, and the `BlockRemoved` of 32 others, one event each. Every cache is full, so that what is stored has
-a place that another left: 2,048 blocks an instance, half a million pairs in all.
+Another process publishes for 256 instances as vLLM does: batches of one `BlockStored` of 32 blocks
+of 16 tokens and one `BlockRemoved` of 32 other blocks. Every cache is full, so each stored block
+replaces a removed block: 2,048 blocks per instance, half a million pairs in total.
 
-- `feed`: as fast as it can. Blocks stored a second of wall clock, and a second of the feed's own processor
-  time (its thread decodes, hashes and applies; libzmq's I/O threads are told apart).
-- `decide`: `Router.route` over prompts of 8k tokens, nine tenths of which some instance holds, one after
-  the other with a pause between: alone, while 100,000 blocks a second come, and while all come that can.
+- `feed`: as fast as possible. Blocks stored per second of wall clock, and per second of the feed's
+  own processor time. Its thread decodes, hashes and applies; libzmq's I/O threads are separate.
+- `decide`: `Router.route` over prompts of 8k tokens, nine tenths cached on some instance, one after
+  the other with a pause between. It runs alone, beside 100,000 blocks per second, and beside as
+  many as possible.
 
-Microseconds of wall clock around each call.
+Times are microseconds of wall clock around each call.
 """
 
 from __future__ import annotations
@@ -37,22 +39,23 @@ from fleet import BLOCK, INSTANCES, Fleet
 from lmetric._core import EventFeed, Request, Router
 
 BATCH_BLOCKS = 32
-CHAINS = 128  # of each instance, half of them cached at a time
-SLICE = 4  # batches to one instance at once
-RANK = 1  # the fleet's own blocks are of rank 0
+CHAINS = 128  # of each instance; half of them are cached at a time
+SLICE = 4  # batches in a row to one instance
+RANK = 1  # The fleet's own blocks have rank 0.
 RATE = 100_000
 PAUSE = 250e-6
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def names(instance: int, chain: int) -> list[int]:
-    """What an engine calls the blocks of one of its chains."""
+    """Returns an engine's names for the blocks of one of its chains."""
     numbers = [instance << 40 | chain << 16 | block + 1 for block in range(BATCH_BLOCKS)]
     return [number * 0x9E3779B97F4A7C15 % 2**64 for number in numbers]
 
 
 def batch(instance: int, chain: int) -> bytes:
-    """Removes the blocks that came half a round before, last ones first, and stores those of one chain."""
+    """Returns a batch that removes the blocks of half a round earlier, last ones first, and stores
+    the blocks of one chain."""
     rng = np.random.default_rng(instance * CHAINS + chain)
     gone = reversed(names(instance, (chain + CHAINS // 2) % CHAINS))
     removed = [
@@ -75,13 +78,14 @@ def batch(instance: int, chain: int) -> bytes:
 
 
 def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -> None:
-    """The engines' publishers, a process of their own. ``rate``: blocks a second; below 0: all it can."""
+    """Runs the engines' publishers, in a process of their own. ``rate`` is blocks per second; below
+    0: no limit."""
     context = zmq.Context()
     sockets = []
     for instance in range(INSTANCES):
         socket = context.socket(zmq.PUB)
         socket.setsockopt(zmq.SNDHWM, 64)
-        socket.setsockopt(zmq.XPUB_NODROP, 1)  # a queue that is full is waited for: nothing is lost
+        socket.setsockopt(zmq.XPUB_NODROP, 1)  # A full queue blocks the publisher, so nothing is lost.
         socket.setsockopt(zmq.SNDTIMEO, 100)
         socket.bind(f"ipc://{folder}/{instance}")
         sockets.append(socket)
@@ -111,7 +115,8 @@ def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor time of the feed's thread, and of libzmq's, which bear their maker's name."""
+    """Returns the processor time of the feed's thread and of libzmq's threads, found by their
+    names."""
     seconds = {"feed": 0.0, "io": 0.0}
     found = False
     for task in sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name)):
@@ -125,7 +130,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 class Tally:
-    """What the feed did between two moments."""
+    """The feed's counters between two moments."""
 
     def __init__(self, feed: EventFeed) -> None:
         self.feed, self.began, self.cpu = feed, time.monotonic(), thread_seconds()
@@ -137,7 +142,7 @@ class Tally:
         return sum(row["blocks_stored"] for row in rows), sum(row["blocks_removed"] for row in rows), lost
 
     def figures(self) -> dict[str, float]:
-        """Rates since it began."""
+        """Returns the rates since the tally began."""
         stored, removed, lost = self._counts()
         seconds, cpu = time.monotonic() - self.began, thread_seconds()
         thread, io = (cpu[name] - self.cpu[name] for name in ("feed", "io"))
@@ -154,7 +159,7 @@ class Tally:
 
 
 def drain(feed: EventFeed) -> None:
-    """Waits until nothing more comes."""
+    """Waits until no more events arrive."""
     while True:
         tally = Tally(feed)
         time.sleep(0.5)
@@ -163,7 +168,7 @@ def drain(feed: EventFeed) -> None:
 
 
 def decide(router: Router, fleet: Fleet, calls: int) -> list[float]:
-    """Microseconds of each decision."""
+    """Returns the microseconds of each decision."""
     prompts, samples = fleet.prompts[512], []
     for call in range(calls):
         tokens = prompts[call % len(prompts)].tokens
@@ -176,14 +181,14 @@ def decide(router: Router, fleet: Fleet, calls: int) -> list[float]:
 
 
 def figures(samples: list[float]) -> dict[str, float]:
-    """Median, 99th and 99.9th percentile and number of the samples."""
+    """Returns the median, 99th and 99.9th percentile and the number of samples."""
     ordered = sorted(samples)
     shares = {"p50_us": 0.5, "p99_us": 0.99, "p999_us": 0.999}
     return {name: percentile(ordered, share) for name, share in shares.items()} | {"calls": len(ordered)}
 
 
 def run(seconds: float, calls: int) -> list[dict[str, Any]]:
-    """All cases, one after the other."""
+    """Runs all cases, one after the other."""
     fleet = Fleet({512: 500})
     router = fleet.router()
     spawn = multiprocessing.get_context("spawn")
@@ -199,7 +204,7 @@ def run(seconds: float, calls: int) -> list[dict[str, Any]]:
                 feed.subscribe(name, f"ipc://{folder}/{instance}", rank=RANK)
             while not all(feed.status(name)[RANK]["connected"] for name in fleet.names):
                 time.sleep(0.05)
-            time.sleep(0.5)  # the publishers learn who listens
+            time.sleep(0.5)  # The publishers need time to see their subscribers.
             rate.value = -1.0
             while Tally(feed).removed < INSTANCES * CHAINS * BATCH_BLOCKS:
                 time.sleep(0.2)

@@ -1,7 +1,11 @@
-"""The fleet that decisions are timed over: instances with a million cached blocks, and prompts that hit.
+"""The fleet on which decisions are timed: instances with a million cached blocks, and prompts that
+hit.
 
-As in real traffic, all prompts share a beginning that every instance holds, go on with a part that one or two
-instances hold, and end with a tenth that is new. Token ids only; hashes are made by whom they belong to.
+As in real traffic, all prompts share a beginning that every instance holds. They continue with a part
+that one or two instances hold, and end with a tenth that is new.
+
+The fleet has token ids only; each
+subject computes its own hashes.
 """
 
 from __future__ import annotations
@@ -17,22 +21,23 @@ from lmetric._core import Router
 BLOCK = 16
 INSTANCES = 256
 SHARED_BLOCKS = 32
-# Blocks of a prompt -> how many such prompts; nine tenths of each are stored. Together about a million pairs.
+# Blocks of a prompt -> number of such prompts. Nine tenths of each prompt are stored: together
+# about a million pairs.
 PROMPTS = {64: 1500, 512: 500, 2048: 400}
-SECOND_COPY = 10  # every so many-th prompt is held by two instances
+SECOND_COPY = 10  # Interval of the prompts that two instances hold.
 
 
 @dataclass
 class Prompt:
-    """A prompt and who holds its first nine tenths."""
+    """A prompt and the instances that hold its first nine tenths."""
 
     tokens: NDArray[np.uint32]
-    hashes: NDArray[np.uint64]  # engine's names of its stored blocks, the shared ones first
+    hashes: NDArray[np.uint64]  # The engine's names of its stored blocks, shared blocks first.
     holders: list[int]
 
 
 class Fleet:
-    """Prompts by length in blocks, and which instance holds what."""
+    """Prompts by length in blocks, and the blocks of each instance."""
 
     def __init__(self, prompts: Mapping[int, int] = PROMPTS, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -55,7 +60,8 @@ class Fleet:
                 self.prompts.setdefault(blocks, []).append(Prompt(tokens, hashes, holders))
 
     def stored(self) -> list[tuple[int, int | None, NDArray[np.uint64], NDArray[np.uint32]]]:
-        """What the engines would report: instance, parent block, names of the blocks, their tokens."""
+        """Returns the reports that engines would send: instance, parent block, names of the blocks,
+        their tokens."""
         events: list[tuple[int, int | None, NDArray[np.uint64], NDArray[np.uint32]]] = []
         for instance in range(INSTANCES):
             events.append((instance, None, self.shared_hashes, self.shared))
@@ -68,11 +74,11 @@ class Fleet:
         return events
 
     def pairs(self) -> int:
-        """(instance, block) pairs stored."""
+        """Returns the number of stored (instance, block) pairs."""
         return sum(len(hashes) for _, _, hashes, _ in self.stored())
 
     def router(self, policy: str = "lmetric", **options: object) -> Router:
-        """Our router over the fleet, fed by the engines' reports."""
+        """Returns this project's router over the fleet, fed by the engines' reports."""
         router = Router(policy, block_size=BLOCK, kv_source="exact", index_bytes=1 << 30, **options)  # type: ignore[arg-type]
         for i, name in enumerate(self.names):
             router.add_instance(name)

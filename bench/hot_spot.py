@@ -1,4 +1,4 @@
-"""Traffic whose requests come to share one prefix for two minutes: a hot spot, made."""
+"""Synthetic traffic in which requests share one prefix for two minutes: a hot spot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
 
-# Short prompts of their own and long answers behind one long prefix: P-token differs by a factor of a hundred
-# between who holds it and who does not, and batches grow. Every length is ours.
+# Short prompts of their own and long answers behind one long prefix. P-token differs by a factor of
+# a hundred between holders and other instances, and batches grow. The lengths are our choice.
 HOT: dict[str, Any] = {
     "synthetic": "requests", "rate": 60, "duration_seconds": 300,
     "input_tokens": {"p50": 60, "mean": 80, "max": 1000},
@@ -20,18 +20,19 @@ HOT: dict[str, Any] = {
     "block_tokens": 64,
 }  # fmt: skip
 SURGE = (100.0, 220.0)  # seconds
-BEFORE = 0.02  # of the surge's rate: what a known prefix had before and has after it
+BEFORE = 0.02  # Share of the surge's rate that a known prefix has before and after the surge.
 
 
 def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, NDArray[np.bool_]]:
-    """A trace in which `share` of the arrivals begins with one prefix for two minutes, and which those are.
-    `known`: a few came before, so that one instance holds it already; else it is new to all."""
+    """Returns a trace in which `share` of the arrivals begins with one prefix for two minutes, and
+    a mask of these requests. With `known`, a few requests come before, so one instance already
+    holds the prefix; else it is new to all instances."""
     length = HOT["duration_seconds"]
     hot_spot = {"start_seconds": 0, "seconds": length, "share": share, "tokens": tokens}
     trace = check_synthetic({**HOT, "seed": seed, "hot_spot": hot_spot}, "hot").make()
     first = trace.hash_ids[trace.hash_offsets[:-1]]
     ids, counts = np.unique(first, return_counts=True)
-    # The hot family is numbered behind all others; whatever else has ids beyond it is met once.
+    # The hot family has the highest number; other ids beyond it occur once.
     hot = first == ids[counts > len(trace) * share / 2].max()
     during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
     kept_outside = np.random.default_rng(seed).random(len(trace)) < (BEFORE if known else 0.0)

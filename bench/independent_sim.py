@@ -1,20 +1,22 @@
-"""Our simulator against an independent one: the same rules, their table, our means over tie-breaking seeds.
+"""Compares our simulator with an independent one: the same rules, their table, our means over
+tie-breaking seeds.
 
-The table and its rules were written apart from this project: first come, first served, colocated engines,
-exact indicators as of the end of the step that runs, reserving admission, the Mooncake conversation trace at
-2.2 times its speed over 16 engines of 4,000 blocks of 512 tokens. Usage::
+The table and its rules were written outside this project: first come, first served, colocated
+engines, exact indicators as of the end of the running step, reserving admission. It plays the
+Mooncake conversation trace at 2.2 times its speed over 16 engines of 4,000 blocks of 512 tokens. Usage::
 
     python bench/independent_sim.py TRACE [--seeds 8] [--their-ties] [--json OUT]
     python bench/independent_sim.py TRACE --plain
 
-Their row is one run whose ties go to the first instance in order from the request's number on; ours is a
-mean over seeds that draw ties at random. ``--their-ties`` plays their rule instead, and the seeds move each
-arrival by up to a millisecond, to show how far one run lies from the next. Listed are means (TTFT, TPOT, hit)
-and p99s more than 3 % off and outside of the seeds' range. A further run lies outside of the range of n with
-a chance of 2 in n + 1: of 20 p99s four or five do for 8 seeds, one for 32. Exits with 1 where a mean does.
+Their row is one run whose ties go to the first instance in order from the request's number on. Ours
+is a mean over seeds that draw ties at random. With ``--their-ties``, we use their rule, and the
+seeds move each arrival by up to a millisecond, to show the distance between runs. The report lists
+means (TTFT, TPOT, hit) and p99s that are more than 3 % off and outside the seeds' range. A further
+run is outside the range of n runs with a chance of 2 in n + 1. Of 20 p99s, this is four or five for 8
+seeds, and one for 32. Exits with 1 if a mean is off.
 
-``--plain`` asks who is right: the rules in plain Python (`plain_simulator.py`), their ties included, against
-one run of ours; exits with 1 where any request's figure differs.
+``--plain`` decides between the two: it compares the rules in plain Python (`plain_simulator.py`),
+their ties included, with one run of ours. Exits with 1 if a request's figure differs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ PROFILE = "independent-sim"
 INSTANCES = 16
 SPEED = 2.2
 TOLERANCE = 0.03
-# Floats are summed in another order; one step more or less would be 0.009.
+# Floats are summed in another order. A difference of one step would be 0.009.
 SAME_SECONDS = 1e-6
 
 _BACKLOG = "queued_prefill_tokens + new_tokens"
@@ -64,7 +66,8 @@ POLICIES: dict[str, str | lm.Policy] = {
 
 
 def with_their_ties(policy: str | lm.Policy) -> lm.PolicyFunction:
-    """The policy, ties going to the first instance in order from the request's number on."""
+    """Returns the policy with ties going to the first instance in order from the request's number
+    on."""
     if policy == "round_robin":
         policy = "0 * bs"
     texts = [policy] if isinstance(policy, str) else [policy.score, *(text for text, _ in policy.then)]
@@ -103,9 +106,10 @@ THEIRS = {
 
 
 def figures(run: Run) -> tuple[float, ...]:
-    """A run's row of the table."""
+    """Returns a run's row of the table."""
     ttft, tpot = run.ttft_seconds, run.tpot_seconds[run.output_tokens > 1] * 1e3
-    # Their percentiles are the lower one of two values: round robin, which has no ties, agrees to all digits.
+    # Their percentiles are the lower of two values: round robin, which has no ties, agrees to all
+    # digits.
     shares = (50, 99)
     spread = [f for x in (ttft, tpot) for f in (x.mean(), *np.percentile(x, shares, method="lower"))]
     return (*map(float, spread), float(run.hit_blocks.sum() / run.prompt_blocks.sum()))
@@ -154,7 +158,8 @@ def main() -> int:
 
 
 def arbitrate(workload: Workload) -> int:
-    """One run of ours a policy beside the rules in plain Python: 1 where a request differs."""
+    """Compares one run of ours per policy with the rules in plain Python. Returns 1 if a request
+    differs, else 0."""
     failed = False
     for name, policy in POLICIES.items():
         ours = simulated(workload, with_their_ties(policy))
@@ -168,7 +173,7 @@ def arbitrate(workload: Workload) -> int:
 
 
 def plainly(trace: Trace, policy: str, instances: int = INSTANCES) -> NDArray[np.float64]:
-    """(n, 4): arrival, first token, last token, blocks hit, by the plain simulator."""
+    """Returns (n, 4): arrival, first token, last token, blocks hit, from the plain simulator."""
     profile = load_profile(PROFILE)
     engines = [plain.Engine(profile.cache_blocks, profile.block_tokens) for _ in range(instances)]
     rows = zip(trace.arrival_seconds, trace.input_tokens, trace.output_tokens, strict=True)
@@ -180,14 +185,14 @@ def plainly(trace: Trace, policy: str, instances: int = INSTANCES) -> NDArray[np
 
 
 def columns(run: Run) -> NDArray[np.float64]:
-    """The same of a run of ours."""
+    """Returns (n, 4): arrival, first token, last token, blocks hit, from a run of ours."""
     return np.stack(
         [run.arrival_seconds, run.first_token_seconds, run.finished_seconds, run.hit_blocks], axis=1
     )
 
 
 def play(workload: Workload, policy: str | lm.Policy, seed: int, their_ties: bool) -> tuple[float, ...]:
-    """One run's row."""
+    """Simulates one run. Returns its row."""
     chosen: str | lm.Policy | lm.PolicyFunction = policy
     if their_ties:
         chosen, trace = with_their_ties(policy), workload.trace
@@ -199,7 +204,7 @@ def play(workload: Workload, policy: str | lm.Policy, seed: int, their_ties: boo
 def simulated(
     workload: Workload, policy: str | lm.Policy | lm.PolicyFunction, seed: int = 0, instances: int = INSTANCES
 ) -> Run:
-    """One run of ours, set up by the rules."""
+    """Simulates one run with our simulator, set up by the rules."""
     return simulate(
         workload,
         policy=policy,

@@ -1,21 +1,23 @@
-"""Decisions in process, ours beside Dynamo's Python binding, in one run and call by call in turn.
+"""Compares in-process decisions with Dynamo's Python binding, in one run and call by call in turn.
 
     python bench/index_vs_dynamo.py --rivals DIR [--calls 1000] [--json] [--out FILE]
 
 Over 256 instances that hold a million (instance, block) pairs (`fleet.py`):
 
-- `match`: a prompt of 64, 512, 2,048 local block hashes -> what each instance holds. Dynamo:
-  `RadixTree.find_matches` on a fresh list; ours on a buffer, chaining included, the answer as an array
-  (Dynamo's takes `.scores` besides, not timed).
+- `match`: a prompt of 64, 512 or 2,048 local block hashes -> the depth that each instance holds.
+  Dynamo: `RadixTree.find_matches` on a fresh list. Ours: a buffer, chaining included, the answer as
+  an array (Dynamo also needs `.scores`, not timed).
 - `hash`: token ids -> block hashes, per 1k tokens. Dynamo: `compute_block_hash_for_seq` on a list.
-- `decide`: token ids of an 8k prompt -> an instance with the request booked on it; the booking's end is
-  timed apart. Dynamo: `SelectionService.select` (nothing booked) and `select_and_reserve`, its index fed
-  over ZMQ in vLLM's format. Ours warm; over 5,000 prompts in turn (260 MB of index and token ids, so what a
-  call asks of them lies in no cache); with the processor's caches flushed, code and all (64 MB touched
-  before each call); and while a second thread applies 100k cache events a second (blocks stored or
-  removed, in batches of 64), in turn and with a pause between calls.
+- `decide`: token ids of an 8k prompt -> an instance with the request counted on it; the end of the
+  request is timed separately. Dynamo: `SelectionService.select` (nothing counted) and
+  `select_and_reserve`, its index fed over ZMQ in vLLM's format.
 
-Microseconds of wall clock, around each single call; what the clock itself costs is in the result.
+`decide` runs warm, over 5,000 prompts in turn, with flushed caches, and beside events. The 5,000
+prompts have 260 MB of index and token ids, so no cache holds what a call needs. A flush touches 64
+MB before each call and evicts the code, too. The events are 100k per second from a second thread
+(blocks stored or removed, in batches of 64), in turn and with a pause between calls.
+
+Times are microseconds of wall clock around each single call. The clock's own cost is in the result.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ clock = time.perf_counter_ns
 
 
 def figures(samples: list[int]) -> dict[str, float]:
-    """Median, 99th percentile, mean and number of the nanosecond samples, in us."""
+    """Returns the median, 99th percentile, mean and number of the nanosecond samples, in us."""
     ordered = sorted(samples)
     return {
         "p50_us": percentile(ordered, 0.5) / 1e3,
@@ -60,7 +62,7 @@ def figures(samples: list[int]) -> dict[str, float]:
 
 
 def clock_cost() -> dict[str, float]:
-    """What an empty measurement shows."""
+    """Returns the duration of an empty measurement."""
     samples: list[int] = []
     for _ in range(10_000):
         start = clock()
@@ -72,14 +74,14 @@ def clock_cost() -> dict[str, float]:
 
 
 def local_hashes(prompt: Prompt) -> list[int]:
-    """Dynamo's local block hashes of the prompt, as Python ints."""
+    """Returns Dynamo's local block hashes of the prompt, as Python ints."""
     from dynamo._core import compute_block_hash_for_seq
 
     return list(compute_block_hash_for_seq(prompt.tokens.tolist(), BLOCK))
 
 
 def radix_tree(fleet: Fleet, hashes: dict[int, list[int]]) -> Any:
-    """Dynamo's tree over the fleet, fed by its JSON events."""
+    """Returns Dynamo's tree over the fleet, fed by its JSON events."""
     from dynamo._core import RadixTree
 
     tree = RadixTree()
@@ -103,15 +105,16 @@ def radix_tree(fleet: Fleet, hashes: dict[int, list[int]]) -> Any:
 
 
 def by_hashes(fleet: Fleet, hashes: dict[int, list[int]]) -> tuple[Router, dict[int, str]]:
-    """Our router over the same caches, named by the same local hashes: it learns them from its own decisions.
+    """Returns our router over the same caches, named by the same local hashes, and the session of
+    each instance.
 
-    Also the session that leads to each instance.
+    The router learns the caches from its own decisions.
     """
     router = Router("session_affinity", block_size=BLOCK, kv_source="approximate", index_bytes=1 << 30)
     sessions: dict[int, str] = {}
     for name in fleet.names:
         router.add_instance(name)
-    # Which instance a session sticks to is the policy's affair: try sessions until each instance has one.
+    # The policy maps sessions to instances: try sessions until each instance has one.
     for i in range(100 * INSTANCES):
         decision, ticket = router.route(Request(prompt_tokens=1, session=str(i)))
         ticket.failed("cancelled")
@@ -137,7 +140,7 @@ def by_hashes(fleet: Fleet, hashes: dict[int, list[int]]) -> tuple[Router, dict[
 
 
 def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
-    """Rows of the match."""
+    """Returns the rows of the match."""
     hashes = {id(p): local_hashes(p) for prompts in fleet.prompts.values() for p in prompts}
     tree, (router, sessions) = radix_tree(fleet, hashes), by_hashes(fleet, hashes)
     ask = router.cached_tokens
@@ -148,16 +151,17 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
         for i in range(calls):
             prompt = prompts[i * 7919 % len(prompts)]
             stored = len(prompt.hashes)
-            # Fresh ints in a fresh list for them, a fresh buffer for us; nobody holds the last tenth.
+            # Fresh ints in a fresh list for Dynamo, a fresh buffer for us. No instance holds the
+            # last tenth.
             new = fleet.rng.integers(1, 2**63, blocks - stored).tolist()
             array = np.array(hashes[id(prompt)][:stored] + new, np.uint64)
             as_list = array.tolist()
             start = clock()
             found = tree.find_matches(as_list)
             theirs.append(clock() - start)
-            array = array.copy()  # just written, as their list was
+            array = array.copy()  # Just written, as Dynamo's list was.
             start = clock()
-            kept = ask(Request(block_hashes=array))  # the answer's end is no part of the call, as with theirs
+            kept = ask(Request(block_hashes=array))  # The answer's deallocation is not timed, as for Dynamo.
             ours.append(clock() - start)
             del kept
             if i < 5:
@@ -172,7 +176,7 @@ def match(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
 
 
 def check(whose: str, found: int, stored: int) -> None:
-    """Figures of an index that finds something else are worth nothing."""
+    """Exits if the index found a depth other than the stored depth."""
     if found != stored:
         sys.exit(f"index_vs_dynamo.py: {whose} index found {found}, stored were {stored}")
 
@@ -180,7 +184,7 @@ def check(whose: str, found: int, stored: int) -> None:
 def row(
     stage: str, case: str, theirs: dict[str, float] | None, ours: dict[str, float], call: str
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """Returns one row of the table."""
     ratio = theirs["p50_us"] / ours["p50_us"] if theirs else None
     return {
         "stage": stage,
@@ -196,7 +200,7 @@ def row(
 
 
 def hashing(calls: int) -> list[dict[str, Any]]:
-    """Rows of token hashing, per 1k tokens."""
+    """Returns the rows of token hashing, per 1k tokens."""
     from dynamo._core import compute_block_hash_for_seq
 
     rng = np.random.default_rng(1)
@@ -215,14 +219,14 @@ def hashing(calls: int) -> list[dict[str, Any]]:
             compute_block_hash_for_seq(as_list, BLOCK)
             theirs.append(clock() - start)
             ask(Request(first))
-            tokens = tokens.copy()  # just written, as their list was
+            tokens = tokens.copy()  # Just written, as Dynamo's list was.
             start = clock()
             ask(Request(first))
             middle = clock()
             ask(Request(tokens))
             ours.append(clock() - middle)
             least.append(middle - start)
-        # Nothing is stored: what a long prompt takes beyond one block is its hashing.
+        # Nothing is stored: the time beyond one block is the hashing of the long prompt.
         base = figures(least)["p50_us"]
         per = [figures(theirs), figures(ours)]
         for whose, extra in zip(per, (0.0, base), strict=True):
@@ -260,7 +264,7 @@ class Selection:
             await self.service.upsert_worker(
                 {**record, "block_size": BLOCK, "kv_events_endpoints": {0: f"tcp://127.0.0.1:{port}"}}
             )
-        await asyncio.sleep(2.0)  # subscriptions; what is published before is lost
+        await asyncio.sleep(2.0)  # Messages published before the subscriptions are lost.
         counts = [0] * INSTANCES
         for instance, parent, names, tokens in self.fleet.stored():
             event = ["BlockStored", names.tolist(), parent, tokens.tolist(), BLOCK, None]
@@ -289,12 +293,12 @@ class Selection:
 
 
 def request(tokens: Any) -> dict[str, Any]:
-    """A selection request; its list of tokens is what the binding takes."""
+    """Returns a selection request; the binding takes a list of tokens."""
     return {"model_name": "bench", "token_ids": tokens.tolist()}
 
 
 async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
-    """Rows of the whole decision."""
+    """Returns the rows of the whole decision."""
     router = fleet.router()
     selection = Selection(fleet)
     await selection.feed()
@@ -313,7 +317,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             tokens = prompts[i * 7919 % len(prompts)].tokens
             if flush is not None:
                 np.add(flush, 1, out=flush)
-            ask = request(tokens)  # after the flush: their list was just written, too
+            ask = request(tokens)  # After the flush, as Dynamo's list was just written, too.
             start = clock()
             answer = await call(ask)
             samples.append(clock() - start)
@@ -335,7 +339,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
             if pause:
                 time.sleep(pause)
             if new:
-                tokens = tokens.copy()  # as from a tokenizer: what was just written is in the cache
+                tokens = tokens.copy()  # As from a tokenizer: data that was just written is in the cache.
             start = clock()
             _, ticket = router.route(Request(token_ids=tokens))
             middle = clock()
@@ -350,7 +354,7 @@ async def decide(fleet: Fleet, calls: int) -> list[dict[str, Any]]:
     warm: list[int] = []
     wide: list[int] = []
     close: list[int] = []
-    # As after a while: until the receipts' ring has been full once, its memory is new to the process.
+    # Until the ring of decision records has been full once, its memory is new to the process.
     ours(WARM_UP_CALLS, prompts)
     few = max(calls // 10, 20)
     for _ in range(5):  # in turn
@@ -439,7 +443,7 @@ class Events:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+    """Returns the rows in Markdown."""
 
     def pair(figures: dict[str, float] | None) -> str:
         return f"{figures['p50_us']:.2f} / {figures['p99_us']:.2f}" if figures else "-"
@@ -456,7 +460,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Runs all three and writes the raw file."""
+    """Runs all three measurements and writes the raw file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -475,7 +479,7 @@ def main() -> None:
         sys.exit(
             f"index_vs_dynamo.py: no virtual environment at {options.rivals}: run bench/rivals/install.sh"
         )
-    sys.path.append(str(packages[0]))  # behind our own packages
+    sys.path.append(str(packages[0]))  # After our own packages.
     os.environ.setdefault("DYN_LOG", "error")
     load = [os.getloadavg()]
     fleet = Fleet()

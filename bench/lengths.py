@@ -1,11 +1,12 @@
-"""How well remaining lengths are predicted from what a trace tells, and how long the paper's network takes.
+"""Measures how well remaining lengths are predicted from a trace's facts, and the time of the
+paper's network.
 
     python bench/lengths.py TRACE ... --train-python PYTHON [--seeds 3] [--hidden 256,64,16] [--docs]
 
-Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request. PYTHON, an
-interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%; on the other 15% it is
-compared with the baselines, by NumPy's inference. The seed decides samples, split, first weights and order.
-Method and figures: docs/lengths.md.
+Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request.
+PYTHON, an interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%.
+NumPy's inference compares it with the baselines on the other 15%. The seed decides samples, split,
+first weights and order. Method and figures: docs/lengths.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ GENERATED = (0, 1, 100, 200, 400, 800)
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measures the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +88,7 @@ def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
         started = time.monotonic()
         done = subprocess.run(
             [str(word) for word in argv],
-            # Threads only wait for each other in a network as small as a trace's.
+            # More threads only wait for each other in a network as small as a trace's.
             env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -106,7 +107,8 @@ def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def _errors(predictions: dict[str, NDArray[np.float64]], test: Samples) -> dict[str, dict[str, float]]:
-    """Mean absolute error over all test samples, and over those of each bucket of generated tokens."""
+    """Returns the mean absolute error over all test samples and over each bucket of generated
+    tokens."""
     bucket = np.searchsorted(GENERATED, np.rint(np.expm1(test.column("log_generated_tokens"))), side="right")
     found = {}
     for name, predicted in predictions.items():
@@ -127,7 +129,8 @@ def _bucket(index: int) -> str:
 
 
 def _uncertainty(errors: NDArray[np.float32], sigma: NDArray[np.float32]) -> dict[str, Any]:
-    """Mean sigma beside the mean error, in all and in quarters of the samples from surest to least sure."""
+    """Returns the mean sigma and the mean error, for all samples and for quarters from most to
+    least certain."""
     order = np.argsort(sigma, kind="stable")
     return {
         "mean_sigma": float(sigma.mean()),
@@ -140,7 +143,8 @@ def _uncertainty(errors: NDArray[np.float32], sigma: NDArray[np.float32]) -> dic
 
 
 def latency(repeats: int = 200) -> dict[str, Any]:
-    """Medians in ms of one call of `predict` at the paper's dimensions, by batch; the weights are random."""
+    """Returns medians in ms of one call of `predict` at the paper's dimensions, by batch; weights
+    are random."""
     random = np.random.default_rng(0)
     shapes = layer_shapes(PAPER_FEATURES, PAPER_HIDDEN)
     edges = np.empty(0, np.float32)
@@ -179,7 +183,7 @@ def _milliseconds(call: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def render(result: dict[str, Any]) -> dict[str, str]:
-    """The tables as Markdown, by the name of their place in the page."""
+    """Returns the tables as Markdown, by their place in the page."""
     lines = ["| batch | NumPy, ms | onnxruntime, ms |", "| --- | --- | --- |"]
     for batch in (1, 10):
         cells = [

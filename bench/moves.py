@@ -1,13 +1,13 @@
-"""The ways in which a running request moves, side by side at emulated engines: what its client notices, what
-is computed again, what it costs all.
+"""Compares the ways in which a running request moves, on emulated engines: client gaps, recomputed
+tokens, cost.
 
     python bench/moves.py [--rounds 3] [--requests 8] [--tokens 360] [--prompts 1000,8000] [--out FILE]
 
-A server before four emulated engines that hand KV caches over (the default profile, in real time, all in this
-process). Each round plays the same requests at once by each way: prompts of their own, answers of the same
-length, and each request moves once, to the next engine, when a third of its tokens is known here: in legs
-that is right behind a leg's end, so it waits for a whole one. `none` moves nothing; `legs of n, unmoved` is
-what running in legs costs by itself.
+A server runs before four emulated engines that can transfer KV caches (the default profile, in real
+time, all in this process). Each round plays the same requests at once in each way: prompts of their
+own, answers of the same length. Each request moves once, to the next engine, when a third of its
+tokens is known here. In slices, that is right after the end of a slice, so it waits for a whole
+slice. `none` moves nothing. `legs of n, unmoved` is the cost of slices alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lmetric.server import Server
 from lmetric.server.observe.logs import configure_logging
 
 ENGINES = 4
-MAX_GAP_SECONDS = 0.5  # of a move, and of a leg whose length is chosen
+MAX_GAP_SECONDS = 0.5  # Timeouts of a move, and of a slice whose length is chosen.
 
 
 @dataclass(frozen=True)
 class Way:
-    """How requests move. `leg`: tokens of one, None: chosen."""
+    """How requests move. `leg`: tokens of a slice; None: chosen."""
 
     name: str
     by: str
@@ -57,15 +57,15 @@ WAYS = (
 
 @dataclass
 class Heard:
-    """What clients heard of a round. Seconds; gaps are between two pieces with tokens."""
+    """Client measurements of a round. Seconds; gaps are between two pieces with tokens."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    largest: list[float] = field(default_factory=list)  # gap of each request
+    largest: list[float] = field(default_factory=list)  # Gap of each request.
 
 
 async def asked(client: aiohttp.ClientSession, url: str, body: dict[str, Any], heard: Heard) -> int:
-    """One request; the tokens of its answer."""
+    """Sends one request. Returns the tokens of its answer."""
     begun, tokens, times = time.monotonic(), 0, []
     async with client.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
@@ -88,7 +88,7 @@ async def asked(client: aiohttp.ClientSession, url: str, body: dict[str, Any], h
 
 
 async def moved(server: Server, at: int, every: int) -> None:
-    """Moves each request once, when it has so many tokens, until as many were begun."""
+    """Moves each request once, when it has `tokens` tokens, until all moves have begun."""
     pool = server.fleet.pools[0]
     mover, begun = pool.mover, set()
     assert mover is not None
@@ -103,7 +103,7 @@ async def moved(server: Server, at: int, every: int) -> None:
 
 
 async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dict[str, float]:
-    """One round of one way."""
+    """Plays one round of one way."""
     async with AsyncExitStack() as stack:
         engines = []
         for _ in range(ENGINES):

@@ -1,9 +1,10 @@
-"""The rules of the independent simulator (`independent_sim.py`), word by word, in plain Python: the arbiter.
+"""The rules of the independent simulator (`independent_sim.py`) in plain Python, to decide between
+two results.
 
-Nothing of it is shared with `rust/sim`: engines are lists, the cache is an ordered dictionary of blocks,
-policies are written out, one loop goes over the requests. Slow (some ten seconds a policy on the conversation
-trace) and short, so that it can be checked against the rules by reading. Its times are to equal ours but for
-rounding.
+Nothing is shared with `rust/sim`: engines are lists, the cache is an ordered dictionary of blocks,
+policies are written out, one loop goes over the requests. It is slow (some ten seconds per policy
+on the conversation trace) and short, so readers can check it against the rules. Its times must
+equal ours except for rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Request:
     output: int
     blocks: Sequence[int]
     hit_blocks: int = 0
-    context: int = 0  # tokens of it that the engine holds
+    context: int = 0  # Tokens of it that the engine holds.
     to_prefill: int = 0
     generated: int = 0
     first: float = 0.0
@@ -38,7 +39,8 @@ class Request:
 
 @dataclass(slots=True)
 class Engine:
-    """One instance: what runs in order, what waits, its cache (the least recently used block first)."""
+    """One instance: running requests in order, queued requests, its cache (least recently used
+    block first)."""
 
     cache_blocks: int
     block_tokens: int
@@ -48,27 +50,28 @@ class Engine:
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def hit(self, request: Request) -> int:
-        """Tokens of the longest cached prefix, at most prompt - 1."""
+        """Returns the tokens of the longest cached prefix, at most prompt - 1."""
         blocks = sum(1 for _ in takewhile(self.cache.__contains__, request.blocks))
         return min(blocks * self.block_tokens, request.prompt - 1)
 
     def batch_size(self) -> int:
-        """Running and waiting."""
+        """Returns the running and queued requests."""
         return len(self.running) + len(self.waiting)
 
     def queued_prefill(self) -> int:
-        """Tokens still to prefill, of waiting ones by today's cache."""
+        """Returns the tokens still to prefill, of queued requests by the current cache."""
         return sum(r.to_prefill for r in self.running) + sum(r.prompt - self.hit(r) for r in self.waiting)
 
     def advance(self, now: float) -> None:
-        """Past `now`, to the end of the step then running."""
+        """Runs past `now`, to the end of the step then running."""
         while (self.running or self.waiting) and self.clock <= now:
             self.step()
         if not self.running and not self.waiting:
             self.clock = max(self.clock, now)
 
     def step(self) -> None:
-        """Admits, gives every decoding sequence a token, prefills with what is left of the budget."""
+        """Admits requests, gives every decoding sequence a token, prefills with the rest of the
+        budget."""
         while self.waiting and len(self.running) < MAX_RUNNING:
             new = self.waiting[0]
             held = sum(r.context + r.to_prefill for r in self.running)
@@ -160,7 +163,8 @@ POLICIES: dict[str, Score] = {
 
 
 def play(requests: Sequence[Request], policy: str, engines: Sequence[Engine]) -> NDArray[np.float64]:
-    """(n, 4): arrival, first and last token in seconds, and blocks hit, of requests in order of arrival.
+    """Returns (n, 4): arrival, first and last token in seconds, and blocks hit, of requests in
+    order of arrival.
 
     Equal scores go to the first engine in order from the request's number on.
     """

@@ -202,9 +202,12 @@ def core(result: Figures, memory: Figures) -> str:
 def plans(result: Figures) -> str:
     """Tables of splits, priorities, replicas and rescheduling rounds, in us."""
 
+    def label(name: str) -> str:
+        return name.replace("told,", "export,").replace("heard of one of three,", "import from one of three,")
+
     def calls(what: str) -> str:
         rows = [
-            [name, *(f"{call[key]:.2f}" for key in ("p50_us", "p99_us"))]
+            [label(name), *(f"{call[key]:.2f}" for key in ("p50_us", "p99_us"))]
             for name, call in result[what].items()
         ]
         return table([what, "p50, us", "p99, us"], rows)

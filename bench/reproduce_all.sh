@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Reruns all studies of docs/reproduction.md and draws the planner's picture: bench/reproduce_all.sh [FLAG ...]. Each study gets every FLAG
-# (--quick: small ones that write nothing; --traces DIR). Some take minutes on two cores, UniBoost's clusters hours.
+# Reruns all studies of docs/reproduction.md and draws the planner's picture:
+# bench/reproduce_all.sh [FLAG ...]. Each study gets every FLAG (--quick: small scenarios, nothing
+# is written; --traces DIR). Some take minutes on two cores, UniBoost's clusters take hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}

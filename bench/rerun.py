@@ -47,13 +47,13 @@ def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
-    """What came of some seeds (dataclasses or dicts), turned into a list for each figure."""
+    """Returns a dict with a list per figure from the results of some seeds (dataclasses or dicts)."""
     each = [one if isinstance(one, dict) else asdict(one) for one in found]
     return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
 
 
 def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
-    """Rows that have the same `by`, in the order in which they came."""
+    """Returns rows with the same `by`, in their order."""
     groups: dict[str, list[Told]] = {}
     for row in rows:
         groups.setdefault(row[by], []).append(row)
@@ -61,7 +61,7 @@ def grouped(rows: Iterable[Told], by: str) -> dict[str, list[Told]]:
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table."""
+    """Returns a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -70,9 +70,9 @@ _traces: Path | None = None
 
 
 def traces() -> Path:
-    """The folder of the traces, in a `Pool` and its workers."""
+    """Returns the traces' folder, in a `Pool` and its workers."""
     if _traces is None:
-        raise RuntimeError("a Pool says where the traces are")
+        raise RuntimeError("no folder of traces: make a Pool first")
     return _traces
 
 
@@ -82,7 +82,7 @@ def _use(folder: Path) -> None:
 
 
 class Pool:
-    """A study's world that plays its runs in processes, as many at once as there are cores."""
+    """A study's scenarios that run in processes, one per core."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.quick: bool = options.quick
@@ -96,7 +96,7 @@ class Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """A job of a worker."""
+        """Starts a job in a worker."""
         return self._pool.submit(function, *arguments)
 
     def each(
@@ -105,8 +105,8 @@ class Pool:
         cases: Iterable[tuple[Any, ...]],
         most_seeds: Callable[..., int | None] = lambda *_: None,
     ) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
-        """Every case with `function(*case, seed)` of each seed, or of the first `most_seeds(*case)`: all are
-        begun at once, and come in order."""
+        """Runs every case with `function(*case, seed)` for each seed, or for the first
+        `most_seeds(*case)`. Jobs start at once and results come in order."""
         begun = [
             (case, [self.submit(function, *case, seed) for seed in self.seeds[: most_seeds(*case)]])
             for case in cases
@@ -121,7 +121,7 @@ class Pool:
         rivals: Iterable[Rival],
         most_seeds: Callable[[Stage], int | None] = lambda _: None,
     ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage: one outcome of `play(stage, rival, seed)` for each seed, or for the
+        """Runs every rival on every scenario: `play(stage, rival, seed)` for each seed, or for the
         first `most_seeds(stage)`."""
         cases = product(stages, rivals)
         for (stage, rival), found in self.each(play, cases, lambda stage, _: most_seeds(stage)):
@@ -132,11 +132,11 @@ class Pool:
 class Rerun:
     """The figures of a study.
 
-    `page` is the name of the study's page in `docs/studies`. A figure stands there between
-    `<!-- figure NAME -->` and `<!-- /figure -->`.
+    `page` is the name of the study's page in `docs/studies`. A figure is between `<!-- figure NAME
+    -->` and `<!-- /figure -->`.
 
-    A maker takes the study's world (with `seeds`, `quick`, `close`) and returns the figure's tables, as
-    `result_files` stores them. `rendered` makes Markdown of them.
+    A maker takes the study's scenarios (with `seeds`, `quick`, `close`) and returns the figure's
+    tables, as `result_files` stores them. `rendered` makes Markdown of them.
     """
 
     folder: Path
@@ -154,7 +154,7 @@ class Rerun:
         return register
 
     def parser(self, about: str | None, *, seeds: int, traces: str) -> argparse.ArgumentParser:
-        """What all drivers take; `traces` names the files that are read."""
+        """Returns the arguments of all drivers; `traces` names the files that are read."""
         parser = argparse.ArgumentParser(
             description=about, epilog=HOW, formatter_class=argparse.RawTextHelpFormatter
         )
@@ -164,15 +164,15 @@ class Rerun:
         parser.add_argument("--quick", action="store_true", help="few seeds, small; nothing is written")
         folder = ROOT.parent / "shared" / "traces"
         parser.add_argument("--traces", type=Path, default=folder, metavar="DIR", help=f"with {traces}")
-        parser.add_argument("--results", type=Path, metavar="DIR", help="elsewhere; the page stays as it is")
-        parser.add_argument("--render", action="store_true", help="only make the page from the results")
         parser.add_argument(
-            "--check", action="store_true", help="fail if the page is not what the results make"
+            "--results", type=Path, metavar="DIR", help="another folder for results; the page stays unchanged"
         )
+        parser.add_argument("--render", action="store_true", help="only render the page from the results")
+        parser.add_argument("--check", action="store_true", help="fail if the page differs from the results")
         return parser
 
     def main_of_pool(self, about: str | None, world: type[Pool], *, seeds: int, traces: str) -> None:
-        """`main` of a study that is played in processes."""
+        """Runs `main` of a study that is played in processes."""
         parser = self.parser(about, seeds=seeds, traces=traces)
         parser.add_argument("--first-seed", type=int, help="[the stored one, else 0]")
         self.main(parser, world)
@@ -195,12 +195,12 @@ class Rerun:
                     of = argparse.Namespace(**vars(options) | dict(zip(SEEDS, seeds, strict=True)))
                     self._make(some, world(of), results if options.results or shipped else None)
             except FileNotFoundError as error:
-                sys.exit(f"run.py: {error}; --traces DIR says where the traces are")
+                sys.exit(f"run.py: {error}; set --traces DIR to the folder of the traces")
         if options.render or shipped:
             page.write_text(self.filled(page.read_text(), results))
 
     def filled(self, text: str, results: Path) -> str:
-        """The page with every figure rendered from its results."""
+        """Returns the page with every figure rendered from its results."""
         known = read_index(results)
 
         def part(match: re.Match[str]) -> str:
@@ -217,7 +217,8 @@ class Rerun:
         return re.sub(r"<!-- figure (\w+) -->.*?<!-- /figure -->", part, text, flags=re.DOTALL)
 
     def _by_seeds(self, names: list[str], options: argparse.Namespace) -> dict[tuple[int, ...], list[str]]:
-        """The figures by number of seeds and first seed: those asked for, else those of the stored figure."""
+        """Returns the figures by number of seeds and first seed: the requested values, else those
+        of the stored figure."""
         results = self.folder / "results"
         stored = read_index(results) if results.exists() and not options.quick else {}
         usual = {"seeds": options.usual_seeds, "first_seed": 0}
@@ -229,7 +230,7 @@ class Rerun:
         return groups
 
     def _make(self, names: list[str], world: Any, results: Path | None) -> None:
-        commit = git_commit()  # of the code as it is loaded, not as it may be when a figure is done
+        commit = git_commit()  # of the loaded code: files may change while a figure is made
         try:
             for name in names:
                 title, maker = self.figures[name]

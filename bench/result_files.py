@@ -2,15 +2,17 @@
 
 A `results` folder holds:
 
-- `figures.csv`: one line per figure with its title, the commit of the code that ran, the seeds, and what the
-  page shows of it. Lists such as `columns` are joined by `"; "`.
-- `FIGURE.csv`: the rows of a figure. The columns left of `seed` are text and name the row. The columns right
-  of `seed` are numbers; a row takes one line per seed, counted from the figure's first. An empty cell is a
-  missing value.
-- `FIGURE.TABLE.csv`: further tables of a figure in the same form. Without `seed`, all cells are text.
+- `figures.csv`: one line per figure with its title, the commit of the code that ran, the seeds, and
+  what the page shows. Lists such as `columns` are joined by `"; "`.
+- `FIGURE.csv`: the rows of a figure. The columns left of `seed` are text and name the row. The
+  columns right of `seed` are numbers; a row takes one line per seed, counted from the figure's
+  first. An empty cell is a missing value.
+- `FIGURE.TABLE.csv`: further tables of a figure in the same form. Without `seed`, all cells are
+  text.
 
-In memory a figure is a dictionary: `rows` and the other tables are lists of dictionaries, in which the values
-of the seeds are a list of floats. Floats are written in full, so reading returns what was written.
+In memory a figure is a dictionary: `rows` and the other tables are lists of dictionaries, in which
+the values of the seeds are a list of floats. Floats are written in full, so a read returns the
+written values.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ SEPARATOR = "; "
 
 
 def path_of(folder: Path, figure: str, table: str = "rows") -> Path:
-    """The file of a figure's table."""
+    """Returns the file of a figure's table."""
     return folder / (f"{figure}.csv" if table == "rows" else f"{figure}.{table}.csv")
 
 
 def paths_of(folder: Path, figure: str) -> list[Path]:
-    """All files of a figure, its rows first."""
+    """Returns all files of a figure, its rows first."""
     rows = path_of(folder, figure)
     return [*([rows] if rows.exists() else []), *sorted(folder.glob(f"{figure}.*.csv"))]
 
 
 def read_index(folder: Path) -> dict[str, Row]:
-    """What `figures.csv` says of each figure, by name.
+    """Returns the entries of `figures.csv` by figure name.
 
     Raises `FileNotFoundError` if the folder has no `figures.csv`.
     """
@@ -47,9 +49,10 @@ def read_index(folder: Path) -> dict[str, Row]:
 
 
 def read_figure(folder: Path, figure: str) -> Row:
-    """A figure with all its tables.
+    """Returns a figure with all its tables.
 
-    Raises `KeyError` if the folder has no such figure, `FileNotFoundError` if it has no `figures.csv`.
+    Raises `KeyError` if the folder has no such figure, `FileNotFoundError` if it has no
+    `figures.csv`.
     """
     index = read_index(folder)
     if figure not in index:
@@ -77,9 +80,10 @@ def write_figure(told: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a file.
+    """Returns the rows of a file.
 
-    Raises `ValueError` if the seeds of a row do not count up from 0, or if an earlier seed has no value.
+    Raises `ValueError` if the seeds of a row do not count up from 0, or if an earlier seed has no
+    value.
     """
     with path.open(newline="", encoding="utf-8") as file:
         head, *lines = csv.reader(file)

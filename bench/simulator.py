@@ -1,15 +1,17 @@
-"""How fast whole clusters are played, ours beside Dynamo's offline replay: a process a run, in turn.
+"""Times simulated clusters, ours and Dynamo's offline replay: one process per run, in turn.
 
     python bench/simulator.py TRACE [--rivals DIR] [--repeats 5] [--out FILE]
 
-The Mooncake conversation trace, one policy, everything recorded: on 16 engines of 4,000 blocks of 512 tokens
-and of 16,384 blocks of 64 tokens, 16 times as fast on 256 engines, and on pools of 4 that prefill and 12 that
-decode. Dynamo's `run_mocker_trace_replay`
-plays the same requests on the same cache (blocks of 64), by round robin and by its KV router; its step times
-are its own. Reading the trace is apart for us (once for all runs of a study) and inside its call for Dynamo.
+The Mooncake conversation trace, one policy, everything recorded. It runs on 16 engines of 4,000
+blocks of 512 tokens and of 16,384 blocks of 64 tokens. It also runs 16 times as fast on 256 engines,
+and on pools of 4 prefill and 12 decode engines. Dynamo's `run_mocker_trace_replay` plays the same requests
+on the same cache (blocks of 64), by round robin and by its KV router; its step times are its own.
+We read the trace outside the timing (once for all runs of a study); Dynamo reads it inside its
+call.
 
-Seconds of processor time (what one run costs) and of wall clock, medians with their range; peak memory of the
-process, the interpreter's included. And whether runs repeat: every figure of two runs, compared.
+Figures are seconds of processor time (the cost of a run) and of wall clock, medians with their
+range, and the peak memory of the process, the interpreter included. Two runs are compared in every
+figure to see whether they repeat.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 from common import about, median_range, write_result
 
-# Name: policy, instances, tokens of a block, blocks of an engine, speed; the decode policy of pools.
+# Name: policy, instances, tokens of a block, blocks of an engine, speed; decode policy of pools.
 OURS: dict[str, tuple[str | int | float, ...]] = {
     "16 engines, 4,000 x 512": ("lmetric", 16, 512, 4000, 2.2),
     "16 engines, 16,384 x 64": ("lmetric", 16, 64, 16384, 2.2),
@@ -89,7 +91,7 @@ measure(play)
 
 
 def run(python: str, code: str, argument: list[Any]) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Runs one simulation in a process of its own."""
     argv = [python, "-c", MEASURE + code, json.dumps(argument)]
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,8 @@
-"""Decisions from Python under pytest-benchmark: `pytest bench`. Medians are the figures to look at.
+"""Decisions from Python under pytest-benchmark: `pytest bench`. Read the medians.
 
-Criterion's versions of the stages: `cargo bench -p lmetric-core --bench kv` (hash, chain, match, feeds) and
-`--bench score`; percentiles: `cargo run --release -p lmetric-core --example index_latency`.
+Criterion has the stages in Rust: `cargo bench -p lmetric-core --bench kv` (hash, chain, match,
+feeds) and `--bench score`. For percentiles: `cargo run --release -p lmetric-core --example
+index_latency`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ Benchmark = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def fleet() -> Fleet:
-    """256 instances, a million pairs."""
+    """Returns 256 instances with a million pairs."""
     return Fleet()
 
 
 @pytest.fixture(scope="module")
 def router(fleet: Fleet) -> Router:
-    """Ours over it, exact index."""
+    """Returns our router over the fleet, exact index."""
     return fleet.router()
 
 
 @pytest.mark.parametrize("thousands", [1, 8, 100])
 def test_hash(benchmark: Benchmark, thousands: int) -> None:
-    """Token ids to chained block hashes: nothing is stored, one instance scored, so hashing is nearly all."""
+    """Measures token ids to chained block hashes. Nothing is stored and one instance is scored, so
+    hashing is nearly all."""
     alone = Router("round_robin", block_size=BLOCK)
     alone.add_instance("engine")
     tokens = np.arange(thousands * 1000, dtype=np.uint32)
@@ -43,7 +45,7 @@ def test_hash(benchmark: Benchmark, thousands: int) -> None:
 
 @pytest.mark.parametrize("blocks", [64, 512, 2048])
 def test_route(benchmark: Benchmark, fleet: Fleet, router: Router, blocks: int) -> None:
-    """Token ids in, instance booked, booking closed."""
+    """Measures a decision from token ids, with the request counted, and its end."""
     prompts = cycle(fleet.prompts[blocks][:16])
 
     def call() -> int:
@@ -51,14 +53,14 @@ def test_route(benchmark: Benchmark, fleet: Fleet, router: Router, blocks: int) 
         ticket.segment_done()
         return int(decision.predicted_cached_tokens)
 
-    # Whatever is chosen, it holds what all hold; who holds more may be busier.
+    # Any choice holds the blocks that all hold; an instance that holds more may be busier.
     assert benchmark(call) >= SHARED_BLOCKS * BLOCK
     assert router.in_flight() == 0
 
 
 @pytest.mark.parametrize("blocks", [64, 512, 2048])
 def test_score(benchmark: Benchmark, fleet: Fleet, router: Router, blocks: int) -> None:
-    """Scores of all instances as an array, nothing booked."""
+    """Measures the scores of all instances as an array, nothing counted."""
     prompt = fleet.prompts[blocks][0]
     scores = benchmark(router.score, tokens=prompt.tokens)
     assert scores.shape == (INSTANCES,)

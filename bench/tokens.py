@@ -1,18 +1,20 @@
-"""Chat requests to a decision: parsed, rendered, tokenised, hashed and placed, first and later turns.
+"""Times chat requests to a decision: parsed, rendered, tokenized, hashed and placed, first and
+later turns.
 
     python bench/tokens.py [--peer VENV] [--sizes 1000 10000 32000 100000] [--turns 20] [--json] [--out FILE]
 
-A conversation of user and assistant turns of about 500 tokens each (text: Python's standard library,
-docstrings and code; tokenizer: byte-level BPE of 32k words trained on it, with a ChatML template that takes
-tools). `first`: all of it is new. `later`: all but the last question (1,000 tokens) was seen the turn before.
-Ours: body of the HTTP request to booked decision over 16 instances, in one thread. `--peer`: an environment
-with transformers, whose `apply_chat_template` (rendering and tokenising) is timed on the same conversations,
-without decision.
+A conversation has user and assistant turns of about 500 tokens each. The text is Python's standard
+library, docstrings and code; the tokenizer is a byte-level BPE of 32k words trained on it, with a
+ChatML template that takes tools. `first`: the whole prompt is new. `later`: all but the last
+question (1,000 tokens) was seen the turn before.
 
-An extension built with the cargo feature fast-tokenizer has a raw file of its own, DATE-tokens-fast.json.
+Ours runs from the body of the HTTP request to a decision over 16 instances, in one thread. `--peer`
+is an environment with transformers. Its `apply_chat_template` (rendering and tokenizing) is timed
+on the same conversations, without decision. An extension built with the cargo feature
+fast-tokenizer has a raw file of its own, DATE-tokens-fast.json.
 
-Milliseconds of that thread's processor time (what else runs on the machine does not count), median, least and
-greatest.
+Times are milliseconds of that thread's processor time (other work on the machine does not count):
+median, least and greatest.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ print(json.dumps(result))
 
 
 def sources() -> Iterator[str]:
-    """Texts of the standard library, in a fixed order."""
+    """Returns the texts of the standard library, in a fixed order."""
     size = 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts or size > CORPUS_BYTES:
@@ -97,7 +99,7 @@ def sources() -> Iterator[str]:
 
 
 def model_folder() -> Path:
-    """The tokenizer and its template, made the first time."""
+    """Returns the folder of the tokenizer and its template, made on first use."""
     folder = ROOT / ".cache" / "bench-tokenizer"
     if not (folder / "tokenizer_config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,20 +136,20 @@ class Talk:
         self._random = random.Random(1)
 
     def text(self, tokens: int) -> str:
-        """Some text of about that many tokens."""
+        """Returns text of about `tokens` tokens."""
         length = int(tokens * self._bytes_per_token)
         start = self._random.randrange(len(self._text) - length)
         return f"{self._random.randrange(10**9)} {self._text[start : start + length]}"
 
     def turns(self, tokens: int) -> list[dict[str, str]]:
-        """A conversation of about that many tokens that ends with an answer."""
+        """Returns a conversation of about `tokens` tokens that ends with an answer."""
         count = max(2, tokens // TURN_TOKENS // 2 * 2)
         roles = ("user", "assistant")
         return [{"role": roles[i % 2], "content": self.text(tokens // count)} for i in range(count)]
 
 
 def measure(folder: Path, sizes: list[int], turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our figures, and the conversations for the peer."""
+    """Measures our figures. Returns the conversations for the peer."""
     tokenizer = PromptTokenizer.load(folder)
     talk = Talk(tokenizer)
     router = Router(block_size=16)
@@ -186,7 +188,7 @@ def measure(folder: Path, sizes: list[int], turns: int) -> tuple[dict[str, Any],
                     decide(orjson.dumps({"messages": history or talk.turns(0)}))
                 messages = [*history, {"role": "user", "content": talk.text(NEW_TOKENS)}]
                 body = orjson.dumps({"model": "m", "messages": messages, "stream": True})
-                if number >= 2:  # the first two warm code up
+                if number >= 2:  # The first two warm the code up.
                     conversations.append(messages)
                     start = time.thread_time_ns()
                     lengths.append(decide(body))

@@ -33,7 +33,8 @@ from common import ROOT
 from rerun import bounds
 from result_files import read_figure, read_index
 
-sys.modules.setdefault("verdicts", sys.modules[__name__])  # `verdict_figures.py` imports it by this name
+# `verdict_figures.py` imports this module by this name.
+sys.modules.setdefault("verdicts", sys.modules[__name__])
 
 DOCS = ROOT / "docs"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
@@ -43,7 +44,8 @@ Row = dict[str, Any]
 
 
 class Span:
-    """Several values, formatted as the smallest and the largest in size: `12 to 37%`; one if they agree."""
+    """Several values, formatted as the smallest and the largest in size: `12 to 37%`; as one value
+    if they agree."""
 
     def __init__(self, values: Iterable[float]) -> None:
         found = sorted(float(value) for value in values)
@@ -60,7 +62,7 @@ class Span:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean over seeds."""
+    """Returns the mean over seeds."""
     return float(np.mean(values))
 
 
@@ -78,15 +80,15 @@ class Scenarios:
         return iter(self.rows)
 
     def of(self, *parts: str) -> Scenarios:
-        """The scenarios whose name contains all parts."""
+        """Returns the scenarios whose name contains all parts."""
         return self._where(lambda name: all(part in name for part in parts), f"with {parts}")
 
     def without(self, *parts: str) -> Scenarios:
-        """The scenarios whose name contains none of the parts."""
+        """Returns the scenarios whose name contains none of the parts."""
         return self._where(lambda name: not any(part in name for part in parts), f"without {parts}")
 
     def __or__(self, other: Scenarios) -> Scenarios:
-        """The scenarios of both."""
+        """Returns the scenarios of both."""
         both = Scenarios([])
         both.rows = self.rows | other.rows
         return both
@@ -99,20 +101,21 @@ class Scenarios:
         return chosen
 
     def row(self, rival: str) -> Row:
-        """The row of a rival, in the only scenario."""
+        """Returns the row of a rival, in the only scenario."""
         (rows,) = self.rows.values()
         return rows[full_name(rival, rows)]
 
     def mean(self, rival: str, name: str) -> float:
-        """A figure of a rival in the only scenario."""
+        """Returns a figure of a rival in the only scenario."""
         return mean(self.row(rival)[name])
 
     def each(self, rival: str, name: str) -> list[float]:
-        """A figure of a rival in each scenario."""
+        """Returns a figure of a rival in each scenario."""
         return [mean(rows[full_name(rival, rows)][name]) for rows in self.rows.values()]
 
     def ratios(self, rival: str, base: str, name: str) -> list[float]:
-        """A figure of a rival over another's in each scenario: mean ratio of the seeds that both have."""
+        """Returns a figure of a rival over another's in each scenario: mean ratio of the seeds that
+        both have."""
         found = []
         for rows in self.rows.values():
             ours, theirs = (rows[full_name(each, rows)][name] for each in (rival, base))
@@ -120,13 +123,13 @@ class Scenarios:
         return found
 
     def ratio(self, rival: str, base: str, name: str) -> float:
-        """A figure of a rival over that of another, in the only scenario."""
+        """Returns a figure of a rival over another's, in the only scenario."""
         (one,) = self.ratios(rival, base, name)
         return one
 
 
 def full_name(rival: str, rows: Mapping[str, Row]) -> str:
-    """A rival by its name, or by the beginning of its name if that is unique."""
+    """Returns a rival's full name, from its name or the beginning of its name if that is unique."""
     found = [rival] if rival in rows else [name for name in rows if name.startswith(rival)]
     if len(found) != 1:
         raise KeyError(f"{rival!r} names {found or 'nothing'}; there are {list(rows)}")
@@ -140,22 +143,22 @@ class Raw:
     folder: Path
 
     def __call__(self, figure: str) -> dict[str, Any]:
-        """A figure's tables."""
+        """Returns a figure's tables."""
         return read_figure(self.folder, figure)
 
     def scenarios(self, *figures: str) -> Scenarios:
-        """Rows of one or more figures."""
+        """Returns the rows of one or more figures."""
         return Scenarios(row for figure in figures for row in self(figure)["rows"])
 
     def bench(self, kind: str) -> dict[str, Any]:
-        """The newest raw file of a kind in `bench/results`."""
+        """Returns the newest raw file of a kind in `bench/results`."""
         path = sorted((ROOT / "bench" / "results").glob(f"*-{kind}.json"))[-1]
         loaded: dict[str, Any] = json.loads(path.read_text())
         return loaded
 
 
 def module(study: str) -> ModuleType:
-    """`verdict_figures.py` of a study."""
+    """Loads `verdict_figures.py` of a study."""
     spec = spec_from_file_location(f"verdict_figures_{study}", ROOT / "bench" / study / "verdict_figures.py")
     if spec is None or spec.loader is None:
         raise ImportError(study)
@@ -165,12 +168,12 @@ def module(study: str) -> ModuleType:
 
 
 def results_of(study: str) -> Path:
-    """The folder with a study's results."""
+    """Returns the folder with a study's results."""
     return ROOT / "bench" / study / "results"
 
 
 def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str | None, str]:
-    """The parts of a study's verdicts, by name, with every field filled from the results."""
+    """Returns the parts of a study's verdicts, by name, with every field filled from the results."""
     source_module = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
     template = source.read_text()
@@ -187,12 +190,13 @@ def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str 
 
 
 def refuse_written_numbers(template: str, written: Sequence[str], source: Path) -> None:
-    """Exits if an outcome holds a number that is not in `written`, or if `written` holds an unused one."""
+    """Exits if an outcome has a number that is not in `written`, or if `written` has an unused
+    number."""
     unused = set(written)
     for line in template.splitlines():
         text = line.split(" | ", 2)[-1] if line.startswith("| ") else line
         literal = "".join(f"{before}\0" for before, *_ in Formatter().parse(text))
-        literal = re.sub(r"\]\([^)]*\)|`[^`]*`", "", literal)  # addresses of links, names in code
+        literal = re.sub(r"\]\([^)]*\)|`[^`]*`", "", literal)  # Remove addresses of links and names in code.
         for allowed in sorted(written, key=len, reverse=True):
             literal, count = re.subn(rf"(?<![\d.,]){re.escape(allowed)}(?!\d|[.,]\d)", "", literal)
             unused -= {allowed} if count else set()
@@ -208,7 +212,7 @@ def refuse_written_numbers(template: str, written: Sequence[str], source: Path) 
 
 
 def ages(results: Callable[[str], Path]) -> str:
-    """The commits of the figures, by study."""
+    """Returns the commits of the figures, by study."""
     lines = ["| study | commits of the code that ran (number of figures) |", "| --- | --- |"]
     for study in (*STUDIES, "planner"):
         commits = Counter(told["commit"] for told in read_index(results(study)).values())
@@ -218,13 +222,13 @@ def ages(results: Callable[[str], Path]) -> str:
 
 
 def pages_in(docs: Path) -> dict[Path, str]:
-    """The pages that hold verdicts, by path in the folder of the documentation."""
+    """Returns the pages that hold verdicts, by path in the documentation's folder."""
     paths = [docs / "reproduction.md", *sorted((docs / "studies").glob("*.md"))]
     return {path.relative_to(docs): path.read_text() for path in paths}
 
 
 def render_pages(pages: Mapping[Path, str], results: Callable[[str], Path] = results_of) -> dict[Path, str]:
-    """The pages with all verdicts rendered anew."""
+    """Returns the pages with all verdicts rendered again."""
     made: dict[tuple[str, str | None], str] = {("ages", None): ages(results)}
     for study in STUDIES:
         made |= {(study, name): part for name, part in render(study, results).items()}

@@ -1,11 +1,11 @@
-"""What a change costs: two checkouts of the router over the same engines, in interleaved pairs of one run.
+"""Compares two checkouts of the router on the same engines, in interleaved pairs of one run.
 
     python bench/http/before_after.py --before CHECKOUT [--rounds 9] [--seconds 2] [--out FILE]
 
-CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
-this one's. Each round runs both, one after the other; the next round begins with the other. A ratio is after
-divided by before, of one round; the table prints the median of the ratios and their range. CPU time is the
-router's own, from /proc (see run.py).
+CHECKOUT is another working tree of this repository, with its extension built in the same cargo
+profile as this one's. Each round runs both, one after the other; the next round begins with the
+other one. A ratio is after divided by before, of one round. The table prints the median of the
+ratios and their range. CPU time is the router's own, from /proc (see run.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from common import about, write_result
 
 CELLS = ("c32_1k", "c32_32k", "o500_1k", "s200")
 FIGURES = ("cpu_us", "p50_us", "p99_us")
-MAX_FOREIGN_CORES = 0.1  # used by other processes; pairs of busier rounds are left out where there are enough
+# Cores that other processes may use. Busier rounds are left out if enough quiet rounds exist.
+MAX_FOREIGN_CORES = 0.1
 
 
 def ratios(runs: list[dict[str, Any]], cell: str, figure: str) -> list[tuple[float, float]]:
-    """Pairs (before, after) of one figure, a pair a round."""
+    """Returns the pairs (before, after) of one figure, a pair per round."""
     pairs = []
     for round_ in sorted({each["round"] for each in runs}):
         values = {
@@ -43,7 +44,7 @@ def ratios(runs: list[dict[str, Any]], cell: str, figure: str) -> list[tuple[flo
 
 
 def show(runs: list[dict[str, Any]]) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
     lines = ["| cell | figure | before | after | ratio, median | range | pairs |", "|---" * 7 + "|"]
     for cell in CELLS:
         for figure in FIGURES:

@@ -2,9 +2,9 @@
 
     python bench/http/bursts.py --before CHECKOUT [--pairs 80] [--requests 300] [--out FILE]
 
-Both routers run all the time, so what the machine does between two bursts is the same for both. CPU time is
-the routers' own, in nanoseconds by /proc/PID/schedstat. The interval is that of the median, at 95%, by order
-statistics. CHECKOUT as for `instructions.py`, whose requests these are.
+Both routers run all the time, so other work on the machine affects both alike. CPU time is the
+routers' own, in nanoseconds from /proc/PID/schedstat. The interval is the 95% interval of the
+median, by order statistics. CHECKOUT and the requests are as for `instructions.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ PORTS = {"before": 8237, "after": 8238}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process's threads so far, finer than the clock ticks of `proc.cpu_seconds`."""
+    """Returns the CPU time of a process's threads so far, finer than the clock ticks of
+    `proc.cpu_seconds`."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """The 95% interval of the median."""
+    """Returns the 95% interval of the median."""
     ordered, n = sorted(ratios), len(ratios)
     low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)) - 1)
     return ordered[low], ordered[n - 1 - low]
@@ -43,7 +44,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def compared(
     trees: dict[str, Path], roles: tuple[str, str], prompt_bytes: int, pairs: int, requests: int
 ) -> dict[str, Any]:
-    """Medians of both, in microseconds, and of the ratio."""
+    """Returns the medians of both, in microseconds, and of the ratio."""
     routers: dict[str, subprocess.Popen[bytes]] = {}
     used: dict[str, list[float]] = {name: [] for name in trees}
     with tempfile.TemporaryDirectory() as scratch:

@@ -17,18 +17,18 @@ CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 
 
 class Sink:
-    """Receives what the reader does not write to the client itself."""
+    """Receives bytes that the reader does not write to the client itself."""
 
     def received(self, flags: int, data: bytes) -> None:
-        """The first event, which is worth committing to."""
+        """Handles the first event, at which the answer is committed."""
 
     def failed(self, error: Exception) -> None:
-        """Nothing fails here."""
+        """Raises the error: no answer fails here."""
         raise error
 
 
 def main() -> None:
-    """Reads so many chunks, each of which is written at once."""
+    """Reads `COUNT` chunks and checks that the last chunk was written."""
     router = Router()
     router.add_instance("engine")
     _, ticket = router.route(Request(prompt_tokens=10))

@@ -27,7 +27,7 @@ class Upstream(asyncio.Protocol):
         self.client: asyncio.WriteTransport | None = None
 
     def ask(self, client: asyncio.WriteTransport, request: bytes) -> asyncio.Future[None]:
-        """Sends the request; done when the whole answer went to the client's transport."""
+        """Sends the request. Done when the whole answer went to the client's transport."""
         self.client, self.left = client, -1
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport.write(request)
@@ -37,7 +37,7 @@ class Upstream(asyncio.Protocol):
         """Called by the loop."""
         assert self.client is not None
         self.client.write(data)
-        if self.left == -1:  # heads of the mock engines come whole
+        if self.left == -1:  # Heads of the mock engines arrive whole.
             end = data.find(b"\r\n\r\n") + 4
             head = data[:end].lower()
             at = head.find(b"content-length:")
@@ -57,7 +57,7 @@ class Upstream(asyncio.Protocol):
 
 
 class Written(web.StreamResponse):
-    """What the handler gives back when the answer already went out."""
+    """The handler's result when the answer already went out."""
 
     _keep_alive = True
 

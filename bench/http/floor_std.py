@@ -16,7 +16,7 @@ HOP = {"transfer-encoding", "connection", "keep-alive"}
 
 
 def app(engines: list[str]) -> web.Application:
-    """The proxy over these engines."""
+    """Returns the proxy over these engines."""
     turn = cycle(engines)
 
     async def session(app: web.Application) -> None:

@@ -1,10 +1,10 @@
-"""What a request in two legs costs the router over one in one: its CPU time a request, by /proc.
+"""Measures the router's CPU time of a request in two segments over a request in one, from /proc.
 
     python bench/http/handover.py [--rounds 3] [--seconds 3] [--out FILE]
 
-Two engines that cost almost nothing (`mock.py`): both serve whole requests, or one hands prompts to the
-other as vLLM's NIXL connector does. Closed loops of 32 connections (wrk), plain answers of one token, bodies
-of 1 and 32 KB, a new prompt each time.
+Two engines that cost almost nothing (`mock.py`). Both serve whole requests, or one prefills and
+transfers to the other as vLLM's NIXL connector does. Closed loops of 32 connections (wrk), plain
+answers of one token, bodies of 1 and 32 KB, a new prompt each time.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ end
 
 
 def answers(port: int) -> None:
-    """Waits until something answers on a port; under callgrind that takes half a minute."""
+    """Waits until a port answers; under callgrind that takes half a minute."""
     for _ in range(1200):
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return
         time.sleep(0.1)
-    sys.exit(f"nobody answers on port {port}")
+    sys.exit(f"handover.py: no answer on port {port}")
 
 
 def configured(roles: tuple[str, str], scratch: Path, port: int = ROUTER) -> Path:
-    """A configuration file of the router, with the two engines in these roles."""
+    """Returns a configuration file of the router, with the two engines in these roles."""
     engines = [
         f"  - {{url: 'http://127.0.0.1:{engine}', role: {role}}}"
         for engine, role in zip(ENGINES, roles, strict=True)
@@ -63,7 +63,7 @@ def configured(roles: tuple[str, str], scratch: Path, port: int = ROUTER) -> Pat
 
 
 def measured(roles: tuple[str, str], size: int, seconds: int, scratch: Path) -> float:
-    """Microseconds of the router's CPU time a request."""
+    """Returns microseconds of the router's CPU time per request."""
     config = configured(roles, scratch)
     (scratch / "wrk.lua").write_text(SCRIPT % ((size - 120) // 5))
     program = Path(sys.executable).parent / "lmetric-router"
@@ -77,7 +77,7 @@ def measured(roles: tuple[str, str], size: int, seconds: int, scratch: Path) -> 
         said = subprocess.run([*wrk, f"-d{seconds}s"], check=True, capture_output=True, text=True).stdout
         used = proc.cpu_seconds(pids) - before
         if "Non-2xx" in said or not (found := re.search(r"(\d+) requests in", said)):
-            sys.exit(f"handover.py: not every request was answered well:\n{said}")
+            sys.exit(f"handover.py: some requests failed; expected none:\n{said}")
         return used / int(found[1]) * 1e6
     finally:
         router.terminate()

@@ -2,12 +2,12 @@
 
     python bench/http/instructions.py --before CHECKOUT [--requests 500] [--out FILE]
 
-CHECKOUT is another working tree of this repository, with its extension built in the same cargo profile as
-this one's. The kernel is not counted. Counts differ by 0.5% between runs, whatever else the machine does;
-CPU times of the same requests (`bursts.py`) differ by several percent. One client sends one request after the
-other, each with a new prompt; the engines are mocks that answer at once. Chunks are counted from the bytes
-that come to the bytes that are written (`chunks.py`): with sockets, the count depends on how many come
-at once.
+CHECKOUT is another working tree of this repository, with its extension built in the same cargo
+profile as this one's. The kernel is not counted. Counts differ by 0.5% between runs, independent of
+the machine's load; CPU times of the same requests (`bursts.py`) differ by several percent. One
+client sends one request after the other, each with a new prompt; the engines are mocks that answer
+at once. Chunks are counted from received bytes to written bytes (`chunks.py`): with sockets, the
+count depends on the number of chunks that arrive together.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from handover import ENGINES, ROUTER, answers, configured
 from common import about, write_result
 
 HERE = Path(__file__).parent
-WARM_UP = 300  # requests until the interpreter has specialized its bytecode
+WARM_UP = 300  # Requests until the interpreter has specialized its bytecode.
 # Name: roles of the engines, bytes of the prompt.
 CELLS = {
     "plain, 1 KB": (("both", "both"), 900),
     "plain, 32 KB": (("both", "both"), 32_000),
     "prefill/decode by NIXL, 1 KB": (("prefill", "decode"), 900),
 }
-CHUNKS = (2_000, 22_000)  # the difference counts
+CHUNKS = (2_000, 22_000)  # The count is the difference of the two runs.
 SERVE = "from lmetric.cli import main; main()"
 
 
 def ask(first: int, requests: int, prompt_bytes: int, port: int = ROUTER) -> None:
-    """Sends so many requests on one connection, numbered from ``first``."""
+    """Sends `count` requests on one connection, numbered from ``first``."""
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     for number in range(first, first + requests):
         text = f"{number} " + "word " * (prompt_bytes // 5)
@@ -59,14 +59,15 @@ def ask(first: int, requests: int, prompt_bytes: int, port: int = ROUTER) -> Non
 
 
 def started(tree: Path, *command: Any, under: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    """Python with the package of a checkout; ``under``: the program that runs it."""
+    """Starts Python with the package of a checkout; ``under`` is the program that runs it."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "python")}
     line = [*under, sys.executable, *map(str, command)]
     return subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL)
 
 
 def callgrind(scratch: Path, from_start: str) -> tuple[str, ...]:
-    """The command line of callgrind; its folder for counts is emptied. ``from_start``: yes or no."""
+    """Returns the command line of callgrind, with an empty folder for counts. ``from_start``: count
+    from the start."""
     for old in scratch.glob("callgrind.*"):
         old.unlink()
     out = f"--callgrind-out-file={scratch}/callgrind.%p"
@@ -74,13 +75,13 @@ def callgrind(scratch: Path, from_start: str) -> tuple[str, ...]:
 
 
 def total(scratch: Path) -> int:
-    """Instructions that callgrind counted."""
+    """Returns the instructions that callgrind counted."""
     totals = [re.search(r"^totals: (\d+)", path.read_text(), re.M) for path in scratch.glob("callgrind.*")]
     return max(int(found[1]) for found in totals if found)
 
 
 def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int, scratch: Path) -> float:
-    """Instructions that the router of a checkout takes for a request."""
+    """Returns the instructions of a checkout's router for a request."""
     config = configured(roles, scratch)
     router = started(tree, "-c", SERVE, "serve", "--config", config, under=callgrind(scratch, "no"))
     try:
@@ -99,7 +100,7 @@ def counted(tree: Path, roles: tuple[str, str], prompt_bytes: int, requests: int
 
 
 def chunk(tree: Path, scratch: Path) -> float:
-    """Instructions that the reader of a checkout takes for a chunk of a stream."""
+    """Returns the instructions of a checkout's reader for a chunk of a stream."""
     counts = []
     for chunks in CHUNKS:
         if started(tree, HERE / "chunks.py", chunks, under=callgrind(scratch, "yes")).wait() != 0:

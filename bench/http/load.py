@@ -1,9 +1,11 @@
-"""Load that wrk cannot make: open-loop arrivals, and many streams at once. Prints one line of JSON.
+"""Generates load that wrk cannot make: open-loop arrivals, and many streams at once. Prints one
+line of JSON.
 
     python bench/http/load.py open PORT BYTES RATE SECONDS NONCE PIDS
     python bench/http/load.py streams PORT COUNT SECONDS NONCE PIDS
 
-PIDS are the router's processes, comma-separated, "-" for none: their CPU time is taken over the same window.
+PIDS are the router's processes, comma-separated, "-" for none. Their CPU time is taken over the
+same window.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import uvloop
 from proc import cpu_seconds
 
 WARM_SECONDS = 0.5
-FRAMING = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")  # of chunks; routers that cut anew may cut inside an event
+FRAMING = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")  # Routers that reframe chunks may cut inside an event.
 SENT_AT = re.compile(rb'"content":"(\d+)"')
 
 
 def request(size: int, nonce: str, ordinal: int, extra: str = "") -> bytes:
-    """A chat request of ``size`` bytes of body; half of it is one of 16 shared beginnings."""
+    """Returns a chat request of ``size`` bytes of body; half of it is one of 16 shared beginnings."""
     half = max(0, size - 160) // 2
     shared = random.Random(ordinal % 16).choices(WORDS, k=half // 6 + 1)
     system, user = "".join(shared)[:half], f"{nonce}-{ordinal} {TAIL[:half]}"
@@ -53,7 +55,7 @@ class Timer:
         loop.add_reader(self._fd, self._fired, callback)
 
     def at(self, moment: float) -> None:
-        """Sets the one moment to wait for."""
+        """Sets the moment to wait for."""
         seconds, rest = divmod(max(moment, 1e-6), 1)
         spec = (ctypes.c_long * 4)(0, 0, int(seconds), max(int(rest * 1e9), 1))
         if self._libc.timerfd_settime(self._fd, 1, ctypes.byref(spec), None) < 0:
@@ -74,7 +76,7 @@ class Client(asyncio.Protocol):
         self.done: asyncio.Future[bytes] | None = None
 
     def ask(self, data: bytes) -> asyncio.Future[bytes]:
-        """Sends; the future holds the whole answer."""
+        """Sends the request. The future holds the whole answer."""
         self.buffer = b""
         self.done = asyncio.get_running_loop().create_future()
         self.transport.write(data)
@@ -104,7 +106,7 @@ class Client(asyncio.Protocol):
 async def open_loop(
     port: int, size: int, rate: float, seconds: float, nonce: str, pids: list[int]
 ) -> dict[str, object]:
-    """Poisson arrivals; latency from the moment of sending to the last byte."""
+    """Sends Poisson arrivals; latency runs from the moment of sending to the last byte."""
     loop = asyncio.get_running_loop()
     rng = random.Random(nonce)
     due, arrivals = 0.0, []
@@ -198,7 +200,8 @@ class Stream(asyncio.Protocol):
 
 
 async def streams(port: int, count: int, seconds: float, nonce: str, pids: list[int]) -> dict[str, object]:
-    """``count`` streams at once, a token each 5 ms; the window lies between their first and last tokens."""
+    """Runs ``count`` streams at once, a token each 5 ms; the window is between their first and last
+    tokens."""
     loop = asyncio.get_running_loop()
     tokens = int((WARM_SECONDS + seconds + 0.3) / 0.005)
     extra = f'"stream":true,"max_tokens":{tokens},'
@@ -215,7 +218,8 @@ async def streams(port: int, count: int, seconds: float, nonce: str, pids: list[
     await asyncio.sleep(seconds)
     used, last, took = cpu_seconds(pids) - cpu_start, len(delays), time.monotonic() - began
     whole = await asyncio.wait_for(asyncio.gather(*(stream.done for stream in running)), 20)
-    # An event that was cut in two is not recognised; a stream that lacks more than a few tokens is broken.
+    # An event that was cut in two is not recognized; a stream that lacks more than a few tokens is
+    # broken.
     errors = sum(
         not done or stream.tokens < 0.97 * tokens for stream, done in zip(running, whole, strict=True)
     )

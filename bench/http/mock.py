@@ -1,12 +1,12 @@
-"""Engines that cost almost nothing: OpenAI's answers, plain and streamed, by hand on raw connections.
+"""Mock engines that cost almost nothing: OpenAI's answers, plain and streamed, on raw connections.
 
-Plain answers come at once; a streamed token comes every 5 ms and carries the sender's monotonic clock as
-its text, so that a reader on the same machine knows how long it was under way. One process serves all ports
-given.
+Plain answers come at once. A streamed token comes every 5 ms and carries the sender's monotonic
+clock as its text, so a reader on the same machine gets its travel time. One process serves all
+given ports.
 
     python bench/http/mock.py [--nixl] PORT...
 
-With --nixl they hand prompts over as vLLM's NIXL connector does, as far as a router can see.
+With --nixl they transfer prompts as vLLM's NIXL connector does, as far as a router can see.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import uvloop
 
 TOKEN_SECONDS = 0.005
-PHASES = 5  # streams are spread over the 5 ms, as engines' steps are
+PHASES = 5  # Streams are spread over the 5 ms, as engines' steps are.
 MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 PLAIN = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"mock","choices":'
@@ -84,7 +84,7 @@ class Streams:
         self.run()
 
     def run(self) -> None:
-        """Sends a token on each stream of the phase that is due."""
+        """Sends a token on each stream of the due phase."""
         phase = self.phases[self.step % PHASES]
         for engine, left in list(phase.items()):
             event = CHUNK % time.monotonic_ns()
@@ -101,7 +101,7 @@ class Streams:
 
 
 class Engine(asyncio.Protocol):
-    """One connection: a request at a time, answered in order."""
+    """One connection: one request at a time, answered in order."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -113,7 +113,7 @@ class Engine(asyncio.Protocol):
         self.transport: asyncio.WriteTransport = transport  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the loop: the client left, its stream ends."""
+        """Called by the loop: the client left, so its stream ends."""
         for phase in self.streams.phases:
             phase.pop(self, None)
 

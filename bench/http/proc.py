@@ -34,7 +34,7 @@ def rss_mib(pids: list[int]) -> float:
 
 
 def machine_busy_seconds() -> float:
-    """CPU time the whole machine spent on anything but idling, all cores together."""
+    """Returns the CPU time that the whole machine did not spend idle, all cores together."""
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     )
@@ -42,7 +42,7 @@ def machine_busy_seconds() -> float:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat after the name; None where the process is gone."""
+    """Returns the fields of /proc/PID/stat after the name; None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

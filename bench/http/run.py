@@ -1,12 +1,13 @@
-"""HTTP routers side by side: engines and load on core 0, the router alone on core 1, interleaved in rounds.
+"""Compares HTTP routers: engines and load on core 0, the router alone on core 1, interleaved in
+rounds.
 
     python bench/http/run.py --rivals DIR [--rounds 3] [--seconds 2] [--only NAME...] [--out FILE]
 
-What a request costs is the router's CPU time (all threads and children, /proc) over requests answered, so
-that it does not depend on how busy core 0 is. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed loops
-(connections, bytes of body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200` 200 streams
-with a token each 5 ms. Every prompt is new; half of it is one of 16 shared beginnings. Each run notes how
-much CPU other processes of the machine took meanwhile; the table takes the quiet runs where there are any.
+The cost of a request is the router's CPU time (all threads and children, /proc) over requests
+answered, so it does not depend on the load of core 0. Cells: `c32_1k`, `c32_32k`, `c256_1k` closed
+loops (connections, bytes of body) by wrk; `o500_1k`, `o500_32k` Poisson arrivals at 500/s; `s200`
+200 streams with a token each 5 ms. Every prompt is new; half of it is one of 16 shared beginnings.
+Each run notes the CPU time of other processes. The table takes the quiet runs if there are any.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Bench:
         _stop(self.mock)
 
     def subject(self, name: str, cells: list[str], round_: int) -> list[dict[str, Any]]:
-        """All cells of one subject, in one life of its process."""
+        """Runs all cells of one subject, in one life of its process."""
         command = SUBJECTS[name]
         with tempfile.TemporaryDirectory() as scratch:
             if command is None:
@@ -165,7 +166,7 @@ class Bench:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and what it started; it leads a session of its own."""
+    """Ends the process and its children; it leads a session of its own."""
     process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(5)
@@ -175,9 +176,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """subject -> cell -> figure -> [median, least, greatest, runs], of quiet runs where there are any.
+    """Returns subject -> cell -> figure -> [median, least, greatest, runs], of quiet runs if there
+    are any.
 
-    Latencies of open loops and streams also as added over the median of direct.
+    Latencies of open loops and streams are also given as added over the median of direct.
     """
     table: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name in SUBJECTS:
@@ -200,7 +202,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[fl
 
 
 def show(table: dict[str, dict[str, dict[str, list[float]]]]) -> str:
-    """The table in Markdown."""
+    """Returns the table in Markdown."""
 
     def cell(name: str, where: str, key: str) -> str:
         figure = table[name].get(where, {}).get(key)

@@ -1,4 +1,4 @@
-"""What is measured: how each router is started over the mock engines, alone on its core, with one worker."""
+"""The subjects: how each router starts over the mock engines, alone on its core, with one worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 Command = Callable[
     [Path, int, list[str], Path], list[str]
-]  # rivals' python, port, engines, scratch directory
+]  # Arguments: rivals' python, port, engines, scratch directory.
 
 
 def _nginx(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
@@ -27,7 +27,7 @@ def _floor(script: str) -> Command:
 
 
 def _module(module: str, policy: str, *more: str) -> Command:
-    """sglang-router and its descendants share their flags; their exporters of metrics are on."""
+    """sglang-router and its descendants share their flags; their metrics exporters are on."""
 
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--worker-urls", *engines]
@@ -47,7 +47,7 @@ def _ours(policy: str) -> Command:
 
 
 def checkout(root: Path) -> Command:
-    """The router of a checkout of this repository, with policy lmetric."""
+    """Returns the router of a checkout of this repository, with policy lmetric."""
 
     def command(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
         flags = [flag for engine in engines for flag in ("--engine", engine)]

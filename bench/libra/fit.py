@@ -1,12 +1,12 @@
-"""What Table 1 and Figure 5 of the Libra paper say of its engines, as profiles.
+"""Derives the engine profiles from Table 1 and Figure 5 of the Libra paper.
 
     python bench/libra/fit.py            # writes profiles/*.yaml; --check compares
 
-The paper names no step times. Table 1 has, of Qwen2.5-14B on A100 with one prefill and one decode GPU, the
-rate at saturation, the median time between tokens and the share of the KV memory in use, for prompts and
-answers of fixed lengths; where nothing interferes that is enough for nearly all constants of our step-time
-model (docs/profiles.md). Its other half, colocation, gives one constant: the rest is left to hold the profile
-against.
+The paper prints no step times. Table 1 is of Qwen2.5-14B on A100, with one prefill and one decode
+GPU and prompts and answers of fixed lengths. It has the rate at saturation, the median time between
+tokens and the share of the KV memory in use. Without interference, these determine nearly all constants
+of our step-time model (docs/profiles.md). The other half of the table, colocation, gives one
+constant; the rest of it checks the profile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FOLDER = Path(__file__).parent / "profiles"
 PREFILL_HEAVY, BALANCED, DECODE_HEAVY = (8192, 32, 0.83, 0.0227, None), (2048, 512, 2.56, 0.047, 0.9483), (
     219, 1467, 1.68, 0.05063, 0.9627,
 )  # fmt: skip
-# Colocated, 8192/32: requests/s of two GPUs, P99 TBT in s (a prompt's last chunk beside the decodes).
+# Colocated, 8192/32: requests/s of two GPUs, P99 TBT in s (a prompt's last chunk beside the
+# decodes).
 COLOCATED_RATE, COLOCATED_P99 = 1.49, 0.35293
 CHUNK = 2048  # vLLM's default, section 2.4
 KV_BYTES = 2 * 48 * 8 * 128 * 2  # K and V, layers, KV heads, width of a head, bytes of BF16
@@ -30,20 +31,20 @@ BLOCK = 16
 
 
 def decoding(prompt: int, answer: int, rate: float, gap: float) -> tuple[float, float]:
-    """Sequences that decode and their context tokens, by Little's law; one at least."""
+    """Returns the decoding sequences and their context tokens, by Little's law; at least one."""
     sequences = max(1.0, rate * answer * gap)
     return sequences, sequences * (prompt + answer / 2)
 
 
 def qwen_14b() -> dict[str, float]:
-    """Constants of Qwen2.5-14B on an A100 from Table 1."""
+    """Returns the constants of Qwen2.5-14B on an A100 from Table 1."""
     shapes = (PREFILL_HEAVY, BALANCED, DECODE_HEAVY)
     batches = [decoding(*shape[:4]) for shape in shapes]
     fixed, sequence, context = np.linalg.solve(
         [[1.0, *batch] for batch in batches], [shape[3] for shape in shapes]
     )
-    # The prefill GPU: a prompt in four chunks is all that it does in a request's time. The second line is the
-    # last chunk, colocated, beside the decodes of one of the two GPUs, by Little's law again.
+    # The prefill GPU computes only a prompt in four chunks in a request's time. The second line is
+    # the last chunk, colocated, beside the decodes of one of the two GPUs, by Little's law.
     prompt, answer = PREFILL_HEAVY[:2]
     chunks = prompt / CHUNK
     beside = COLOCATED_RATE / 2 * answer * COLOCATED_P99
@@ -64,8 +65,9 @@ def qwen_14b() -> dict[str, float]:
 
 
 def on_h100(a100: dict[str, float]) -> dict[str, float]:
-    """The same model on an H100 (SXM) at the same shares of its data sheet: 989 TFLOPS against 312, 3.35 TB/s
-    against 2.039. What a step takes at least counts as reading weights; the memory is as large."""
+    """Returns the same model on an H100 (SXM) at the same shares of its data sheet: 989 TFLOPS
+    against 312, 3.35 TB/s against 2.039. The minimum of a step counts as reading weights. The
+    memory is as large."""
     computing, reading = 312 / 989, 2.039 / 3.35
     return {
         name: value * (1 if name == "cache_tokens" else computing if name.startswith("prefill") else reading)
@@ -73,17 +75,19 @@ def on_h100(a100: dict[str, float]) -> dict[str, float]:
     }
 
 
-# Figure 5, Qwen2.5-32B, 1,024 + 1,024 tokens: requests/s of the side that only prefills, of the one that only
-# decodes, and of both where the cut is at 1358.
+# Figure 5, Qwen2.5-32B, 1,024 + 1,024 tokens: requests/s of the prefill side, of the decode side,
+# and of both with the cut at 1358.
 PREFILLS, DECODES, BALANCE, BALANCED_RATE = 5.6, 1.7, 1358, 2.5
-STEP = 0.02  # what a step takes at least: the figure says nothing of it but in sums
+STEP = 0.02  # the minimum of a step: the figure only has sums
 
 
 def figure_5() -> dict[str, float]:
-    """Constants that Figure 5's rates come to: no cost a sequence, one batch size on the second side."""
+    """Returns the constants that fit Figure 5's rates: no cost per sequence, one batch size on the
+    second side."""
     answer = 1024
     left = 2 * answer - BALANCE
-    # What a decode takes, its share of a step and its context, on the second side, cut at 1024 and at 1358.
+    # The cost of a decode, its share of a step and its context on the second side, cut at 1024 and
+    # at 1358.
     share, context = np.linalg.solve(
         [[answer, answer * (1024 + answer / 2)], [left, left * (BALANCE + left / 2)]],
         [1 / DECODES, 1 / BALANCED_RATE],
@@ -103,7 +107,7 @@ def figure_5() -> dict[str, float]:
 def profile(
     constants: dict[str, float], kv_bytes: int, source: str, note: str
 ) -> dict[str, float | int | str]:
-    """As docs/profiles.md has it, to four digits."""
+    """Formats a profile as in docs/profiles.md, to four digits."""
     rounded = {name: float(f"{value:.4g}") for name, value in constants.items() if name.count("_second")}
     return {
         **rounded,
@@ -118,7 +122,7 @@ def profile(
 
 
 def profiles() -> dict[str, dict[str, float | int | str]]:
-    """All of them, by the names of their files."""
+    """Returns all profiles by their file names."""
     a100 = qwen_14b()
     how = "python bench/libra/fit.py; the arithmetic is in that file."
     return {

@@ -54,7 +54,7 @@ SHAPES = ("8192/32", "2048/512", "219/1467")  # Table 1
 
 
 def row(group: str, system: System, figures: dict[str, list[float]]) -> Row:
-    """A line of a group's table, and one on its way."""
+    """Returns a row of a group's table, and prints it."""
     chunk = f", {system.chunk}" if system.label == TUNED.label else ""
     made = {"group": group, "system": f"{system.label}{chunk}", **figures}
     shown = {name: made[name] for name in ("rate", "requests", "goodput") if name in made}
@@ -72,7 +72,7 @@ BELOW_BALANCE = 2.3  # requests/s: less than Figure 5's 2.5
 @figure("5", "Figure 5: throughput by the token at which all requests are cut, 1,024 + 1,024 tokens")
 def figure_5(world: World) -> Row:
     fleet = Fleet(profile="qwen2.5-32b-figure-5")
-    beyond = 1.5 * most("1024/1024", fleet)  # what is served is then what can be
+    beyond = 1.5 * most("1024/1024", fleet)  # the served rate then is the sustainable rate
     cuts = (1024, 1358) if world.quick else (1024, 1100, 1200, 1280, 1358, 1440, 1520, 1600)
     # Without Algorithm 2, as the figure is about throughput alone.
     pair = System("", fixed_pair=True)
@@ -92,7 +92,8 @@ def predictor(world: World) -> Row:
     systems = [LIBRA, BY_LOAD, GAINFUL, *BOUNDED]
     best = System("cut at 1,358", fixed_pair=True, forced=(1358 - 0.5) / 2048)
     without_slo = [best, *(replace(system, slo=False) for system in systems)]
-    # Figure 5 below its balance and in a backlog; then the workloads of Figure 8 and Table 1, likewise.
+    # Figure 5 below its balance and in a backlog; then the workloads of Figure 8 and Table 1 in the
+    # same way.
     for rate in (BELOW_BALANCE, 1.5 * most("1024/1024", fitted)):
         for _, system, found in world.plays("1024/1024", [rate], without_slo, fitted):
             rows.append(row(f"1024/1024 on the 32B model, {rate:.1f}/s", system, columns(found)))
@@ -155,7 +156,7 @@ def larger(world: World) -> Row:
 
 
 def quantiles(workload: str, rate: float, system: System, seed: int) -> dict[str, float]:
-    """TBT of a run."""
+    """Returns the TBT of a run."""
     played = run(workload, rate, system, A100, seed)
     told = {f"p{100 * q:g}": played.gap_seconds(q) or 0.0 for q in (0.5, 0.9, 0.99)}
     gaps = (played.output_tokens - 1).sum()
@@ -167,7 +168,7 @@ def quantiles(workload: str, rate: float, system: System, seed: int) -> dict[str
 
 
 def near_capacity(world: World, workload: str, system: System, share: float) -> float:
-    """Requests/s, by a seed that nothing is judged on."""
+    """Returns requests/s, by a seed that no result uses."""
     found: Outcome = world.submit(capacity, workload, system, A100, TUNING_SEED).result()
     return share * found.rate
 
@@ -185,7 +186,7 @@ def figure_10(world: World) -> Row:
 
 
 def seam(rate: float, system: System, seed: int) -> dict[str, float]:
-    """What cut requests wait between their parts, seconds, under Mini Reasoning."""
+    """Returns the seconds that split requests wait between their parts, under Mini Reasoning."""
     played = run("mini-reasoning", rate, system, A100, seed)
     cut = (played.cut_tokens >= 0) & (played.arrival_seconds >= WARM_UP)
     waits = (played.decode_start_seconds - played.handoff_seconds)[cut]
@@ -243,7 +244,7 @@ def table_2(world: World) -> Row:
 
 
 def by_gpu(told: Row, fleet: Fleet) -> Row:
-    """Rates of the fleet as those of a GPU."""
+    """Returns rates of the fleet per GPU."""
     shares = {name: rounded([value / fleet.gpus for value in told[name]]) for name in ("rate", "goodput")}
     return told | shares
 
@@ -281,7 +282,8 @@ THINK_SLO = 0.2  # assumed: the paper says "relaxed"
 
 @figure("table_7", "Table 7: requests that think, in two parts and in three")
 def table_7(world: World) -> Row:
-    """Capacity and goodput there, with one SLO for all tokens and with another for reasoning tokens."""
+    """Measures capacity and goodput, with one SLO for all tokens and with another for reasoning
+    tokens."""
     one = [DISAGGREGATED, LIBRA, COMPOSED]
     each = [*one, LIBRA_STAGED, LIBRA_THREE, THREE_BY_LOAD, STAGED]
     rows = []

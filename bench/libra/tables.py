@@ -10,7 +10,7 @@ import numpy as np
 from rerun import grouped, markdown, spread
 
 Row = dict[str, Any]
-# Name, heading, scale, digits; the order is that of the columns.
+# Name, heading, scale, digits. The order is the order of the columns.
 GOODPUT = ("goodput", "goodput, tokens/s", 1.0, 0)
 P50, P99 = ("p50", "P50 TBT, ms", 1e3, 0), ("p99", "P99 TBT, ms", 1e3, 0)
 SLOW = ("slow", "slow tokens, %", 100.0, 2)
@@ -39,18 +39,19 @@ COLUMNS: dict[str, list[tuple[str, str, float, int]]] = {
     "table_7": [CAPACITY, GOODPUT, P50, P99, SLOW, TTFT, CUT, CUT_AT],
     "table_8": [CAPACITY, GOODPUT, P99, TTFT],
 }  # fmt: skip
-OVER_RATES = {"8"}  # figures whose page shows the goodput over the rate; the rest is in their CSV
-BEST = {"goodput", "rate", "saturated"}  # more is better; the rest is not compared
+OVER_RATES = {"8"}  # Figures whose page shows the goodput over the rate; the rest is in their CSV.
+BEST = {"goodput", "rate", "saturated"}  # More is better; other figures are not compared.
 
 
 def cell(values: Sequence[float], scale: float, digits: int) -> str:
-    """Mean and half the range over seeds; a dash where there is none."""
+    """Returns the mean and half the range over seeds; a dash if there is no value."""
     known = [value for value in values if not np.isnan(value)]
     return spread(known, scale, digits) if known else "–"
 
 
 def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page: a table for each group; of a figure over rates, for each workload."""
+    """Returns a figure's part of the page: a table for each group, or for each workload if the
+    figure is over rates."""
     if told["figure"] in OVER_RATES:
         split = ("workload", "at")
         rows = [row | dict(zip(split, row["group"].rsplit(", ", 1), strict=True)) for row in told["rows"]]
@@ -62,7 +63,7 @@ def rendered(told: dict[str, Any]) -> str:
 
 
 def over_rates(rows: Sequence[Row], name: str, heading: str, scale: float, digits: int) -> str:
-    """One figure of all systems of a workload, a column for each rate; bold as in `table`."""
+    """Returns one figure of all systems of a workload, a column per rate. Bold as in `table`."""
     by_rate = grouped(rows, "at")
     best = {rate: max(np.mean(row[name]) for row in here) for rate, here in by_rate.items()}
     lines = []
@@ -76,7 +77,7 @@ def over_rates(rows: Sequence[Row], name: str, heading: str, scale: float, digit
 
 
 def table(figure: str, rows: Sequence[Row]) -> str:
-    """All systems of a group; the best is bold, and all that lie within 1% of it."""
+    """Returns all systems of a group. The best, and all values within 1% of it, are bold."""
     columns = COLUMNS[figure]
     lines = []
     for each in rows:

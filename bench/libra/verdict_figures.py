@@ -20,12 +20,12 @@ PLAIN = "Libra as printed, without Algorithm 2, chunk"
 
 
 def listed(values: list[float], spec: str) -> str:
-    """Values side by side: `0.83, 2.32, 1.56`."""
+    """Returns values side by side: `0.83, 2.32, 1.56`."""
     return ", ".join(format(value, spec) for value in values)
 
 
 def figures(raw: Raw) -> dict[str, Any]:
-    """Every field of verdicts.md."""
+    """Returns every field of verdicts.md."""
     cuts = raw.scenarios("5").of("4.0/s")
     shapes, capacity, goodput = raw.scenarios("table_1"), raw.scenarios("9"), raw.scenarios("8")
     within, spread, ttft = raw.scenarios("10"), raw.scenarios("table_5"), raw.scenarios("table_2")
@@ -43,22 +43,22 @@ def figures(raw: Raw) -> dict[str, Any]:
     decisions = raw.bench("plans")["cuts"]
 
     def wait(speed: str, how: str) -> float:
-        """The mean wait at the seam, ms."""
+        """Returns the mean wait at the segment boundary, ms."""
         return 1e3 * raw.scenarios("transfer").of(f"{speed} GB/s").mean(how, "wait")
 
     def lost(rival: str) -> float:
-        """What of the highest goodput is lost at the highest rate."""
+        """Returns the share of the highest goodput that is lost at the highest rate."""
         return 1 - code.each(rival, "goodput")[-1] / max(code.each(rival, "goodput"))
 
     def waits(rival: str) -> str:
-        """The change of the mean TTFT against 1P1D: `-2% and +13%`."""
+        """Returns the change of the mean TTFT against 1P1D: `-2% and +13%`."""
         return " and ".join(f"{ratio - 1:+.0%}" for ratio in chats.ratios(rival, "1P1D", "ttft"))
 
     backlog = raw.scenarios("predictor").of("32B", "4.0/s")
-    others = raw.scenarios("predictor").without("32B")  # of each workload 0.8 and 1.3 times the load
+    others = raw.scenarios("predictor").without("32B")  # of each workload, 0.8 and 1.3 times the load
 
     def bounded(system: str, load: int) -> Span:
-        """The change of goodput with N_max on all other workloads."""
+        """Returns the change of goodput with N_max on all other workloads."""
         return Span(ratio - 1 for ratio in others.ratios(f"{system}, N_max", system, "goodput")[load::2])
 
     link = wait("50", "chunk by chunk")

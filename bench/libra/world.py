@@ -1,7 +1,9 @@
-"""What the Libra study plays: workloads, systems and fleets, what is kept of a run, and what capacity is.
+"""The scenarios of the Libra study: workloads, systems and fleets, the figures of a run, and the
+definition of capacity.
 
-All arrivals are Poisson, no prompt shares a prefix with another. A run lasts `SECONDS` of arrivals, and then
-until all have ended; requests that arrive in its first quarter do not count.
+All arrivals are Poisson, and no prompt shares a prefix with another. A run lasts `SECONDS` of
+arrivals, and then until all requests have ended. Requests that arrive in its first quarter do not
+count.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from rerun import Pool, traces
 FITTED = Path(__file__).parent / "profiles"
 SECONDS, WARM_UP = 300.0, 75.0
 SLO = 0.1  # section 6.1: seconds from a token to the next
-TUNING_SEED = 1000  # seeds from here on choose settings, and are judged by nothing
+TUNING_SEED = 1000  # seeds from here on choose settings; no result uses them
 CHUNKS = (256, 512, 1024, 2048)  # section 6.1
 
 AZURE_CONVERSATION = "azure_conv_2023.csv.gz"
-# Prompt and answer tokens. Fixed: Table 1, section 4.1. Azure Code: medians as published (Splitwise,
-# section 3), means of that trace. arXiv: Sarathi-Serve, Table 2. Assumed: the spread of Mini Reasoning, whose
-# means stand in Table 1, and BurstGPT's prompts; its mean answer is what Table 3 leaves, where goodput over
-# capacity is 64 to 69 tokens a request, half of the requests being Azure Code's.
+# Prompt and answer tokens. Fixed: Table 1, section 4.1. Azure Code: published medians (Splitwise,
+# section 3), means of that trace. arXiv: Sarathi-Serve, Table 2. Assumed: the spread of Mini
+# Reasoning (means in Table 1) and BurstGPT's prompts. BurstGPT's mean answer follows from Table 3:
+# goodput over capacity is 64 to 69 tokens per request, with half of the requests from Azure Code.
 WORKLOADS: dict[str, tuple[Distribution, Distribution]] = {
     "8192/32": (8192, 32),
     "2048/512": (2048, 512),
@@ -57,7 +59,7 @@ WORKLOADS: dict[str, tuple[Distribution, Distribution]] = {
         LogNormal(p50=1250, mean=1467, min=64, max=8192),
     ),
 }
-# Mini Reasoning with the share of each answer that is thought, drawn evenly: assumed.
+# Mini Reasoning with the reasoning share of each answer, drawn evenly: assumed.
 WORKLOADS["thinking"] = WORKLOADS["mini-reasoning"]
 THOUGHT = {"thinking": (0.7, 0.9)}
 MIXED = {"hybrid": ("burstgpt", "azure-code"), "half-and-half": ("azure-code", "mini-reasoning")}
@@ -66,7 +68,7 @@ NAMED = ("azure-code", "burstgpt", "arxiv", "mini-reasoning", "azure-conversatio
 
 @dataclass(frozen=True)
 class System:
-    """How a fleet serves."""
+    """How a fleet serves requests."""
 
     label: str
     roles: str | None = None  # pools in place of instances that do all
@@ -78,9 +80,9 @@ class System:
     known: bool = True  # lengths of answers
     transfer: str = "50,chunks"
     forced: float | None = None  # every request is cut at this fraction
-    stages: bool = False  # Algorithm 2 goes by the fleet's SLO of thoughts where nothing else is made
-    parts: int = 2  # that a request which thinks is cut into at most
-    bounded: bool = False  # the predictor's batch has at most as many requests as run at once
+    stages: bool = False  # Algorithm 2 uses the SLO of reasoning tokens when the engine makes nothing else
+    parts: int = 2  # most parts of a request with reasoning
+    bounded: bool = False  # the predictor's batch has at most the number of requests that run at once
 
 
 LIBRA = System("Libra as printed", slo=True, split=True, fixed_pair=True)
@@ -105,17 +107,17 @@ ALL = [TUNED, COMPOSED, DISAGGREGATED, LIBRA, BY_LOAD, GAINFUL]
 
 @dataclass(frozen=True)
 class Fleet:
-    """On what: engines of one profile, how many, and what is asked of each token."""
+    """Engines of one profile, their number, and the SLO of each token."""
 
     profile: str = "qwen2.5-14b-a100"
     instances: int = 2
     slo: float = SLO
-    think_slo: float | None = None  # of thoughts; None: as of other tokens
+    think_slo: float | None = None  # SLO of reasoning tokens; None: as of other tokens
     parallel: tuple[int, int] = (1, 1)  # GPUs of each instance by tensor parallelism: prefill, decode
 
     @property
     def gpus(self) -> int:
-        """Of all instances; by tensor parallelism there are two."""
+        """GPUs of all instances; by tensor parallelism there are two."""
         return self.instances if self.parallel == (1, 1) else sum(self.parallel)
 
 
@@ -131,7 +133,8 @@ QWEN_72B = Model(
 
 @cache
 def profile_of(name: str) -> Profile:
-    """Ours from Table 1 and Figure 5, or a roofline: shipped, or the 72B model on four A100."""
+    """Returns our profile from Table 1 and Figure 5, or a roofline: shipped, or the 72B model on
+    four A100."""
     if (path := FITTED / f"{name}.yaml").exists():
         return load_profile(str(path))
     return roofline(QWEN_72B, GPUS["a100"], 4) if name == "qwen2.5-72b-4xa100" else load_profile(name)
@@ -139,8 +142,8 @@ def profile_of(name: str) -> Profile:
 
 @cache
 def parallel(name: str, gpus: int) -> Profile:
-    """The profile of a Qwen2.5-14B by tensor parallelism: each constant times what a roofline of so many
-    A100 has of that of one."""
+    """Returns the profile of a Qwen2.5-14B by tensor parallelism: each constant times the ratio of
+    the rooflines of this number of A100s and one A100."""
     one, many = (roofline(MODELS["qwen2.5-14b"], GPUS["a100"], n) for n in (1, gpus))
     profile = profile_of(name)
     names = (*STEP_CONSTANTS, "cache_blocks")
@@ -150,12 +153,13 @@ def parallel(name: str, gpus: int) -> Profile:
 
 @cache
 def recorded() -> Trace:
-    """Azure's hour of conversations, of which only lengths are used."""
+    """Returns Azure's hour of conversations, of which only the lengths are used."""
     return load_trace(traces() / AZURE_CONVERSATION).open_loop()
 
 
 def lengths(workload: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and answers of `n` requests, in tokens; the first are the same for any `n`."""
+    """Returns prompts and answers of `n` requests, in tokens; the first values are the same for any
+    `n`."""
     prompts, answers, parts = (np.random.default_rng((seed, i)) for i in (1, 2, 3))
     if workload == "azure-conversation":
         trace = recorded()
@@ -171,8 +175,9 @@ def lengths(workload: str, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=4)
 def made(workload: str, rate: float, seed: int, spread: tuple[str, float] | None = None) -> Trace:
-    """What arrives: at another rate the same requests, nearer together. `spread` puts other answers in the
-    place of the workload's: normal or log-normal about them, by a deviation in tokens or of the logarithm."""
+    """Returns the arriving requests: at another rate the same requests, closer together. `spread`
+    replaces the workload's answers with normal or log-normal values about them, by a deviation in
+    tokens or of the logarithm."""
     gaps = np.random.default_rng((seed, 0)).exponential(1.0, int(rate * SECONDS * 1.5 + 200))
     arrivals = np.cumsum(gaps) / rate
     arrivals = arrivals[arrivals < SECONDS]
@@ -210,7 +215,7 @@ def run(
     seed: int,
     spread: tuple[str, float] | None = None,
 ) -> Run:
-    """One run, to its end."""
+    """Runs one simulation to its end."""
     if system.chunk is None:
         raise RuntimeError(f"{system.label}: its chunk is to be tuned first")
     first, second = (
@@ -248,32 +253,33 @@ def run(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a run. Rates are of what ended from warm-up to the last arrival; all else of what arrived then."""
+    """Figures of a run. Rates count requests that ended from warm-up to the last arrival; all other
+    figures count requests that arrived then."""
 
     rate: float  # requests/s that were sent
-    requests: float  # that ended, a second
-    goodput: float  # output tokens within the SLO, of requests that ended, a second, all instances together
+    requests: float  # requests that ended, per second
+    goodput: float  # output tokens per second within the SLO, of requests that ended, all instances together
     p50: float  # seconds between tokens, of the whole run
     p99: float
     slow: float  # share of gaps that are longer than the SLO
     ttft: float  # mean, seconds
     ttft_p99: float
-    # Seconds a second that requests wait longer, to their first token and in their worst gap, from the first
-    # third to the last: x times what is served makes 1 - 1 / x of it.
+    # Seconds per second by which the wait to the first token plus the worst gap grow, from the
+    # first third to the last. Arrivals at x times the served rate make it 1 - 1 / x.
     delay_growth: float
     cut: float  # share of requests
-    cut_at: float  # tokens, mean
-    preemptions: float  # a request
+    cut_at: float  # mean tokens
+    preemptions: float  # per request
 
 
 def outcome(played: Run) -> Outcome:
-    """What is kept of a run."""
+    """Returns the figures of a run."""
     arrived = played.arrival_seconds
     counts, last = arrived >= WARM_UP, float(arrived[-1])
     ended = (played.finished_seconds >= WARM_UP) & (played.finished_seconds < last)
     good = played.output_tokens - played.slow_tokens
     gaps = int((played.output_tokens[counts] - 1).sum())
-    # A backlog shows before the first token, or at the seam where a cut request waits for its second part.
+    # A backlog shows before the first token, or at the segment boundary, before the second part.
     delay = played.ttft_seconds + played.worst_gap_seconds
     third = (last - WARM_UP) / 3
     first = float(delay[counts & (arrived < WARM_UP + third)].mean())
@@ -296,19 +302,20 @@ def outcome(played: Run) -> Outcome:
 
 
 def keeps_up(found: Outcome) -> bool:
-    """P99 TBT within the SLO, and no backlog that grows by more than what 3% too many requests make."""
+    """Returns whether P99 TBT is within the SLO, and the backlog grows less than with 3% too many
+    requests."""
     return found.slow <= 0.01 and found.delay_growth < 0.03
 
 
 def play(workload: str, rate: float, system: System, fleet: Fleet, seed: int) -> Outcome:
-    """One run, in figures."""
+    """Runs one simulation. Returns its figures."""
     return outcome(run(workload, rate, system, fleet, seed))
 
 
 @cache
 def most(workload: str, fleet: Fleet) -> float:
-    """Requests/s that would keep all instances busy, were prompts computed without a step's fixed part, and
-    decoded in batches as large as memory holds."""
+    """Returns the requests/s that would keep all instances busy if prompts had no fixed part of a
+    step and decodes ran in batches as large as memory holds."""
     profile = profile_of(fleet.profile)
     prompts, answers = (column.astype(np.float64) for column in lengths(workload, 4000, TUNING_SEED))
     context = prompts + answers / 2
@@ -324,8 +331,8 @@ HALVINGS = 7
 
 
 def capacity(workload: str, system: System, fleet: Fleet, seed: int) -> Outcome:
-    """The run at the highest rate at which `system` keeps up, to 1.5%: bisection of the rate's logarithm
-    between a fifth and 1.2 times `most`. Where it keeps up at none, rates are 0."""
+    """Runs at the highest rate at which `system` keeps up, to 1.5%: bisection of the rate's
+    logarithm between a fifth and 1.2 times `most`. If it keeps up at no rate, rates are 0."""
     low, high, best = 0.2 * most(workload, fleet), 1.2 * most(workload, fleet), None
     for _ in range(HALVINGS):
         middle = float(np.sqrt(low * high))
@@ -337,18 +344,19 @@ def capacity(workload: str, system: System, fleet: Fleet, seed: int) -> Outcome:
 
 
 class World(Pool):
-    """Plays systems."""
+    """Runs systems."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self._chunks: dict[tuple[str, Fleet], int] = {}
 
     def some(self, names: Sequence[str]) -> Sequence[str]:
-        """Workloads: all, or one."""
+        """Returns the workloads: all, or one."""
         return names[:1] if self.quick else names
 
     def tuned(self, system: System, workload: str, fleet: Fleet) -> System:
-        """With the chunk of the highest capacity under this workload, by seeds that nothing is judged on."""
+        """Returns the system with the chunk of the highest capacity under this workload, by seeds
+        that no result uses."""
         if system.chunk is not None:
             return system
         if (workload, fleet) not in self._chunks:
@@ -367,7 +375,7 @@ class World(Pool):
     def capacities(
         self, workloads: Sequence[str], systems: Sequence[System], fleet: Fleet
     ) -> Iterator[tuple[str, System, list[Outcome]]]:
-        """Every system's capacity under every workload: one outcome for each seed."""
+        """Returns every system's capacity under every workload: one outcome per seed."""
         cases = [
             (workload, self.tuned(system, workload, fleet), fleet)
             for workload, system in product(workloads, systems)
@@ -378,7 +386,7 @@ class World(Pool):
     def plays(
         self, workload: str, rates: Sequence[float], systems: Sequence[System], fleet: Fleet
     ) -> Iterator[tuple[float, System, list[Outcome]]]:
-        """Every system at every rate."""
+        """Runs every system at every rate."""
         tuned = [self.tuned(system, workload, fleet) for system in systems]
         cases = [(workload, rate, system, fleet) for rate, system in product(rates, tuned)]
         for (_, rate, system, _), found in self.each(play, cases):

@@ -1,5 +1,5 @@
-"""What it is worth that each request decodes wherever all lose least: the planner against whole requests and
-against roles that somebody fixed."""
+"""The study of the planner: each request decodes on the instance where all requests lose least,
+against whole requests and fixed roles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Row = dict[str, Any]
 
 
 def rendered(told: Row) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     if told["figure"] in OVER_RIVALS:
         return goal_best_tables.over_rivals(told)
     tables = goal_best_tables if "families" in told else goal_tables
     return tables.rendered(told)
 
 
-# Figures over many stages: the page shows the planner against its rivals, the CSV all values.
+# Figures over many scenarios: the page shows the planner against its rivals, the CSV all values.
 OVER_RIVALS = ("goal_lengths", "goal_delayed", "goal_engines")
 RERUN = Rerun(Path(__file__).parent, "planner.md", rendered)
 figure = RERUN.figure
@@ -41,7 +41,7 @@ LOADS = (0.5, 0.8, 0.95)
 
 
 def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC) -> Row:
-    """All rivals on all stages, each figure one number a seed."""
+    """Runs all rivals on all scenarios, each figure one number per seed."""
     made = []
     for stage, rival, found in world.all(play, stages[:1] if world.quick else stages, rivals):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})

@@ -1,5 +1,5 @@
-"""The planner against whatever is best: of all rivals, each tuned, at each load; in worlds that it was not
-made for; and what each part of it buys."""
+"""The planner against the best of all rivals, each tuned, at each load; on scenarios it was not
+designed for; and the value of each part."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from rerun import Pool, columns
 Row = dict[str, Any]
 Found = dict[Rival, Outcome]
 
-SHARES = (0.3, 0.5, 0.7, 0.8, 0.95)  # of the maximum load
+SHARES = (0.3, 0.5, 0.7, 0.8, 0.95)  # shares of the maximum load
 STRONGEST = 6  # families that are shown one by one
-SLACK = 0.02  # that a figure may be worse without counting as worse
+SLACK = 0.02  # change of a figure that does not count as worse
 LEAST_KEPT_UP = Rule().keep_up
-ROUTERS = 4  # side by side
-SHARING_SECONDS = 0.1  # as often as the server's tell each other
+ROUTERS = 4  # routers side by side
+SHARING_SECONDS = 0.1  # seconds between two exchanges of load, as in the server
 
 
 def at(share: float, recording: str = CONVERSATION, *, shared: bool = True) -> Stage:
-    """A recording at a share of the maximum load: of what LMETRIC keeps up with there."""
+    """Returns a recording at a share of the maximum load: of LMETRIC's sustained speed there."""
     return Stage(load=round(share * most(recording, shared), 3), recording=recording, shared=shared)
 
 
 def named(share: float, stage: Stage) -> str:
-    """What a stage is called: its share of the maximum load first."""
+    """Returns the name of a scenario, its share of the maximum load first."""
     what = [stage.recording] if stage.recording != CONVERSATION else []
     return ", ".join([f"{share:.0%} ({stage.load:g} times as fast)", *what, *stage.differs])
 
 
 def changes(ours: Outcome, theirs: Outcome) -> list[float]:
-    """Logarithms of the nine figures' ratios, below 0 where ours is less."""
+    """Returns logarithms of the nine figures' ratios, below 0 if ours is less."""
     return [float(np.log(getattr(ours, name) / getattr(theirs, name))) for name in NINE]
 
 
 def keeping_up(found: Found) -> Found:
-    """Those under which the fleet does not fall behind, by the rule of `lmetric.sim.max_load`."""
+    """Returns the rivals under which the fleet keeps up, by the rule of `lmetric.sim.max_load`."""
     return {rival: each for rival, each in found.items() if each.kept_up >= LEAST_KEPT_UP}
 
 
 def counts(planner: Outcome, others: Found) -> dict[str, int]:
-    """How many of the others keep up; are worse than the planner in all nine figures; or at least better in
-    none by more than the slack."""
+    """Returns the number of others, and of others that keep up. Of these, `worse_in_all` are worse
+    than the planner in all nine figures; `within_slack` are better in some, by at most the slack."""
     kept = keeping_up(others)
     least = [min(changes(each, planner)) for each in kept.values()]
     return {
@@ -64,21 +64,22 @@ def counts(planner: Outcome, others: Found) -> dict[str, int]:
 
 
 def tuned(found: Found, planner: Outcome) -> tuple[Rival, float] | None:
-    """Of a family the one with the least geometric mean of the nine figures, and the logarithm of that over
-    the planner's; None: none keeps up."""
+    """Returns the member of a family with the least geometric mean of the nine figures, and the
+    logarithm of its mean over the planner's. None: no member keeps up."""
     means = {rival: float(np.mean(changes(each, planner))) for rival, each in keeping_up(found).items()}
     return min(means.items(), key=lambda pair: pair[1]) if means else None
 
 
 def strongest(by_family: Mapping[str, Found], planner: Outcome) -> dict[str, Rival]:
-    """The families that, tuned, have the least geometric mean of the nine figures."""
+    """Returns the families that, tuned, have the least geometric mean of the nine figures."""
     picked = {name: each for name, found in by_family.items() if (each := tuned(found, planner))}
     order = sorted(picked, key=lambda name: picked[name][1])[:STRONGEST]
     return {name: picked[name][0] for name in order}
 
 
 def best(world: Pool) -> Row:
-    """All rivals by one seed at each load; the strongest, and those best in a figure, by all seeds."""
+    """Screens all rivals with one seed at each load. Returns the strongest and the best in a
+    figure, with all seeds."""
     everyone = families()
     if world.quick:
         everyone = {name: rivals[-1:] for name, rivals in everyone.items()}
@@ -88,7 +89,7 @@ def best(world: Pool) -> Row:
 
 
 def by_stage(found: Sequence[Row]) -> Row:
-    """Tables with a column `stage`, made of what was found at each stage."""
+    """Returns tables with a column `stage`, made from the results per scenario."""
     told: Row = {"rows": [], "families": []}
     for one in found:
         stage = {"stage": one["stage"]}
@@ -103,7 +104,7 @@ def by_stage(found: Sequence[Row]) -> Row:
 
 
 def carried() -> list[dict[str, str]]:
-    """How many times as fast as recorded each keeps up."""
+    """Returns the sustained speed of each rival, times the recorded arrivals."""
     recordings = {
         CONVERSATION: (CONVERSATION, True),
         f"{CONVERSATION}, nothing shared": (CONVERSATION, False),
@@ -117,7 +118,7 @@ def carried() -> list[dict[str, str]]:
 
 
 def load(world: Pool, name: str, stage: Stage, everyone: Mapping[str, Sequence[Rival]]) -> Row:
-    """What is told of a load."""
+    """Returns the results at a load."""
     by_family, planner = screened(world, stage, everyone)
     flat = {rival: each for found in by_family.values() for rival, each in found.items()}
     kept = keeping_up(flat)
@@ -136,7 +137,7 @@ def load(world: Pool, name: str, stage: Stage, everyone: Mapping[str, Sequence[R
 def screened(
     world: Pool, stage: Stage, everyone: Mapping[str, Sequence[Rival]]
 ) -> tuple[dict[str, Found], Outcome]:
-    """All rivals by family, and the planner, by the first seed."""
+    """Returns all rivals by family, and the planner, with the first seed."""
     cases = [(stage, PLANNER), *((stage, rival) for rivals in everyone.values() for rival in rivals)]
     found = {rival: each[0] for (_, rival), each in world.each(play, cases, lambda *_: 1)}
     return {name: {rival: found[rival] for rival in rivals} for name, rivals in everyone.items()}, found[
@@ -145,7 +146,7 @@ def screened(
 
 
 def rows(world: Pool, stage: Stage, rivals: Sequence[Rival]) -> list[Row]:
-    """Rivals, the planner and the two bounds by all seeds."""
+    """Returns rivals, the planner and the two bounds with all seeds."""
     cases = [(stage, rival) for rival in [*rivals, PLANNER, TWICE]]
     told = [{"policy": rival.label, **columns(found)} for (_, rival), found in world.each(play, cases)]
     ((_, bound),) = world.each(alone, [(stage,)])
@@ -153,7 +154,7 @@ def rows(world: Pool, stage: Stage, rivals: Sequence[Rival]) -> list[Row]:
 
 
 def worlds() -> dict[str, Stage]:
-    """What it was not tuned on, by name."""
+    """Returns scenarios that were not used for tuning, by name."""
     told = {}
     for share in (0.5, 0.8, 0.95):
         usual = at(share)
@@ -173,7 +174,8 @@ def worlds() -> dict[str, Stage]:
 
 
 def robust(world: Pool) -> Row:
-    """Against LMETRIC, with and without pulls, and whichever fixed roles end requests first there."""
+    """Returns figures against LMETRIC, with and without prefix fetches, and against the fixed roles
+    with the best mean E2E latency there."""
     stages = worlds()
     if world.quick:
         stages = dict([list(stages.items())[1]])
@@ -184,7 +186,7 @@ def robust(world: Pool) -> Row:
         )
         kept = keeping_up(by_family["fixed roles"])
         chosen = {LMETRIC.label: LMETRIC}
-        if stage.shared and stage.recording == CONVERSATION:  # else there is nothing to pull
+        if stage.shared and stage.recording == CONVERSATION:  # else there is nothing to fetch
             chosen[PULLING.label] = PULLING
         if kept:
             chosen["best of fixed roles"] = min(kept, key=lambda rival: kept[rival].e2e)
@@ -195,7 +197,7 @@ def robust(world: Pool) -> Row:
 
 
 def ablation(world: Pool) -> Row:
-    """Parts alone, together, and what is left to those who lack something."""
+    """Returns figures of the parts alone, together, and with features missing."""
     stages = {share: at(share) for share in (SHARES[:1] if world.quick else (0.5, 0.7, 0.8, 0.95))}
     told = []
     cases = [(stage, rival) for stage in stages.values() for rival in [*ablations(), *KEPT]]

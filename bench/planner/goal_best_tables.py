@@ -1,4 +1,4 @@
-"""The planner against the best of all and against each, as Markdown."""
+"""The planner against the best of all others and against each family, as Markdown."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 
-# What the planner was to reach: changes of each figure against the best of all others at the same load.
+# Goals of the planner: change of each figure against the best of all others at the same load.
 GOAL = {name: {"ttft": -0.10, "tpot_p99": -0.30}.get(name, 0.02) for name in NINE}
 KINDS = {"ttft": ("TTFT", "s"), "tpot": ("TPOT", "ms"), "e2e": ("E2E", "s")}
 
 
 def heading(name: str) -> str:
-    """A figure by its whole name."""
+    """Returns a figure's full name."""
     kind, _, quantile = name.partition("_")
     return f"{KINDS[kind][0]} {quantile or 'mean'}"
 
 
 def rendered(told: Row) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     parts = ("rows", "families", "counts", "leading")
     tables = {name: grouped(told.get(name, []), "stage") for name in parts}
     stages = [
@@ -40,7 +40,8 @@ def rendered(told: Row) -> str:
 
 
 def over_rivals(told: Row) -> str:
-    """The planner's figures over those of the base and of the best fixed roles, stage by stage."""
+    """Returns the planner's figures over the base's and the best fixed roles', scenario by
+    scenario."""
     stages = []
     for stage, rows in grouped(told["rows"], "stage").items():
         families = [{"family": told["base"], "policy": told["base"]}]
@@ -51,20 +52,21 @@ def over_rivals(told: Row) -> str:
 
 
 def most(told: Sequence[Row]) -> str:
-    """How many times as fast as recorded each keeps up."""
+    """Returns the sustained speed of each policy, times the recorded arrivals."""
     _, *labels = told[0]
     rows = (list(row.values()) for row in told)
     return markdown(["sustained arrivals, times the recorded arrivals", *labels], rows)
 
 
 def one(load: Row, label: str) -> Row:
-    """A policy's row."""
+    """Returns a policy's row."""
     (row,) = (row for row in load["rows"] if row["policy"] == label)
     return row
 
 
 def of_all(load: Row) -> str:
-    """Figure by figure: the best of all others, the planner, whether that is what was wanted, and bounds."""
+    """Returns, figure by figure, the best of all others, the planner, whether the goal is met, and
+    bounds."""
     planner, twice, alone = (one(load, label) for label in ("planner", TWICE.label, "alone"))
     leaders = [one(load, label) for label in (row["policy"] for row in load["leading"])]
     lines = []
@@ -82,7 +84,7 @@ def of_all(load: Row) -> str:
 
 
 def lost(load: Row) -> str:
-    """How many others lose."""
+    """Returns how many others lose."""
     (counts,) = load["counts"]
     kept, in_all, within = (int(counts[name]) for name in ("kept_up", "worse_in_all", "within_slack"))
     return (
@@ -93,7 +95,7 @@ def lost(load: Row) -> str:
 
 
 def against(loads: Sequence[Row]) -> str:
-    """The planner's figures over those of each family."""
+    """Returns the planner's figures over each family's."""
     lines = []
     for load in loads:
         planner = one(load, "planner")

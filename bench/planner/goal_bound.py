@@ -1,4 +1,4 @@
-"""What nobody could be better than, and what somebody with twice the engines gets: how much is left."""
+"""Bounds on any placement, and the result with twice the engines: the remaining gain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lmetric.sim.traces import Trace, ideal_hit_tokens
 
 Seconds = NDArray[np.float64]
 
-# As many instances again that only prefill, and links that take no time: no decode waits for a prefill.
+# As many instances again that only prefill, and links that take no time: no decode waits for a
+# prefill.
 TWICE = Rival(
     f"{INSTANCES}P{INSTANCES}D",
     "lmetric_pull",
@@ -24,15 +25,16 @@ TWICE = Rival(
 
 
 def alone(stage: Stage, seed: int) -> Outcome:
-    """Each request prefilled as it comes by an engine that does nothing else and holds every block that any
-    request before named, then decoded as a batch of one. A bound for each by itself, and so for means and
-    percentiles: no engine computes a request in less."""
+    """Returns figures of each request prefilled on arrival by an idle engine that holds every block
+    named before, then decoded as a batch of one. No engine computes a request faster, so this
+    bounds means and percentiles."""
     ttft, tpot, e2e = least(made(stage, seed).trace, load_profile(stage.profile))
     return Outcome(**figures(ttft, tpot, e2e), apart=0.0, kept_up=1.0)
 
 
 def least(trace: Trace, profile: Profile) -> tuple[Seconds, Seconds, Seconds]:
-    """Least TTFT, TPOT (NaN: an answer of one token) and end-to-end latency of each request."""
+    """Returns the least TTFT, TPOT (NaN: an answer of one token) and end-to-end latency of each
+    request."""
     prompt = trace.input_tokens.astype(np.float64)
     answer = np.maximum(trace.output_tokens, 1).astype(np.float64)
     hit = ideal_hit_tokens(trace)

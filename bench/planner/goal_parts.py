@@ -1,4 +1,5 @@
-"""The planner's parts, each switched off, alone and together; and what is left where something is missing."""
+"""The planner's parts, each switched off, alone and together, and the result with a feature
+missing."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What the planner has and LMETRIC has not, by what switches it off."""
+    """A part of the planner that LMETRIC does not have, and how to switch it off."""
 
     label: str
     knobs: Mapping[str, float] = field(default_factory=dict, hash=False)
-    settings: Settings = field(default_factory=dict, hash=False)  # of the simulator
+    settings: Settings = field(default_factory=dict, hash=False)  # settings of the simulator
     split_settings: Settings = field(default_factory=dict, hash=False)
     of: str = ""  # the part without which it does nothing
 
@@ -33,7 +34,7 @@ PARTS = [
 
 
 def without(label: str, off: Sequence[Part]) -> Rival:
-    """The planner with parts switched off."""
+    """Returns the planner with parts switched off."""
     knobs = {name: value for part in off for name, value in part.knobs.items()}
     settings = {name: value for part in off for name, value in part.settings.items()}
     cut = {name: value for part in off for name, value in part.split_settings.items()}
@@ -43,7 +44,7 @@ def without(label: str, off: Sequence[Part]) -> Rival:
 
 
 def ablations() -> list[Rival]:
-    """All parts, none, each alone, and all but each."""
+    """Returns all parts, none, each alone, and all but each."""
     alone = [
         without(f"{part.label} alone", [each for each in PARTS if each is not part])
         for part in PARTS
@@ -56,11 +57,11 @@ def ablations() -> list[Rival]:
     return [PLANNER, without("no part", PARTS), *alone, *rest]
 
 
-# A prompt whose tokens nobody knows is matched as text, by what was sent where;
-# it is neither pulled for nor cut. Engines that hand nothing over leave the weight alone.
+# A prompt without known tokens is matched as text, by past placements; it is neither split nor gets
+# a prefix fetch. Engines without KV transfer leave the weight alone.
 WHOLE: Settings = {"prefix_fetch": "none", "split": "none"}
 BY_PLACED: Settings = {"index": "approximate"}
-BLIND = "queued_prefill_tokens + prompt_tokens"  # p_token of who knows no prefix
+BLIND = "queued_prefill_tokens + prompt_tokens"  # p_token of a router without any known prefix
 (WEIGHT,) = (row["knobs"][0]["default"] for row in policy_table() if row["name"] == PLANNER.policy)
 KEPT = [
     Rival("no tokens: planner", PLANNER.policy, settings={**WHOLE, **BY_PLACED}),

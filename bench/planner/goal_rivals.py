@@ -1,6 +1,6 @@
-"""All that the planner is held against: every policy of the router with usual values of its knobs, prefixes
-that are pulled, fixed roles, cuts, moves, and engines whose queues go by other orders. A family is tuned as
-one."""
+"""All rivals of the planner. They are every policy of the router with usual parameter values,
+prefix fetches, fixed roles, splits, moves, and engines with other queue orders. A family is tuned
+as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from goal_world import FIXED, LMETRIC, PULLING, Rival
 
-# Values around each default, or as the papers sweep them. The engines prefill up to 10,000 tokens a second.
+# Values around each default, or as swept by the papers. The engines prefill up to 10,000 tokens a
+# second.
 KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
     "lmetric": {"bs_offset": (0, 1)},
     "lmetric_pull": {"bs_offset": (0, 1), "by_batch": (0, 1)},
@@ -41,20 +42,19 @@ KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
     "ils": {},
     "ils_requests": {},
 }
-# What reads hand-overs, is the planner itself, or is there to lose.
-# lmetric_seconds is lmetric on engines that are alike.
+# Policies that read handoffs, are the planner itself, or must lose.
 LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst", "lmetric_seconds")
-# star_dispatch is least_tokens where nobody knows lengths, ils is what sibyl is built on, and llumnix moves
-# nothing where memory is not short.
+# Without known lengths, star_dispatch equals least_tokens. sibyl builds on ils. llumnix moves
+# nothing unless memory is short.
 DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens")
-# Those that are told no lengths.
+# Policies without given lengths.
 ORDERS = ("spf", "las", "slo", "distboost", "uniboost", "gittins")
-# By how much a cut has to gain; below 0: every balance is a cut, as printed.
+# The gain that a split must have; below 0: every balance is a cut, as printed.
 GAINS = (-1.0, 0.05, 0.3)
 
 
 def knobbed(policy: str) -> list[Rival]:
-    """A policy with each combination of its knobs' values."""
+    """Returns a policy with each combination of its parameters' values."""
     swept = KNOBS[policy]
     made = []
     for values in product(*swept.values()):
@@ -65,22 +65,22 @@ def knobbed(policy: str) -> list[Rival]:
 
 
 def also(rival: Rival, what: str, **settings: Any) -> Rival:
-    """The same with further settings of the simulator."""
+    """Returns the rival with further settings of the simulator."""
     return replace(rival, label=f"{rival.label}, {what}", settings={**rival.settings, **settings})
 
 
 def pulling(policy: str, roles: Rival) -> Rival:
-    """Fixed roles under a policy, prefixes being pulled."""
+    """Returns fixed roles under a policy, with prefix fetches."""
     return replace(also(roles, f"{policy}, pulls", prefix_fetch="on"), policy=policy)
 
 
-# Roles outside of these do not keep up under any load of note.
+# Roles outside these do not keep up under any load of note.
 LIKELY = [rival for rival in FIXED if int(rival.label.split("P")[0]) >= 8]
 LIKELY_ROLES = [*LIKELY, *(pulling("lmetric_pull", rival) for rival in LIKELY)]
 
 
 def families() -> dict[str, list[Rival]]:
-    """All rivals by family."""
+    """Returns all rivals by family."""
     made = {policy: knobbed(policy) for policy in KNOBS}
     made["lmetric"].append(also(LMETRIC, "guard", guard=True))
     made["lmetric_pull"] = [also(rival, "pulls", prefix_fetch="on") for rival in made["lmetric_pull"]]

@@ -13,7 +13,7 @@ from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 
-# Of a figure of the outcome: heading, scale and digits.
+# For each figure of the outcome: heading, scale and digits.
 FIGURES = {
     **LATENCIES,
     "e2e": ("E2E mean, s", 1, 2),
@@ -26,21 +26,21 @@ NINE = [name for name in FIGURES if name != "apart"]
 
 
 def rendered(told: Row) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     stages = grouped(told["rows"], "stage")
     parts = [f"{stage}:\n\n{table(rows, told)}" for stage, rows in stages.items()]
     return "\n\n".join(parts)
 
 
 def best_fixed(rows: Sequence[Row]) -> Row | None:
-    """Of a stage's rivals with fixed roles, the one with the least mean E2E latency."""
+    """Returns the fixed roles with the least mean E2E latency in a scenario."""
     fixed = [row for row in rows if row["policy"] in FIXED_ROLES]
     return min(fixed, key=lambda row: float(np.mean(row["e2e"]))) if fixed else None
 
 
 def table(rows: Sequence[Row], told: Row) -> str:
-    """All rivals on a stage; of those with fixed roles, the one with the least mean E2E latency, seen from
-    behind. The last column holds the mean E2E latency against that of the base, seed by seed."""
+    """Returns all rivals of a scenario; of the fixed roles, those with the least mean E2E latency
+    in hindsight. The last column has the mean E2E latency against the base's, seed by seed."""
     best = best_fixed(rows)
     (against,) = (row for row in rows if row["policy"] == told["base"])
     lines = []
@@ -54,5 +54,5 @@ def table(rows: Sequence[Row], told: Row) -> str:
 
 
 def change(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Relative change of the mean over seeds."""
+    """Returns the relative change of the mean over seeds."""
     return f"{(bounds(ours, theirs)[0] - 1) * 100:+.1f}%"

@@ -1,4 +1,5 @@
-"""What the study of the planner plays: recorded and made requests on 16 instances; what is kept of a run."""
+"""The scenarios of the study of the planner: recorded and synthetic requests on 16 instances, and
+the figures of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from rerun import traces
 
 PROFILE = "independent-sim"
 TRANSFER = "25"  # GB/s
-SECONDS, REQUESTS = 600.0, 20_000  # that made requests arrive in, and how many at most
+SECONDS, REQUESTS = 600.0, 20_000  # seconds in which synthetic requests arrive, and their largest number
 CONVERSATION, AZURE = "Mooncake conversation", "Azure conversation"
 RECORDED = {CONVERSATION: "mooncake_conversation.jsonl.gz", AZURE: "azure_conv_2023.csv.gz"}
-# The conversation's arrivals were recorded in buckets of so many seconds.
+# Seconds of the buckets in which the conversation's arrivals were recorded.
 BUCKET_SECONDS = 3.0
 STEP_CONSTANTS = (
     "fixed_seconds", "decode_seconds_per_sequence", "decode_seconds_per_context_token",
@@ -39,7 +40,7 @@ class Rival:
     label: str
     policy: str = "lmetric"
     knobs: Mapping[str, float] = field(default_factory=dict, hash=False)
-    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the simulator
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # settings of the simulator
 
 
 LMETRIC = Rival("lmetric")
@@ -51,19 +52,19 @@ FIXED = [Rival(roles, settings={"roles": roles}) for roles in ROLES]
 
 @dataclass(frozen=True)
 class Stage:
-    """What arrives, how fast, and what engines and policies are like."""
+    """The requests, their speed, and the engines and policies."""
 
-    lengths: str = ""  # of made requests; empty: the recorded hour
-    load: float = 1.0  # times the recorded arrivals, or as a share of what the instances carry
+    lengths: str = ""  # name of synthetic requests; empty: the recorded hour
+    load: float = 1.0  # times the recorded arrivals, or as a share of the rate that the instances carry
     signals: str = "exact"
     profile: str = PROFILE
-    recording: str = CONVERSATION  # where nothing is made
-    shared: bool = True  # False: no two prompts of a recording share anything
-    redrawn: bool = False  # arrivals of a recording move within its buckets, not by a millisecond
-    event_delay: float = 0.02  # seconds that cache events take, where signals are delayed
-    believed: float = 1.0  # the router takes steps to last so many times as long as they do
+    recording: str = CONVERSATION  # without synthetic requests
+    shared: bool = True  # False: no two prompts of a recording share a prefix
+    redrawn: bool = False  # arrivals of a recording move within their buckets, not by a millisecond
+    event_delay: float = 0.02  # delay of cache events in seconds, if signals are delayed
+    believed: float = 1.0  # factor by which the router overestimates the time of a step
     routers: int = 1
-    sharing: float | None = None  # seconds between two times that they tell each other of their load
+    sharing: float | None = None  # seconds between two exchanges of load
 
     @property
     def label(self) -> str:
@@ -74,7 +75,7 @@ class Stage:
 
     @property
     def differs(self) -> list[str]:
-        """What is not as usual."""
+        """Returns the settings that differ from the default."""
         told = {
             f"{self.signals} signals": self.signals != "exact",
             f"cache events {self.event_delay:g} s late": self.event_delay != Stage.event_delay,
@@ -93,7 +94,7 @@ class Stage:
 
     @property
     def believed_profile(self) -> Profile | None:
-        """What the router goes by; None: the engines' own."""
+        """Returns the router's profile; None: the engines' own."""
         if self.believed == 1:
             return None
         profile = load_profile(self.profile)
@@ -104,7 +105,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """Figures of a run."""
 
     ttft: float  # mean, s
     ttft_p50: float
@@ -115,19 +116,20 @@ class Outcome:
     e2e: float  # mean, s
     e2e_p50: float
     e2e_p99: float
-    apart: float  # share of the requests that decode elsewhere than where they were prefilled
+    apart: float  # share of the requests that decode elsewhere than on their prefill instance
     kept_up: float  # share that had its first token when the last request arrived
 
 
 def requests(lengths: str, rate: float, count: float, seed: int) -> Trace:
-    """Requests of one rate that share nothing."""
+    """Returns requests of one rate that share nothing."""
     told = {"synthetic": "requests", "seed": seed, "rate": rate, "lengths": lengths}
     return check_synthetic({**told, "duration_seconds": count / rate}, lengths).make()
 
 
 @lru_cache(maxsize=16)
 def carried(lengths: str, profile: str) -> float:
-    """Requests a second that the instances carry: all at once, by when 97% of them are answered."""
+    """Returns the requests per second that the instances carry: all requests at once, until 97% of
+    them are answered."""
     trace = requests(lengths, 1e4, 4000, 99)
     run = simulate(trace, instances=INSTANCES, profile=profile, output_known=False)
     return 0.97 * len(trace) / float(np.percentile(run.finished_seconds, 97))
@@ -135,7 +137,7 @@ def carried(lengths: str, profile: str) -> float:
 
 @lru_cache(maxsize=4)
 def made(stage: Stage, seed: int) -> Workload:
-    """What arrives."""
+    """Returns the trace."""
     if stage.lengths:
         rate = stage.load * carried(stage.lengths, stage.profile)
         trace = requests(stage.lengths, rate, min(REQUESTS, rate * SECONDS), seed + 1)
@@ -147,15 +149,15 @@ def made(stage: Stage, seed: int) -> Workload:
 
 
 def redrawn(trace: Trace, bucket: float, seed: int) -> Trace:
-    """The same requests in the same order, each at a moment drawn from its bucket of so many seconds."""
+    """Returns the same requests in the same order, each at a random moment of its bucket."""
     within = np.random.default_rng(seed).uniform(0, bucket, len(trace))
     return replace(trace, arrival_seconds=np.sort(np.floor(trace.arrival_seconds / bucket) * bucket + within))
 
 
 @lru_cache(maxsize=16)
 def most(recording: str, shared: bool = True, rival: Rival = LMETRIC) -> float:
-    """How many times as fast as recorded a fleet keeps up, by `lmetric.sim.max_load`; what LMETRIC's does is
-    called the maximum load."""
+    """Returns the highest speed, times the recording, at which a fleet keeps up by
+    `lmetric.sim.max_load`. LMETRIC's is called the maximum load."""
     path = traces() / RECORDED[recording]
     setup = Setup(
         trace=TraceChoice(str(path), recording),
@@ -169,7 +171,7 @@ def most(recording: str, shared: bool = True, rival: Rival = LMETRIC) -> float:
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
-    """One run; nobody knows how long answers get."""
+    """Runs one simulation without given answer lengths."""
     run = simulate(
         made(stage, seed),
         policy=rival.policy,
@@ -193,7 +195,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
 
 
 def outcome(run: Run) -> Outcome:
-    """The figures of a run."""
+    """Returns the figures of a run."""
     kept_up = float((run.first_token_seconds <= run.arrival_seconds.max()).mean())
     found = figures(run.ttft_seconds, run.tpot_seconds, run.e2e_seconds)
     return Outcome(**found, apart=float((run.decode_instance >= 0).mean()), kept_up=kept_up)
@@ -202,7 +204,8 @@ def outcome(run: Run) -> Outcome:
 def figures(
     ttft: NDArray[np.float64], tpot: NDArray[np.float64], e2e: NDArray[np.float64]
 ) -> dict[str, float]:
-    """Mean, median and 99th percentile of each, all in seconds; NaN: an answer of one token has no TPOT."""
+    """Returns mean, median and 99th percentile of each, in seconds; NaN: an answer of one token has
+    no TPOT."""
     columns = {"ttft": ttft, "tpot": tpot[~np.isnan(tpot)] * 1e3, "e2e": e2e}
     return {
         f"{name}{suffix}": float(value)

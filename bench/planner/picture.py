@@ -1,4 +1,5 @@
-"""Draws docs/planner.png: what each instance does, under whole requests, fixed roles, and the planner.
+"""Draws docs/planner.png: the work of each instance under whole requests, fixed roles, and the
+planner.
 
 python bench/planner/picture.py [--traces DIR]
 """
@@ -30,7 +31,7 @@ PANELS = [
 
 
 def play(rival: Rival) -> Run:
-    """One run, its timeline in halves of a minute."""
+    """Runs one simulation. Returns its timeline in half minutes."""
     settings: dict[str, Any] = {"instances": INSTANCES, **rival.settings}
     return simulate(
         made(Stage(load=SPEED), 0),
@@ -46,7 +47,7 @@ def play(rival: Rival) -> Run:
 
 
 def main() -> None:
-    """Plays and draws."""
+    """Runs and draws."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

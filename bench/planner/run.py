@@ -1,4 +1,4 @@
-"""What it is worth that a prefix may leave its holder: pulls on a recorded hour and on a made hot spot."""
+"""The study of prefix fetch: on a recorded hour and on a synthetic hot spot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RERUN = Rerun(Path(__file__).parent, "prefix_fetch.md", rendered)
 figure = RERUN.figure
 
 HOUR = [Stage(speed) for speed in (1.5, 2.2, 3.0)]
-COSTS = (0.05, 0.30)  # of a token's prefill
-FREE = "at_once"  # the holder's memory is read without its doing
+COSTS = (0.05, 0.30)  # share of a token's prefill
+FREE = "at_once"  # the holder's memory is read without work of the holder
 
 
 def rows(
     world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: Rival = LMETRIC, **told: Any
 ) -> Row:
-    """All rivals on all stages, each figure one number a seed."""
+    """Runs all rivals on all scenarios, each figure one number per seed."""
     made = []
     if world.quick:
         stages = [replace(stages[0], slice=True)]
@@ -37,7 +37,7 @@ def rows(
     return {"base": base.label, "seeds": len(world.seeds), "rows": made, **told}
 
 
-# What an independent simulation found, over the three speeds; it models no contention on links.
+# Results of an independent simulation over the three speeds; it models no contention on links.
 CLAIMED = {
     0.05: {"ttft": "-8 to -14%", "ttft_p50": "-20 to -29%", "tpot": "-3 to -16%"},
     0.30: {"ttft": "-4 to -9%", "ttft_p50": "-8 to -17%", "tpot": "-2 to -9%"},

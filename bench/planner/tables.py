@@ -1,4 +1,4 @@
-"""Figures of the study of prefix pulls as Markdown."""
+"""Figures of the study of prefix fetch as Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
 
-# Of a figure of the outcome: heading, scale and digits.
+# For each figure of the outcome: heading, scale and digits.
 LATENCIES = {
     "ttft": ("TTFT mean, s", 1, 3),
     "ttft_p50": ("p50", 1, 3),
@@ -31,7 +31,7 @@ FIGURES = {
 
 
 def rendered(told: Row) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     stages = grouped(told["rows"], "stage")
     if "changes" in told:
         return changes(stages, told["base"], told["changes"])
@@ -41,8 +41,8 @@ def rendered(told: Row) -> str:
 
 
 def table(rows: Sequence[Row], base: str, columns: Sequence[str]) -> str:
-    """All rivals on a stage; the last two columns hold mean TTFT and TPOT against those of `base`, seed by
-    seed."""
+    """Returns all rivals of a scenario; the last two columns have mean TTFT and TPOT against
+    `base`'s, seed by seed."""
     (against,) = (row for row in rows if row["policy"] == base)
     lines = []
     for row in rows:
@@ -54,14 +54,14 @@ def table(rows: Sequence[Row], base: str, columns: Sequence[str]) -> str:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Relative change with its bounds."""
+    """Returns the relative change with its bounds."""
     change, low, high = ((each - 1) * 100 for each in bounds(ours, theirs))
     return f"{change:+.1f}% [{low:+.1f}, {high:+.1f}]"
 
 
 def changes(stages: dict[str, list[Row]], base: str, claimed: Sequence[Row]) -> str:
-    """What each rival changes of `base`'s figures, a line for each stage and rival, beside what was claimed
-    of it over all stages."""
+    """Returns each rival's change of `base`'s figures, a row per scenario and rival, beside the
+    claim over all scenarios."""
     names = ("ttft", "ttft_p50", "tpot")
     lines = []
     for stage, rows in stages.items():

@@ -1,4 +1,5 @@
-"""What the study of prefix pulls plays: a recorded hour and a made hot spot, and what is kept of a run."""
+"""The scenarios of the study of prefix fetch: a recorded hour and a synthetic hot spot, and the
+figures of a run."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from rerun import ROOT, traces
 
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
 INSTANCES = 16
-# The independent simulation's engines take 100 us for a prompt token.
+# The independent simulation's engines take 100 us per prompt token.
 PREFILL_SECONDS = 1e-4
-HOT_SPEED = 0.9  # 54 requests/s: 30% of what LMETRIC carries of the hot spot's quiet traffic
+HOT_SPEED = 0.9  # 54 requests/s: 30% of LMETRIC's sustained load on the hot spot's quiet traffic
 
 
 @dataclass(frozen=True)
 class Rival:
-    """How requests are placed, and whether prefixes are pulled."""
+    """How requests are placed, and whether prefixes are fetched."""
 
     label: str
     policy: str = "lmetric"
@@ -36,7 +37,7 @@ class Rival:
     guard: bool = False
 
     def pulling(self, pull: str, transfer: str, label: str) -> Rival:
-        """The same, with pulls."""
+        """Returns the rival with prefix fetches."""
         return replace(self, label=label, pull=pull, transfer=transfer)
 
 
@@ -48,7 +49,7 @@ BESIDE = Rival("lmetric_pull(by_batch=0)", "lmetric_pull", knobs={"by_batch": 0.
 
 
 def link(cost: float, *, shared: bool = True) -> str:
-    """A link over which a token takes this share of what its prefill takes."""
+    """Returns a link over which a token takes this share of its prefill time."""
     gigabytes = load_profile("independent-sim").kv_bytes_per_token or 0
     speed = gigabytes / (cost * PREFILL_SECONDS) / 1e9
     return f"{speed:.6g}, fixed=0{'' if shared else ', unshared'}"
@@ -56,13 +57,14 @@ def link(cost: float, *, shared: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """What arrives, how fast."""
+    """The requests and their speed."""
 
     speed: float  # times the recorded arrivals
-    share: float = 0.0  # of the requests that come to share a prefix, where that is made
-    tokens: int = 0  # of that prefix
-    slice: bool = False  # of the recorded hour, the packaged part alone
-    live: str = ""  # engines as vLLM admits, the router as a live one sees them, its index fed so
+    share: float = 0.0  # share of the requests with a common prefix, on synthetic traffic
+    tokens: int = 0  # tokens of that prefix
+    slice: bool = False  # only the packaged part of the recorded hour
+    # Engines admit as vLLM does, the router has a live server's signals, and its index is fed so.
+    live: str = ""
     engine: str = "independent-sim"
 
     @property
@@ -79,7 +81,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run; of the hot spot, of the hot requests but where it says otherwise."""
+    """Figures of a run; for the hot spot, of the hot requests unless noted."""
 
     ttft: float  # mean, s
     ttft_p50: float
@@ -88,16 +90,17 @@ class Outcome:
     tpot_p50: float
     tpot_p99: float
     others: float  # mean TPOT of all other requests, ms
-    found: float  # share of the prompt tokens that were in the instance's own cache
-    pulled: float  # and that were pulled
-    pulls: float  # share of the requests that pulled
-    wait: float  # mean seconds of a pull
-    instances: float  # that took a hot request
-    filters: float  # of the guard
+    found: float  # share of the prompt tokens found in the instance's own cache
+    pulled: float  # share of the prompt tokens that were fetched
+    pulls: float  # share of the requests that fetched
+    wait: float  # mean seconds of a fetch
+    instances: float  # number of instances that took a hot request
+    filters: float  # alarms of the guard
 
 
 def recorded(speed: float, seed: int, path: Path | None = None) -> Trace:
-    """The recorded hour or a part of it, faster; arrivals move by up to a millisecond with the seed."""
+    """Returns the recorded hour or a part of it, faster; the seed moves arrivals by up to a
+    millisecond."""
     trace = load_trace(path or traces() / "mooncake_conversation.jsonl.gz").faster(speed)
     moved = trace.arrival_seconds + np.random.default_rng(seed).uniform(0, 1e-3, len(trace))
     return replace(trace, arrival_seconds=np.sort(moved))
@@ -105,7 +108,7 @@ def recorded(speed: float, seed: int, path: Path | None = None) -> Trace:
 
 @lru_cache(maxsize=4)
 def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
-    """What arrives, and which of it counts."""
+    """Returns the trace and a mask of the measured requests."""
     if stage.tokens:
         trace, hot = surge(seed, stage.share, stage.tokens, known=True)
         return prepare(trace, stage.profile).faster(stage.speed), hot
@@ -114,13 +117,14 @@ def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
-    """One run; of the recorded hour by the rules of the independent simulation."""
+    """Runs one simulation; the recorded hour by the rules of the independent simulation."""
     workload, counts = made(stage, seed)
     rules: dict[str, Any] = {"signals": "step_end"}
     if stage.live:
         rules = {"admission": "vllm", "signals": "delayed", "index": stage.live}
     elif stage.tokens:
-        # Engines that share blocks among running requests: reserving would count the hot prefix for each.
+        # Engines that share blocks among running requests: reserving would count the hot prefix for
+        # each.
         rules = {"admission": "vllm"}
     run = simulate(
         workload,
@@ -138,7 +142,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
 
 
 def outcome(run: Run, counts: NDArray[np.bool_]) -> Outcome:
-    """The figures of a run."""
+    """Returns the figures of a run."""
     ttft, tpot = run.ttft_seconds[counts], run.tpot_seconds[counts] * 1e3
     tpot, others = tpot[~np.isnan(tpot)], run.tpot_seconds[~counts] * 1e3
     prompt, pulled = run.input_tokens[counts].sum(), run.pull_instance[counts] >= 0

@@ -1,4 +1,4 @@
-"""Claims, tables and figures: what a reproduction says, as tables and as Markdown."""
+"""Claims, tables and figures of a reproduction, as tables and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rerun import Rerun, markdown
 Expected = Literal["less", "more", "about 0", ""]
 NEAR = 0.03  # what "about 0" allows
 MARKS = {"same": "✓", "opposite": "**✗**", "other": "**✗**", "not told apart": "~", "": ""}
-MATTERS = 0.01  # smaller changes are told from nothing by no one
+MATTERS = 0.01  # smaller changes are not distinguishable from zero
 
 
 @dataclass
 class Ours:
-    """Our figure on one stage: a value for each seed."""
+    """Our figure in one scenario: a value per seed."""
 
     stage: str
     values: list[float]
@@ -30,7 +30,7 @@ class Ours:
         return float(np.mean(self.values))
 
     def verdict(self, expected: Expected) -> str:
-        """Whether every seed agrees with the sign that the paper's claim has."""
+        """Returns whether every seed agrees with the sign of the paper's claim."""
         least, most = min(self.values), max(self.values)
         if not expected:
             return ""
@@ -45,7 +45,8 @@ class Ours:
 
 @dataclass
 class Claim:
-    """A claim of the paper: `paper` is its figure, `ours` ours, as changes (0.1: 10% more) or as levels."""
+    """A claim of the paper. `paper` is its figure, `ours` ours, as changes (0.1: 10% more) or as
+    levels."""
 
     text: str
     paper: str
@@ -59,7 +60,8 @@ class Claim:
         return f"{100 * value:{'' if self.unit == 'share' else '+'}.1f}"
 
     def cell(self, one: Ours) -> str:
-        """``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict. A dash if there is no mean."""
+        """Returns ``-42.7% [-43.7, -42.1] ✓``: mean, least and most, verdict. A dash if there is no
+        mean."""
         if np.isnan(one.mean):
             return "–"
         unit = {"ratio": "", "points": " points"}.get(self.unit, "%")
@@ -74,14 +76,14 @@ Row = dict[str, Any]  # text that names the row, and lists with a number per see
 
 @dataclass
 class Made:
-    """What a figure's function makes. Without claims, the page shows the table `traces`."""
+    """Result of a figure's function. Without claims, the page shows the table `traces`."""
 
     claims: list[Claim] = field(default_factory=list)
     tables: dict[str, list[Row]] = field(default_factory=dict)
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """To five digits."""
+    """Rounds to five digits."""
     return [float(f"{value:.5g}") for value in values]
 
 
@@ -96,7 +98,8 @@ def figure(name: str, title: str) -> Callable[[Callable[[World], Made]], object]
 
 
 def to_tables(made: Made) -> Row:
-    """`claims` has a row per claim, `rows` a row per stage with a column per claim."""
+    """Returns tables: `claims` has a row per claim, `rows` a row per scenario with a column per
+    claim."""
     told: Row = {"claims": []}
     by_stage: dict[str, Row] = {}
     for claim in (claim for claim in made.claims if claim.ours):
@@ -107,7 +110,7 @@ def to_tables(made: Made) -> Row:
 
 
 def claims_of(told: Row) -> list[Claim]:
-    """The claims of a figure with our values."""
+    """Returns the claims of a figure with our values."""
     return [
         Claim(**about, ours=[Ours(row["stage"], row[text]) for row in told["rows"] if text in row])
         for about in told.get("claims", [])
@@ -116,7 +119,7 @@ def claims_of(told: Row) -> list[Claim]:
 
 
 def rendered(told: Row) -> str:
-    """A figure's part of the page: its claims, or the table `traces` if it has no claims."""
+    """Returns a figure's part of the page: its claims, or the table `traces` if it has no claims."""
     claims = claims_of(told)
     if not claims and "traces" not in told:
         return "Not simulated: no scenario has prompts that share prefixes."

@@ -25,7 +25,7 @@ MEANS = ("ttft_mean_s", "tpot_mean_ms", "hit_ratio")
 
 
 def columns(runs: Sequence[Figures], names: Iterable[str] = COLUMNS) -> Row:
-    """Figures of each seed's run, for a row of a table."""
+    """Returns the figures of each seed's run, for a row of a table."""
     return {
         name: rounded(value * factor for value in values(runs, quantity))
         for name in names
@@ -34,7 +34,7 @@ def columns(runs: Sequence[Figures], names: Iterable[str] = COLUMNS) -> Row:
 
 
 def table(world: World, stage: Stage, choices: Sequence[Choice], **more: float) -> list[Row]:
-    """All figures of some policies on a stage, a row for each policy."""
+    """Returns all figures of some policies in a scenario, a row per policy."""
     found = world.many(stage, choices, **more)
     return [
         {"stage": stage.label, "policy": choice.name, **columns(runs)}
@@ -43,7 +43,7 @@ def table(world: World, stage: Stage, choices: Sequence[Choice], **more: float) 
 
 
 def side_by_side(world: World, rows: dict[str, Callable[[Stage], Choice]]) -> list[Row]:
-    """Means of some policies, chosen for each stage, on all stages."""
+    """Returns the means of some policies, chosen per scenario, in all scenarios."""
     return [
         {"stage": stage.label, "policy": name, **columns(runs, MEANS)}
         for stage in world.sharing
@@ -52,7 +52,7 @@ def side_by_side(world: World, rows: dict[str, Callable[[Stage], Choice]]) -> li
 
 
 def linear(world: World, stage: Stage) -> Choice:
-    """BAILIAN's, its weight tuned."""
+    """Returns BAILIAN's linear combination with a tuned weight."""
     return world.tuned(stage, "linear", "lam", LAMBDAS)
 
 
@@ -67,7 +67,8 @@ def paper_filter(world: World, stage: Stage) -> Choice:
 def against(
     world: World, stages: Sequence[Stage], new: Choice, old: Choice | str, quantity: str, **more: float
 ) -> list[Ours]:
-    """Relative change of `quantity` from `old` (or the tuned policy of that kind) to `new`."""
+    """Returns the relative change of `quantity` from `old` (or the tuned policy of that kind) to
+    `new`."""
     tuned = {"linear": linear, "dynamo": paper_dynamo, "filter": paper_filter}
     found = []
     for stage in stages:
@@ -137,7 +138,7 @@ def figure_11(world: World) -> Made:
             for label, other in chosen.items()
             if label != stage.label
         ]
-        if others:  # one scenario alone has no other weight to borrow
+        if others:  # a single scenario has no other weight to borrow
             borrowed.append(Ours(stage.label, max(others, key=lambda each: sum(each))))
     return Made(
         [
@@ -189,7 +190,7 @@ def figure_12(world: World) -> Made:
 
 
 def rivals(world: World, stage: Stage) -> list[Choice]:
-    """Everything that the end-to-end comparison shows; what has a weight is tuned."""
+    """Returns all policies of the end-to-end comparison; weights are tuned."""
     return [
         LMETRIC, VLLM, linear(world, stage), paper_filter(world, stage), Choice("aibrix_prefix"),
         paper_dynamo(world, stage), Choice("dynamo"), SIMULATION, Choice("llmd_scorers"),
@@ -198,8 +199,9 @@ def rivals(world: World, stage: Stage) -> list[Choice]:
 
 
 def in_hindsight(world: World, stage: Stage, policy: str, knob: str, knobs: Sequence[float]) -> list[float]:
-    """Of the knob's value that comes nearest to LMETRIC on the judged part itself: the larger of its excesses
-    in mean TTFT and mean TPOT. Above 0: no value is as good in both."""
+    """Returns, for the parameter value that comes nearest to LMETRIC on the evaluation split
+    itself, the larger of its excesses in mean TTFT and mean TPOT. Above 0: no value is as good in
+    both."""
     own = world.runs(stage, LMETRIC)
     sweep = world.many(stage, [Choice(policy, {knob: value}) for value in knobs])
     worse = [
@@ -260,7 +262,8 @@ LOADS = [0.25, 0.5, 0.7, 0.85, 0.95]
 
 
 def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], list[Row]]:
-    """Every policy's own maximum beside LMETRIC's; and LMETRIC against vLLM at half of vLLM's."""
+    """Measures every policy's own maximum against LMETRIC's, and LMETRIC against vLLM at half of
+    vLLM's."""
     most, bailian, own_half = [], [], []
     rows: list[Row] = []
     names = ("lmetric", "vllm", "linear, tuned", "dynamo_linear, tuned", "simulation")
@@ -272,7 +275,7 @@ def maximum_loads(world: World) -> tuple[list[Ours], list[Ours], list[Ours], lis
             found = (world.max_speed(part.workload, stage.profile, choice) for choice in choices)
             return [part.max_speed, *found]
 
-        each = list(map(speeds, world.seeds[: min(2, len(stage.judge))]))  # bisections are dear
+        each = list(map(speeds, world.seeds[: min(2, len(stage.judge))]))  # bisections are slow
         most.append(Ours(stage.label, [own[1] / own[0] - 1 for own in each]))
         bailian.append(Ours(stage.label, [own[2] / own[0] - 1 for own in each]))
         rates = [

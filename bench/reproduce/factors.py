@@ -1,4 +1,4 @@
-"""Figures 18 and 19: the two indicators that LMETRIC multiplies, and others in their places."""
+"""Figures 18 and 19: the two indicators that LMETRIC multiplies, and others in their place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ P_TOKEN = Choice("p_token * (bs + 1)")  # LMETRIC's score without its guard
 
 
 def queued(world: World, stage: Stage, score: Choice, seed: int) -> float:
-    """Mean queued prefill tokens of the instances that requests are placed on (Figure 18c)."""
+    """Returns mean queued prefill tokens of the instances on which requests are placed (Figure
+    18c)."""
     seen: list[float] = []
 
     def scored(columns: Columns) -> np.ndarray:
@@ -59,8 +60,9 @@ def figure_18(world: World) -> Made:
 
 
 def loads(world: World, stage: Stage, seed: int) -> tuple[float, float]:
-    """Of all instances at all decisions under LMETRIC's score: the correlation of batch size and context
-    tokens, and the share of a decode step's variable time that the batch size alone explains."""
+    """Returns, for all instances at all decisions under LMETRIC's score, the correlation of batch
+    size and context tokens. Also returns the share of a decode step's variable time that the batch
+    size alone explains."""
     batches: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
 

@@ -1,4 +1,5 @@
-"""Figure 20 and section 5.2: when multiplication may fail, on traces as they are and on a made hot spot."""
+"""Figure 20 and section 5.2: when multiplication may fail, on traces as recorded and on a synthetic
+hot spot."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from lmetric.sim.run import Run, prepare
 from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
 
-WINDOW_SECONDS = 60.0  # the paper's
+WINDOW_SECONDS = 60.0  # as in the paper
 TRACKED = 10  # classes with the most hits in a window ("samples the classes with the highest KV$ hits")
 GUARD_LEAST = 16  # requests of a class below which our guard never suspects it
 
@@ -30,7 +31,7 @@ Masks = NDArray[np.int64]
 
 @dataclass
 class Seen:
-    """A class in a window: how often x / not x was above |M| / |not M|, by how much."""
+    """A class in a window: how often x / not x was above |M| / |not M|, and by how much."""
 
     requests: int
     share: float
@@ -38,16 +39,16 @@ class Seen:
 
     @property
     def factor(self) -> float:
-        """(x / (1 - x)) / (|M| / |not M|); above 1 Equation 2 is broken. 0 where all hold the prefix: there
-        is nobody to move the load to."""
+        """Returns (x / (1 - x)) / (|M| / |not M|). Above 1, Equation 2 is broken. 0 if all
+        instances hold the prefix: the load cannot move."""
         if self.holders in (0, INSTANCES) or self.share == 1:
             return 0.0
         return (self.share / (1 - self.share)) / (self.holders / (INSTANCES - self.holders))
 
 
 def watch(world: World, stage: Stage, seed: int) -> tuple[Run, Masks]:
-    """A run under LMETRIC's score without the guard, with what each instance holds of each prompt when it is
-    placed, in blocks: shape (requests, instances)."""
+    """Runs LMETRIC's score without the guard. Returns the run and the blocks that each instance
+    holds of each prompt at its placement: shape (requests, instances)."""
     held: list[np.ndarray] = []
     block = stage.profile.block_tokens
 
@@ -63,8 +64,9 @@ def watch(world: World, stage: Stage, seed: int) -> tuple[Run, Masks]:
 
 
 def classes(trace: Trace, run: Run, held: Masks) -> Iterator[list[Seen]]:
-    """For each whole window its `TRACKED` classes with the most tokens found cached. As in the guard, classes
-    are prefixes at power-of-two depths of what some instance holds. Trace blocks are engine blocks here."""
+    """Returns, for each whole window, its `TRACKED` classes with the most tokens found cached. As
+    in the guard, classes are prefixes at power-of-two depths of the cached part. Trace blocks are
+    engine blocks here."""
     window = (run.arrival_seconds / WINDOW_SECONDS).astype(np.int64)
     for number in range(int(window.max())):
         inside = np.flatnonzero(window == number)
@@ -78,7 +80,7 @@ def classes(trace: Trace, run: Run, held: Masks) -> Iterator[list[Seen]]:
                 key = ids[:depth].tobytes()
                 requests[key] += 1
                 hits[key] += int(run.hit_blocks[request])
-                holders[key] = int((own >= depth).sum())  # of the window's last request: as it stands
+                holders[key] = int((own >= depth).sum())  # of the window's last request
                 depth *= 2
         best = sorted(hits, key=hits.__getitem__, reverse=True)
         # Nested prefixes of the same requests and holders are one class: the shallowest.
@@ -155,7 +157,8 @@ def guard(world: World) -> Made:
     def played(
         known: bool, share: float, tokens: int, free_context: bool = False
     ) -> list[list[dict[str, float]]]:
-        """For each contender, what came of each seed. `free_context`: decoding reads context in no time."""
+        """Returns the outcome of each seed per contender. `free_context`: decoding reads context in
+        no time."""
         update = {"decode_seconds_per_context_token": 0.0} if free_context else {}
 
         def each(seed: int) -> list[dict[str, float]]:
@@ -163,7 +166,8 @@ def guard(world: World) -> Made:
             made = replace(stage.tune, workload=prepare(trace, stage.profile))
             found = []
             for choice in contenders:
-                # Engines that share blocks among running requests: reserving would count the prefix for each.
+                # Engines that share blocks among running requests: reserving would count the prefix
+                # for each.
                 run = world.play(
                     stage,
                     made,

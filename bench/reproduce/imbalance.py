@@ -15,7 +15,8 @@ BURST_SECONDS = 400.0
 
 
 def prefill_seconds(stage: Stage, run: Run) -> NDArray[np.float64]:
-    """Seconds spent on prompt tokens, shape (instances, windows of 10 s), attention left out."""
+    """Returns the seconds spent on prompt tokens, shape (instances, windows of 10 s), attention
+    left out."""
     timeline = run.timeline
     tokens = windows(
         timeline.prefill_tokens, timeline.bucket_seconds, WINDOW_SECONDS, 0, float(run.arrival_seconds[-1])
@@ -24,7 +25,7 @@ def prefill_seconds(stage: Stage, run: Run) -> NDArray[np.float64]:
 
 
 def burst(work: NDArray[np.float64]) -> slice:
-    """The 400 s in which most is computed; everything, where the run is shorter."""
+    """Returns the 400 s in which most is computed; all of it if the run is shorter."""
     length = min(work.shape[1], round(BURST_SECONDS / WINDOW_SECONDS))
     sums = np.convolve(work.sum(axis=0), np.ones(length), "valid")
     return slice(int(np.argmax(sums)), int(np.argmax(sums)) + length)
@@ -33,8 +34,8 @@ def burst(work: NDArray[np.float64]) -> slice:
 def pair(
     world: World, stage: Stage, choice: Choice, seed: int, when: slice | None
 ) -> tuple[float, float, slice]:
-    """Mean prefill seconds in a window of the two instances whose work varies most (the paper's choice), the
-    one with more first; and the burst looked at."""
+    """Returns the mean prefill seconds in a window of the two instances whose work varies most (the
+    paper's choice), the busier instance first, and the burst."""
     work = prefill_seconds(stage, world.play(stage, stage.part(seed), choice, seed, 0.5))
     when = burst(work) if when is None else when
     inside = work[:, when]

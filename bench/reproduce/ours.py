@@ -1,4 +1,4 @@
-"""Rows of our own: what the paper leaves open, and what a deployment changes."""
+"""Rows of our own: questions that the paper leaves open, and effects of a deployment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def offset(world: World) -> Made:
 
 
 def settings_table(world: World, stage: Stage, choice: Choice, ways: dict[str, dict[str, Any]]) -> list[Row]:
-    """A policy under every way of setting the simulator."""
+    """Returns a policy under every setting of the simulator."""
     return [
         {"stage": stage.label, "signals": name, **columns(world.runs(stage, choice, **way))}
         for name, way in ways.items()
@@ -53,7 +53,7 @@ def settings_table(world: World, stage: Stage, choice: Choice, ways: dict[str, d
 
 
 def under(world: World, choice: Choice, quantity: str, way: dict[str, Any]) -> list[Ours]:
-    """Relative change of `quantity` when the simulator is set another way."""
+    """Returns the relative change of `quantity` if the simulator is set another way."""
     return [
         Ours(stage.label, change(world.runs(stage, choice, **way), world.runs(stage, choice), quantity))
         for stage in world.sharing
@@ -90,7 +90,8 @@ def signals(world: World) -> Made:
 
 
 def _without_attention(world: World, way: dict[str, Any]) -> Ours:
-    """The first stage on engines whose prefill takes as long for each token, wherever it stands."""
+    """Returns the first scenario on engines whose prefill takes equally long for each token at any
+    position."""
     usual = world.stages[0]
     profile = usual.profile.model_copy(update={"prefill_seconds_per_attention_pair": 0.0})
     tune, judge = (world.part(part.workload.trace, profile) for part in (usual.tune, usual.judge[0]))
@@ -115,7 +116,8 @@ def index(world: World) -> Made:
 
 
 def first_of_equals(columns: Columns) -> np.ndarray:
-    """LMETRIC's score with ties broken by position: a billionth more for each place further back."""
+    """Returns LMETRIC's score with ties broken by position: a billionth more per place further
+    back."""
     scores = np.asarray(columns["p_token"]) * (np.asarray(columns["bs"]) + 1)
     return scores * (1 + 1e-9 * np.arange(len(scores)))
 
@@ -151,8 +153,9 @@ SIZES = {"conversation": (64, 128, 512, 2048), "chat": (16, 64, 256, 512)}
 
 @figure("blocks", "Block size")
 def blocks(world: World) -> Made:
-    """The same cache in tokens, cut into blocks of other sizes, at the load found for the stage's own size.
-    The conversation says nothing below 512 tokens; `chat` is made anew with 16."""
+    """Returns the same cache in tokens, cut into blocks of other sizes, at the load for the
+    scenario's own size. The conversation gives no evidence below 512 tokens; `chat` is made again
+    with 16."""
     rows: list[Row] = []
     ours = []
     for label, sizes in SIZES.items():
@@ -193,7 +196,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @figure("robust", "Does the ranking depend on how we simulate?")
 def robust(world: World) -> Made:
-    """The main comparison under other settings; fleets of another size get the load for it."""
+    """Returns the main comparison under other settings; fleets of another size get a load that
+    fits."""
 
     def each(quantity: str, old: Callable[[Stage], Choice]) -> list[Ours]:
         found = []

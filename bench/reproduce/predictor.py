@@ -15,7 +15,7 @@ OTHER = {"qwen2-7b-h20": "qwen3-30b-a3b-h20"}  # every other profile is taken fo
 
 
 def wrong(world: World, stage: Stage) -> Profile:
-    """The profile of another model on the same GPU, as the paper's untuned simulator."""
+    """Returns the profile of another model on the same GPU, as in the paper's untuned simulator."""
     right = stage.profile
     for own, other in OTHER.items():
         if (
@@ -27,7 +27,8 @@ def wrong(world: World, stage: Stage) -> Profile:
 
 
 def misjudged(stage: Stage) -> Profile:
-    """What no model is: prefill seems free of all but its fixed cost, so that only queues' lengths count."""
+    """Returns a profile of no real model: only the fixed cost of prefill counts, so only queue
+    lengths matter."""
     return stage.profile.model_copy(
         update={
             "prefill_seconds_per_token": stage.profile.prefill_seconds_per_token / 100,
@@ -41,7 +42,7 @@ def believing(label: str, profile: Profile) -> Choice:
 
 
 def errors(world: World, stage: Stage, seed: int, predictor: Profile) -> np.ndarray:
-    """Predicted over real TTFT, less 1, of each measured request."""
+    """Returns predicted over real TTFT, minus 1, of each measured request."""
     predicted: list[float] = []
 
     def least(columns: Columns) -> np.ndarray:

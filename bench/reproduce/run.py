@@ -18,7 +18,7 @@ from lmetric.sim.traces import TraceError
 for _module in ("comparisons", "imbalance", "predictor", "factors", "hotspots", "ours", "unequal"):
     import_module(_module)  # registers its figures
 
-OWN_SCENARIOS = ("guard", "blocks")  # figures about synthetic traces and about named ones
+OWN_SCENARIOS = ("guard", "blocks")  # figures about synthetic traces and about named scenarios
 
 
 def world(options: argparse.Namespace) -> World:

@@ -1,5 +1,5 @@
-"""Fleets of unequal GPUs: LMETRIC with its work in tokens and in learned seconds, and its rivals. Nothing is
-tuned."""
+"""Fleets of unequal GPUs: LMETRIC with its work in tokens and in learned seconds, and its rivals,
+untuned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RIVALS = [
     Choice("dynamo"),
     SIMULATION,
 ]
-LOADS = (0.5, 0.9)  # of LMETRIC's maximum on the fleet
+LOADS = (0.5, 0.9)  # shares of LMETRIC's maximum on the fleet
 FASTER = "qwen3-30b-a3b-h200"  # the same model on the GPU with 6.7 times the FLOPs of an H20
 HALF_FLEET = INSTANCES // 2
 SLOWER = {"8 + 8 of half the speed": 2.0, "8 + 8 of a quarter": 4.0}
@@ -37,12 +37,12 @@ SHOWN = {
 
 
 def halves(slow: Callable[[Profile], Profile]) -> Callable[[Profile], tuple[Profile, ...]]:
-    """Half of the instances as they are, the others as `slow` makes them."""
+    """Returns profiles with half of the instances unchanged and the others changed by `slow`."""
     return lambda profile: (profile,) * HALF_FLEET + (slow(profile),) * HALF_FLEET
 
 
 def fleets(world: World) -> dict[str, Callable[[Profile], tuple[Profile, ...]]]:
-    """The fleets, made of a scenario's profile."""
+    """Returns the fleets, made from a scenario's profile."""
     made = {
         "16 equal": lambda profile: (profile,) * INSTANCES,
         **{
@@ -56,7 +56,7 @@ def fleets(world: World) -> dict[str, Callable[[Profile], tuple[Profile, ...]]]:
 
 
 def stages(world: World) -> list[Stage]:
-    """Each trace on each fleet; the maximum load is found on the first seed's trace."""
+    """Returns each trace on each fleet; the maximum load is found on the first seed's trace."""
     if world.scenarios:
         labels = list(world.scenarios)
     else:
@@ -95,7 +95,8 @@ def unequal(world: World) -> Made:
 
 
 def known(slower: float) -> Choice:
-    """`lmetric_seconds` without its guard, told how much slower the second half of the instances is."""
+    """Returns `lmetric_seconds` without its guard and with the slowdown of the second half of the
+    instances given."""
     times = np.repeat([1.0, slower], HALF_FLEET)
 
     def score(given: Columns) -> np.ndarray:
@@ -106,7 +107,7 @@ def known(slower: float) -> Choice:
 
 
 def compared(rows: list[Row], stage: str, load: float, title: str, name: str) -> Row:
-    """A quantity under LMETRIC, and the others' over it: mean over seeds, least and most."""
+    """Returns a quantity under LMETRIC, and the others' over it: mean over seeds, least and most."""
     base = np.asarray(rows[0][name])
     digits, unit = (2, "s") if name.endswith("_s") else (1, "ms")
     line: Row = {"trace and fleet": stage, "load": f"{load:.0%}", "": title}

@@ -21,10 +21,10 @@ SAME = 0.05  # maximum loads closer than this are alike: the search for them sto
 
 
 def figures(raw: Raw) -> dict[str, Any]:
-    """Every field of verdicts.md."""
+    """Returns every field of verdicts.md."""
 
     def seeds(figure: str, text: str) -> dict[str, list[float]]:
-        """A claim's values for each seed, by stage."""
+        """Returns a claim's values for each seed, by scenario."""
         told = raw(figure)
         (claim,) = [each["text"] for each in told["claims"] if each["text"].startswith(text)]
         return {row["stage"]: row[claim] for row in told["rows"] if claim in row}
@@ -33,7 +33,8 @@ def figures(raw: Raw) -> dict[str, Any]:
         return {stage: mean(values) for stage, values in seeds(figure, text).items()}
 
     def apart(figure: str, text: str) -> dict[str, float]:
-        """A claim's means on the stages where all seeds have the same sign and the mean is 1% or more."""
+        """Returns a claim's means in scenarios with the same sign for all seeds and a mean of 1% or
+        more."""
         kept = {s: v for s, v in seeds(figure, text).items() if min(v) > 0 or max(v) < 0}
         return {stage: mean(values) for stage, values in kept.items() if abs(mean(values)) >= 0.01}
 
@@ -52,15 +53,15 @@ def figures(raw: Raw) -> dict[str, Any]:
     guard = claim("guard", "the guard mends it: their TPOT, on against off")
 
     def on(figure: str, text: str, *stages: str) -> Span:
-        """A claim's means on some stages."""
+        """Returns a claim's means in some scenarios."""
         return Span(claim(figure, text)[stage] for stage in stages)
 
     def off(figure: str, text: str, *stages: str) -> Span:
-        """A claim's means on all other stages."""
+        """Returns a claim's means in all other scenarios."""
         return Span(value for stage, value in claim(figure, text).items() if stage not in stages)
 
     def unequal(load: str, fleets: tuple[str, ...], trace: str = "") -> list[dict[str, Any]]:
-        """On unequal GPUs, the rows by policy at each trace and fleet."""
+        """Rows by policy at each trace and fleet, on unequal GPUs."""
         rows: dict[str, dict[str, Any]] = {}
         for row in raw("unequal")["runs"]:
             stage = row["stage"]
@@ -76,17 +77,17 @@ def figures(raw: Raw) -> dict[str, Any]:
         trace: str = "",
         base: str = "lmetric",
     ) -> Span:
-        """The change from `base` to a policy at each trace and fleet, mean over seeds."""
+        """Returns the change from `base` to a policy at each trace and fleet, mean over seeds."""
         pairs = [(row[policy][quantity], row[base][quantity]) for row in unequal(load, fleets, trace)]
         return Span(mean([a / b for a, b in zip(*pair, strict=True)]) - 1 for pair in pairs)
 
     def fast(policy: str) -> Span:
-        """The share of requests on the fast half, near the limit of `conversation`."""
+        """Returns the share of requests on the fast half, near the limit of `conversation`."""
         rows = unequal("90%", ("half the speed", "of a quarter"), "conversation")
         return Span(mean(row[policy]["first_half"]) for row in rows)
 
     def fewer(figure: str, text: str, *stages: str) -> Span:
-        """As `on`, of what is less."""
+        """Returns `on` for decreases."""
         return Span(-claim(figure, text)[stage] for stage in stages)
 
     scaled, h200, equal = ("half the speed", "of a quarter"), ("8 H20 + 8 H200",), ("16 equal",)

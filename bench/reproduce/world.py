@@ -1,9 +1,9 @@
 """The scenarios of the study: traces, profiles, loads, and runs that are made once and shared.
 
-A *stage* (scenario) is a trace on a profile. Parameters are tuned on one part of the trace (`tune`) and
-measured on another (`judge`): two halves of a recorded trace, or synthetic traces of other seeds. Each part
-has its own maximum load, found as `lmetric-router study` finds it. Figures use half of it, as the paper does
-(section 4.1), unless they say otherwise.
+A *stage* (scenario) is a trace on a profile. Parameters are tuned on one part of the trace (`tune`)
+and measured on another (`judge`): two halves of a recorded trace, or synthetic traces of other
+seeds. Each part has its own maximum load, found as `lmetric-router study` finds it. Figures use
+half of it, as the paper does (section 4.1), unless noted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ HALF = 0.5  # of the maximum load
 MEASURE = (0.1, 0.9)  # shares of the requests, by arrival
 QUANTITIES = ("mean", "p50", "p90", "p95", "p99")
 
-# Synthetic stand-ins for what the paper's traces are like and no public one here is: short prompts and long
-# conversations; tools' prompts shared by many; long contexts that grow. Every length is ours.
+# Synthetic substitutes for traces like the paper's that are not public: short prompts and long
+# conversations; tools' prompts shared by many requests; long contexts that grow. The lengths are
+# our choice.
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "chat": {
         "synthetic": "sessions", "rate": 4, "duration_seconds": 600, "arrivals": {"cv": 1.5},
@@ -72,7 +73,8 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy with its knobs, and what tables call it. `settings`: of `simulate`, beside the figure's."""
+    """A policy with its parameters, and its name in tables. `settings`: of `simulate`, beside the
+    figure's."""
 
     policy: str | Policy | PolicyFunction
     knobs: Mapping[str, float] = field(default_factory=dict)
@@ -92,24 +94,24 @@ SIMULATION = Choice("simulation")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A trace made ready for a profile, and the speed of its maximum load."""
+    """A trace prepared for a profile, and the speed of its maximum load."""
 
     workload: Workload
     max_speed: float
 
     @property
     def requests_per_second(self) -> float:
-        """At half of the maximum load."""
+        """Returns the rate at half of the maximum load."""
         trace = self.workload.trace
         return len(trace) / trace.duration_seconds * self.max_speed * HALF
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A trace on a profile; `judge` has a part for each seed, or one for all."""
+    """A trace on a profile; `judge` has a part per seed, or one for all."""
 
     label: str
-    profile: Profile | tuple[Profile, ...]  # one for each instance, where these differ
+    profile: Profile | tuple[Profile, ...]  # one per instance, if they differ
     tune: Part
     judge: tuple[Part, ...]
 
@@ -118,7 +120,7 @@ class Stage:
 
     @property
     def shares(self) -> bool:
-        """Whether prompts of the trace share prefixes."""
+        """Returns whether prompts of the trace share prefixes."""
         return bool(self.tune.workload.trace.hash_ids.size)
 
 
@@ -126,7 +128,7 @@ Figures = dict[str, float]
 
 
 def figures_of(run: Run) -> Figures:
-    """What the tables may show of a run, over the measured requests."""
+    """Returns the figures of a run that tables may show, over the measured requests."""
     told = figures(run, Slo(), MEASURE)
     kept = measured(run.arrival_seconds, MEASURE)
     found: Figures = {
@@ -153,7 +155,7 @@ def figures_of(run: Run) -> Figures:
 
 
 class World:
-    """All stages, made when first asked for, and every run made so far."""
+    """All scenarios, made on first use, and every run made so far."""
 
     def __init__(
         self,
@@ -164,7 +166,8 @@ class World:
         scenarios: Mapping[str, Trace] | None = None,
         profile: str = PROFILE,
     ) -> None:
-        """`scenarios`: traces by label, simulated on `profile` in place of the study's own."""
+        """Makes the scenarios. `scenarios`: traces by label, simulated on `profile` in place of the
+        study's own."""
         self.traces, self.quick = traces, quick
         self.scenarios, self.scenario_profile = dict(scenarios or {}), profile
         self.seeds = list(range(seeds))
@@ -177,8 +180,8 @@ class World:
 
     @cached_property
     def labels(self) -> list[str]:
-        """The stages of the main comparison. `-7b`: on Qwen2-7B; `-ref`: on the independent simulator's
-        constants, faster and with six times the cache."""
+        """Returns the scenarios of the main comparison. `-7b`: on Qwen2-7B; `-ref`: on the
+        independent simulator's constants, faster and with six times the cache."""
         if self.scenarios:
             return list(self.scenarios)
         if self.quick:
@@ -191,17 +194,17 @@ class World:
 
     @property
     def sharing(self) -> list[Stage]:
-        """Those whose prompts share prefixes."""
+        """Returns scenarios whose prompts share prefixes."""
         return [stage for stage in self.stages if stage.shares]
 
     @property
     def outer(self) -> list[Stage]:
-        """The first and the last."""
+        """Returns the first and the last."""
         return list(dict.fromkeys((self.stages[0], self.stages[-1])))
 
     def profile(self, name: str, block_tokens: int) -> Profile:
-        """A shipped profile with the same cache in blocks of this size: what a trace does not tell apart
-        need not be simulated apart."""
+        """Returns a shipped profile with the same cache in blocks of this size. Blocks need no
+        finer size than the trace has."""
         return load_profile(name).in_blocks_of(block_tokens)
 
     def _stage(self, label: str) -> Stage:
@@ -210,7 +213,7 @@ class World:
         return Stage(label, profile, self.part(tune, profile), parts)
 
     def traces_of(self, label: str) -> tuple[Profile, list[Trace]]:
-        """The profile of a scenario, its tuned trace, and those that are measured."""
+        """Returns a scenario's profile, its tuned trace, and the measured traces."""
         if label in self.scenarios:
             trace = self.scenarios[label]
             return self.profile(self.scenario_profile, trace.block_tokens), list(halves(trace))
@@ -225,7 +228,8 @@ class World:
         return profile, list(self._halves(base))
 
     def synthetic(self, name: str, seed: int, **changes: Any) -> Trace:
-        """A trace of the description, all arrivals as recorded: the paper replays open loop, too."""
+        """Returns a trace of the description, all arrivals as recorded: the paper also replays open
+        loop."""
         description = {**DESCRIPTIONS[name], "seed": seed, **changes}
         if self.quick:
             description["duration_seconds"] = description["duration_seconds"] / 4
@@ -243,12 +247,13 @@ class World:
         return halves(trace)
 
     def part(self, trace: Trace, profile: Profile) -> Part:
-        """`trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
+        """Returns `trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
         workload = prepare(trace, profile)
         return Part(workload, self.max_speed(workload, profile, LMETRIC))
 
     def max_speed(self, workload: Workload, profile: Profile | tuple[Profile, ...], choice: Choice) -> float:
-        """The highest speed at which a policy keeps up, by the rule of `lmetric-router study`."""
+        """Returns the highest speed at which a policy keeps up, by the rule of `lmetric-router
+        study`."""
         each = (profile,) * INSTANCES if isinstance(profile, Profile) else profile
         counts = Counter(each)
         for one in counts:
@@ -269,7 +274,7 @@ class World:
     # -- runs -----------------------------------------------------------------------------------------
 
     def play(self, stage: Stage, part: Part, choice: Choice, seed: int, fraction: float, **more: Any) -> Run:
-        """One run, not kept. Later ones of `choice.settings` and `more` win."""
+        """Runs once without keeping the run. Later values of `choice.settings` and `more` win."""
         settings = {
             "profile": stage.profile,
             "instances": INSTANCES,
@@ -289,7 +294,8 @@ class World:
     def runs(
         self, stage: Stage, choice: Choice, *, fraction: float = HALF, tuning: bool = False, **more: Any
     ) -> list[Figures]:
-        """Figures of `choice`, one a seed; `tuning`: on the tuned part in place of the judged one."""
+        """Returns the figures of `choice`, one per seed. `tuning`: on the tuned part in place of
+        the evaluation split."""
         return self.many(stage, [choice], fraction=fraction, tuning=tuning, **more)[0]
 
     def many(
@@ -301,7 +307,7 @@ class World:
         tuning: bool = False,
         **more: Any,
     ) -> list[list[Figures]]:
-        """`runs` of each choice, over all cores."""
+        """Returns `runs` of each choice, over all cores."""
 
         def key(choice: Choice, seed: int) -> Any:
             told = (choice.policy, sorted(choice.knobs.items()), {**choice.settings, **more})
@@ -319,13 +325,13 @@ class World:
         return [[self._made[key(choice, seed)].result() for seed in self.seeds] for choice in choices]
 
     def each_seed(self, work: Callable[[int], Any]) -> list[Any]:
-        """`work(seed)` of each seed, over all cores."""
+        """Returns `work(seed)` of each seed, over all cores."""
         return list(self._pool.map(work, self.seeds))
 
     def tuned(
         self, stage: Stage, policy: str, knob: str, values: Sequence[float], by: str = "ttft_mean"
     ) -> Choice:
-        """The knob's value with the least `by` on the tuned part, mean over seeds."""
+        """Returns the parameter value with the least `by` on the tuned part, mean over seeds."""
         choices = [Choice(policy, {knob: value}) for value in values]
         means = [mean(runs, by) for runs in self.many(stage, choices, tuning=True)]
         return choices[int(np.argmin(means))]
@@ -336,15 +342,16 @@ class World:
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace]:
-    """A trace cut in the middle of its time."""
+    """Returns a trace cut in the middle of its time."""
     middle = trace.duration_seconds / 2
     return trace.between(0, middle), trace.between(middle, np.inf)
 
 
 def read_scenario(path: Path) -> Trace:
-    """A trace file, all requests arriving as recorded.
+    """Reads a trace file, all requests arriving as recorded.
 
-    Raises `OSError` if it cannot be read, `TraceError` if it is no trace, or too small to cut in halves.
+    Raises `OSError` if it cannot be read, `TraceError` if it is no trace, or too small to cut in
+    halves.
     """
     trace = load_trace(path, closed_loop=False)
     if (least := min(map(len, halves(trace)))) < LEAST_REQUESTS // 2:
@@ -364,6 +371,7 @@ def values(runs: Sequence[Figures], quantity: str) -> list[float]:
 
 
 def change(new: Sequence[Figures], old: Sequence[Figures], quantity: str) -> list[float]:
-    """Relative change for each seed, against the run of the same seed and trace; NaN if that has 0."""
+    """Returns the relative change per seed, against the run of the same seed and trace; NaN if that
+    has 0."""
     pairs = [(a[quantity], b[quantity]) for a, b in zip(new, old, strict=True)]
     return [a / b - 1 if b else np.nan for a, b in pairs]

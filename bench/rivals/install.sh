@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs the rivals into a virtual environment of their own: bench/rivals/install.sh [DIR], default bench/rivals/.venv.
-# nginx and wrk come from the distribution (apt-get install nginx-light wrk) and are only checked for.
+# Installs the rivals into a virtual environment of their own: bench/rivals/install.sh [DIR],
+# default bench/rivals/.venv. nginx and wrk come from the distribution (apt-get install nginx-light
+# wrk); the script only checks for them.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 dir=${1:-$here/.venv}

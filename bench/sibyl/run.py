@@ -59,7 +59,7 @@ def independent(world: World) -> Row:
 
 @figure("9", "Figure 9 and Table 1: 64 decode instances")
 def figure_9(world: World) -> Row:
-    # Under the step-time model 0.4 is a batch of 45, about what the memory of an H20 holds.
+    # Under the step-time model 0.4 is a batch of 45, about the memory of an H20.
     loads = {"Eq. 15, held": (0.4, 0.8), "step time": (0.2, 0.4)}
     stages = [
         Stage(lengths, engine, decodes, load)
@@ -72,7 +72,7 @@ def figure_9(world: World) -> Row:
 
 
 CURVE_DECODES = 16  # nine settings, several seeds: a small pool
-LIVES_OF_MANY = 4.1  # pools of hundreds are slow to play, and have more requests to count
+LIVES_OF_MANY = 4.1  # pools of hundreds are slow to simulate, and have more requests to count
 
 
 @figure("15", "Figure 15 and Table 6: 128 and 256 decode instances")
@@ -146,7 +146,8 @@ def queues(world: World) -> Row:
 def testbed(
     world: World, engine: str, lengths: Sequence[str], prefills: int, loads: Sequence[float]
 ) -> list[Row]:
-    """One of the paper's clusters: its prefill instances by round robin, four decode instances."""
+    """Returns one of the paper's clusters: its prefill instances by round robin, four decode
+    instances."""
     stages = [
         Stage(each, engine, 4, load) for each in lengths for load in (loads[-1:] if world.quick else loads)
     ]
@@ -175,7 +176,7 @@ def figure_12(world: World) -> Row:
 
 # -- beyond: sibyl_plus
 
-# Lengths that nobody looked at before sibyl_plus was as it is, and those that were looked at meanwhile.
+# Lengths that were not looked at before sibyl_plus was complete, and lengths that were.
 HELD_OUT = ("completion", "long-form", "extraction", "thinking-to-a-cap", "three-tenants")
 SEEN = (
     "short-chat", "reasoning", "summaries", "two-sizes", "agents", "heavy-tails", "chat-and-documents",
@@ -183,13 +184,13 @@ SEEN = (
 )  # fmt: skip
 LOADS = (0.4, 0.7, 0.95)
 TOLD = 100  # sibyl_plus does not change by it; tails of rivals that read tokens are up to 5% longer
-SEEDS_OF_THE_FAR = 3  # for rivals that are slow to play and not near
+SEEDS_OF_THE_FAR = 3  # for rivals that are slow to simulate and not close
 
 
 def judged(
     world: World, lengths: Sequence[str], loads: Sequence[float], decodes: int, *, oracle: bool = True
 ) -> Row:
-    """sibyl_plus against the rivals that it must beat."""
+    """Runs sibyl_plus against the rivals that it must beat."""
     near = [LEAST_REQUESTS, PLUS, ROUND_ROBIN, POWER_OF_TWO]
     slow = [ILS, LEAST_TOKENS, SIBYL, *([ORACLE] if oracle else [])]
     far = [replace(rival, seeds=SEEDS_OF_THE_FAR) for rival in slow]
@@ -225,7 +226,7 @@ def seen(world: World) -> Row:
 def traces(world: World) -> Row:
     if world.quick:
         return {"compare": PLUS.label, "rows": []}  # the package has no whole trace
-    # So few instances that an hour lasts some lives.
+    # Few instances, so that an hour lasts some lives.
     return judged(world, list(TRACES), (0.4, 0.7, 0.9), 8)
 
 

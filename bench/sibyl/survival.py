@@ -1,8 +1,9 @@
-"""Figure 7 of the SIBYL paper: how far the learned chance that a request goes on is off.
+"""Figure 7 of the SIBYL paper: the error of the learned chance that a request continues.
 
-The router is told of answers as it is live: they begin, go on, and end. After so many answers its two curves
-(Eq. 4, and the product-limit estimator that sibyl_plus uses) are held against answers that it has not seen:
-the chance that one with g tokens makes m more, over a grid of both, wherever one in a hundred gets to g.
+The router sees answers as it does live: they begin, continue, and end. After a number of answers
+its two curves (Eq. 4, and the product-limit estimator of sibyl_plus) are compared with answers that
+it has not seen. The chance that an answer with g tokens makes m more is compared over a grid of
+both, for all g that one in a hundred reaches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SURFACE = 6
 
 
 def outputs(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
-    """Lengths of answers."""
+    """Returns lengths of answers."""
     told = {"synthetic": "requests", "rate": 100, "duration_seconds": count / 50, "seed": seed}
     told |= {"lengths": lengths, "block_tokens": 512}
     made = check_synthetic(told, lengths).make().output_tokens
@@ -32,7 +33,7 @@ def outputs(lengths: str, count: int, seed: int) -> NDArray[np.int64]:
 
 
 def errors(lengths: str, seed: int) -> list[dict[str, Any]]:
-    """Errors after each number of answers (`seen`), for both curves."""
+    """Returns errors after each number of answers (`seen`), for both curves."""
     told: list[dict[str, Any]] = []
     test = np.sort(outputs(lengths, 50_000, seed + 1000))
     router = lm.Router("round_robin", decode_policy="sibyl")
@@ -70,8 +71,8 @@ def errors(lengths: str, seed: int) -> list[dict[str, Any]]:
 
 
 def held_against(curve: NDArray[np.float64], test: NDArray[np.int64]) -> dict[str, Any]:
-    """Mean, 95th percentile and largest of the error on the grid, and its means in `SURFACE` parts of both
-    axes (by g, then by m), NaN where fewer than one answer in a hundred reaches g."""
+    """Returns the mean, 95th percentile and largest error on the grid, and its means in `SURFACE`
+    parts of both axes (by g, then by m). NaN if fewer than one answer in a hundred reaches g."""
     step = max(STEP, test[-1] / GRID)
     places = np.arange(0.0, test[-1], step)
     true = 1 - np.searchsorted(test, np.add.outer(places, places), side="right") / len(test)

@@ -10,14 +10,14 @@ import numpy as np
 from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]
-# Figures whose page has one line for each stage, of what the paper shows; the rest is in their CSV.
+# Figures whose page has one line per scenario, as the paper shows; the rest is in their CSV.
 BY_STAGE = {"6": ("p99",), "12": ("p99",), "9": ("p99", "least_loaded"), "15": ("p99",)}
 HEADINGS = {"p99": ("P99 TPOT, ms", 1.0), "least_loaded": ("assigned to a least loaded instance, %", 100.0)}
 LEAST = "least requests, bound ones too (REQLEVEL)"
 
 
 def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     if "surfaces" in told:
         return survival_errors(told["rows"], told["surfaces"])
     if "compare" in told:
@@ -29,7 +29,7 @@ def rendered(told: dict[str, Any]) -> str:
 
 
 def by_stage(stages: dict[str, list[Row]], name: str) -> str:
-    """One figure of all policies, a line for each stage; the lowest P99 is bold."""
+    """Returns one figure of all policies, a line per scenario; the lowest P99 is bold."""
     heading, scale = HEADINGS[name]
     lines = []
     for stage, here in stages.items():
@@ -43,9 +43,9 @@ def by_stage(stages: dict[str, list[Row]], name: str) -> str:
 
 
 def stage_table(stage: str, rows: Sequence[Row]) -> str:
-    """All policies on a stage."""
+    """Returns all policies in a scenario."""
     tails = [np.mean(each["p99"]) for each in rows]
-    best = min(tails) if max(tails) > min(tails) * 1.001 else 0.0  # none, where all are equal
+    best = min(tails) if max(tails) > min(tails) * 1.001 else 0.0  # none if all are equal
     head = ["decode policy", "TPOT mean, ms", "p50", "p99", "p99.9", "least loaded, %", "batch"]
     stuck = any(max(each["without_end"]) > 0 for each in rows)
     lines = []
@@ -61,7 +61,7 @@ def stage_table(stage: str, rows: Sequence[Row]) -> str:
 
 
 def compared(rows: Sequence[Row], chosen: str) -> str:
-    """P99 TPOT of one policy over that of each other, stage by stage."""
+    """Returns the P99 TPOT of one policy over each other, scenario by scenario."""
     stages = grouped(rows, "stage")
     if not stages:
         return "No stage."
@@ -80,7 +80,7 @@ def compared(rows: Sequence[Row], chosen: str) -> str:
 
 
 def survival_errors(errors: Sequence[Row], surfaces: Sequence[Row]) -> str:
-    """Mean, P95 and largest error of the learned chance to go on, by the answers seen."""
+    """Returns mean, P95 and largest error of the learned chance to continue, by the answers seen."""
     seen = grouped(errors, "seen")
     curves = {"eq4": "Eq. 4", "product_limit": "product limit"}
     lines = []

@@ -27,7 +27,7 @@ LIGHT = "load 0.005", "load 0.02"  # most instances are idle
 
 
 def figures(raw: Raw) -> dict[str, Any]:
-    """Every field of verdicts.md."""
+    """Returns every field of verdicts.md."""
     paper, ablations, light = raw.scenarios("9"), raw.scenarios("8"), raw.scenarios("light")
     seen, unseen = raw.scenarios("seen", "traces"), raw.scenarios("fresh", "fresh_128", "fresh_256")
     pools = raw.scenarios("9", "15").of("sharegpt-like, Eq. 15, held", "load 0.4")
@@ -40,7 +40,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         return Span(scenarios.ratios(rival, base, name))
 
     def change(scenarios: Scenarios, name: str) -> Span:
-        """Of SIBYL's figure against round robin's."""
+        """Returns the change of SIBYL's figure against round robin's."""
         return Span(ratio - 1 for ratio in scenarios.ratios("SIBYL", "round robin", name))
 
     rivals = [rival for rival in next(iter(unseen.rows.values())) if not rival.startswith("sibyl_plus")]
@@ -91,11 +91,12 @@ def figures(raw: Raw) -> dict[str, Any]:
 
 
 def by_stage(scenarios: Scenarios) -> list[Scenarios]:
-    """Each stage by itself."""
+    """Returns each scenario by itself."""
     return [scenarios.of(stage) for stage in scenarios]
 
 
 def errors(raw: Raw, answers: int, curve: str) -> list[float]:
-    """The largest error of the learned survival after so many answers, by lengths, mean over seeds."""
+    """Returns the largest error of the learned survival after `seen` answers, by lengths, mean over
+    seeds."""
     wanted = (str(answers), curve)
     return [mean(row["largest"]) for row in raw("7")["rows"] if (row["seen"], row["curve"]) == wanted]

@@ -1,11 +1,14 @@
-"""What the SIBYL study plays: decode pools, lengths, loads and rivals, and what is kept of a run.
+"""The scenarios of the SIBYL study: decode pools, lengths, loads and rivals, and the figures of a
+run.
 
-A load is a share of what a decode pool could sustain: under Eq. (15) the curve's peak over an answer's mean
-length; under the step-time model with batches that could grow without end one request for every ``mean answer
-x (seconds a sequence + seconds a context token x mean context)``, and else what the largest batch makes. A
-*life* is the time that the answer takes, at that load, to which a token drawn at random belongs: ``E[L^2] /
-E[L]`` tokens, so a few long answers that hold most of the tokens count as they should. Runs last `LIVES`
-lives, of which the first `WARM_UP` and the last `TAIL` do not count.
+A load is a share of the rate that a decode pool can sustain. Under Eq. (15), that rate is the
+curve's peak over an answer's mean length. Under the step-time model with unbounded batches, it is
+one request per ``mean answer x (seconds a sequence + seconds a context token x mean context)``;
+with bounded batches, the rate of the largest batch.
+
+A *life* is the time, at that load, of the answer to which a randomly drawn token belongs: ``E[L^2] /
+E[L]`` tokens. So a few long answers with most of the tokens count in full. Runs last `LIVES`
+lives; the first `WARM_UP` and the last `TAIL` lives do not count.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ ENGINES = {
     "Eq. 15, as printed": "sibyl-eq15-as-printed",
     "256 sequences": "independent-pd",
 }
-MOST_SEQUENCES = {"256 sequences": 256}  # vLLM's default; else as many as come
-# The paper's testbeds (section 5, Table 4, Appendix F). They use 0.8 of the memory, `roofline` takes 0.9.
+MOST_SEQUENCES = {"256 sequences": 256}  # vLLM's default; else unbounded
+# The paper's testbeds (section 5, Table 4, Appendix F). They use 0.8 of the memory, `roofline`
+# takes 0.9.
 _H20 = Gpu("h20", "H20 (141 GB)", 148e12, 4.0e12, int(141e9 * 0.8 / 0.9), 450e9)
 _A100 = Gpu("a100", "A100 (40 GB)", 312e12, 1.89e12, int(40e9 * 0.8 / 0.9), 300e9)
 TESTBEDS = {
@@ -42,7 +46,7 @@ TESTBEDS = {
     "Qwen2.5-7B on A100": (MODELS["qwen2-7b"], _A100),
     "Llama3-8B on A100": (MODELS["llama-3.1-8b"], _A100),
 }
-# Lengths that have no name: Appendix G's, uniform.
+# Lengths without a name: Appendix G's, uniform.
 OWN_LENGTHS: dict[str, dict[str, Any]] = {
     "uniform to 1,024 and 4,096": {
         "input_tokens": {"quantiles": {0: 0.5, 1: 1024.5}},
@@ -54,7 +58,7 @@ TRACES = {
     "azure-conversation": ("azure_conv_2023.csv.gz", "azure"),
     "mooncake-conversation": ("mooncake_conversation.jsonl.gz", "mooncake"),
 }
-# SIBYL's Algorithm 2: prompts take their own time and wait for none, their KV is there at once.
+# SIBYL's Algorithm 2: prompts take their own time and do not queue, and their KV is there at once.
 ALGORITHM_2: dict[str, Any] = {"prefill": "unlimited", "transfer": None}
 
 
@@ -65,7 +69,7 @@ class Rival:
     label: str
     policy: str
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    seeds: int | None = None  # at most
+    seeds: int | None = None  # the most
 
 
 SIBYL = Rival("SIBYL", "sibyl")
@@ -102,7 +106,7 @@ LATE = [
 ]
 
 
-# A testbed's engines: prompts queue, KV moves layer by layer, decodes that find no memory go back.
+# Engines of a testbed: prompts queue, KV moves layer by layer, decodes that find no memory go back.
 REAL_ENGINES: dict[str, Any] = {"prefill": "queues", "transfer": "50,layers", "admission": "vllm"}
 
 
@@ -117,7 +121,7 @@ class Stage:
     rate: float = 0.0
     arrivals: str = "poisson"  # or a coefficient of variation; of a trace its own
     lives: float = LIVES
-    # Times in a life that the router is told how far answers are; None: of each token, which makes
+    # Times in a life at which the router learns how far answers are; None: each token, which makes
     # long runs of policies that read tokens ten times as slow.
     told: int | None = None
 
@@ -132,13 +136,13 @@ class Stage:
 
 @cache
 def recorded(name: str) -> Trace:
-    """A trace from its file."""
+    """Reads a trace from its file."""
     return load_trace(traces() / TRACES[name][0]).open_loop()
 
 
 @cache
 def sample(lengths: str) -> Trace:
-    """Some requests, for their means."""
+    """Returns some requests, for their means."""
     if lengths in TRACES:
         return recorded(lengths)
     told = {"synthetic": "requests", "rate": 1000, "duration_seconds": 100, "seed": 0, **described(lengths)}
@@ -146,13 +150,13 @@ def sample(lengths: str) -> Trace:
 
 
 def described(lengths: str) -> dict[str, Any]:
-    """Lengths as a description of a synthetic trace has them."""
+    """Returns lengths as a description of a synthetic trace has them."""
     return OWN_LENGTHS.get(lengths, {"lengths": lengths})
 
 
 @cache
 def profile_of(engine: str) -> Profile:
-    """The engine model of a stage."""
+    """Returns the engine model of a scenario."""
     if engine in TESTBEDS:
         return roofline(*TESTBEDS[engine])
     profile = load_profile(ENGINES[engine])
@@ -162,7 +166,8 @@ def profile_of(engine: str) -> Profile:
 
 
 def most_sequences(engine: str, lengths: str) -> float:
-    """The largest batch of an engine: on a testbed what its memory holds, in the mean over a run's tokens."""
+    """Returns the largest batch of an engine: on a testbed, the number that its memory holds, in
+    the mean over a run's tokens."""
     if engine not in TESTBEDS:
         return MOST_SEQUENCES.get(engine, np.inf)
     profile = profile_of(engine)
@@ -170,14 +175,15 @@ def most_sequences(engine: str, lengths: str) -> float:
 
 
 def mean_context(lengths: str) -> float:
-    """Context tokens of a token, over all made."""
+    """Returns the context tokens of a token, over all made."""
     trace = sample(lengths)
     output = trace.output_tokens.astype(np.float64)
     return float(trace.input_tokens.mean() + (output**2).mean() / (2 * output.mean()))
 
 
 def limit(profile: Profile, lengths: str, most: float = np.inf) -> float:
-    """Requests a second that a decode instance could sustain with a batch of `most`, or at its peak."""
+    """Returns the requests per second that a decode instance can sustain with a batch of `most`, or
+    at its peak."""
     trace = sample(lengths)
     output = trace.output_tokens.astype(np.float64)
     if (curve := profile.decode_throughput) is not None:
@@ -189,13 +195,14 @@ def limit(profile: Profile, lengths: str, most: float = np.inf) -> float:
 
 
 def life_tokens(lengths: str) -> float:
-    """Tokens of the answer that a token drawn at random belongs to."""
+    """Returns the tokens of the answer to which a randomly drawn token belongs."""
     output = sample(lengths).output_tokens.astype(np.float64)
     return float((output**2).mean() / output.mean())
 
 
 def life(profile: Profile, lengths: str, load: float) -> float:
-    """Seconds of a life, were the load spread evenly; `load`: of the limit with a batch without end."""
+    """Returns the seconds of a life if the load is spread evenly. `load`: of the limit with an
+    unbounded batch."""
     output = life_tokens(lengths)
     if (curve := profile.decode_throughput) is not None:
         # The smaller batch that makes `load` of the peak: alpha n^2 + beta n + gamma = load x peak.
@@ -208,20 +215,20 @@ def life(profile: Profile, lengths: str, load: float) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the requests that count: TPOT in ms, and shares."""
+    """Figures of the requests that count: TPOT in ms, and shares."""
 
     mean: float
     p50: float
     p99: float
     p999: float
-    least_loaded: float  # hand-overs to the instance with the least context tokens: Table 1
+    least_loaded: float  # handoffs to the instance with the least context tokens: Table 1
     without_end: float  # requests that never ended, on engines that stand still
     batch: float  # mean of the decode instances
     requests: int
 
 
 def play(stage: Stage, rival: Rival, settings: Mapping[str, Any], seed: int) -> Outcome:
-    """One run in steady state."""
+    """Runs one simulation in steady state."""
     workload, begin, end = made(stage, seed)
     (choice,) = PolicyChoice.parse(rival.policy)
     told: dict[str, Any] = {"policy": "round_robin", "roles": {"prefill": 1, "decode": stage.decodes}}
@@ -237,7 +244,7 @@ def play(stage: Stage, rival: Rival, settings: Mapping[str, Any], seed: int) -> 
 
 @lru_cache(maxsize=2)
 def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
-    """What arrives, and between which seconds it counts."""
+    """Returns the requests, and the seconds between which they count."""
     profile = profile_of(stage.engine)
     per_instance = limit(profile, stage.lengths, most_sequences(stage.engine, stage.lengths))
     rate = stage.rate if stage.load is None else stage.load * per_instance * stage.decodes
@@ -256,10 +263,10 @@ def made(stage: Stage, seed: int) -> tuple[Workload, float, float]:
 
 
 class World(Pool):
-    """Plays rivals on stages."""
+    """Runs rivals in scenarios."""
 
     def sizes(self, *decodes: int) -> tuple[int, ...]:
-        """Decode instances: all of them, or one small pool."""
+        """Returns decode instances: all of them, or one small pool."""
         return (8,) if self.quick else decodes
 
     def all(
@@ -268,14 +275,14 @@ class World(Pool):
         rivals: Sequence[Rival],
         **settings: Any,
     ) -> Iterator[tuple[Stage, Rival, list[Outcome]]]:
-        """Every rival on every stage: one outcome for each seed."""
+        """Runs every rival in every scenario: one outcome per seed."""
         cases = product(stages, rivals, [settings])
         for (stage, rival, _), found in self.each(play, cases, lambda _, rival, __: rival.seeds):
             yield stage, rival, found
 
 
 def outcome(run: Run, begin: float, end: float) -> Outcome:
-    """The figures of the requests that arrived between `begin` and `end`."""
+    """Returns the figures of the requests that arrived between `begin` and `end`."""
     counts = (run.arrival_seconds >= begin) & (run.arrival_seconds < end)
     ended = counts & np.isfinite(run.finished_seconds)
     tpot = run.tpot_seconds[ended] * 1e3

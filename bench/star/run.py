@@ -1,4 +1,5 @@
-"""Reruns the STAR paper's experiments on simulated clusters like its own, with rivals it does not have."""
+"""Reruns the STAR paper's experiments on simulated clusters like its own, with rivals that it does
+not have."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def rows(
     most_seeds: int | None = None,
     **told: Any,
 ) -> Row:
-    """All rivals on all stages, each figure one number a seed."""
+    """Runs all rivals in all scenarios, each figure one number per seed."""
     made = []
     for stage, rival, found in world.all(
         play, stages[:1] if world.quick else stages, rivals, lambda _: most_seeds
@@ -57,7 +58,7 @@ def rows(
     return {"base": base.label, "seeds": len(world.seeds[:most_seeds]), "rows": made, **told}
 
 
-# The studies that look at one rate look where the paper's claims are made on its small cluster.
+# Studies of one rate use the rate of the paper's claims on its small cluster.
 TUNED_ON = Stage("sharegpt", SMALL, 0.17)
 ALPACA = Stage("alpaca", SMALL, 0.13)
 AZURE = Stage("azure-conversation", SMALL, 15, seconds=400, warm_up=100)
@@ -106,12 +107,12 @@ def llumnix(world: Pool) -> Row:
     return rows(world, [TUNED_ON], [NONE, *rivals, NATIVE])
 
 
-FIGURE_13_SEEDS = 3  # a run at 256 instances takes as long as all of Figure 10's first stage
+FIGURE_13_SEEDS = 3  # a run at 256 instances takes as long as all of Figure 10's first scenario
 
 
 @figure("13", "Figure 13: variance of step times by cluster size")
 def figure_13(world: Pool) -> Row:
-    # Half as long from 64 on: a run of 256 instances begins as many requests a second as 32 of 8 do.
+    # Half as long from 64 on: a run of 256 instances has as many requests a second as 32 of 8.
     stages = [
         Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=seconds, warm_up=seconds / 4)
         for decodes, seconds in ((8, 2000), (32, 2000), (64, 1000), (128, 1000), (256, 1000))
@@ -122,8 +123,8 @@ def figure_13(world: Pool) -> Row:
     return rows(world, stages, rivals, most_seeds=FIGURE_13_SEEDS, columns=columns)
 
 
-# By lengths: prefill instances, and requests/s that fill 0.6 ("few long") or 0.7 of three decode instances'
-# memory in the mean.
+# By lengths: prefill instances, and requests/s that fill 0.6 ("few long") or 0.7 of three decode
+# instances' memory in the mean.
 WORTH = {"sharegpt": (1, 0.2), "all alike": (1, 0.83), "few long": (1, 0.43), "long prompts": (6, 0.75)}
 
 
@@ -138,7 +139,7 @@ def worth(world: Pool) -> Row:
         NONE,
         CURRENT,
         CURRENT.set("w/o prediction, theta 0.2", threshold=0.2),
-        # Only which requests outlast their move, and whether they will fit to their end.
+        # Only whether requests outlast their move, and whether they will fit to their end.
         ORACLE.set("oracle, loads of now alone", horizon_steps=1, points=1),
         ORACLE,
     ]

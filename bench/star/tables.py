@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     stages = grouped(told["rows"], "stage")
     if "columns" in told:
         over = (told["compare"], told["base"]) if "compare" in told else None
@@ -22,7 +22,8 @@ def rendered(told: dict[str, Any]) -> str:
 
 
 def stage_table(stage: str, rows: Sequence[Row], base: str) -> str:
-    """All rivals on a stage; the last column holds P99 TPOT against that of `base`, seed by seed."""
+    """Returns all rivals of a scenario; the last column has P99 TPOT against `base`'s, seed by
+    seed."""
     (against,) = (row for row in rows if row["policy"] == base)
     lines = []
     for row in rows:
@@ -40,7 +41,7 @@ def stage_table(stage: str, rows: Sequence[Row], base: str) -> str:
     return f"{stage} ({int(np.mean(rows[0]['ended'])):,} requests counted):\n\n{markdown(head, lines)}"
 
 
-# Of a column: its heading and digits.
+# For each column: its heading and digits.
 COLUMNS = {
     "variance": ("variance of step times, ms²", 2),
     "oom": ("times out of memory", 0),
@@ -52,7 +53,8 @@ COLUMNS = {
 
 
 def by_column(stages: dict[str, list[Row]], column: str, over: tuple[str, str] | None) -> str:
-    """One figure of all rivals, a line for each stage; the last column has the ratio of the two in `over`."""
+    """Returns one figure of all rivals, a line per scenario; the last column has the ratio of the
+    two in `over`."""
     title, digits = COLUMNS[column]
     head = [title, *(row["policy"] for row in next(iter(stages.values())))]
     if over is not None:

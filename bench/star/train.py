@@ -1,9 +1,10 @@
-"""Trains the length predictors of figure `trained`, on lengths of another seed than any that it plays.
+"""Trains the length predictors of figure `trained`, on lengths of a seed that the figures do not
+use.
 
     python bench/star/train.py --train-python PYTHON
 
-PYTHON is an interpreter with PyTorch. Each predictor reads what a router knows (`TRACE_FEATURES` of
-`lmetric.lengths.from_trace`); its file comes into bench/star/predictors.
+PYTHON is an interpreter with PyTorch. Each predictor reads a router's facts of a request
+(`TRACE_FEATURES` of `lmetric.lengths.from_trace`); its file is written to bench/star/predictors.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from common import ROOT
 from lmetric.lengths import save_samples
 from lmetric.lengths.from_trace import samples_from_trace
 
-SEED = 1000  # of the lengths; figures play 0 to 4
+SEED = 1000  # seed of the lengths; figures use 0 to 4
 SECONDS = 6000.0
 
 
 def main() -> None:
-    """Train all of them."""
+    """Trains all predictors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -37,7 +37,7 @@ STILL, BLIND, PAPER, ORACLE = "no moves", "STAR w/o prediction", "STAR, the pape
 
 
 def figures(raw: Raw) -> dict[str, Any]:
-    """Every field of verdicts.md."""
+    """Returns every field of verdicts.md."""
     rates = raw.scenarios("10")
     small = rates.of("sharegpt, small", "0.17")
     large = rates.of("sharegpt, large", "0.2 ")

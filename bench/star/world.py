@@ -1,8 +1,9 @@
-"""What the STAR study plays: its two clusters, lengths and rivals, and what is kept of a run.
+"""The scenarios of the STAR study: its two clusters, lengths and rivals, and the figures of a run.
 
-Every run begins empty, as the paper's do, and arrivals never stop. What counts is what ends between
-`WARM_UP_SECONDS` and the end: runs of 4,000 s last some eight times as long as the answer that a token
-drawn at random belongs to (27,000 tokens, 500 s). Variances and times out of memory are of whole runs.
+Every run begins empty, as the paper's do, and arrivals never stop. Requests count if they end
+between `WARM_UP_SECONDS` and the end. Runs of 4,000 s last some eight times as long as the answer
+to which a randomly drawn token belongs (27,000 tokens, 500 s). Variances and times out of memory
+are of whole runs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import load_trace
 from rerun import traces
 
-# Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). What they leave open is
-# set so that the means are theirs: the quantiles 0.8 (ShareGPT's answers) and 0.74 (Alpaca's), and the last
-# hundredth of prompts. Deviations then are 11,750 and 13,450 tokens; the table has 12,008 and 13,354.
+# Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). The paper
+# leaves open the quantiles 0.8 (ShareGPT's answers) and 0.74 (Alpaca's), and the last hundredth of
+# prompts. They are set so that the means match. Deviations then are 11,750 and 13,450 tokens; the
+# table has 12,008 and 13,354.
 LENGTHS: dict[str, dict[str, Any]] = {
     "sharegpt": {
         "input_tokens": {0: 4, 0.5: 36, 0.75: 80, 0.9: 920, 0.95: 1609, 0.99: 1700, 1: 15000},
@@ -36,7 +38,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
         "input_tokens": {0: 4, 0.5: 10, 0.9: 15, 0.95: 18, 1: 40},
         "output_tokens": {0: 20, 0.5: 987, 0.74: 1622, 0.77: 30720, 0.9: 32690, 0.95: 32691, 1: 32692},
     },
-    # Ours, to see what a prediction is worth by how much there is to predict.
+    # Ours, to find how the gain of a prediction depends on the lengths that can be predicted.
     "all alike": {"input_tokens": 4000, "output_tokens": 4000},
     "few long": {"input_tokens": 200, "output_tokens": {0: 100, 0.8: 100, 0.8001: 20000, 1: 20000}},
     # The same, but prompts of 400 tokens get the long answers, so that there is something to learn.
@@ -51,14 +53,12 @@ LENGTHS: dict[str, dict[str, Any]] = {
 RECORDED = {"azure-conversation": "azure_conv_2023.csv.gz"}  # their lengths are drawn, each by itself
 WARM_UP_SECONDS = 1000.0
 SECONDS = 4000.0
-STRIDE = (
-    20  # the router hears of tokens once a batch has run so many steps: the paper's interval of predictions
-)
+STRIDE = 20  # steps of a batch between reports of tokens to the router: the paper's interval of predictions
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One of the paper's."""
+    """One of the paper's clusters."""
 
     label: str
     roles: str
@@ -67,18 +67,19 @@ class Cluster:
     link_gb_per_second: float
 
     def on(self, roles: str, link_gb_per_second: float) -> Cluster:
-        """With other pools and another link."""
+        """Returns the cluster with other pools and another link."""
         label = f"{roles}, {link_gb_per_second:g} GB/s"
         return replace(self, label=label, roles=roles, link_gb_per_second=link_gb_per_second)
 
     def sized(self, decodes: int) -> Cluster:
-        """With so many decode instances at 25 Gbit/s (section 6.3), and a prefill instance for each four."""
+        """Returns the cluster with `decodes` decode instances at 25 Gbit/s (section 6.3), and a
+        prefill instance for each four."""
         roles = f"{max(1, decodes // 4)}P{decodes}D"
         return replace(self, label=f"{roles}, 25 Gbit/s", roles=roles, link_gb_per_second=3.125)
 
 
-# Links, of which the paper says nothing: PCIe 4.0 x16 at half of its 32 GB/s; NVLink of an H800 at 0.8 of its
-# 200 GB/s each way.
+# Links, not in the paper: PCIe 4.0 x16 at half of its 32 GB/s; NVLink of an H800 at 0.8 of its 200
+# GB/s each way.
 SMALL = Cluster("small, 1P3D", "1P3D", "star-qwen-7b-4090d", 0.025, 16)
 LARGE = Cluster("large, 2P6D", "2P6D", "star-qwen3-14b-h800", 0.05, 160)
 TTFT_SLO_SECONDS = 1.0
@@ -97,19 +98,19 @@ class Rival:
 
     @property
     def told(self) -> bool:
-        """Whether the router is told lengths: where it knows them, or an error is laid over them. The
-        learned curve would take a length that it is told for a limit."""
+        """Returns whether the router gets the lengths of answers, exact or with errors. The learned
+        curve would take a given length as a limit."""
         return self.reschedule == "star_oracle" or self.settings.get("forecast", "curve") not in (
             "curve",
             "trained",
         )
 
     def placed(self, placement: str) -> Rival:
-        """The same behind another placement."""
+        """Returns the rival behind another placement."""
         return replace(self, label=f"{placement}: {self.label}", placement=placement)
 
     def set(self, label: str, **settings: float | str) -> Rival:
-        """The same with other settings."""
+        """Returns the rival with other settings."""
         return replace(self, label=label, settings={**self.settings, **settings})
 
 
@@ -133,7 +134,7 @@ class Stage:
 
     lengths: str
     cluster: Cluster
-    rate: float  # requests a second
+    rate: float  # requests per second
     seconds: float = SECONDS
     warm_up: float = WARM_UP_SECONDS
 
@@ -156,28 +157,29 @@ TRAINED_STAGES = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run between `warm_up` and its end."""
+    """Figures of a run between `warm_up` and its end."""
 
     throughput: float  # requests/s that ended
-    goodput: float  # of these within 1 s TTFT and the cluster's TPOT
+    goodput: float  # requests/s of these within 1 s TTFT and the cluster's TPOT
     p50: float  # TPOT, ms
     p99: float
     variance: float  # of decode steps over instances, mean over the whole run, ms^2
     oom: float  # times that an engine ran out of memory, whole run
-    moves: float  # moves a request that ended
+    moves: float  # moves per ended request
     gap: float  # P99 over requests of the longest gap between two tokens, s
     ended: float  # requests counted
 
 
 @cache
 def profile_of(cluster: Cluster) -> Profile:
-    """The engine model of a cluster."""
+    """Returns the engine model of a cluster."""
     return load_profile(cluster.profile)
 
 
 @cache
 def distributions(lengths: str) -> Mapping[str, Any]:
-    """Of prompts and answers in tokens, by `LENGTHS` or of a recorded trace, for synthetic traces."""
+    """Returns prompts and answers in tokens, by `LENGTHS` or of a recorded trace, for synthetic
+    traces."""
     if lengths in LENGTHS:
         known = LENGTHS[lengths].items()
         return {name: {"quantiles": told} if isinstance(told, dict) else told for name, told in known}
@@ -191,7 +193,7 @@ def distributions(lengths: str) -> Mapping[str, Any]:
 
 
 def predictor_of(lengths: str) -> str:
-    """The file of the predictor that was trained on these lengths."""
+    """Returns the file of the predictor that was trained on these lengths."""
     return str(PREDICTORS / f"{lengths.replace(',', '').replace(' ', '_')}.npz")
 
 
@@ -201,7 +203,7 @@ TRAINED_ON = {Path(predictor_of(stage.lengths)).stem: stage for stage in TRAINED
 
 @lru_cache(maxsize=2)
 def made(stage: Stage, seed: int) -> Workload:
-    """What arrives."""
+    """Returns the trace."""
     told = {
         "synthetic": "requests", "rate": stage.rate, "duration_seconds": stage.seconds, "seed": seed,
         "arrivals": "poisson", "block_tokens": 16,
@@ -214,7 +216,7 @@ def made(stage: Stage, seed: int) -> Workload:
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
-    """One run."""
+    """Runs one simulation."""
     profile, cluster = profile_of(stage.cluster), stage.cluster
     settings: dict[str, float | str] = dict(rival.settings)
     if rival.reschedule.startswith("star"):
@@ -243,7 +245,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
 
 
 def outcome(run: Run, stage: Stage) -> Outcome:
-    """The figures of a run."""
+    """Returns the figures of a run."""
     counts = (run.finished_seconds >= stage.warm_up) & (run.finished_seconds < stage.seconds)
     seconds = stage.seconds - stage.warm_up
     tpot, ttft = run.tpot_seconds, run.ttft_seconds

@@ -1,9 +1,9 @@
-"""The same placements under two clocks: what the simulator says of each request, and what its client saw.
+"""The same placements under two clocks: the simulator's figures of each request, and its client's.
 
-`lmetric.simulate` plays the scene; then every request is sent, in real time and at its arrival time, straight
-to the emulated engine that the simulator placed it on. Both sides run the same engine model with the same
-constants and admission, so what differs is real time: sockets, parsing, timers, and a machine that does other
-things as well.
+`lmetric.simulate` plays the scene. Then every request is sent, in real time and at its arrival
+time, straight to the emulated engine on which the simulator placed it. Both sides run the same
+engine model with the same constants and admission. Only real time differs: sockets, parsing,
+timers, and other work on the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF: dict[str, Callable[[NDArray[np.float64]], Any]] = {
 
 
 async def two_clocks(scene: Scene, policy: str) -> dict[str, Any]:
-    """The figures of both sides, and their ratios."""
+    """Returns the figures of both sides, and their ratios."""
     trace = scene.trace()
     run = simulate(
         trace, policy=policy, instances=scene.engines, profile=scene.resolved_profile(), admission="vllm"
@@ -40,7 +40,8 @@ async def two_clocks(scene: Scene, policy: str) -> dict[str, Any]:
 
 
 def compare(run: Run, live: Live, engine_means: dict[str, float]) -> dict[str, Any]:
-    """Live over simulated: ratios of means and percentiles with their 95% intervals, and what is equal."""
+    """Returns live over simulated: ratios of means and percentiles with their 95% intervals, and
+    the figures that are equal."""
     done = ~np.isnan(live.e2e_seconds)
     n = int(done.sum())
     result: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""The live side: emulated engines in real time, a trace sent to them or to a router, and what came of it.
+"""The live side: emulated engines in real time, a trace sent to them or to a router, and its
+outcome.
 
-Prompts go as token ids, so that the cores' time goes into engines and streams and not into a tokenizer; equal
-block ids of the trace are equal token ids.
+Prompts are sent as token ids, so the cores' time goes into engines and streams, not into a
+tokenizer. Equal block ids of the trace are equal token ids.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from lmetric.sim.traces import Trace, load_trace
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
-# Means that an engine tells of its requests by its own clock: from when it has read a request to the end of
-# the step that makes the token.
+# Means that an engine reports of its requests by its own clock: from reading a request to the end
+# of the step that makes the token.
 _ENGINE_MEANS = {
     "ttft_seconds": "time_to_first_token_seconds",
     "tpot_seconds": "request_time_per_output_token_seconds",
@@ -42,19 +43,19 @@ _ENGINE_MEANS = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is played, live and simulated."""
+    """A scenario for the live and the simulated side."""
 
     trace_file: str
     engines: int
     profile: str
     speed: float  # arrivals on the engines' clock against the trace's
-    requests: int  # at most
+    requests: int  # the most
     max_input_tokens: int  # requests with longer prompts are left out
     max_output_tokens: int  # longer answers are cut
-    clock_speed: float = 1.0  # of the engines' clock against the wall's
+    clock_speed: float = 1.0  # speed of the engines' clock against the wall's
 
     def trace(self) -> Trace:
-        """Requests by the engines' clock, the first at 0."""
+        """Returns the requests by the engines' clock, the first at 0."""
         trace = (
             load_trace(self.trace_file).at_most(self.max_input_tokens).first(self.requests).faster(self.speed)
         )
@@ -65,11 +66,11 @@ class Scene:
         )
 
     def options(self) -> EngineOptions:
-        """What an engine is told."""
+        """Returns the options of an engine."""
         return EngineOptions(profile=self.profile, clock_speed=self.clock_speed)
 
     def resolved_profile(self) -> Profile:
-        """The very constants that the engines run with, for the simulator."""
+        """Returns the constants that the engines run with, for the simulator."""
         return self.options().resolved_profile()
 
 
@@ -80,42 +81,43 @@ class TokenPrompts:
         self._writer = PromptWriter([f"{token}," for token in shared_text().words], seed=seed)
 
     def prompt(self, trace: Trace, index: int) -> orjson.Fragment:
-        """The prompt of the trace's request `index`."""
+        """Returns the prompt of the trace's request `index`."""
         return orjson.Fragment(f"[{self._writer.prompt(trace, index)[:-1]}]")
 
 
 class Placed:
-    """Sends each request to the engine it was placed on; no router in between."""
+    """Sends each request to its engine, without a router in between."""
 
     def __init__(self, clients: Sequence[Client], instances: NDArray[np.int64]) -> None:
         self._clients = clients
         self._instances = instances
 
     def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
-        """The request for `output_tokens` tokens after `prompt`."""
+        """Returns the request for `output_tokens` tokens after `prompt`."""
         return self._clients[0].body(prompt, output_tokens)
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
-        """Send `body` now and fill in `record`."""
+        """Sends `body` now and fills in `record`."""
         await self._clients[self._instances[record.index]].send(body, record, start)
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What clients saw: one entry a request, in the trace's order; seconds of the engines' clock."""
+    """Client measurements: one entry per request, in the trace's order; seconds of the engines'
+    clock."""
 
-    ttft_seconds: NDArray[np.float64]  # from the time the trace wanted it sent
-    tpot_seconds: NDArray[np.float64]  # NaN where there is but one token
+    ttft_seconds: NDArray[np.float64]  # from the time at which the trace wants it sent
+    tpot_seconds: NDArray[np.float64]  # NaN if there is only one token
     e2e_seconds: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     hit_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     late_seconds: NDArray[np.float64]  # wall seconds sent after its time
-    failures: list[str]  # of requests that did not complete; they are NaN above
+    failures: list[str]  # number of requests that did not complete; they are NaN above
 
     @staticmethod
     def of(records: Sequence[Record], clock_speed: float) -> Live:
-        """From the records of all requests."""
+        """Makes them from the records of all requests."""
         records = sorted(records, key=lambda record: record.index)
         for record in records:
             if not record.completed:
@@ -140,27 +142,28 @@ class Live:
 
 
 async def play(trace: Trace, sender: Placed | Client, clock_speed: float, seed: int = 0) -> Live:
-    """Send `trace`, whose times are the engines', and wait for the answers."""
+    """Sends `trace`, whose times are the engines', and waits for the answers."""
     player = Player(trace.faster(clock_speed), sender, TokenPrompts(seed))
     await player.run()
     return Live.of(player.records, clock_speed)
 
 
 class Engines:
-    """Engines as processes of their own, with an empty cache whenever `fresh` was called."""
+    """Engines as separate processes, with an empty cache after each call of `fresh`."""
 
     def __init__(self, embedded: EmbeddedEngines, session: aiohttp.ClientSession) -> None:
         self.urls = embedded.urls
         self._session = session
 
     async def fresh(self) -> None:
-        """Empty the prefix caches."""
+        """Empties the prefix caches."""
         for url in self.urls:
             async with self._session.post(f"{url}/reset_prefix_cache") as answer:
                 answer.raise_for_status()
 
     async def means(self) -> dict[str, float]:
-        """Means over the requests of all engines since they started, by the engines' own clocks."""
+        """Returns the means over the requests of all engines since their start, by the engines' own
+        clocks."""
         sums = dict.fromkeys(_ENGINE_MEANS, 0.0)
         counts = dict.fromkeys(_ENGINE_MEANS, 0.0)
         for url in self.urls:
@@ -178,7 +181,7 @@ class Engines:
 
 @contextlib.asynccontextmanager
 async def engines(scene: Scene) -> AsyncIterator[Engines]:
-    """The scene's engines."""
+    """Returns the scene's engines."""
     async with (
         EmbeddedEngines(scene.engines, scene.options()) as embedded,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
@@ -188,14 +191,15 @@ async def engines(scene: Scene) -> AsyncIterator[Engines]:
 
 @contextlib.asynccontextmanager
 async def placed(urls: Sequence[str], instances: NDArray[np.int64]) -> AsyncIterator[Placed]:
-    """A sender straight to the engines at `urls`."""
+    """Returns a sender straight to the engines at `urls`."""
     async with contextlib.AsyncExitStack() as stack:
         yield Placed([await stack.enter_async_context(Client(url)) for url in urls], instances)
 
 
 @contextlib.asynccontextmanager
 async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> AsyncIterator[Client]:
-    """A client of `lmetric-router serve` over the engines at `urls`, a process of its own."""
+    """Returns a client of `lmetric-router serve` over the engines at `urls`, in a process of its
+    own."""
     profile = scene.resolved_profile()
     settings = {
         "block_size": profile.block_tokens,
@@ -220,7 +224,7 @@ async def router(policy: str, urls: Sequence[str], scene: Scene, seed: int) -> A
 
 
 async def _ready(process: asyncio.subprocess.Process, log: str) -> str:
-    """The URL that the router says it listens on, once it is ready."""
+    """Returns the URL on which the router reports to listen, once it is ready."""
     deadline = time.monotonic() + _START_SECONDS
     url = None
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:

@@ -1,12 +1,13 @@
-"""Do policies come out in the same order in the simulator as over live engines behind the real router?
+"""Compares the order of policies in the simulator and over live engines behind the real router.
 
-Every policy plays the scene live, `repeats` times with other ties and other prompts, and simulated with as
-many seeds as asked for, in two settings: as the simulator does by default (it knows everything at once), and
-as the live router knows it (an approximate index, loads read once a second). Order is by mean TTFT, from the
-time the trace wanted a request sent, and by mean TPOT.
+Every policy plays the scene live, `repeats` times with other ties and other prompts, and simulated
+with `seeds` seeds in two settings. One is the simulator's default (it knows everything at once).
+The other is the live router's view (an approximate index, loads read once a second). The order is
+by mean TTFT, from the time at which the trace wants a request sent, and by mean TPOT.
 
-The control is a policy that must lose: LMETRIC's score, the highest taken. It piles everything on one engine,
-so it plays the first `control_requests` alone, and is held against the same requests of the others.
+The control is a policy that must lose: LMETRIC's score with the highest score taken. It sends
+everything to one engine, so it plays only the first `control_requests`, and is compared with the
+same requests of the others.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from lmetric.sim.traces import Trace
 POLICIES = ("round_robin", "random", "vllm", "filter", "linear", "dynamo", "lmetric")
 CONTROL = "always_worst"
 QUANTITIES = ("ttft_seconds", "tpot_seconds")
-_READ_SECONDS = 1.0  # the router reads the engines' loads this often, by the wall's clock
-Floats = NDArray[np.float64]  # of runs of a policy: shape (runs, QUANTITIES, requests)
+_READ_SECONDS = 1.0  # interval at which the router reads the engines' loads, by the wall's clock
+Floats = NDArray[np.float64]  # runs of a policy: shape (runs, QUANTITIES, requests)
 
 
 async def rank_agreement(
     scene: Scene, policies: list[str], *, repeats: int, seeds: int, control_requests: int
 ) -> dict[str, Any]:
-    """Means of each policy, Kendall's tau between the sides with its interval, every pair, the control."""
+    """Returns the means of each policy, Kendall's tau between the sides with its interval, every
+    pair, and the control."""
     trace = scene.trace()
     short = trace.first(control_requests)
     workload, short_workload = (prepare(each, scene.resolved_profile()) for each in (trace, short))
@@ -53,7 +55,8 @@ async def rank_agreement(
     control = {name: simulated(CONTROL, short_workload, s) for name, s in settings.items()}
     live: dict[str, list[Floats]] = {policy: [] for policy in policies}
     async with engines(scene) as fleet:
-        # Repeats outside, policies inside: what the machine does meanwhile falls on all alike.
+        # Repeats are the outer loop, policies the inner loop, so that the machine's other work
+        # affects all policies alike.
         for repeat in range(repeats):
             for policy in policies:
                 live[policy].append(await _live(scene, fleet, trace, policy, repeat))
@@ -85,11 +88,12 @@ async def rank_agreement(
 
 
 def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]:
-    """Kendall's tau of the means of two sides, each policy's values of shape (runs, requests), NaN: none.
+    """Returns Kendall's tau of the means of two sides, each policy's values of shape (runs,
+    requests), NaN: none.
 
-    The interval is the middle 95% over draws of runs and of blocks of requests, the same for all policies. A
-    pair is decided on a side where its difference keeps its sign in 95% of them, and *close* where it is not
-    decided on both.
+    The interval is the middle 95% over draws of runs and of blocks of requests, the same for all
+    policies. A pair is decided on a side if its difference keeps its sign in 95% of the draws. It
+    is *close* if it is not decided on both sides.
     """
     names = list(sim)
     pairs = list(combinations(range(len(names)), 2))
@@ -163,7 +167,7 @@ def _mean(values: Floats) -> float:
 
 
 def _against(control: Floats, others: dict[str, Floats]) -> dict[str, Any]:
-    """The control's mean TTFT beside the worst of the others' over the same requests."""
+    """Returns the control's mean TTFT and the worst of the others' over the same requests."""
     ttft, n = control[:, 0], control.shape[2]
     means = {policy: _mean(values[:, 0, :n]) for policy, values in others.items()}
     worst = max(means, key=means.__getitem__)

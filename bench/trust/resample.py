@@ -1,5 +1,5 @@
-"""Intervals of figures over requests: runs of neighbours are drawn, since requests that queue behind one
-another are not independent."""
+"""Intervals of figures over requests: blocks of neighbors are drawn, because requests that queue
+behind one another are not independent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DRAWS = 1000
 
 
 def draws(requests: int, seed: int = 0, count: int = DRAWS) -> Iterator[NDArray[np.int64]]:
-    """Indices of `requests` requests, drawn in blocks of neighbours with replacement, `count` times."""
+    """Returns indices of `requests` requests, drawn in blocks of neighbors with replacement,
+    `count` times."""
     rng = np.random.default_rng(seed)
     length = min(BLOCK, requests)
     blocks = -(-requests // length)
@@ -23,6 +24,6 @@ def draws(requests: int, seed: int = 0, count: int = DRAWS) -> Iterator[NDArray[
 
 
 def interval(values: Callable[[NDArray[np.int64]], float], requests: int) -> list[float]:
-    """The middle 95% of `values` over the draws: [low, high]."""
+    """Returns the middle 95% of `values` over the draws: [low, high]."""
     low, high = np.percentile([values(drawn) for drawn in draws(requests)], (2.5, 97.5))
     return [float(low), float(high)]

@@ -1,10 +1,11 @@
-"""How far the simulator can be believed: its figures against live emulated engines, on the same trace.
+"""Compares the simulator with live emulated engines, on the same trace.
 
     python bench/trust/run.py [clocks|ranks|all] [--repeats 3] [--quick] [--check] [--docs] [--out FILE]
 
-`clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a control
-that must lose, see ranks.py. Both together take some 9 minutes; method and figures: docs/trust.md. `--quick`
-takes half a minute and shows that all works, no more. `--check` exits with 1 where a goal is missed.
+`clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a
+control that must lose, see ranks.py. Both together take some 9 minutes; method and figures:
+docs/trust.md. `--quick` takes half a minute and only shows that all parts work. `--check` exits
+with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ CLOCKS = Scene(
     max_input_tokens=16_000,
     max_output_tokens=4096,
 )
-# Answers are cut, and the engines' clock runs faster, so that 2 cores carry some 20 runs in minutes.
+# Answers are cut, and the engines' clock runs faster, so that 2 cores carry some 20 runs in
+# minutes.
 RANKS = replace(CLOCKS, speed=2.2, requests=400, max_output_tokens=100, clock_speed=5.0)
 CONTROL_REQUESTS = 100
 
 
 def main() -> int:
-    """Run what was asked for; the exit code."""
+    """Runs the requested parts. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +56,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=8, help="simulated runs of each; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few requests, two policies")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/trust.md")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-trust.json")
     arguments = parser.parse_args()
@@ -78,7 +80,7 @@ def main() -> int:
             )
         )
         result["ranks"] = {"scene": _scene(ranks)} | found
-        # Knowing more than the live router does is another question, whose answer may be another order.
+        # Knowing more than the live router does is another question, which may have another order.
         missed += [
             f"ranks, {LABELS[quantity]}: {pair} the other way round"
             for quantity in RANKED

@@ -16,7 +16,7 @@ RANKED = ("ttft_seconds", "tpot_seconds")
 
 
 def clocks_table(clocks: dict[str, Any]) -> Iterator[str]:
-    """The same placements under two clocks."""
+    """Returns the same placements under two clocks."""
     yield "| | simulated | live | live / simulated | 95% of resamples | the engines' own |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name, label in LABELS.items():
@@ -42,7 +42,7 @@ def clocks_table(clocks: dict[str, Any]) -> Iterator[str]:
 
 
 def ranks_tables(ranks: dict[str, Any]) -> Iterator[str]:
-    """The order of policies, and the control."""
+    """Returns the order of policies, and the control."""
     for quantity in RANKED:
         yield f"| mean {LABELS[quantity]}, ms | {' | '.join(SIDES.values())} |"
         yield "| --- | --- | --- | --- |"
@@ -76,13 +76,13 @@ def ranks_tables(ranks: dict[str, Any]) -> Iterator[str]:
 
 
 def render(result: dict[str, Any]) -> dict[str, str]:
-    """The tables by the name of the part that made them."""
+    """Returns the tables by the name of the part that made them."""
     makers = {"clocks": clocks_table, "ranks": ranks_tables}
     return {name: "\n".join(make(result[name])) for name, make in makers.items() if name in result}
 
 
 def write_into(page: Path, tables: dict[str, str], about: dict[str, Any]) -> None:
-    """Put the tables between their marks in `page`."""
+    """Puts the tables between their marks in `page`."""
     machine = about["machine"]
     stamp = f"{about['date'][:10]}, commit {about['commit']}, {machine['cpu']}, {machine['cores']} cores"
     stamp += f", load average {about['load_average'][0]:.1f} before"

@@ -1,4 +1,4 @@
-"""How many requests must end until the router's gamma is that of a new tail."""
+"""How many requests must end until the router's gamma fits a new tail."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 import lmetric as lm
 
-BEFORE = 6000  # ends, by which gamma is the first tail's
+BEFORE = 6000  # ends after which gamma fits the first tail
 MOST = 20_000
 
 
 def ends_until_learned(before: float, after: float, seed: int) -> int:
-    """Ends after which gamma is within a third of `after` (1/s), where of end-to-end times the share
-    e^-(rate t) is longer than t, with rate `before` at first."""
+    """Returns the ends after which gamma is within a third of `after` (1/s). End-to-end times are
+    longer than t with probability e^-(rate t), with rate `before` at first."""
     router = lm.Router(policy="least_requests")
     router.add_instance("a")
     router.configure(priority=lm.UniBoost(gamma=1.0))

@@ -1,4 +1,5 @@
-"""Reruns the UniBoost paper's experiments on the engine model, and asks what a stock engine keeps of it."""
+"""Reruns the UniBoost paper's experiments on the engine model, and measures how much of it stock
+engines keep."""
 
 from __future__ import annotations
 
@@ -55,11 +56,12 @@ def rows(
     most_seeds: int | None = None,
     **told: Any,
 ) -> Row:
-    """All orders on all stages, each figure one number a seed."""
+    """Runs all orders on all scenarios, each figure one number per seed."""
     kept = {"e2e p99", *told["columns"], *told.get("over", []), *told.get("of", [])}
 
     def seeds_of(stage: Stage) -> int | None:
-        return 1 if stage.instances > 256 else most_seeds  # the largest clusters take as long as all else
+        # The largest clusters take as long as all others together.
+        return 1 if stage.instances > 256 else most_seeds
 
     made = []
     for stage, order, found in world.all(outcome, stages[:1] if world.quick else stages, orders, seeds_of):
@@ -118,7 +120,7 @@ def figure_8(world: Pool) -> Row:
 
 @figure("t3", "Tables 3 to 5: do long requests starve?")
 def table_3(world: Pool) -> Row:
-    # 5,000 long ones on eight engines.
+    # 5,000 long requests on eight engines.
     stages = [
         Stage("Llama-8B, H100", "short and long", 0.99, instances=8, requests=6000, most_sequences=places)
         for places in (256, 64)
@@ -147,7 +149,7 @@ SENSITIVE = ["e2e mean", "e2e p99", "ttft p99", "gap p99", "tpot mean", "preempt
 
 
 def of_uniboost(world: Pool, settings: Sequence[str], stage: Stage) -> Row:
-    """UniBoost with other settings."""
+    """Returns UniBoost with other settings."""
     orders = [SARATHI, UNIBOOST, *(Order(f"UniBoost, {told}", f"uniboost({told})") for told in settings)]
     return rows(world, "absolute", [stage], orders, UNIBOOST, columns=SENSITIVE, over=["e2e mean", "e2e p99"])
 
@@ -182,7 +184,7 @@ def gammas(world: Pool) -> Row:
 
 @figure("t8", "Table 8: tokens of a step")
 def table_8(world: Pool) -> Row:
-    # Every decode gets its token in every step: no more places than tokens.
+    # Every decode gets its token in every step: no more slots than tokens.
     stages = [
         Stage(LLAMA, "mix-2", 0.99, chunk_tokens=tokens, most_sequences=min(tokens, 256))
         for tokens in (128, 512, 1024, 2048)
@@ -195,13 +197,14 @@ BEHIND = ["e2e mean", "e2e p90", "e2e p99", "ttft mean", "ttft p99", "tpot mean"
 
 
 BEHIND = ["e2e mean", "e2e p90", "e2e p99", "ttft mean", "ttft p99", "tpot mean", "tpot p99"]
-ABSOLUTE = ["e2e mean", "e2e p99", "ttft mean", "ttft p99"]  # Does good routing leave anything to order?
+# Shows whether good routing leaves anything to order.
+ABSOLUTE = ["e2e mean", "e2e p99", "ttft mean", "ttft p99"]
 CLUSTER_SEEDS = 2
 
 
 @figure("t9", "Table 9: behind global routers, 64 engines")
 def table_9(world: Pool) -> Row:
-    # The paper says nothing of load. So short a run has no queues below what the engines carry.
+    # The paper prints no load. So short a run has no queues below the load that the engines carry.
     stages = [
         Stage("Llama-8B, H100", mixture, 1.1, instances=64, policy=policy, requests=800)
         for mixture in ("mix-1", "azure")

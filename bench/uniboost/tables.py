@@ -24,12 +24,12 @@ DIGITS = {"tokens a second": 0, "slope, s a request": 5}
 
 
 def rendered(told: dict[str, Any]) -> str:
-    """A figure's part of the page."""
+    """Returns a figure's part of the page."""
     return KINDS[told["kind"]](told)
 
 
 def heading(name: str) -> tuple[str, float, int]:
-    """Of a column such as ``short e2e p99``: its words, its factor, its digits."""
+    """Returns the words, factor and digits of a column such as ``short e2e p99``."""
     *of, what, statistic = ["", *name.split()]
     if what not in COLUMNS:
         return name, 1.0, DIGITS.get(name, 2)
@@ -39,7 +39,7 @@ def heading(name: str) -> tuple[str, float, int]:
 
 
 def absolute(told: dict[str, Any]) -> str:
-    """All orders on each stage; the last columns hold ratios to `base`, seed by seed."""
+    """Returns all orders of each scenario; the last columns have ratios to `base`, seed by seed."""
     parts = []
     for stage, rows in grouped(told["rows"], "stage").items():
         base = next(row for row in rows if row["order"] == told["base"])
@@ -58,12 +58,12 @@ def absolute(told: dict[str, Any]) -> str:
 
 
 def bare(name: str) -> str:
-    """The heading without its unit."""
+    """Returns the heading without its unit."""
     return re.sub(", m?s:", "", heading(name)[0])
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """With its 95% bounds."""
+    """Returns the ratio with its 95% bounds."""
     if min(*ours, *theirs) <= 0:
         return "–"
     middle, low, high = bounds(ours, theirs)
@@ -71,7 +71,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def relative(told: dict[str, Any]) -> str:
-    """A line for each stage and order: the figures `of` it, ratios to `base` on this stage, seed by seed."""
+    """Returns a row per scenario and order: the figures `of`, ratios to `base` in this scenario,
+    seed by seed."""
     of: list[str] = told.get("of", [])
     lines = []
     for stage, rows in grouped(told["rows"], "stage").items():
@@ -85,7 +86,8 @@ def relative(told: dict[str, Any]) -> str:
 
 
 def improvement(told: dict[str, Any]) -> str:
-    """As the paper's Table 2: percent better than `base` (latency down, throughput up), mean over seeds."""
+    """Returns percent better than `base` as in the paper's Table 2 (latency down, throughput up),
+    mean over seeds."""
     parts = []
     for stage, rows in grouped(told["rows"], "stage").items():
         base = next(row for row in rows if row["order"] == told["base"])
@@ -106,7 +108,7 @@ def improvement(told: dict[str, Any]) -> str:
 
 
 def plain(told: dict[str, Any]) -> str:
-    """A table of text as it is."""
+    """Returns a table of text without changes."""
     head = list(told["table"][0])
     return markdown(head, (list(row.values()) for row in told["table"]))
 

@@ -22,13 +22,13 @@ OTHERS = ("random", "round_robin", "least_requests")
 
 
 def less(row: Row, base: Row, name: str) -> str:
-    """Percent under the base, seed by seed: `5% ±4`."""
+    """Returns percent under the base, seed by seed: `5% ±4`."""
     each = [1 - a / b for a, b in zip(row[name], base[name], strict=True)]
     return spread(each, 100, 0).replace(" ±", "% ±")
 
 
 def figures(raw: Raw) -> dict[str, Any]:
-    """Every field of verdicts.md."""
+    """Returns every field of verdicts.md."""
     mix, reasoning, ladder = raw.scenarios("t2").without("places"), raw.scenarios("6"), raw.scenarios("7")
     fair, bins, stubborn = raw.scenarios("t3").without("places"), raw.scenarios("t6"), raw.scenarios("t7")
     chunks, fleet, sizes = raw.scenarios("t8"), raw.scenarios("t9"), raw.scenarios("t10")
@@ -42,14 +42,14 @@ def figures(raw: Raw) -> dict[str, Any]:
     }
 
     def kept(order: str, *columns: int, of: tuple[str, ...] = ("mix-1", "mix-2", "azure")) -> Span:
-        """How strict an SLO an order keeps, by workload."""
+        """Returns how strict an SLO an order keeps, by workload."""
         return Span(float(slo[each, order][column].split()[0]) for each in of for column in columns)
 
     def change(scenarios: Scenarios, ours: str, base: str, name: str) -> Span:
         return Span(ratio - 1 for ratio in scenarios.ratios(ours, base, name))
 
     def behind(*routers: str) -> Scenarios:
-        """Azure's lengths behind some routers."""
+        """Returns Azure's lengths behind some routers."""
         found = [fleet.of("azure", f"under {router}") for router in routers]
         return reduce(or_, found)
 

@@ -1,7 +1,8 @@
-"""What the UniBoost study plays: engines, mixtures of lengths, orders, and what is kept of a run.
+"""The scenarios of the UniBoost study: engines, mixtures of lengths, orders, and the figures of a
+run.
 
-Load is told as rho: arrivals over what the engine carries under FCFS with a queue that is never empty
-(`carried`). Of a run, the requests that arrive between its first tenth and its last count.
+Load is given as rho: arrivals over the rate that the engine carries under FCFS with a queue that is
+never empty (`carried`). In a run, requests that arrive between its first tenth and its last count.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rerun import traces
 
 AZURE = "azure_conv_2023.csv.gz"
 REQUESTS = 10_000  # section 4
-COUNTED = (0.1, 0.9)  # of them, by arrival
-CHUNK_TOKENS = 1024  # a step's, Figure 6
+COUNTED = (0.1, 0.9)  # share of them, by arrival
+CHUNK_TOKENS = 1024  # of a step, Figure 6
 
 CODELLAMA = Model("codellama-34b", 48, 8192, 64, 8, 128, 22_016, 32_016)
 QWEN_72B = Model("qwen2-72b", 80, 8192, 64, 8, 128, 29_568, 152_064)
@@ -38,24 +39,24 @@ ENGINES: dict[str, tuple[Model, Gpu, int]] = {
 
 
 def pair(prompts: Mapping[float, float], answers: Mapping[float, float]) -> tuple[Quantiles, Quantiles]:
-    """Lengths by their quantiles."""
+    """Returns lengths by their quantiles."""
     return Quantiles(quantiles=dict(prompts)), Quantiles(quantiles=dict(answers))
 
 
 def shipped(name: str) -> tuple[float, tuple[Distribution, Distribution], None]:
-    """The share of s1k among Azure's requests, and its lengths, in a mixture that the package has."""
+    """Returns the share of s1k among Azure's requests, and its lengths, of a shipped mixture."""
     (long,) = LENGTHS[name].kinds
     return long.share, (long.input_tokens, long.output_tokens), None
 
 
 S1K = shipped("mix-1")[1]
-# Table 3: short ones and long ones, each with the length that is named.
+# Table 3: short and long requests, each with the named length.
 SHORT = pair({0: 125, 1: 125}, {0: 100, 1: 100})
 LONG = pair({0: 2000, 1: 2000}, {0: 6000, 1: 6000})
-# A tenant that has documents summed up.
+# A tenant with documents to summarize.
 BULK = pair({0: 4000, 0.5: 8000, 1: 16000}, {0: 100, 0.5: 300, 1: 800})
 Pair = tuple[Distribution, Distribution]
-# By name: the share of long requests, theirs, and all others' (None: Azure's, as recorded).
+# By name: the share of long requests, their lengths, and all others' (None: Azure's, as recorded).
 MIXTURES: dict[str, tuple[float, Pair, Pair | None]] = {
     "mix-1": shipped("mix-1"),
     "mix-2": shipped("mix-2"),
@@ -75,8 +76,8 @@ class Stage:
     rho: float
     instances: int = 1
     policy: str = "random"
-    cv: float = 1.0  # of the gaps between arrivals; 1: Poisson
-    requests: int = REQUESTS  # for each instance
+    cv: float = 1.0  # coefficient of variation of the gaps between arrivals; 1: Poisson
+    requests: int = REQUESTS  # requests per instance
     chunk_tokens: int = CHUNK_TOKENS
     most_sequences: int = 256
 
@@ -117,7 +118,7 @@ SRPT = Order("SRPT", "srpt")
 
 @cache
 def profile_of(engine: str, chunk_tokens: int, most_sequences: int) -> Profile:
-    """The engine model."""
+    """Returns the engine model."""
     model, gpu, gpus = ENGINES[engine]
     made = roofline(model, gpu, gpus)
     return made.model_copy(update={"max_batch_tokens": chunk_tokens, "max_sequences": most_sequences})
@@ -125,13 +126,13 @@ def profile_of(engine: str, chunk_tokens: int, most_sequences: int) -> Profile:
 
 @cache
 def azure() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Prompts and answers of the recorded trace, as they go together."""
+    """Returns prompts and answers of the recorded trace, pair by pair."""
     trace = load_trace(traces() / AZURE)
     return np.maximum(trace.input_tokens, 1), np.maximum(trace.output_tokens, 1)
 
 
 def mixed(mixture: str, n: int, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Prompts, answers, and which of them are long requests."""
+    """Returns prompts, answers, and a mask of the long requests."""
     share, long, others = MIXTURES[mixture]
     is_long = rng.random(n) < share
     columns = []
@@ -145,20 +146,20 @@ def mixed(mixture: str, n: int, rng: np.random.Generator) -> tuple[NDArray[Any],
 def requests(
     mixture: str, arrivals: NDArray[np.float64], rng: np.random.Generator
 ) -> tuple[Trace, NDArray[Any]]:
-    """A trace, and which of its requests are long."""
+    """Returns a trace, and a mask of its long requests."""
     n = len(arrivals)
     prompts, answers, is_long = mixed(mixture, n, rng)
     trace = Trace(
         name=mixture, arrival_seconds=arrivals, input_tokens=prompts, output_tokens=answers,
         hash_offsets=np.zeros(n + 1, np.int64), hash_ids=np.zeros(0, np.uint64), block_tokens=16,
-        sessions=is_long.astype(np.int64),  # to the router these are tenants
+        sessions=is_long.astype(np.int64),  # The router sees these as tenants.
     )  # fmt: skip
     return trace, is_long
 
 
 @cache
 def carried(engine: str, mixture: str, chunk_tokens: int, most_sequences: int) -> float:
-    """Requests a second of one engine whose queue is never empty, under FCFS."""
+    """Returns the requests per second of one engine whose queue is never empty, under FCFS."""
     n = 4000
     profile = profile_of(engine, chunk_tokens, most_sequences)
     trace, _ = requests(mixture, np.zeros(n), np.random.default_rng(12345))
@@ -167,7 +168,7 @@ def carried(engine: str, mixture: str, chunk_tokens: int, most_sequences: int) -
 
 
 def play(workload: Workload, profile: Profile, order: Order, policy: str, instances: int, seed: int) -> Run:
-    """One run."""
+    """Runs one simulation."""
     return simulate(
         workload,
         policy=policy,
@@ -187,7 +188,7 @@ def play(workload: Workload, profile: Profile, order: Order, policy: str, instan
 
 @lru_cache(maxsize=6)
 def arriving(stage: Stage, seed: int) -> tuple[Workload, NDArray[Any]]:
-    """What arrives at a stage, and which of it is long."""
+    """Returns the requests that arrive, and a mask of the long ones."""
     rng = np.random.default_rng(seed)
     n = stage.requests * stage.instances
     rate = (
@@ -202,7 +203,7 @@ def arriving(stage: Stage, seed: int) -> tuple[Workload, NDArray[Any]]:
 
 
 def outcome(stage: Stage, order: Order, seed: int) -> dict[str, float]:
-    """The figures of a run."""
+    """Returns the figures of a run."""
     workload, is_long = arriving(stage, seed)
     profile = profile_of(stage.engine, stage.chunk_tokens, stage.most_sequences)
     run = play(workload, profile, order, stage.policy, stage.instances, seed)
@@ -210,7 +211,7 @@ def outcome(stage: Stage, order: Order, seed: int) -> dict[str, float]:
 
 
 def figures(run: Run, is_long: NDArray[Any]) -> dict[str, float]:
-    """Seconds of all that counts, and of short and long requests apart."""
+    """Returns the seconds of all counted requests, and of short and long requests separately."""
     n = len(run)
     counts = np.zeros(n, bool)
     counts[int(COUNTED[0] * n) : int(COUNTED[1] * n)] = True
@@ -231,7 +232,7 @@ def figures(run: Run, is_long: NDArray[Any]) -> dict[str, float]:
     if is_long.any():
         late = counts & is_long
         found["long e2e max"] = float(run.e2e_seconds[late].max())
-        # Steps take below a second: what is longer is a stay in the queue.
+        # Steps take less than a second: a longer gap is a stay in the queue.
         found["long pause p99"] = float(np.percentile(run.worst_gap_seconds[late], 99))
         found["slope, s a request"] = float(np.polyfit(np.flatnonzero(late), run.e2e_seconds[late], 1)[0])
     found |= {f"gap p{q}": float(run.gap_seconds(q / 100) or 0) for q in (95, 99)}
@@ -243,5 +244,5 @@ def figures(run: Run, is_long: NDArray[Any]) -> dict[str, float]:
 
 
 def attained(scales: Sequence[float]) -> str:
-    """How many times as strict an SLO can be, by seed."""
+    """Returns how many times as strict an SLO can be, by seed."""
     return f"{np.mean(scales):.2f} ({min(scales):.2f} to {max(scales):.2f})"
