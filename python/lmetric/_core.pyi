@@ -324,11 +324,12 @@ class EventFeed:
     def unsubscribe(self, instance: str) -> bool: ...  # drops the blocks learned from its events
     def instances(self) -> list[str]: ...
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
-    # By rank: state "connecting" | "live" | "incomplete", connected, batches, replayed, events,
-    # blocks_stored, blocks_removed, cleared, gaps, resyncs, restarts, unanswered, unknown_parent,
-    # unknown_removed, skipped {reason: count}, tiers {medium: blocks}, last_sequence,
-    # last_batch_age_seconds, least_delay_seconds (from the engine's timestamp of a batch),
-    # block_size, reported_rank, other_topic, last_error, ...
+    # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count}, `tiers`
+    # {medium: blocks}. `least_delay_seconds` is from the engine's timestamp of a batch. The others:
+    # `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`, `cleared`,
+    # `gaps`, `resyncs`, `restarts`, `unanswered`, `unknown_parent`, `unknown_removed`,
+    # `last_sequence`, `last_batch_age_seconds`, `block_size`, `reported_rank`, `other_topic`,
+    # `last_error`, and more.
     def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the keys of status()
     def close(self) -> None: ...
     def __enter__(self) -> EventFeed: ...
@@ -551,10 +552,14 @@ def read_request(
 ]:
     """Reads the fields of a request to the path ``path`` of the API.
 
-    Returns, in the order of `ParsedRequest`: the body, whether it is a chat, whether it is a chat
-    or a completion, model, whether it streams, session, cache salt, largest number of answer
-    tokens, its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts, its
-    ``priority`` (NaN: not a number; None: no such field). Raises BadRequestError.
+    Returns the fields of `ParsedRequest` in their order:
+
+    - the body, whether it is a chat, whether it is a chat or a completion
+    - model, whether it streams, session, cache salt, largest number of answer tokens
+    - its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts
+    - its ``priority`` (NaN: not a number; None: no such field)
+
+    Raises BadRequestError.
     """
 
 def check_object(body: bytes) -> None:

@@ -30,7 +30,7 @@ def vllm_engines(_vllm: Engines) -> Iterator[Callable[..., list[VllmEngine]]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """What the engines said belongs to the report of a test that failed."""
+    """Adds the output of the engines to the report of a failed test."""
     report = yield
     if report.failed and _engines in item.config.stash:
         for engine in item.config.stash[_engines].handed_out:
@@ -40,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever asks for real engines runs at night only."""
+    """Marks tests that need real engines as nightly."""
     for item in items:
         if "vllm_engines" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.nightly)

@@ -1,4 +1,4 @@
-"""The router as a process before real engines, and what it says of its decisions."""
+"""The router as a process before real engines, and its decision records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Served:
         return self.process.url
 
     async def page(self, path: str) -> Any:
-        """A page of the router's, as JSON where it is."""
+        """A page of the router, as JSON if it is JSON."""
         async with self.session.get(self.url + path) as response:
             body = await response.read()
             assert response.status == 200, (path, response.status, body)
@@ -45,7 +45,7 @@ class Served:
         return {engine: values[name] for engine, values in model.items()}
 
     async def receipt(self, headers: Any) -> dict[str, Any]:
-        """The receipt of the decision that an answer names, once it knows the outcome."""
+        """The decision record of an answer, once the outcome is in it."""
         async with asyncio.timeout(30):
             while True:
                 receipt: dict[str, Any] = await self.page(f"/debug/decisions/{headers['x-lmetric-decision']}")
@@ -66,7 +66,7 @@ async def served(engines: Sequence[VllmEngine], *flags: str) -> AsyncIterator[Se
     given = [word for engine in engines for word in ("--engine", engine.url)]
     async with router(*given, *flags) as process:
         await process.listening(180)  # on a crowded machine
-        # What it says goes on being read, or the pipe would fill.
+        # Keep reading its output, or the pipe would fill.
         assert process.process.stderr is not None
         reader = asyncio.create_task(_drain(process))
         try:

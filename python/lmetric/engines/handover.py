@@ -146,10 +146,10 @@ class Bootstrap(Connector):
     """SGLang's bootstrap (from the sources of 0.5.23, not tested): both engines get the same body.
 
     The engines meet by the room number. The prefill engine always produces one token. With
-    data-parallel ranks, the prefill engine by default (`--load-balance-method
-    follow_bootstrap_room`) assigns a request to the rank that is the room modulo the number of
-    ranks, and fails a request that a header sends to another rank. The decode engine looks for the
-    prompt by the same rule. So the room follows the rank.
+    data-parallel ranks, the prefill engine by default assigns a request to the rank that is the
+    room modulo the number of ranks (`--load-balance-method follow_bootstrap_room`). It fails a
+    request that a header sends to another rank. The decode engine looks for the prompt by the same
+    rule. So the room follows the rank.
     """
 
     name = "bootstrap"

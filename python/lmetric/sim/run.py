@@ -421,8 +421,8 @@ def simulate(
             "decode": 64}``. `policy` chooses the prefill instance.
         decode_policy: policy that chooses the decode instance; None: `least_requests`.
         decode_knobs: parameters of the decode policy by name.
-        binding: time at which the decode instance is chosen: ``"early"``: at arrival; ``"late"``:
-            after prefill.
+        binding: when the decode instance is chosen. ``"early"``: at arrival. ``"late"``: after
+            prefill.
         transfer: time of KV transfers (`lmetric.sim.pools.Transfer`): ``"50, layers"``, or a
             mapping. None or ``"none"``: no time. The profile gives the size of the KV cache.
         prefill: ``"queues"``: prompts queue as on engines. ``"unlimited"``: every prompt takes only

@@ -1,4 +1,4 @@
-//! What requests are ordered by, by name and settings.
+//! Orders of requests, by name and settings.
 use crate::errors::Result;
 use crate::settings;
 use lmetric_core::CoreError;

@@ -99,7 +99,7 @@ fn policy(page: &mut String, spec: &PolicySpec) {
 /// name.
 fn knobs(page: &mut String, knobs: &[Knob], shown: impl Fn(&str) -> String) {
     if !knobs.is_empty() {
-        page.push_str("\n| knob | range | default | |\n| --- | --- | --- | --- |\n");
+        page.push_str("\n| parameter | range | default | |\n| --- | --- | --- | --- |\n");
     }
     for knob in knobs {
         let (range, default) = (range(knob), default(knob));
@@ -172,7 +172,7 @@ fn lifecycle() -> String {
         "# The life of a request in the core\n\n\
          Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-sim --example docs -- lifecycle`; \
          change that.\n\n\
-         A request is a chain of segments, of which one is open. The caller reports events of the open segment \
+         A request is a chain of segments. One segment is open. The caller reports events of the open segment \
          (`Router::advance`, in Python the methods of `Ticket`). The first table shows the effects of each event, which are \
          applied in order. A *prefill segment* ends with the prompt, and the next segment makes the first token. An *other \
          segment* ends in the answer. Any event may come at any time. A closed ticket returns an error.\n\n{}",

@@ -65,7 +65,7 @@ indicators! {
     Bs "bs", "requests", Instance, Merged, "at once; external part as old as the last report", "never",
         "Batch size: requests on the instance, queued and running (`q_bs + r_bs`).";
     QBs "q_bs", "requests", Instance, Merged, "at once; external part as old as the last report", "never",
-        "Waiting requests: this router's requests without a first token (their prompt may be prefilled elsewhere), minus requests that left the engine's queue by its last report, plus external waiting requests as reported.";
+        "Waiting requests: this router's requests without a first token, minus requests that left the engine's queue by its last report, plus external waiting requests as reported. The prompt may be prefilled elsewhere.";
     RBs "r_bs", "requests", Instance, Merged, "at once; external part as old as the last report", "never",
         "Running requests: this router's requests past their first token or gone from the engine's queue by its last report, plus external running requests as reported.";
     DecodeBs "decode_bs", "requests", Instance, Router, "at once", "never",
