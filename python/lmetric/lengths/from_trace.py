@@ -175,11 +175,13 @@ def _shared_tokens(trace: Trace, before: int, index: int) -> int:
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")],
-    out: Annotated[Path, typer.Option(help="Samples file to write, .npz.")],
-    every: Annotated[int, typer.Option(min=1, help="Generated tokens from one sample to the next.")] = 20,
-    at_most: Annotated[int, typer.Option(min=1, help="Samples of one request.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="For requests with more.")] = 0,
+    trace: Annotated[
+        Path, typer.Argument(help="Trace file in Mooncake, Qwen-Bailian or Azure format, also .gz.")
+    ],
+    out: Annotated[Path, typer.Option(help="Output file with samples, .npz.")],
+    every: Annotated[int, typer.Option(min=1, help="Generated tokens between two samples.")] = 20,
+    at_most: Annotated[int, typer.Option(min=1, help="Maximum number of samples per request.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed to choose samples of requests with more.")] = 0,
 ) -> None:
     """Make training samples of remaining lengths from a trace."""
     samples = samples_from_trace(load_trace(trace), every=every, at_most=at_most, seed=seed)
