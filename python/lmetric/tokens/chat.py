@@ -20,8 +20,7 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 _BILLING_HEADER = "x-anthropic-billing-header"
-# Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than
-# set a variable of the template.
+# Arguments of Hugging Face's apply_chat_template that do more than set a template variable.
 _NOT_VARIABLES = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
