@@ -419,12 +419,11 @@ def simulate(
         timeline_seconds: length of the timeline's buckets.
         roles: prefill and decode pools instead of `instances`: ``"16P64D"``, or ``{"prefill": 16,
             "decode": 64}``. `policy` chooses the prefill instance.
-        decode_policy: policy that chooses the decode instance; None: `least_requests`.
-        decode_knobs: parameters of the decode policy by name.
-        binding: time at which the decode instance is chosen: ``"early"``: at arrival; ``"late"``:
-            after prefill.
-        transfer: time of KV transfers (`lmetric.sim.pools.Transfer`): ``"50, layers"``, or a
-            mapping. None or ``"none"``: no time. The profile gives the size of the KV cache.
+        decode_policy: policy that chooses the decode instance. None: `least_requests`.
+        `decode_knobs`: parameters of the decode policy by name.
+        binding: choose the decode instance at arrival (``"early"``) or after prefill (``"late"``).
+        transfer: KV transfer times, for example ``"50, layers"``, a mapping, or a `Transfer` of
+            `lmetric.sim.pools`. None or ``"none"``: no time. The profile has the size of the cache.
         prefill: ``"queues"``: prompts queue as on engines. ``"unlimited"``: every prompt takes only
             its own time (SIBYL, Algorithm 2), so the number of prefill instances has no effect.
         local_order: order of requests inside engines. Without preemption: ``"fcfs"``, ``"sjf"``
