@@ -1,6 +1,9 @@
-"""A gateway of your own in 20 lines: aiohttp in front, lmetric.Relay behind. Run: python examples/gateway.py
+"""A gateway in 20 lines, with aiohttp and lmetric.Relay.
 
-It starts two emulated engines, sends four requests through the gateway, and prints which engine answered.
+It starts two emulated engines, sends four requests through the gateway, and prints the engine of
+each answer.
+
+Run: python examples/gateway.py
 """
 
 import asyncio

@@ -283,7 +283,7 @@ async def test_a_request_that_the_router_splits_is_refused() -> None:
 async def test_an_instance_without_a_url_is_named() -> None:
     router = a_router({"gpu-0": ""})
     async with aiohttp.ClientSession() as http:
-        with pytest.raises(lm.BadValueError, match="engines: no URL of instance 'gpu-0'"):
+        with pytest.raises(lm.BadValueError, match="engines: no URL for instance 'gpu-0'"):
             async with lm.Relay(router, REQUEST, http, {}, body(), path=PATH):
                 raise AssertionError("not entered")
     assert router.in_flight() == 0

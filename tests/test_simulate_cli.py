@@ -216,7 +216,7 @@ def test_the_table_the_report_and_the_figures(tmp_path: Path) -> None:
         (["--preempt", "swop"], 2, "expected recompute, swap"),
         (["--profile", "nope"], 2, "nope"),
         (["--json", "no/such/directory/o.json"], 2, "there is no directory"),
-        (["--start", "1e9"], 1, "none of its 1000 requests is left"),
+        (["--start", "1e9"], 1, "the filters exclude all 1000 requests"),
         (["--trace", "none.jsonl"], 2, "none.jsonl: No such file"),
     ],
 )
@@ -280,4 +280,4 @@ def test_a_policy_that_scores_nobody_is_told() -> None:
     done = simulate(*BASE, "--policy", "0 / bs,lmetric", "--json", "-")
     assert done.returncode == 0
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert re.fullmatch(r"warning: 0 / bs scored no instance in [1-9]\d* choices; .* decided", warning)
+    assert re.fullmatch(r"warning: 0 / bs scored no instance in [1-9]\d* decisions; .* decided", warning)

@@ -855,7 +855,7 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(option, _classes(what)):
         raise _bad(what, option, f"{_options(what)} or None")
     if isinstance(option, SplitBy):
-        ours = option.planner in _KINDS[what]  # planners outside `_KINDS` use the same names as the core
+        ours = option.planner in _KINDS[what]  # others use the core names
         return option.core_kind, {_core_name(k) if ours else k: v for k, v in option.settings.items()}
     values = {each.name: getattr(option, each.name) for each in fields(option)}
     for name, value in values.items():

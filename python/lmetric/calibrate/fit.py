@@ -82,9 +82,7 @@ class Fit:
 
     constants: dict[str, float]
     standard_errors: dict[str, float]
-    request_seconds: (
-        float  # of a request before and after its steps: HTTP, tokens in and out; not in the profile
-    )
+    request_seconds: float  # time per request outside its steps (HTTP, tokens); not in the profile
     max_batch_tokens: int
     batch_tokens_from: str
     residuals: tuple[Residual, ...]

@@ -112,4 +112,4 @@ def warn_unscored(results: Iterable[Result]) -> None:
         label = " and ".join(each.label for each in policies if each is not None)
         counts[label] += result.unscored
     for label, count in (+counts).items():
-        note(f"warning: {label} scored no instance in {count} decisions; least_requests decided instead")
+        note(f"warning: {label} scored no instance in {count} decisions; least_requests decided")

@@ -55,7 +55,7 @@ def _origin(text: str) -> str:
 
 
 def _indicator_source(source: str) -> str:
-    if source == "push" or re.fullmatch(r"header(:[!-+\--~]+)?", source):  # a field's name has no comma
+    if source == "push" or re.fullmatch(r"header(:[!-+\--~]+)?", source):  # field: no comma
         return source
     # All engine metrics have a prefix, so a single word is a mistyped `push` or `header`.
     if re.fullmatch(r"(?!header:)[A-Za-z_:][A-Za-z0-9_:]*", source) and re.search("[_:]", source):

@@ -241,8 +241,8 @@ class Adapter(ABC):
     # Load gauges of all its versions: name without prefix, and the field of `Load`.
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # prefix of its metric names
-    cached_counter: str | None = None  # its counter of prompt tokens found in the cache, without its prefix
-    cache_salt = False  # whether it keeps prompts with different `cache_salt` fields apart in its cache
+    cached_counter: str | None = None  # counter of cached prompt tokens, no prefix
+    cache_salt = False  # whether its cache separates prompts by `cache_salt`
     # Label of its metrics that names the data-parallel rank; None: requests cannot name a rank.
     rank_label: str | None = None
     rank: int | None = None  # the data-parallel rank of this adapter's figures; None: all ranks

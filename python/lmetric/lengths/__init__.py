@@ -1,4 +1,4 @@
-"""Predictors of how many tokens running requests have still to generate (STAR, section 4)."""
+"""Predictors of the remaining tokens of running requests (STAR, section 4)."""
 
 from lmetric.lengths.files import load_npz, load_predictor, save_predictor
 from lmetric.lengths.forecast import ForecastFunction, forecast_function, resolve_forecast

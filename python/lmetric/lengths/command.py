@@ -1,4 +1,4 @@
-"""How this package's modules run as commands: what a user can cause ends in one line, as in `lmetric.cli`."""
+"""Runs this package's modules as commands. Errors that users can cause end in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAILED, USAGE = 1, 2
 
 def run_command(command: Callable[..., None]) -> None:
     """Run `command` as a program, and exit: 0, or 2 after bad input, or 1 after other failures."""
-    # Not lmetric.cli's own: a training environment need not have what a router needs.
+    # Independent of lmetric.cli, because a training environment can lack the router's dependencies.
     try:
         typer.run(command)
     except LmetricError as error:

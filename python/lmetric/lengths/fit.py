@@ -1,4 +1,4 @@
-"""Fits the network of STAR's section 4 with PyTorch; what comes out needs NumPy alone."""
+"""Fits the network of STAR's section 4 with PyTorch. The result needs only NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 GENERATED = "log_generated_tokens"
-"""Where this feature exists, errors are told apart by it as well."""
+"""If this feature exists, the error table also uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Training:
     device: str = "auto"  # or what torch.device takes
 
     def check(self) -> None:
-        """Raise `LengthsError` where a value makes no sense."""
+        """Raise `LengthsError` for an invalid value."""
         if not self.hidden or min(self.hidden) < 1:
             raise LengthsError(f"hidden must be at least one width, each at least 1, got {self.hidden}")
         for name in ("epochs", "patience", "batch_size"):
@@ -56,19 +56,19 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A predictor, and how the fitting went; errors are mean absolute errors in tokens."""
+    """A predictor and the results of its training. Errors are mean absolute errors in tokens."""
 
     predictor: MlpPredictor
     epochs: int  # run
     best_epoch: int  # from 1; its weights were kept
     validation_mae: float
     test_mae: float  # on requests that neither fitting nor stopping nor the error table saw
-    test_mean_sigma: float  # what the predictor believed that its test error would be
+    test_mean_sigma: float  # the predictor's own estimate of its test error
     samples: tuple[int, int, int]  # train, validation, test
 
 
 def need_torch() -> None:
-    """`LengthsError` where PyTorch is not installed, saying what to install."""
+    """Raises `LengthsError` with the remedy if PyTorch is not installed."""
     if find_spec("torch") is None:
         raise LengthsError(
             "training needs PyTorch: install lmetric-router[train], or torch itself "
@@ -80,8 +80,8 @@ def fit(samples: Samples, training: Training, say: Callable[[str], None] = lambd
     """Fit a predictor to `samples`, split by request; `say` gets a line an epoch.
 
     The same samples and training give the same predictor on the same device by the same PyTorch and
-    threads. Raises `LengthsError` where samples are too few, the loss is not finite, or PyTorch is
-    missing.
+    threads. Raises `LengthsError` if there are too few samples, the loss is not finite, or PyTorch
+    is missing.
     """
     training.check()
     need_torch()
@@ -132,7 +132,7 @@ def fit(samples: Samples, training: Training, say: Callable[[str], None] = lambd
 
 
 def _normalisation(features: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Mean and deviation of each column; a column that never changes is left as it is."""
+    """Mean and deviation of each column. Constant columns stay unchanged."""
     deviation = features.std(axis=0, dtype=np.float64)
     constant = deviation < 1e-6 * (1 + np.abs(features).max(axis=0))
     mean = np.where(constant, 0.0, features.mean(axis=0, dtype=np.float64))

@@ -15,12 +15,12 @@ from lmetric._core import BadValueError
 from lmetric.lengths.predictor import LengthsError
 
 SUFFIXES = (".npz", ".onnx")
-"""Endings of predictors' files."""
+"""Extensions of predictor files."""
 
 
 @final
 class ForecastFunction:
-    """A Python function as a `LengthPredictor`. Made by `forecast_function`."""
+    """A Python function as a `LengthPredictor`, created by `forecast_function`."""
 
     __slots__ = ("feature_names", "fn", "name")
 
@@ -44,18 +44,18 @@ def forecast_function(
     *,
     name: str | None = None,
 ) -> ForecastFunction:
-    """A function that predicts how many tokens running requests still have to generate.
+    """A forecast from a function that predicts the remaining tokens of running requests.
 
-    It gets one float64 array of shape (n,) per feature, in order, and returns the remaining tokens,
-    shape (n,), or a pair of these and their mean absolute errors. It is asked for each request once
-    per ``repredict_tokens`` generated tokens. It must not keep the arrays.
+    The function gets one float64 array of shape (n,) per feature, in order. It returns the
+    remaining tokens, shape (n,), or a pair of these and their mean absolute errors. It is called
+    once per ``repredict_tokens`` generated tokens of a request. It must not keep the arrays.
 
     Args:
-        features: names of what it reads (docs/lengths.md lists them); None: its parameters are the
-            names.
+        features: feature names (docs/lengths.md lists them); None: names of the function's
+            parameters.
 
     Raises:
-        BadValueError: it has no parameters to take the names from.
+        BadValueError: the function has no parameters with names of features.
 
     >>> forecast_function(lambda generated_tokens: 500 - generated_tokens, name="half_a_page")
     forecast_function(half_a_page, features=['generated_tokens'])

@@ -141,7 +141,7 @@ def _previous_in_session(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
 def _previous_by_prefix(trace: Trace) -> NDArray[np.int64]:
     previous = np.full(len(trace), -1, np.int64)
     ends: dict[int, int] = {}  # a prefix's number: the latest request whose whole blocks are it
-    numbers: dict[tuple[int, int], int] = {}  # (number of a prefix, next block): number of the longer prefix
+    numbers: dict[tuple[int, int], int] = {}  # (prefix, next block): longer prefix
     continuations: dict[int, int] = {}
     for index in range(len(trace)):
         whole = int(trace.input_tokens[index]) // trace.block_tokens
@@ -166,7 +166,7 @@ def _previous_by_prefix(trace: Trace) -> NDArray[np.int64]:
 
 def _shared_tokens(trace: Trace, before: int, index: int) -> int:
     earlier, later = trace.blocks(before), trace.blocks(index)
-    if not len(earlier):  # a trace with conversations but no prefixes: a turn repeats the one before
+    if not len(earlier):  # no prefixes: a turn repeats the previous one
         return int(min(trace.input_tokens[before], trace.input_tokens[index]))
     n = min(len(earlier), len(later))
     apart = np.flatnonzero(earlier[:n] != later[:n])
@@ -175,11 +175,13 @@ def _shared_tokens(trace: Trace, before: int, index: int) -> int:
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="Mooncake, Qwen-Bailian or Azure; .gz is decompressed.")],
-    out: Annotated[Path, typer.Option(help="Samples file to write, .npz.")],
-    every: Annotated[int, typer.Option(min=1, help="Generated tokens from one sample to the next.")] = 20,
-    at_most: Annotated[int, typer.Option(min=1, help="Samples of one request.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="For requests with more.")] = 0,
+    trace: Annotated[
+        Path, typer.Argument(help="Trace file in Mooncake, Qwen-Bailian or Azure format, also .gz.")
+    ],
+    out: Annotated[Path, typer.Option(help="Output file with samples, .npz.")],
+    every: Annotated[int, typer.Option(min=1, help="Generated tokens between two samples.")] = 20,
+    at_most: Annotated[int, typer.Option(min=1, help="Maximum number of samples per request.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed to choose samples of requests with more.")] = 0,
 ) -> None:
     """Make training samples of remaining lengths from a trace."""
     samples = samples_from_trace(load_trace(trace), every=every, at_most=at_most, seed=seed)

@@ -25,9 +25,9 @@ class ErrorTable:
     feature.
 
     `sigma` has the shape (len(predicted_edges) + 1, len(feature_edges) + 1); a value equal to an
-    edge belongs to the bucket above. `feature` is a column's index, or -1 where the table has one
-    column only. The form is
-    ours: the paper gives no uncertainty.
+    edge belongs to the bucket above. `feature` is a column's index, or -1 if the table has only one
+    column. The form is
+    ours: the paper has no uncertainty.
     """
 
     predicted_edges: NDArray[np.float32]  # tokens, rising
@@ -36,7 +36,7 @@ class ErrorTable:
     sigma: NDArray[np.float32]  # tokens
 
     def check(self, features: int) -> None:
-        """Raise `LengthsError` where the parts do not fit together, or a network of `features`
+        """Raise `LengthsError` if the parts are inconsistent, also with a network of `features`
         columns."""
         shape = (len(self.predicted_edges) + 1, len(self.feature_edges) + 1)
         if self.sigma.shape != shape:
@@ -77,8 +77,7 @@ def error_table(
     """The table of absolute `errors`, shape (n,), tokens, that predictions `remaining` had.
 
     Edges are quantiles, so that buckets hold about as many samples each. A bucket with fewer than
-    `at_least` samples takes the error of its whole row, and that of all where the row has no more
-    either.
+    `at_least` samples has the error of its row, or of all samples if the row has too few, too.
     """
     edges = _quantile_edges(remaining, rows)
     feature_edges = np.empty(0, np.float32) if feature < 0 else _quantile_edges(features[:, feature], columns)
@@ -110,7 +109,7 @@ class MlpPredictor:
     `LengthPredictor`.
 
     h is ``(features - feature_mean) / feature_scale``, and tokens are ``y * target_scale``, never
-    below 0; the paper says nothing of scaling. `weights[i]` has the shape (outputs, inputs) as the
+    below 0; the paper does not mention scaling. `weights[i]` has the shape (outputs, inputs) as the
     paper writes W, the last one (1, m). `biases` is empty, as in Eq. 2, or has one vector of shape
     (outputs,) a layer. Without biases the network is homogeneous: it returns 0 at the mean of the
     training's features. Raises `LengthsError` for inconsistent arrays.

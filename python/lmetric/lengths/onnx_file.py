@@ -48,7 +48,7 @@ class OnnxPredictor:
 def load_onnx(
     path: str | Path, *, feature_names: tuple[str, ...] | None = None, threads: int = 0
 ) -> OnnxPredictor:
-    """The predictor of an ``.onnx`` with our metadata; `threads` 0: as onnxruntime likes.
+    """The predictor of an ``.onnx`` with our metadata; `threads` 0: default of onnxruntime.
 
     Raises `LengthsError` if onnxruntime is missing or the file is invalid, `OSError` if it cannot
     be read.
@@ -114,8 +114,7 @@ def _check_ports(path: str | Path, session: Any, features: int) -> None:
 
 
 def need_onnx() -> None:
-    """`LengthsError` where ``.onnx`` files cannot be written here: before a training, not after
-    it."""
+    """Raises `LengthsError` if ``.onnx`` files cannot be written, before a training."""
     if find_spec("onnx") is None:
         raise LengthsError("writing .onnx needs the package onnx: install lmetric-router[onnx]")
 

@@ -29,7 +29,7 @@ class Samples:
     """
 
     features: NDArray[np.float32]  # shape (n, d), finite
-    remaining: NDArray[np.float32]  # shape (n,), tokens that the request still generated; at least 0
+    remaining: NDArray[np.float32]  # shape (n,), remaining tokens, at least 0
     request_ids: NDArray[np.int64]  # shape (n,), equal for samples of one request
     feature_names: tuple[str, ...]
     source: str = ""  # origin, for people

@@ -1,6 +1,7 @@
-"""Trains a predictor of remaining lengths: ``python -m lmetric.lengths.train SAMPLES --out PREDICTOR.npz``.
+"""Trains a predictor of remaining lengths: ``python -m lmetric.lengths.train SAMPLES --out
+PREDICTOR.npz``.
 
-STAR, sections 4.2 and 4.4; what the numbers are is said in `lmetric.lengths.fit`.
+Source: STAR, sections 4.2 and 4.4. `lmetric.lengths.fit` documents the settings.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ DEFAULTS = Training()
 
 def command(
     samples: Annotated[
-        Path, typer.Argument(help="Samples, .npz: features, remaining, request_ids, feature_names.")
+        Path, typer.Argument(help="Samples file, .npz: features, remaining, request_ids, feature_names.")
     ],
-    out: Annotated[Path, typer.Option(help="Predictor to write, .npz.")],
-    onnx: Annotated[Path | None, typer.Option(help="The same as .onnx (needs onnx).")] = None,
+    out: Annotated[Path, typer.Option(help="Output file of the predictor, .npz.")],
+    onnx: Annotated[Path | None, typer.Option(help="Also write the predictor as .onnx (needs onnx).")] = None,
     hidden: Annotated[str, typer.Option(help="Widths of the hidden layers.")] = ",".join(
         map(str, PAPER_HIDDEN)
     ),
-    biases: Annotated[bool, typer.Option(help="Layers with biases; the paper's have none.")] = False,
+    biases: Annotated[bool, typer.Option(help="Use layers with biases (the paper has none).")] = False,
     epochs: Annotated[int, typer.Option(min=1, help="At most.")] = DEFAULTS.epochs,
     patience: Annotated[
-        int, typer.Option(min=1, help="Epochs without a better validation.")
+        int, typer.Option(min=1, help="Stop after N epochs without a better validation error.")
     ] = DEFAULTS.patience,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a step.")] = DEFAULTS.batch_size,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per step.")] = DEFAULTS.batch_size,
     learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = DEFAULTS.learning_rate,
     weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = DEFAULTS.weight_decay,
-    seed: Annotated[int, typer.Option(min=0, help="Of split, first weights, order.")] = DEFAULTS.seed,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of split, first weights and order.")] = DEFAULTS.seed,
     device: Annotated[
         str, typer.Option(help="cpu, cuda, ...; auto: a GPU if there is one.")
     ] = DEFAULTS.device,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Train a predictor of remaining output tokens on samples, split by request."""
     need_torch()

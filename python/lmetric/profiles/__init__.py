@@ -20,9 +20,10 @@ class ProfileError(ValueError):
 
 
 class DecodeThroughput(BaseModel):
-    """Tokens a second that n decoding sequences make together, ``alpha n^2 + beta n + gamma``
-    whatever their context (SIBYL, Eq. 15). The curve falls beyond its peak at ``-beta / 2
-    alpha``."""
+    """Tokens/s of n decoding sequences together, ``alpha n^2 + beta n + gamma``, for any context.
+
+    The curve falls beyond its peak at ``-beta / 2 alpha``. Source: SIBYL, Eq. 15.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -31,8 +32,8 @@ class DecodeThroughput(BaseModel):
     gamma: float = Field(description="Tokens a second of no sequence, by the fit.")
     hold_peak: bool = Field(
         default=True,
-        description="The curve stays at its peak beyond it. False: as printed, an engine that gets where it "
-        "is 0 or less stands still for ever.",
+        description="The curve stays at its peak beyond it. False: as in the paper; an engine stops forever "
+        "if the curve is 0 or less.",
     )
 
     @model_validator(mode="after")
@@ -48,8 +49,8 @@ class Profile(BaseModel):
     A step takes ``fixed_seconds + decode_seconds_per_sequence x sequences +
     decode_seconds_per_context_token x their context tokens + prefill_seconds_per_token x tokens +
     prefill_seconds_per_attention_pair x pairs``; a prefill chunk of g tokens behind n tokens of
-    context has g x (n + g / 2) pairs. Where ``decode_throughput`` is given, n sequences' decodes
-    take ``n / throughput(n)`` instead.
+    context has g x (n + g / 2) pairs. With
+    ``decode_throughput``, decodes of n sequences take ``n / throughput(n)`` instead.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -87,8 +88,9 @@ class Profile(BaseModel):
         return self.model_dump(exclude={"source", "note"}, exclude_none=True)
 
     def in_blocks_of(self, block_tokens: int) -> Profile:
-        """The same engine with KV blocks of `block_tokens` tokens, as many as hold its tokens
-        (rounded down, at least one).
+        """The same engine with KV blocks of `block_tokens` tokens and the same capacity.
+
+        The number of blocks is rounded down, to at least one.
 
         Raises:
             ProfileError: a size out of range.
@@ -143,10 +145,10 @@ def fleet_profiles(text: str) -> list[tuple[int, str]]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """The shipped profile of this name, or the one in this YAML file.
+    """Loads a shipped profile by name, or a YAML file.
 
     Raises:
-        ProfileError: nothing of that name, not YAML, an unknown or missing field, a value out of
+        ProfileError: no such profile, not YAML, an unknown or missing field, or a value out of
             range.
     """
     names = shipped_profiles()
@@ -167,7 +169,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def check_profile(content: Any, where: str) -> Profile:
-    """The profile with these fields; raises `ProfileError` naming `where`."""
+    """The profile with these fields. Raises `ProfileError` with `where`."""
     try:
         return Profile.model_validate(content)
     except ValidationError as error:

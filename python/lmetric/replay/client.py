@@ -38,11 +38,11 @@ class Record:
     first_token: float | None = None
     last_token: float | None = None
     prompt_tokens: int | None = None  # count of the server; None: not reported
-    cached_tokens: int | None = None  # prompt tokens in an engine's prefix cache; None: not reported
+    cached_tokens: int | None = None  # cached prompt tokens; None: not reported
     output_tokens: int = 0  # count of the server, or else the number of chunks with text
     ended: bool = False  # the answer had the finish reason of a complete answer
     error: str | None = (
-        None  # kind: connect, reset, timeout, truncated, http_N, stream_error, malformed, aborted, empty
+        None  # connect, reset, timeout, truncated, http_N, stream_error, malformed, aborted, empty
     )
     detail: str = ""
     token_times: list[float] | None = None  # arrival of each token, if the caller sets a list

@@ -38,7 +38,7 @@ class Report:
     e2e_seconds: Spread | None
     prompt_tokens: int
     cached_tokens: int | None
-    hit_rate: float | None  # cached / prompt tokens of the answers with both counts; None: no such answer
+    hit_rate: float | None  # cached / prompt tokens of answers with both; None: no answer
     output_tokens: int
     requests_per_second: float
     tokens_per_second: float

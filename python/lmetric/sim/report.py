@@ -78,7 +78,7 @@ class Report:
     """A page and its figures."""
 
     html: str
-    drawings: list[tuple[str, Drawing]]  # the section's anchor (if there are several) and the figure
+    drawings: list[tuple[str, Drawing]]  # anchor (if several sections) and figure
 
 
 def build(
@@ -104,7 +104,7 @@ def build(
         ", ".join(filter(None, setup.group[2:4])): setup.engine for setup in setups
     }
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # allows a line break
+    page.filters["breakable"] = lambda text: re.sub("([_(])", "\\1\u200b", text)  # line break
     template = files("lmetric.sim").joinpath("report.html.j2").read_text(encoding="utf-8")
     html = page.from_string(template).render(
         title=title,

@@ -173,11 +173,11 @@ class Setup:
     profile: str = DEFAULT_PROFILE
     roles: str | None = None  # pools, as in 16P64D; `instances` is their sum
     decode_policy: PolicyChoice | None = None  # of the decode pool
-    block_tokens: int | None = None  # tokens per KV block, with unchanged memory; None: from the profile
+    block_tokens: int | None = None  # same memory; None: from the profile
     speed: float = 1.0  # arrival rate relative to the trace
     fraction_of_max: float | None = None  # if `speed` results from the maximum load
     seed: int = 0
-    settings: Mapping[str, Value] = field(default_factory=dict)  # other arguments of `lmetric.simulate`
+    settings: Mapping[str, Value] = field(default_factory=dict)  # for `lmetric.simulate`
     measure: tuple[float, float] = (0.0, 1.0)
     slo: Slo = field(default_factory=Slo)
 

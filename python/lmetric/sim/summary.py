@@ -115,7 +115,7 @@ class RunFigures:
     ttft_seconds: Spread | None
     tpot_seconds: Spread | None
     e2e_seconds: Spread | None
-    requests_per_second: float  # completed, from the first measured arrival to the last measured end
+    requests_per_second: float  # completed, first arrival to last end
     tokens_per_second: float  # their output tokens
     wall_seconds: float
     decode_policy: str | None = None  # with pools: decode policy

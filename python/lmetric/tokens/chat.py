@@ -11,7 +11,7 @@ from typing import Any
 
 from lmetric.tokens.template import ContentFormat
 
-# Content parts that are text, and where it stands.
+# Text content parts, and the key of their text.
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -20,8 +20,7 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 _BILLING_HEADER = "x-anthropic-billing-header"
-# Arguments of Hugging Face's apply_chat_template which, as chat_template_kwargs, would do more than
-# set a variable of the template.
+# Arguments of Hugging Face's apply_chat_template that do more than set a template variable.
 _NOT_VARIABLES = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
@@ -29,7 +28,7 @@ _NOT_VARIABLES = frozenset(
     }
 )
 
-# Variables that the request sets by fields of its own, whatever chat_template_kwargs say.
+# Variables with separate request fields, which override chat_template_kwargs.
 _BY_REQUEST = ("add_generation_prompt", "continue_final_message")
 
 
@@ -46,7 +45,7 @@ class NotPredictable(Exception):
 
 
 def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """The messages of a request as the template gets them. Raises NotPredictable."""
+    """The messages of a request for the template. Raises NotPredictable."""
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise NotPredictable("shape", "messages must be a list of at least one message")
@@ -55,8 +54,10 @@ def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> li
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a template that knows no role `developer`: it becomes `system`, and what
-    stands later under that role joins the first message."""
+    """The messages for a template without the role `developer`.
+
+    It becomes `system`, and later messages of this role are merged into the first message.
+    """
     if not any(message["role"] == "developer" for message in messages):
         return messages
     system, others, merge = [], [], False
@@ -100,8 +101,7 @@ def _message(message: Any, wrap: bool) -> dict[str, Any]:
 
 
 def _without_billing_header(content: Any) -> Any:
-    """A system message without the line in which Claude Code names what changes with each
-    request."""
+    """A system message without Claude Code's header line, which changes with each request."""
     if type(content) is str:
         if not content.startswith(_BILLING_HEADER):
             return content
@@ -145,7 +145,7 @@ def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> N
 
 
 def _parts(parts: Any, wrap: bool) -> Any:
-    """A content given in parts: as parts, or as one text."""
+    """Content in parts, returned as parts or as one text."""
     if type(parts) is not list:
         raise NotPredictable("shape", "content must be a text or a list of parts")
     texts = []
@@ -168,7 +168,7 @@ def _parts(parts: Any, wrap: bool) -> Any:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call: its arguments become an object, as templates want them."""
+    """A tool call with its arguments as an object, as templates expect."""
     try:
         function = call["function"]
         # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds
@@ -192,7 +192,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools as the template gets them: fields in the engine's order, absent ones as null."""
+    """The tools for the template: fields in the engine's order, absent ones as null."""
     tools = request.get("tools")
     if not tools:
         return None

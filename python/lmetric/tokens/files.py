@@ -20,7 +20,7 @@ _TOKEN = {
     "normalized": True,
     "special": False,
 }
-# Models whose engines render chats by code of their own, whatever template lies in the folder.
+# Models whose engines render chats with their own code instead of the folder's template.
 _OWN_CHAT = {
     "gpt_oss": "Harmony",
     "deepseek_v32": "DeepSeek's own encoding",
@@ -29,7 +29,7 @@ _OWN_CHAT = {
 
 
 class TokenizerError(LmetricError):
-    """A model's folder that cannot be used; the message says which file, and why."""
+    """A model's folder is invalid. The message has the file and the reason."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ModelFiles:
     added_tokens: list[dict[str, Any]] = field(default_factory=list)
     # Special tokens by name, for templates: bos_token and so on.
     special: dict[str, str] = field(default_factory=dict)
-    # Tokens that go around a text, where not the tokenizer but its configuration says so.
+    # Tokens around a text, if the configuration (not the tokenizer) defines them.
     around: tuple[list[str], list[str]] | None = None
     # Templates: for chats without tools, and for those with tools; None: there is none.
     template: ChatTemplate | None = None
@@ -119,8 +119,7 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _around(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]] | None:
-    """Tokens put before and after a text, where the configuration says so in place of the
-    tokenizer."""
+    """Tokens before and after a text, if the configuration (not the tokenizer) defines them."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return None
     bos, eos = special.get("bos_token"), special.get("eos_token")
@@ -154,7 +153,7 @@ def _templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> 
             named[file.stem] = _compiled(file)
     files.template = named.get("default")
     files.tool_template = named.get("tool_use", files.template)
-    # Of models that see: their processor's template goes first, except with tools.
+    # Vision models: the template of the processor has priority, except with tools.
     processor = _json(path / "chat_template.json").get("chat_template")
     if isinstance(processor, str):
         files.template = ChatTemplate(processor, str(path / "chat_template.json"))
@@ -172,8 +171,10 @@ def _compiled(file: Path) -> ChatTemplate:
 
 
 def find_folder(root: str) -> Path | None:
-    """The folder of a model by what an engine calls it: an absolute path on this machine, or a
-    repository's name in the local cache of Hugging Face's library. None: it is not here."""
+    """The folder of a model by the name that an engine reports; None if it does not exist here.
+
+    The name is an absolute path on this machine, or a repository in the local Hugging Face cache.
+    """
     if Path(root).is_absolute():
         return Path(root) if Path(root).is_dir() else None
     owner, slash, name = root.partition("/")

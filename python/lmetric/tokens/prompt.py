@@ -22,7 +22,7 @@ _AT_ONCE_BYTES, _AT_ONCE_BYTES_FAST = 2 << 10, 64 << 10
 
 
 class Text(NamedTuple):
-    """A prompt as it goes into the tokenizer."""
+    """A prompt for the tokenizer."""
 
     text: str
     add_special_tokens: bool
@@ -57,7 +57,7 @@ class PromptTokenizer:
         chat_template: str | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> PromptTokenizer:
-        """Reads a model's folder; takes a second where the vocabulary is large.
+        """Reads a model's folder. Large vocabularies take about a second.
 
         ``chat_template``: a file that replaces the folder's (vLLM's ``--chat-template``). Raises
         TokenizerError.
@@ -66,12 +66,12 @@ class PromptTokenizer:
 
     @property
     def at_once_bytes(self) -> int:
-        """New text up to this size takes no longer than an event loop can wait."""
+        """Maximum size of new text that can be tokenized in the event loop."""
         return _AT_ONCE_BYTES_FAST if self.encoder.fast else _AT_ONCE_BYTES
 
     @property
     def no_chat(self) -> str | None:
-        """Why chats cannot be rendered; None: they can."""
+        """The reason why chats cannot be rendered; None if they can."""
         return self._files.no_chat
 
     @property
@@ -117,8 +117,11 @@ class PromptTokenizer:
         return Text(prompt, bool(request.get("add_special_tokens", True)))
 
     def encode(self, text: Text, at_most: int | None = None) -> Tokens | None:
-        """Token ids. None where more than ``at_most`` bytes of the text are new; without it, the
-        interpreter lock is let go, for a thread. Raises NotPredictable."""
+        """Token IDs; None if more than ``at_most`` bytes of the text are new.
+
+        Without ``at_most``, the call releases the interpreter lock, for use in a thread. Raises
+        NotPredictable.
+        """
         try:
             return self.encoder.encode(
                 text.text, add_special_tokens=text.add_special_tokens, at_most=at_most, scope=text.scope
@@ -136,5 +139,5 @@ class PromptTokenizer:
 
     def _all(self, text: Text) -> Tokens:
         tokens = self.encode(text)
-        assert tokens is not None  # without a bound there always are
+        assert tokens is not None  # without a limit the result is never None
         return tokens

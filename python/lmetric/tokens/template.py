@@ -1,4 +1,4 @@
-"""Chat templates: Jinja set up as Hugging Face's `apply_chat_template` does it."""
+"""Chat templates: Jinja with the settings of Hugging Face's `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateError(Exception):
-    """A template that cannot be read, or that refuses a conversation."""
+    """A template is invalid, or refuses a conversation."""
 
 
 class _Generation(Extension):
@@ -92,8 +92,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any],
     ) -> str:
-        """The conversation's text. Raises TemplateError where the template (or a wrong shape)
-        refuses it."""
+        """The conversation's text. Raises TemplateError if the template fails or refuses it."""
         last = ""
         if continue_final_message:
             messages, last = _tagged(messages)
@@ -111,7 +110,7 @@ class ChatTemplate:
 
 
 def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with a mark behind the last one's text, and that text."""
+    """The messages with a mark after the last text, and that text."""
     final = copy.deepcopy(messages[-1])
     content = final.get("content")
     if isinstance(content, str):
@@ -126,13 +125,13 @@ def _tagged(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _continued(text: str, last: str) -> str:
-    """The text up to the end of the message to be continued."""
+    """The text up to the end of the message to continue."""
     mark = _CONTINUE.strip()
     if last.strip() not in text or mark not in text:
         raise TemplateError("continue_final_message: the template drops the last message")
     at = text.rindex(mark)
     kept = text[:at]
-    # Where the template strips messages, what the mark kept from being stripped goes, too.
+    # If the template strips messages, also strip the text that the mark has protected.
     return kept if text.startswith(_CONTINUE, at) else kept.rstrip()
 
 

@@ -13,7 +13,7 @@ from lmetric.tokens.chat import NotPredictable
 from lmetric.tokens.prompt import PromptTokenizer
 
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
-"""Sends a JSON body to a path of the engine; gives status and body."""
+"""Sends a JSON body to a path of the engine; returns status and body."""
 
 _TOOL = {
     "type": "function",
@@ -66,7 +66,7 @@ _TEXTS = (
 
 
 class NotVerifiable(LmetricError):
-    """The engine offers no `/tokenize`, or does not answer it; the message says which."""
+    """The engine has no `/tokenize`, or does not answer it; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ async def verify(tokenizer: PromptTokenizer, post: Post, model: str | None = Non
 def _cases(
     tokenizer: PromptTokenizer,
 ) -> Iterator[tuple[Literal["chat", "text"], str, dict[str, Any], list[int] | str]]:
-    """Kind, name, body for the engine, and our tokens or why there are none."""
+    """Kind, name, body for the engine, and our tokens or the reason why there are none."""
     for text in _TEXTS:
         yield "text", f"the text {text[:20]!r}", {"prompt": text}, tokenizer.completion(text).tolist()
     if tokenizer.no_chat is not None:
@@ -116,7 +116,7 @@ def _cases(
 
 
 async def _tokens(post: Post, body: dict[str, Any]) -> list[int] | str:
-    """The engine's tokens, or why it refuses the prompt."""
+    """The engine's tokens, or the reason why it refuses the prompt."""
     status, answer = await post("/tokenize", body)
     try:
         value = orjson.loads(answer)

@@ -44,7 +44,7 @@ class Trace:
     arrival_seconds: NDArray[np.float64]  # shape (n,), not decreasing
     input_tokens: NDArray[np.int64]  # shape (n,), at least 1
     output_tokens: NDArray[np.int64]  # shape (n,), at least 0
-    hash_offsets: NDArray[np.int64]  # shape (n + 1,): request i owns hash_ids[offsets[i]:offsets[i + 1]]
+    hash_offsets: NDArray[np.int64]  # (n + 1,): request i has hash_ids[o[i]:o[i + 1]]
     hash_ids: NDArray[np.uint64]
     block_tokens: int
     bad_lines: tuple[BadLine, ...] = ()  # lines skipped on request
@@ -196,7 +196,7 @@ def renumbered(previous: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArr
     A request that waits for a removed request waits for the nearest earlier kept request of its
     chain.
     """
-    new = np.full(len(previous) + 1, -1, dtype=np.int64)  # the last one stands for -1, waiting for none
+    new = np.full(len(previous) + 1, -1, dtype=np.int64)  # last entry: for -1 (no wait)
     new[indices] = np.arange(len(indices))
     wanted = previous[indices]
     while len(lost := np.flatnonzero((wanted >= 0) & (new[wanted] < 0))):
