@@ -1,9 +1,8 @@
 """Writes the core's figures to raw files: stages of a decision, the index, splits, rounds of moves.
 
-    python bench/core.py latency [--out FILE]
-    python bench/core.py plans [--out FILE]
-    python bench/core.py decode [--out FILE]
-    python bench/core.py memory [--prompts 10000000] [--out FILE]    # minutes; the same figures each time
+    python bench/core.py latency [--out FILE] python bench/core.py plans [--out FILE] python
+    bench/core.py decode [--out FILE] python bench/core.py memory [--prompts 10000000] [--out FILE]
+    # minutes; the same figures each time
 
 Runs programs of the repository. `latency` runs `lmetric-router bench --json`, the example
 `index_latency` of `lmetric-core`, and criterion's `score` bench for LMETRIC over 1,024 instances.
@@ -90,7 +89,8 @@ def memory(printed: str) -> dict[str, list[dict[str, float]]]:
 
 
 def score_1024() -> dict[str, dict[str, float]]:
-    """Criterion's medians and their 95 % intervals, us: the scores, and the scores with the choice."""
+    """Criterion's medians and their 95 % intervals, us: the scores, and the scores with the
+    choice."""
     what = ["--bench", "score", "--", "--warm-up-time", "1", "--measurement-time", "2", "lmetric.*/1024"]
     run("cargo", "bench", "--locked", "-q", "-p", "lmetric-core", *what)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
@@ -154,7 +154,8 @@ DECODE = re.compile(r"^(\w+) +(\d+) +(\d+) +([\d.]+) +([\d.]+)$", re.MULTILINE)
 
 
 def decode() -> Figures:
-    """Measures decisions that choose a decode instance, by policy, instances and requests on each."""
+    """Measures decisions that choose a decode instance, by policy, instances and requests on
+    each."""
     found = DECODE.findall(example("decode_latency"))
     if not found:
         sys.exit("core.py: decode_latency printed no figures")

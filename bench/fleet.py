@@ -1,8 +1,8 @@
 """The fleet on which decisions are timed: instances with a million cached blocks, and prompts that
 hit.
 
-As in real traffic, all prompts share a beginning that every instance holds. They continue with a part
-that one or two instances hold, and end with a tenth that is new.
+As in real traffic, all prompts share a beginning that every instance holds. They continue with a
+part that one or two instances hold, and end with a tenth that is new.
 
 The fleet has token ids only; each
 subject computes its own hashes.

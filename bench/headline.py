@@ -3,8 +3,8 @@
     python bench/headline.py            # writes README.md and docs/images/headline.svg
     python bench/headline.py --check    # fails if the README differs from the results
 
-`python bench/reproduce/run.py --figure 21` simulates the results again. Their method is described in
-docs/studies/lmetric.md.
+`python bench/reproduce/run.py --figure 21` simulates the results again. Their method is described
+in docs/studies/lmetric.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ Means = dict[str, dict[str, tuple[float, float]]]
 
 
 def read() -> tuple[Means, int]:
-    """Mean TTFT in seconds and mean TPOT in milliseconds by workload and policy; the number of seeds."""
+    """Mean TTFT in seconds and mean TPOT in milliseconds by workload and policy; the number of
+    seeds."""
     runs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with RESULTS.open() as file:
         for row in csv.DictReader(file):

@@ -3,7 +3,8 @@ tie-breaking seeds.
 
 The table and its rules were written outside this project: first come, first served, colocated
 engines, exact indicators as of the end of the running step, reserving admission. It plays the
-Mooncake conversation trace at 2.2 times its speed over 16 engines of 4,000 blocks of 512 tokens. Usage::
+Mooncake conversation trace at 2.2 times its speed over 16 engines of 4,000 blocks of 512 tokens.
+Usage::
 
     python bench/independent_sim.py TRACE [--seeds 8] [--their-ties] [--json OUT]
     python bench/independent_sim.py TRACE --plain
@@ -12,8 +13,8 @@ Their row is one run whose ties go to the first instance in order from the reque
 is a mean over seeds that draw ties at random. With ``--their-ties``, we use their rule, and the
 seeds move each arrival by up to a millisecond, to show the distance between runs. The report lists
 means (TTFT, TPOT, hit) and p99s that are more than 3 % off and outside the seeds' range. A further
-run is outside the range of n runs with a chance of 2 in n + 1. Of 20 p99s, this is four or five for 8
-seeds, and one for 32. Exits with 1 if a mean is off.
+run is outside the range of n runs with a chance of 2 in n + 1. Of 20 p99s, this is four or five for
+8 seeds, and one for 32. Exits with 1 if a mean is off.
 
 ``--plain`` decides between the two: it compares the rules in plain Python (`plain_simulator.py`),
 their ties included, with one run of ours. Exits with 1 if a request's figure differs.

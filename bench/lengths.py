@@ -1,7 +1,8 @@
 """Measures how well remaining lengths are predicted from a trace's facts, and the time of the
 paper's network.
 
-    python bench/lengths.py TRACE ... --train-python PYTHON [--seeds 3] [--hidden 256,64,16] [--docs]
+    python bench/lengths.py TRACE ... --train-python PYTHON [--seeds 3] [--hidden 256,64,16]
+    [--docs]
 
 Samples of each trace (every 20 generated tokens, at most 16 of a request) are split by request.
 PYTHON, an interpreter with PyTorch, trains the network on 70% of the requests and stops by 15%.

@@ -1,7 +1,8 @@
 """Compares the ways in which a running request moves, on emulated engines: client gaps, recomputed
 tokens, cost.
 
-    python bench/moves.py [--rounds 3] [--requests 8] [--tokens 360] [--prompts 1000,8000] [--out FILE]
+    python bench/moves.py [--rounds 3] [--requests 8] [--tokens 360] [--prompts 1000,8000] [--out
+    FILE]
 
 A server runs before four emulated engines that can transfer KV caches (the default profile, in real
 time, all in this process). Each round plays the same requests at once in each way: prompts of their

@@ -2,8 +2,9 @@
 
     python bench/report.py [--check]
 
-A table is between `<!-- NAME -->` and `<!-- /NAME -->`; the text around it is written by hand. The project
-sets the budgets. The figure in the raw file meets or misses each budget, without favorable rounding.
+A table is between `<!-- NAME -->` and `<!-- /NAME -->`; the text around it is written by hand. The
+project sets the budgets. The figure in the raw file meets or misses each budget, without favorable
+rounding.
 """
 
 from __future__ import annotations

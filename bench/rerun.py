@@ -1,4 +1,5 @@
-"""Drivers of the studies: each figure is simulated, stored in `results`, and rendered into a page."""
+"""Drivers of the studies: each figure is simulated, stored in `results`, and rendered into a
+page."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
 
 
 def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """The ratio of two figures over the seeds that both have: geometric mean, 95% bounds by Student's t."""
+    """The ratio of two figures over the seeds that both have: geometric mean, 95% bounds by
+    Student's t."""
     both = min(len(ours), len(theirs))
     logs = np.log(np.asarray(ours[:both]) / np.asarray(theirs[:both]))
     half = 0.0
@@ -47,7 +49,8 @@ def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
-    """Returns a dict with a list per figure from the results of some seeds (dataclasses or dicts)."""
+    """Returns a dict with a list per figure from the results of some seeds (dataclasses or
+    dicts)."""
     each = [one if isinstance(one, dict) else asdict(one) for one in found]
     return {name: [float(f"{float(one[name]):.{digits}g}") for one in each] for name in each[0]}
 

@@ -3,11 +3,11 @@
     python bench/simulator.py TRACE [--rivals DIR] [--repeats 5] [--out FILE]
 
 The Mooncake conversation trace, one policy, everything recorded. It runs on 16 engines of 4,000
-blocks of 512 tokens and of 16,384 blocks of 64 tokens. It also runs 16 times as fast on 256 engines,
-and on pools of 4 prefill and 12 decode engines. Dynamo's `run_mocker_trace_replay` plays the same requests
-on the same cache (blocks of 64), by round robin and by its KV router; its step times are its own.
-We read the trace outside the timing (once for all runs of a study); Dynamo reads it inside its
-call.
+blocks of 512 tokens and of 16,384 blocks of 64 tokens. It also runs 16 times as fast on 256
+engines, and on pools of 4 prefill and 12 decode engines. Dynamo's `run_mocker_trace_replay` plays
+the same requests on the same cache (blocks of 64), by round robin and by its KV router; its step
+times are its own. We read the trace outside the timing (once for all runs of a study); Dynamo reads
+it inside its call.
 
 Figures are seconds of processor time (the cost of a run) and of wall clock, medians with their
 range, and the peak memory of the process, the interpreter included. Two runs are compared in every

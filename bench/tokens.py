@@ -1,7 +1,8 @@
 """Times chat requests to a decision: parsed, rendered, tokenized, hashed and placed, first and
 later turns.
 
-    python bench/tokens.py [--peer VENV] [--sizes 1000 10000 32000 100000] [--turns 20] [--json] [--out FILE]
+    python bench/tokens.py [--peer VENV] [--sizes 1000 10000 32000 100000] [--turns 20] [--json]
+    [--out FILE]
 
 A conversation has user and assistant turns of about 500 tokens each. The text is Python's standard
 library, docstrings and code; the tokenizer is a byte-level BPE of 32k words trained on it, with a

@@ -3,13 +3,15 @@
     python bench/verdicts.py            # writes the pages
     python bench/verdicts.py --check    # fails if a page differs from the results
 
-Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as `{linear_ttft:+.0%}`
-is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)` reads the results and returns
-the value of each field, and `WRITTEN` lists the numbers that a person may write: settings and figures of the
-paper. Any other number is an error, except in backquotes and in the columns `claim` and `paper` of a table.
+Each study has two sources. `bench/STUDY/verdicts.md` holds the text; a field such as
+`{linear_ttft:+.0%}` is Python's format syntax. In `bench/STUDY/verdict_figures.py`, `figures(raw)`
+reads the results and returns the value of each field, and `WRITTEN` lists the numbers that a person
+may write: settings and figures of the paper. Any other number is an error, except in backquotes and
+in the columns `claim` and `paper` of a table.
 
-The table of claims stands between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. Text after a line
-`<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!-- /verdicts -->`.
+The table of claims stands between `<!-- verdicts STUDY -->` and `<!-- /verdicts -->`. Text after a
+line `<!-- part NAME -->` in `verdicts.md` stands between `<!-- verdicts STUDY NAME -->` and `<!--
+/verdicts -->`.
 """
 
 from __future__ import annotations
@@ -173,7 +175,8 @@ def results_of(study: str) -> Path:
 
 
 def render(study: str, results: Callable[[str], Path] = results_of) -> dict[str | None, str]:
-    """Returns the parts of a study's verdicts, by name, with every field filled from the results."""
+    """Returns the parts of a study's verdicts, by name, with every field filled from the
+    results."""
     source_module = module(study)
     source = ROOT / "bench" / study / "verdicts.md"
     template = source.read_text()

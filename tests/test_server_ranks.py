@@ -142,7 +142,8 @@ async def test_each_rank_of_sglang_has_its_own_load(pushed: bool) -> None:
 
 @APIS
 async def test_sources_may_name_ranks_of_one_engine(api: str) -> None:
-    """The configuration names one rank, an administrator the other; a rank of either is one engine."""
+    """The configuration names one rank, an administrator the other; a rank of either is one
+    engine."""
     async with emulated(ranks=2, api=api) as engine:
         first = {"url": engine.url, "data_parallel_rank": 0}
         async with routed(first, admin=True) as w:
@@ -156,7 +157,8 @@ async def test_sources_may_name_ranks_of_one_engine(api: str) -> None:
 
 
 async def test_a_prefill_rank_of_sglang_computes_the_prompt() -> None:
-    """Its decode engine finds the prompt: the bootstrap room names the rank that the router chose."""
+    """Its decode engine finds the prompt: the bootstrap room names the rank that the router
+    chose."""
     both = {"api": "sglang", "ranks": 2}
     async with emulated(role="prefill", **both) as first, emulated(role="decode", **both) as second:
         entries = [

@@ -1,6 +1,8 @@
-"""The floor of a Python data plane: aiohttp in front, raw connections upstream, bytes straight to the client.
+"""The floor of a Python data plane: aiohttp in front, raw connections upstream, bytes straight to
+the client.
 
-Round robin, no retries, no metrics, no routing; answers are framed only as far as it takes to see their end.
+Round robin, no retries, no metrics, no routing; answers are framed only as far as it takes to see
+their end.
 
     python bench/http/floor_raw.py PORT ENGINE_URL...
 """

@@ -1,4 +1,5 @@
-"""A bare aiohttp proxy, as Python gateways are usually made: aiohttp server, aiohttp client, round robin.
+"""A bare aiohttp proxy, as Python gateways are usually made: aiohttp server, aiohttp client, round
+robin.
 
 python bench/http/floor_std.py PORT ENGINE_URL...
 """

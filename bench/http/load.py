@@ -29,7 +29,8 @@ SENT_AT = re.compile(rb'"content":"(\d+)"')
 
 
 def request(size: int, nonce: str, ordinal: int, extra: str = "") -> bytes:
-    """Returns a chat request of ``size`` bytes of body; half of it is one of 16 shared beginnings."""
+    """Returns a chat request of ``size`` bytes of body; half of it is one of 16 shared
+    beginnings."""
     half = max(0, size - 160) // 2
     shared = random.Random(ordinal % 16).choices(WORDS, k=half // 6 + 1)
     system, user = "".join(shared)[:half], f"{nonce}-{ordinal} {TAIL[:half]}"
@@ -45,7 +46,8 @@ TAIL = "".join(random.Random(99).choices(WORDS, k=6000))
 
 
 class Timer:
-    """Calls back at given moments of the monotonic clock, which event loops round to a millisecond."""
+    """Calls back at given moments of the monotonic clock, which event loops round to a
+    millisecond."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: object) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,5 @@
-"""The subjects: how each router starts over the mock engines, alone on its core, with one worker."""
+"""The subjects: how each router starts over the mock engines, alone on its core, with one
+worker."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
 
 The paper prints no step times. Table 1 is of Qwen2.5-14B on A100, with one prefill and one decode
 GPU and prompts and answers of fixed lengths. It has the rate at saturation, the median time between
-tokens and the share of the KV memory in use. Without interference, these determine nearly all constants
-of our step-time model (docs/profiles.md). The other half of the table, colocation, gives one
-constant; the rest of it checks the profile.
+tokens and the share of the KV memory in use. Without interference, these determine nearly all
+constants of our step-time model (docs/profiles.md). The other half of the table, colocation, gives
+one constant; the rest of it checks the profile.
 """
 
 from __future__ import annotations

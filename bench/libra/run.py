@@ -1,4 +1,5 @@
-"""Reruns the evaluation of the Libra paper on engines with the step times that its own tables give."""
+"""Reruns the evaluation of the Libra paper on engines with the step times that its own tables
+give."""
 
 from __future__ import annotations
 

@@ -51,8 +51,9 @@ def keeping_up(found: Found) -> Found:
 
 
 def counts(planner: Outcome, others: Found) -> dict[str, int]:
-    """Returns the number of others, and of others that keep up. Of these, `worse_in_all` are worse
-    than the planner in all nine figures; `within_slack` are better in some, by at most the slack."""
+    """Returns the number of others, and of others that keep up. Of these, `worse_in_all` are
+    worse than the planner in all nine figures; `within_slack` are better in some, by at most the
+    slack."""
     kept = keeping_up(others)
     least = [min(changes(each, planner)) for each in kept.values()]
     return {

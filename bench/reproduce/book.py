@@ -119,7 +119,8 @@ def claims_of(told: Row) -> list[Claim]:
 
 
 def rendered(told: Row) -> str:
-    """Returns a figure's part of the page: its claims, or the table `traces` if it has no claims."""
+    """Returns a figure's part of the page: its claims, or the table `traces` if it has no
+    claims."""
     claims = claims_of(told)
     if not claims and "traces" not in told:
         return "Not simulated: no scenario has prompts that share prefixes."

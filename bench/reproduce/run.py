@@ -1,4 +1,5 @@
-"""Reruns the LMETRIC paper's study in the simulator and writes the tables of docs/studies/lmetric.md."""
+"""Reruns the LMETRIC paper's study in the simulator and writes the tables of
+docs/studies/lmetric.md."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ OWN_SCENARIOS = ("guard", "blocks")  # figures about synthetic traces and about 
 
 
 def world(options: argparse.Namespace) -> World:
-    """The scenarios of the figures. Exits with an error if a trace file or the profile is not usable."""
+    """The scenarios of the figures. Exits with an error if a trace file or the profile is not
+    usable."""
     scenarios = {}
     for path in options.scenario:
         label = path.name.partition(".")[0]

@@ -107,7 +107,8 @@ def known(slower: float) -> Choice:
 
 
 def compared(rows: list[Row], stage: str, load: float, title: str, name: str) -> Row:
-    """Returns a quantity under LMETRIC, and the others' over it: mean over seeds, least and most."""
+    """Returns a quantity under LMETRIC, and the others' over it: mean over seeds, least and
+    most."""
     base = np.asarray(rows[0][name])
     digits, unit = (2, "s") if name.endswith("_s") else (1, "ms")
     line: Row = {"trace and fleet": stage, "load": f"{load:.0%}", "": title}

@@ -176,7 +176,8 @@ class World:
         self._profiles = TemporaryDirectory()
         self.stage = cache(self._stage)
 
-    # -- stages ---------------------------------------------------------------------------------------
+    # -- stages
+    # ---------------------------------------------------------------------------------------
 
     @cached_property
     def labels(self) -> list[str]:
@@ -247,7 +248,8 @@ class World:
         return halves(trace)
 
     def part(self, trace: Trace, profile: Profile) -> Part:
-        """Returns `trace` with the load that LMETRIC sustains on `INSTANCES` engines of `profile`."""
+        """Returns `trace` with the load that LMETRIC sustains on `INSTANCES` engines of
+        `profile`."""
         workload = prepare(trace, profile)
         return Part(workload, self.max_speed(workload, profile, LMETRIC))
 
@@ -271,7 +273,8 @@ class World:
     def _path(self, profile: Profile) -> Path:
         return Path(self._profiles.name) / f"{abs(hash(profile))}.yaml"
 
-    # -- runs -----------------------------------------------------------------------------------------
+    # -- runs
+    # -----------------------------------------------------------------------------------------
 
     def play(self, stage: Stage, part: Part, choice: Choice, seed: int, fraction: float, **more: Any) -> Run:
         """Runs once without keeping the run. Later values of `choice.settings` and `more` win."""

@@ -1,4 +1,5 @@
-"""Reruns the SIBYL paper's simulations, under three engine models, with its rivals and ablations."""
+"""Reruns the SIBYL paper's simulations, under three engine models, with its rivals and
+ablations."""
 
 from __future__ import annotations
 

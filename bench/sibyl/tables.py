@@ -80,7 +80,8 @@ def compared(rows: Sequence[Row], chosen: str) -> str:
 
 
 def survival_errors(errors: Sequence[Row], surfaces: Sequence[Row]) -> str:
-    """Returns mean, P95 and largest error of the learned chance to continue, by the answers seen."""
+    """Returns mean, P95 and largest error of the learned chance to continue, by the answers
+    seen."""
     seen = grouped(errors, "seen")
     curves = {"eq4": "Eq. 4", "product_limit": "product limit"}
     lines = []

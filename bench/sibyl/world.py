@@ -6,8 +6,8 @@ curve's peak over an answer's mean length. Under the step-time model with unboun
 one request per ``mean answer x (seconds a sequence + seconds a context token x mean context)``;
 with bounded batches, the rate of the largest batch.
 
-A *life* is the time, at that load, of the answer to which a randomly drawn token belongs: ``E[L^2] /
-E[L]`` tokens. So a few long answers with most of the tokens count in full. Runs last `LIVES`
+A *life* is the time, at that load, of the answer to which a randomly drawn token belongs: ``E[L^2]
+/ E[L]`` tokens. So a few long answers with most of the tokens count in full. Runs last `LIVES`
 lives; the first `WARM_UP` and the last `TAIL` lives do not count.
 """
 

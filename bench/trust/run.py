@@ -1,6 +1,7 @@
 """Compares the simulator with live emulated engines, on the same trace.
 
-    python bench/trust/run.py [clocks|ranks|all] [--repeats 3] [--quick] [--check] [--docs] [--out FILE]
+    python bench/trust/run.py [clocks|ranks|all] [--repeats 3] [--quick] [--check] [--docs] [--out
+    FILE]
 
 `clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a
 control that must lose, see ranks.py. Both together take some 9 minutes; method and figures:

@@ -324,10 +324,10 @@ class EventFeed:
     def unsubscribe(self, instance: str) -> bool: ...  # drops the blocks learned from its events
     def instances(self) -> list[str]: ...
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
-    # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count}, `tiers`
-    # {medium: blocks}. `least_delay_seconds` is from the engine's timestamp of a batch. The others:
-    # `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`, `cleared`,
-    # `gaps`, `resyncs`, `restarts`, `unanswered`, `unknown_parent`, `unknown_removed`,
+    # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count},
+    # `tiers` {medium: blocks}. `least_delay_seconds` is from the engine's timestamp of a batch. The
+    # others: `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`,
+    # `cleared`, `gaps`, `resyncs`, `restarts`, `unanswered`, `unknown_parent`, `unknown_removed`,
     # `last_sequence`, `last_batch_age_seconds`, `block_size`, `reported_rank`, `other_topic`,
     # `last_error`, and more.
     def load_status(self, instance: str) -> dict[str, Any] | None: ...  # the keys of status()

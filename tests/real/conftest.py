@@ -1,4 +1,5 @@
-"""Real engines for tests marked nightly. LMETRIC_VLLM_VENV names an environment with it; else one is made."""
+"""Real engines for tests marked nightly. LMETRIC_VLLM_VENV names an environment with it; else
+one is made."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def _vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def vllm_engines(_vllm: Engines) -> Iterator[Callable[..., list[VllmEngine]]]:
-    """``vllm_engines(2, block_size=64)``: that many real engines that are ready, shared between tests."""
+    """``vllm_engines(2, block_size=64)``: that many real engines that are ready, shared between
+    tests."""
     _vllm.handed_out.clear()
     yield _vllm.get
     _vllm.handed_out.clear()

@@ -258,7 +258,8 @@ class Adapter(ABC):
         """The capabilities that the engine reports. Raises ValueError for invalid content."""
 
     def of_rank(self, rank: int) -> Self:
-        """The adapter for one data-parallel rank. Raises ValueError if requests cannot name a rank."""
+        """The adapter for one data-parallel rank. Raises ValueError if requests cannot name a
+        rank."""
         if self.rank_label is None:
             raise ValueError(
                 f"data_parallel_rank: {rank}: the engine is {self.name}, and requests to it cannot name a "

@@ -11,8 +11,8 @@ use pyo3::types::PyDict;
 /// How running requests are moved, and the forecast again if it is a predictor in Python.
 pub type Rebalancing = (RescheduleConfig, Option<PythonForecast>);
 
-/// The rule of this name with its settings; `None` for `"none"`. `simulated`: a predictor in Python is
-/// asked in each round; else by whoever begins the round, see [`PythonForecast::refresh`].
+/// The rule of this name with its settings; `None` for `"none"`. `simulated`: a predictor in Python
+/// is asked in each round; else by whoever begins the round, see [`PythonForecast::refresh`].
 ///
 /// # Errors
 /// `UnknownName` for a rule, `BadValue` for an unknown setting or a value out of range.

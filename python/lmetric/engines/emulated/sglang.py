@@ -134,7 +134,8 @@ class SglangApi(Api):
             await self._rooms.channel.stop()
 
     def _rank_of(self, header: str | None, body: CompletionBody | ChatBody) -> Rank:
-        """By the header; else a prefill engine follows the room, and others take the ranks in turn."""
+        """By the header; else a prefill engine follows the room, and others take the ranks in
+        turn."""
         count = len(self._ranks)
         if header is None:
             self._requests += 1
