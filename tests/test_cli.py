@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -233,6 +234,17 @@ def test_one_policy_is_shown_with_its_parameters() -> None:
     wrong = run("policies", "liner")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "'liner' is not a policy; did you mean 'linear'?" in wrong.stderr
+
+
+def test_profiles_are_listed_and_one_is_shown() -> None:
+    listed = run("profiles")
+    assert listed.returncode == 0
+    assert re.search(r"(?m)^llama-3.1-70b-2xh200 +397,488 ", listed.stdout)
+    shown = yaml.safe_load(run("profiles", "llama-3.1-70b-2xh200").stdout)
+    assert shown["cache_blocks"] * shown["block_tokens"] == 397_488
+    wrong = run("profiles", "lama-3.1-8b-h100")
+    assert wrong.returncode == 2
+    assert "did you mean 'llama-3.1-8b-h100'?" in wrong.stderr
 
 
 def test_bench_prints_each_stage() -> None:

@@ -15,6 +15,7 @@ from lmetric.cli import (
     engine,
     indicators,
     policies,
+    profiles,
     replay,
     serve,
     simulate,
@@ -34,6 +35,7 @@ MODULES = (
     calibrate,
     policies,
     indicators,
+    profiles,
     config,
     bench,
 )

@@ -123,6 +123,7 @@ MODELS = {
         Model("qwen2.5-14b", 48, 5120, 40, 8, 128, 13_824, 152_064),
         Model("qwen2.5-32b", 64, 5120, 40, 8, 128, 27_648, 152_064),
         Model("llama-3.1-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
+        Model("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
     )
 }
 GPUS = {
@@ -130,7 +131,10 @@ GPUS = {
     for gpu in (
         Gpu("h20", "H20 (96 GB)", 148e12, 4.0e12, 97_871 * 2**20, 450e9),
         Gpu("a100", "A100 (80 GB, SXM)", 312e12, 2.039e12, 81_920 * 2**20, 300e9),
+        Gpu("h100", "H100 (80 GB, SXM)", 989e12, 3.35e12, 81_559 * 2**20, 450e9),
         Gpu("h200", "H200 (141 GB)", 989e12, 4.8e12, 143_771 * 2**20, 450e9),
+        Gpu("b200", "B200 (180 GB, HGX)", 2_250e12, 8.0e12, 183_359 * 2**20, 900e9),
+        Gpu("l40s", "L40S (48 GB, PCIe)", 362e12, 0.864e12, 46_068 * 2**20, 32e9),
     )
 }
 SHIPPED = (
@@ -142,7 +146,18 @@ SHIPPED = (
     ("qwen2.5-14b", "a100", 1),
     ("qwen2.5-32b", "a100", 1),
     ("qwen2.5-32b", "a100", 2),
+    ("llama-3.1-8b", "h100", 1),
+    ("llama-3.1-8b", "h200", 1),
+    ("llama-3.1-8b", "b200", 1),
+    ("llama-3.1-8b", "l40s", 1),
+    ("llama-3.1-70b", "h100", 4),
+    ("llama-3.1-70b", "h200", 2),
+    ("llama-3.1-70b", "b200", 1),
+    ("llama-3.1-70b", "l40s", 8),
+    ("qwen3-30b-a3b", "h100", 1),
     ("qwen3-30b-a3b", "h200", 1),
+    ("qwen3-30b-a3b", "b200", 1),
+    ("qwen3-30b-a3b", "l40s", 2),
 )
 
 
@@ -160,6 +175,13 @@ def decode_seconds(model: Model, gpu: Gpu, gpus: int, batch: float) -> float:
     return fixed + max(model.read_bytes(batch) / bandwidth, flop / flops)
 
 
+def all_reduce_seconds(model: Model, gpu: Gpu, gpus: int) -> float:
+    """Seconds per token of the all-reduces between GPUs."""
+    # A ring moves 2 (n - 1) / n of a token's activations, twice a layer.
+    moved = 2 * model.layers * 2 * (gpus - 1) / gpus * model.hidden * _BYTES
+    return moved / (gpu.link_bytes_per_second * MBU)
+
+
 def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
     """The profile of `model` on `gpus` GPUs, every figure to 4 digits.
 
@@ -172,16 +194,15 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
     batches = np.array(FITTED_BATCHES, dtype=np.float64)
     seconds = np.array([decode_seconds(model, gpu, gpus, batch) for batch in batches])
     slope, fixed = np.polyfit(batches, seconds, 1, w=1 / seconds)
-    # A ring moves 2 (n - 1) / n of a token's activations, twice a layer.
-    moved = 2 * model.layers * 2 * (gpus - 1) / gpus * model.hidden * _BYTES
-    reduce_seconds = moved / (gpu.link_bytes_per_second * MBU)
+    reduce_seconds = all_reduce_seconds(model, gpu, gpus)
     free = gpus * gpu.memory_bytes * MEMORY_SHARE - _BYTES * model.parameters
     cache_blocks = int(free // (model.kv_bytes_per_token * BLOCK_TOKENS))
     if cache_blocks < 1:
         raise ValueError(f"{model.name} does not fit on {gpus} x {gpu.label}")
     return Profile(
         fixed_seconds=_digits(fixed),
-        decode_seconds_per_sequence=_digits(slope + reduce_seconds),
+        # Rounding can make a slope of 0 negative.
+        decode_seconds_per_sequence=_digits(max(slope, 0.0) + reduce_seconds),
         decode_seconds_per_context_token=_digits(
             max(model.kv_bytes_per_token / bandwidth, model.attention_flop_per_pair / flops)
         ),
