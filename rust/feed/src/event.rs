@@ -112,8 +112,8 @@ const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 /// Reads a batch and passes each event to `each`, in order.
 ///
 /// # Errors
-/// Fails if the batch is malformed; `each` has then received the events before the error. If only
-/// one event is malformed, it is skipped and counted.
+/// Fails if the batch is malformed; `each` has then received the events before the error. A
+/// malformed event in a valid batch is skipped and counted.
 pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Event<'_>)) -> Decoded<Batch> {
     let mut reader = Reader::new(message);
     let mut batch = Batch::default();
@@ -278,7 +278,7 @@ pub struct Load {
 /// Reads `["LoadStat", running, waiting, tokens, most tokens, ...]`.
 ///
 /// # Errors
-/// Fails if the message has another shape, or a negative or infinite number.
+/// Fails if the message has another shape, or a number that is negative or not finite.
 pub fn read_load(message: &[u8]) -> Decoded<Load> {
     let mut reader = Reader::new(message);
     if reader.array()? < 5 || reader.text()? != "LoadStat" {

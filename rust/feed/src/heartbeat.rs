@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The thread hangs if it has not beaten for this long. It beats at least once a second, and a turn
-/// takes milliseconds.
+/// The thread counts as hung if it records no beat for this long. An idle thread beats once a
+/// second, and a turn takes milliseconds.
 const HANGS: Duration = Duration::from_secs(10);
 
 /// Liveness record that the feed's thread writes and other threads read.

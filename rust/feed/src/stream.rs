@@ -3,11 +3,11 @@
 //!
 //! Publishers number their batches from 0 and start over when they restart. Batches that no
 //! subscriber receives are lost, unless the publisher can replay them. So a batch out of order is
-//! held until the batches before it are requested. Each request starts one batch earlier than
-//! needed. If that batch comes back unchanged, the same process answers. If it does not, another
-//! process answers, and its cache is empty. If the past is not available, the stream forgets
-//! everything. After that, its knowledge is incomplete until the engine restarts or clears its
-//! cache. Silence means nothing: engines publish only when they run a step.
+//! held while the stream requests the batches before it. Each request starts one batch earlier than
+//! needed. If that batch comes back unchanged, the same process answers. Otherwise, another process
+//! answers, and its cache is empty. If the past is not available, the stream forgets everything.
+//! After that, its knowledge is incomplete until the engine restarts or clears its cache. Silence
+//! means nothing: engines publish only when they run a step.
 use std::collections::VecDeque;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::xxh3_64;
 const PATIENCE_SECONDS: f64 = 2.0;
 /// Attempts at a replay before the stream gives up.
 const ATTEMPTS: u32 = 3;
-/// Delay before the next request after no answer came, in seconds. An engine may be busy for long
+/// Delay before the next request if no answer came, in seconds. An engine may be busy for long
 /// while it starts.
 const AGAIN_SECONDS: f64 = 30.0;
 /// Time that a subscription may take to reach the publisher, in seconds. Batches published before

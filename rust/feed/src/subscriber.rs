@@ -124,7 +124,7 @@ impl EventFeed {
     ///
     /// # Errors
     /// `UnknownName` for the instance. `BadValue` for an invalid address or topic, an existing
-    /// subscription, or a closed feed.
+    /// subscription, a closed feed, or a stopped thread.
     pub fn subscribe(&self, instance: &str, subscription: Subscription) -> Result<(), CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Subscribe(instance.to_string(), subscription, reply))?;
@@ -135,7 +135,7 @@ impl EventFeed {
     /// whether there was a subscription.
     ///
     /// # Errors
-    /// `BadValue` if the feed is closed.
+    /// `BadValue` if the feed is closed or its thread has stopped.
     pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Unsubscribe(instance.to_string(), reply))?;

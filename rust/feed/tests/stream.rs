@@ -42,8 +42,7 @@ impl Engine {
         let behind = |engine: &Engine| engine.cache.range((prompt, 1)..(prompt + 1, 0)).next().is_some();
         match kind {
             0..=4 => {
-                // All blocks after the hit are stored. Known blocks behind a hole become second
-                // copies.
+                // Blocks after the hit are stored. Known blocks behind a hole get second copies.
                 let from = self.depth(prompt);
                 if from > 0 || !behind(self) {
                     (from..from + length).for_each(|b| *self.cache.entry((prompt, b)).or_default() += 1);
@@ -191,7 +190,8 @@ impl Bed {
         self.stream.live(*number, batch, self.now, &mut self.hands);
     }
 
-    /// Sends the engine's answer to the request; `without` names a batch dropped on the way.
+    /// Sends the engine's answer to the request; `without` is the number of a batch dropped on the
+    /// way.
     fn answer(&mut self, engine: &Engine, without: Option<u64>) {
         let Some(from) = self.hands.asked.take() else { return };
         for (number, batch) in engine.past.iter().filter(|(number, _)| *number >= from) {

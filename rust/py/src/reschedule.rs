@@ -8,7 +8,7 @@ use lmetric_study::forecast;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Rule for moving running requests, and its forecast again if that is a Python predictor.
+/// Rule for moving running requests, and its forecast if that is a Python predictor.
 pub type Rebalancing = (RescheduleConfig, Option<PythonForecast>);
 
 /// Returns the rule with this name and these settings; `None` for `"none"`. If `simulated`, each
