@@ -421,8 +421,7 @@ def simulate(
             "decode": 64}``. `policy` chooses the prefill instance.
         decode_policy: policy that chooses the decode instance; None: `least_requests`.
         decode_knobs: parameters of the decode policy by name.
-        binding: when the decode instance is chosen. ``"early"``: at arrival. ``"late"``: after
-            prefill.
+        binding: choose the decode instance at arrival (``"early"``) or after prefill (``"late"``).
         transfer: time of KV transfers (`lmetric.sim.pools.Transfer`): ``"50, layers"``, or a
             mapping. None or ``"none"``: no time. The profile gives the size of the KV cache.
         prefill: ``"queues"``: prompts queue as on engines. ``"unlimited"``: every prompt takes only

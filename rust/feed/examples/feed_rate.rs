@@ -1,8 +1,10 @@
-//! What events cost without the wire: batches as vLLM sends them, decoded, hashed and applied on one thread.
+//! Cost of events without the network: batches as vLLM sends them, decoded, hashed and applied on
+//! one thread.
 //!
-//! `cargo run --release -p lmetric-feed --example feed_rate -- [instances] [rounds]` (256 and 6). Each batch stores 32 blocks of 16
-//! tokens and removes 32 others, one event each, over full caches of 2,048 blocks an instance. Seconds are of the processor's time of the
-//! thread (Linux), so that what else the machine does counts little.
+//! `cargo run --release -p lmetric-feed --example feed_rate -- [instances] [rounds]` (defaults: 256
+//! and 6). Each batch stores 32 blocks of 16 tokens in one event and removes 32 other blocks in one
+//! event each. The caches are full, with 2,048 blocks per instance. Seconds are the thread's CPU
+//! time (Linux), so other load on the machine counts little.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
@@ -20,7 +22,8 @@ fn hash(instance: u64, chain: u64, block: u64) -> u64 {
     (instance << 40 | chain << 16 | (block + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Removes the chain that came half a round before, its last block first, and stores this one.
+/// Builds a batch that removes the chain stored half a round before, last block first, and stores
+/// this chain.
 fn batch(instance: u64, chain: u64) -> Vec<u8> {
     let mut out = Vec::new();
     pack::write_array_len(&mut out, 3).unwrap();
@@ -72,7 +75,7 @@ fn batch(instance: u64, chain: u64) -> Vec<u8> {
     out
 }
 
-/// Seconds that this thread ran so far.
+/// Returns the CPU seconds of this thread so far.
 fn ran() -> f64 {
     let told = std::fs::read_to_string("/proc/thread-self/schedstat").expect("Linux");
     told.split(' ').next().and_then(|n| n.parse::<f64>().ok()).expect("nanoseconds") / 1e9

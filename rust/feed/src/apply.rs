@@ -1,4 +1,5 @@
-//! Events become blocks of the index: which count, under which domain, and what it means where they are known already.
+//! Applies cache events to the index: decides which blocks count, in which domain, and what a
+//! repeated report of known blocks means.
 use crate::decode::Reader;
 use crate::event::{Event, Removed, Scratch, Stored, read_batch};
 use lmetric_core::kv::hash::Domain;
@@ -7,40 +8,40 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Names of tiers, and of other things that engines make up, that are told apart.
+/// Maximum number of tier names that are counted separately. Engines choose these names.
 const MOST_NAMES: usize = 16;
 /// The tier that requests are served from.
 const GPU: &str = "GPU";
 
-/// What a source has heard and done.
+/// Counts of a source's events and of their effects on the index.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    /// Events, malformed ones included.
+    /// Events received, malformed events included.
     pub events: u64,
-    /// Blocks taken into the index (again, where a report repeats them).
+    /// Blocks added to the index. Repeated reports count again.
     pub blocks_stored: u64,
-    /// Blocks taken out of it.
+    /// Blocks removed from the index.
     pub blocks_removed: u64,
-    /// Whole caches cleared by their engine.
+    /// Times that the engine cleared its whole cache.
     pub cleared: u64,
-    /// Blocks whose parent was not known.
+    /// Blocks with an unknown parent.
     pub unknown_parent: u64,
-    /// Removals of blocks that were not known.
+    /// Removals of unknown blocks.
     pub unknown_removed: u64,
-    /// Blocks and events that were left out, by reason.
+    /// Skipped blocks and events, by reason.
     pub skipped: BTreeMap<&'static str, u64>,
-    /// Blocks on other tiers, by their name: stored less removed.
+    /// Blocks on tiers other than the GPU, by tier name: stored minus removed.
     pub tiers: BTreeMap<String, i64>,
-    /// Tokens a block, as the engine says.
+    /// Tokens per block, as the engine reports.
     pub block_size: Option<u64>,
-    /// The data-parallel rank that the engine says.
+    /// The data-parallel rank that the engine reports.
     pub reported_rank: Option<u64>,
-    /// What was wrong with the last message that could not be read.
+    /// Last error: an unreadable message, or a replay request that failed.
     pub last_error: Option<String>,
 }
 
 impl Tally {
-    /// Counts what was left out.
+    /// Counts skipped blocks or events under `reason`.
     pub fn skip(&mut self, reason: &'static str, count: usize) {
         if count > 0 {
             *self.skipped.entry(reason).or_default() += count as u64;
@@ -61,11 +62,11 @@ impl Tally {
     }
 }
 
-/// Applies one source's batches.
+/// Applies one source's batches to the index.
 pub struct Applier {
     feed: Arc<KvFeed>,
     source: Source,
-    /// The group of layers whose blocks count: the first of full attention.
+    /// The group of layers whose blocks count: the first full-attention group reported.
     group: Option<u64>,
     tally: Tally,
     removed: Vec<u64>,
@@ -74,7 +75,7 @@ pub struct Applier {
 }
 
 impl Applier {
-    /// An applier of the source's batches.
+    /// Creates an applier of the source's batches.
     pub fn new(feed: Arc<KvFeed>, source: Source) -> Applier {
         Applier {
             feed,
@@ -87,34 +88,34 @@ impl Applier {
         }
     }
 
-    /// What it has done.
+    /// Returns the counts so far.
     pub fn tally(&self) -> &Tally {
         &self.tally
     }
 
-    /// What it has done, to add to.
+    /// Returns the counts so far, to add to.
     pub fn tally_mut(&mut self) -> &mut Tally {
         &mut self.tally
     }
 
-    /// Whose batches these are.
+    /// Returns the source of the batches.
     pub fn source(&self) -> Source {
         self.source
     }
 
-    /// The instance is another one of the same name.
+    /// Sets the source after another instance took the same name.
     pub fn set_source(&mut self, source: Source) {
         self.source = source;
     }
 
-    /// Forgets all that it knows of the source's cache.
+    /// Forgets the source's blocks, tiers and block size.
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
         self.tally.tiers.clear();
         self.tally.block_size = None;
     }
 
-    /// Applies a batch; true: it cleared the whole cache.
+    /// Applies a batch. Returns true if the batch cleared the whole cache.
     pub fn apply(&mut self, batch: &[u8]) -> bool {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut cleared = false;
@@ -157,7 +158,8 @@ impl Applier {
         if event.kind.is_some_and(|kind| !is_full_attention(kind)) {
             return self.tally.skip("group", blocks);
         }
-        // All groups of full attention hold the same blocks; counting one of them counts a block once.
+        // All full-attention groups hold the same blocks. If only one group counts, each block
+        // counts once.
         if event.group.is_some()
             && *self.group.get_or_insert(event.group.unwrap_or(0)) != event.group.unwrap_or(0)
         {
@@ -166,7 +168,7 @@ impl Applier {
         if event.tokens.is_empty() {
             return self.tally.skip("no_tokens", blocks);
         }
-        // The largest: parts of blocks are told of as smaller ones.
+        // Keep the largest: engines report parts of blocks with smaller sizes.
         self.tally.block_size = self.tally.block_size.max(Some(event.block_size));
         let keys = self.feed.keys();
         if event.block_size != keys.block_size as u64 {
@@ -179,9 +181,11 @@ impl Applier {
         let means = match event.reused {
             Some(true) => Means::Report,
             Some(false) => Means::NewCopy,
-            // A full report (vLLM's `kv_cache_report_mode`) always begins at the prompt's first block; a second copy of known blocks hardly
-            // ever does, since their front would have been a hit. Taking such a copy for a report forgets it too early, which
-            // costs a hit; taking a report for a copy would keep a block that is gone.
+            // A full report (vLLM's `kv_cache_report_mode`) always begins at the prompt's first
+            // block. A second copy of known blocks hardly ever begins there, since its front would
+            // have been a hit. If such a copy is taken for a report, the copy is forgotten too
+            // early, which costs a hit. If a report is taken for a copy, the index keeps a block
+            // that is gone.
             None if event.parent.is_none() => Means::Report,
             None => Means::NewCopy,
         };
@@ -207,11 +211,11 @@ impl Applier {
         if event.group.is_some() && event.group != self.group {
             return self.tally.skip("group", event.hashes.len());
         }
-        // Engines tell of each block by itself.
+        // Engines send one event for each removed block, so removals are collected.
         self.removed.extend_from_slice(event.hashes);
     }
 
-    /// Takes out what was told of so far.
+    /// Removes the collected blocks from the index.
     fn remove(&mut self) {
         if !self.removed.is_empty() {
             let applied = self.feed.removed(self.source, &self.removed);
@@ -221,7 +225,8 @@ impl Applier {
         }
     }
 
-    /// The domain of the event's blocks; fills `narrowing` with what they are besides their tokens and the request's own parts.
+    /// Returns the domain of the event's blocks. Fills `narrowing` with one hash per block: of its
+    /// extra keys besides the adapter's name and the cache salt, or 0 if there are none.
     fn domain(&mut self, domain: Domain, event: &Stored<'_>) -> Domain {
         self.narrowing.clear();
         let mut salt = event.cache_salt;
@@ -237,7 +242,8 @@ impl Applier {
         let number;
         let adapter = match (event.lora_name, event.lora_id) {
             (None, Some(id)) => {
-                // A name that no request gives: what the adapter is called is not told.
+                // No request gives such a name: the engine reports the adapter's number, not its
+                // name.
                 number = format!("\0{id}");
                 Some(number.as_str())
             }
@@ -247,11 +253,11 @@ impl Applier {
     }
 }
 
-/// What a block's extra keys hold besides the adapter's name.
+/// A block's extra keys without the adapter's name.
 struct Rest<'a> {
-    /// The only one left, a text: in a prompt's first block, the cache salt.
+    /// The only remaining key, if it is a string: in a prompt's first block, the cache salt.
     salt: Option<&'a str>,
-    /// Hash of what is left; 0: nothing.
+    /// Hash of the remaining keys; 0 if there are none.
     narrowing: u64,
 }
 
@@ -287,12 +293,13 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// The tier, if it is not the one that requests are served from.
+/// Returns the tier unless requests are served from it.
 fn other_tier(medium: Option<&str>) -> Option<&str> {
     medium.filter(|m| !m.is_empty() && !m.eq_ignore_ascii_case(GPU))
 }
 
-/// Whether a prefix is cached where these layers hold it: layers that look at all tokens. (Others hold a window or a state.)
+/// Returns whether a block in these layers means that the prefix is cached. This holds for layers
+/// that attend to all tokens; other layers hold a window or a state.
 fn is_full_attention(kind: &str) -> bool {
     matches!(kind, "full_attention" | "mla_attention" | "sink_full_attention")
 }

@@ -1,28 +1,28 @@
-//! MessagePack, read in place: the few shapes that engines' events are made of. No I/O, no recursion, and nothing is set aside
-//! for what the bytes only promise.
+//! In-place MessagePack reader for the few shapes that engines' events use. It does no I/O and does
+//! not recurse. A length field never reserves room for more elements than bytes remain.
 use rmp::Marker;
 
-/// Why bytes are not what they should be.
+/// Reason why bytes cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// They end within a value.
+    /// The message ends within a value.
     #[error("the message ends within a value")]
     Truncated,
-    /// A value of another kind.
+    /// The value is of another kind than expected. The text names the expected kind.
     #[error("{0} expected, another kind of value found")]
     Unexpected(&'static str),
 }
 
-/// The outcome of reading.
+/// Result of decoding.
 pub type Decoded<T> = Result<T, DecodeError>;
 
-/// Reads values off the front of a message.
+/// Reads values from the front of a message.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
 }
 
-/// What a value is, its content still to be read.
+/// Kind of a value, before its content is read.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Head {
     Nil,
@@ -30,21 +30,21 @@ enum Head {
     Unsigned(u64),
     Signed(i64),
     Float(f64),
-    /// Of so many bytes.
+    /// Length in bytes.
     Text(usize),
     Bytes(usize),
-    /// Of so many values, or pairs of them.
+    /// Number of values (array) or pairs (map).
     Array(usize),
     Map(usize),
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of the whole message.
+    /// Creates a reader of the whole message.
     pub fn new(message: &'a [u8]) -> Reader<'a> {
         Reader { rest: message }
     }
 
-    /// What is left of the message.
+    /// Returns the unread part of the message.
     pub fn rest(&self) -> &'a [u8] {
         self.rest
     }
@@ -96,7 +96,7 @@ impl<'a> Reader<'a> {
             Marker::FixMap(n) => Head::Map(n.into()),
             Marker::Map16 => Head::Map(self.length::<2>()?),
             Marker::Map32 => Head::Map(self.length::<4>()?),
-            // An extension is its type and its bytes.
+            // An extension is a type byte followed by its data.
             Marker::FixExt1 => Head::Bytes(2),
             Marker::FixExt2 => Head::Bytes(3),
             Marker::FixExt4 => Head::Bytes(5),
@@ -109,7 +109,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The next value, if it is of the kind that `of` takes; else nothing was read.
+    /// Reads the head of the next value if `of` accepts it; otherwise consumes nothing.
     fn expect<T>(&mut self, what: &'static str, of: impl FnOnce(Head) -> Option<T>) -> Decoded<T> {
         let before = *self;
         let value = self.head().and_then(|head| of(head).ok_or(DecodeError::Unexpected(what)));
@@ -119,7 +119,7 @@ impl<'a> Reader<'a> {
         value
     }
 
-    /// Skips a value, whatever it holds.
+    /// Skips a value and everything in it.
     pub fn skip(&mut self) -> Decoded<()> {
         let mut left = 1u64;
         while left > 0 {
@@ -134,31 +134,31 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The bytes of the next value, read as such.
+    /// Returns the encoded bytes of the next value and skips it.
     pub fn raw(&mut self) -> Decoded<&'a [u8]> {
         let before = self.rest;
         self.skip()?;
         Ok(&before[..before.len() - self.rest.len()])
     }
 
-    /// Whether the next value is nil; if so, it is read.
+    /// Returns whether the next value is nil, and consumes it if so.
     pub fn nil(&mut self) -> bool {
         let is = self.rest.first() == Some(&Marker::Null.to_u8());
         self.rest = &self.rest[usize::from(is)..];
         is
     }
 
-    /// Length of an array; its values follow.
+    /// Reads the head of an array and returns its length; the values follow.
     pub fn array(&mut self) -> Decoded<usize> {
         self.expect("an array", |head| if let Head::Array(n) = head { Some(n) } else { None })
     }
 
-    /// Pairs of a map; keys and values follow.
+    /// Reads the head of a map and returns its number of pairs; keys and values follow.
     pub fn map(&mut self) -> Decoded<usize> {
         self.expect("a map", |head| if let Head::Map(n) = head { Some(n) } else { None })
     }
 
-    /// A text.
+    /// Reads a string.
     pub fn text(&mut self) -> Decoded<&'a str> {
         let before = *self;
         let n = self.expect("a text", |head| if let Head::Text(n) = head { Some(n) } else { None })?;
@@ -168,12 +168,12 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// A text, or nothing.
+    /// Reads a string or nil.
     pub fn optional_text(&mut self) -> Decoded<Option<&'a str>> {
         if self.nil() { Ok(None) } else { self.text().map(Some) }
     }
 
-    /// A whole number of at least 0.
+    /// Reads an integer of at least 0.
     pub fn unsigned(&mut self) -> Decoded<u64> {
         self.expect("a whole number", |head| match head {
             Head::Unsigned(n) => Some(n),
@@ -182,7 +182,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// A number.
+    /// Reads a number.
     pub fn float(&mut self) -> Decoded<f64> {
         self.expect("a number", |head| match head {
             Head::Unsigned(n) => Some(n as f64),
@@ -192,7 +192,8 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// An engine's hash of a block: a number of either sign, or a digest, of which the last 8 bytes count (vLLM's numbers are just those).
+    /// Reads an engine's block hash: an integer of either sign, or a digest. Only the last 8 bytes
+    /// of a digest count; vLLM's integer hashes are these 8 bytes.
     #[inline]
     pub fn hash(&mut self) -> Decoded<u64> {
         let before = *self;
@@ -211,7 +212,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Hashes, appended to `out`.
+    /// Reads an array of block hashes and appends them to `out`.
     pub fn hashes(&mut self, out: &mut Vec<u64>) -> Decoded<()> {
         let n = self.array()?;
         out.reserve(n.min(self.rest.len()));
@@ -221,12 +222,12 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Token ids, appended to `out`.
+    /// Reads an array of token ids and appends them to `out`.
     pub fn tokens(&mut self, out: &mut Vec<u32>) -> Decoded<()> {
         let n = self.array()?;
         out.reserve(n.min(self.rest.len()));
         for _ in 0..n {
-            // The usual sizes first: most of an event is token ids.
+            // The common sizes come first: most of an event is token ids.
             let token = match *self.rest {
                 [0xcd, high, low, ref rest @ ..] => {
                     self.rest = rest;

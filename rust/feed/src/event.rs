@@ -1,92 +1,96 @@
-//! What engines tell of their caches, in whatever form their version sends it.
+//! The engines' KV cache events, in each format that engine versions send.
 //!
-//! A batch is `[moment, events, rank]` or a map of these; an event a map with its `type`, or (older vLLM) an array with its name first and
-//! the fields in the order of their declaration. Keys that are not known are skipped, and so are events.
+//! A batch is `[moment, events, rank]` or a map of these fields. An event is a map with its `type`.
+//! Older vLLM sends an array instead: the name first, then the fields in the order of their
+//! declaration. Unknown keys and unknown events are skipped.
 use crate::decode::{DecodeError, Decoded, Reader};
 use std::ops::Range;
 
-/// Room for what an event holds, used again for each.
+/// Buffers for the content of an event, reused for each event.
 #[derive(Debug, Default)]
 pub struct Scratch {
     hashes: Vec<u64>,
     tokens: Vec<u32>,
-    /// Where each block's extra keys stand in the message.
+    /// Position of each block's extra keys in the message.
     extra_keys: Vec<Range<usize>>,
 }
 
-/// One event.
+/// One cache event.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Event<'a> {
-    /// Blocks came.
+    /// Blocks were stored.
     Stored(Stored<'a>),
-    /// Blocks went.
+    /// Blocks were removed.
     Removed(Removed<'a>),
-    /// All blocks went.
+    /// The whole cache was cleared.
     Cleared,
-    /// Of a type that is not known.
+    /// An event of an unknown type, with the type's name.
     Other(&'a str),
 }
 
-/// Blocks came.
+/// Blocks that the engine stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Stored<'a> {
-    /// The engine's hashes of them.
+    /// The engine's hashes of the blocks.
     pub hashes: &'a [u64],
-    /// That of the block before them.
+    /// The engine's hash of the block before the first one.
     pub parent: Option<u64>,
-    /// A block's worth to each (none where a connector tells of blocks by hash alone).
+    /// Token ids, one block's worth for each hash. Empty if a connector reports blocks by hash
+    /// alone.
     pub tokens: &'a [u32],
-    /// Tokens a block.
+    /// Tokens per block.
     pub block_size: u64,
-    /// The tier: `GPU`, or where a copy was put.
+    /// The storage tier: `GPU`, or the tier of a copy.
     pub medium: Option<&'a str>,
-    /// The adapter's name.
+    /// Name of the LoRA adapter.
     pub lora_name: Option<&'a str>,
-    /// Its number, which is all that old versions tell.
+    /// Number of the LoRA adapter. Old versions report only the number.
     pub lora_id: Option<u64>,
-    /// The cache salt, where it has a field of its own (SGLang).
+    /// The cache salt, if it has a field of its own (SGLang).
     pub cache_salt: Option<&'a str>,
-    /// The message, and in it what went into each block's hash besides tokens (vLLM).
+    /// The message. `extra_keys` are positions in it: the inputs of each block's hash besides
+    /// tokens (vLLM).
     message: &'a [u8],
     extra_keys: &'a [Range<usize>],
-    /// The group of layers.
+    /// Index of the KV cache group (a group of layers).
     pub group: Option<u64>,
-    /// Its kind of attention.
+    /// Attention kind of the group.
     pub kind: Option<&'a str>,
-    /// Whether the engine says that the blocks are new (`false`) or were there and are told of again (`true`).
+    /// Whether the blocks were cached already (`true`) or are new (`false`), if the engine reports
+    /// it.
     pub reused: Option<bool>,
 }
 
-/// Blocks went.
+/// Blocks that the engine removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Removed<'a> {
-    /// The engine's hashes of them.
+    /// The engine's hashes of the blocks.
     pub hashes: &'a [u64],
-    /// The tier.
+    /// The storage tier.
     pub medium: Option<&'a str>,
-    /// The group of layers.
+    /// Index of the KV cache group (a group of layers).
     pub group: Option<u64>,
 }
 
 impl<'a> Stored<'a> {
-    /// MessagePack of the extra keys of block `at`: nil or an array.
+    /// Returns the MessagePack bytes of the extra keys of block `at`: nil or an array.
     pub fn extra_keys(&self, at: usize) -> Option<&'a [u8]> {
         self.message.get(self.extra_keys.get(at)?.clone())
     }
 }
 
-/// What a batch says besides its events.
+/// Rank and event counts of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Batch {
-    /// The data-parallel rank, where it is told.
+    /// The data-parallel rank, if the batch has one.
     pub rank: Option<u64>,
-    /// Events in it, malformed ones included.
+    /// Events in the batch, malformed events included.
     pub events: u64,
-    /// Events that were not of the shape that their type demands.
+    /// Events that do not have the shape of their type.
     pub malformed: u64,
 }
 
-/// Fields of events in the order of their declaration, which the array form relies on.
+/// Field names in the order of their declaration, which the array form of events relies on.
 const STORED: [&str; 14] = [
     "block_hashes",
     "parent_block_hash",
@@ -105,10 +109,11 @@ const STORED: [&str; 14] = [
 ];
 const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 
-/// Reads a batch and hands each event to `each`, in order.
+/// Reads a batch and passes each event to `each`, in order.
 ///
 /// # Errors
-/// Where the batch is malformed; events before that were handed on. An event that is malformed by itself is skipped and counted.
+/// Fails if the batch is malformed; `each` has then received the events before the error. A
+/// malformed event in a valid batch is skipped and counted.
 pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Event<'_>)) -> Decoded<Batch> {
     let mut reader = Reader::new(message);
     let mut batch = Batch::default();
@@ -137,7 +142,7 @@ pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Ev
     Ok(batch)
 }
 
-/// When a batch was made: seconds since 1970 on the engine's clock, where it says so.
+/// Returns the time when a batch was made, in seconds since 1970 on the engine's clock, if present.
 pub fn moment_of(message: &[u8]) -> Option<f64> {
     let mut reader = Reader::new(message);
     if let Ok(pairs) = reader.map() {
@@ -154,7 +159,7 @@ pub fn moment_of(message: &[u8]) -> Option<f64> {
     reader.float().ok()
 }
 
-/// A whole number, or nothing.
+/// Reads an integer or nil.
 fn optional(reader: &mut Reader<'_>) -> Decoded<Option<u64>> {
     if reader.nil() { Ok(None) } else { reader.unsigned().map(Some) }
 }
@@ -259,21 +264,21 @@ fn read_field<'a>(
     Ok(())
 }
 
-/// An engine's load, as SGLang pushes it.
+/// An engine's load, as SGLang publishes it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Load {
-    /// Requests that run.
+    /// Running requests.
     pub running: f64,
-    /// Requests that wait.
+    /// Queued requests.
     pub waiting: f64,
-    /// Share of the KV cache in use, where its size is told.
+    /// Share of the KV cache in use, if the engine reports the cache's size.
     pub kv_usage: Option<f64>,
 }
 
 /// Reads `["LoadStat", running, waiting, tokens, most tokens, ...]`.
 ///
 /// # Errors
-/// Where it is something else.
+/// Fails if the message has another shape, or a number that is negative or not finite.
 pub fn read_load(message: &[u8]) -> Decoded<Load> {
     let mut reader = Reader::new(message);
     if reader.array()? < 5 || reader.text()? != "LoadStat" {

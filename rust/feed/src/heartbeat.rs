@@ -1,12 +1,14 @@
-//! The life sign of the feed's thread: without it, a thread that has panicked or hangs looks like engines that are quiet.
+//! Liveness of the feed's thread. Without it, a thread that has panicked or hangs looks like idle
+//! engines.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A thread that has not come round for this long hangs. It comes round once a second, and a turn takes milliseconds.
+/// The thread counts as hung if it records no beat for this long. An idle thread beats once a
+/// second, and a turn takes milliseconds.
 const HANGS: Duration = Duration::from_secs(10);
 
-/// What the thread leaves for others to see.
+/// Liveness record that the feed's thread writes and other threads read.
 #[derive(Clone)]
 pub struct Heartbeat(Arc<Beats>);
 
@@ -18,19 +20,19 @@ struct Beats {
 }
 
 impl Heartbeat {
-    /// Beats for the first time.
+    /// Creates the record with a first beat.
     pub fn start() -> Heartbeat {
         let beats =
             Beats { origin: Instant::now(), last: AtomicU64::new(0), panicked: AtomicBool::new(false) };
         Heartbeat(Arc::new(beats))
     }
 
-    /// Beats. The thread calls it each time it comes round.
+    /// Records a beat. The thread calls this in each turn of its loop.
     pub fn beat(&self) {
         self.0.last.store(self.0.origin.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Runs the thread's work; a panic of it is remembered.
+    /// Runs the thread's work and records whether it panicked.
     pub fn watch(&self, work: impl FnOnce()) {
         struct Watch<'a>(&'a Beats);
         impl Drop for Watch<'_> {
@@ -42,7 +44,7 @@ impl Heartbeat {
         work();
     }
 
-    /// What is wrong with the thread; `None`: it runs, or was closed.
+    /// Returns the thread's problem, or `None` if it has not panicked and its last beat is recent.
     pub fn problem(&self) -> Option<String> {
         if self.0.panicked.load(Ordering::Relaxed) {
             return Some("the feed's thread has stopped after an internal error: close the feed, start another, and report the error".into());

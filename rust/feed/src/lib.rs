@@ -1,7 +1,9 @@
-//! Hears the engines' KV cache events over ZMQ and applies them to a router's index, on a thread of its own.
+//! Receives the engines' KV cache events over ZMQ and applies them to a router's index, on its own
+//! thread.
 //!
-//! `decode` reads MessagePack, `event` what engines make of it, `stream` keeps each engine's batches in order and whole, `apply`
-//! turns events into blocks of the index. None of them does I/O; `subscriber` is the thread that does.
+//! `decode` reads MessagePack, and `event` reads the engines' events from it. `stream` keeps each
+//! engine's batches in order and complete. `apply` turns events into blocks of the index. These
+//! modules do no I/O; `subscriber` runs the thread that does.
 #![forbid(unsafe_code)]
 pub mod apply;
 pub mod decode;

@@ -1,4 +1,4 @@
-//! One source as the thread keeps it: its stream, what applies it, and the line on which it asks for the past.
+//! One source in the feed's thread: its stream, its applier, and its connection for replays.
 use crate::apply::Applier;
 use crate::event::{moment_of, read_load};
 use crate::status::Status;
@@ -12,53 +12,54 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
-/// Messages taken from one socket before others have their turn.
+/// Maximum number of messages read from one socket before the next socket has its turn.
 pub const RUN: usize = 64;
-/// Messages that wait in a socket before libzmq leaves them to the publisher's own queue.
+/// Receive queue of a socket, in messages. Beyond it, libzmq leaves messages in the publisher's
+/// queue.
 const WAITING_MESSAGES: i32 = 4096;
-/// Larger messages end the connection.
+/// Maximum size of a message in bytes. A larger message ends the connection.
 const MOST_BYTES: i64 = 64 << 20;
-/// A peer that gives no sign of life for so long is gone; libzmq answers for an idle engine.
+/// A peer without a sign of life for this long is gone; libzmq answers for an idle engine.
 const HEARTBEAT_MILLISECONDS: i32 = 5000;
-/// Frames of a message beyond these are dropped.
+/// Maximum number of frames kept of a message; further frames are dropped.
 const MOST_FRAMES: usize = 4;
 
-/// What a subscription is to.
+/// Kind of a subscription.
 pub enum Kind {
-    /// Events of a cache.
+    /// Cache events.
     Blocks(Box<Blocks>),
     /// Load reports.
     Load,
 }
 
-/// The stream of events of one rank.
+/// Stream of one rank's cache events.
 pub struct Blocks {
-    /// Its order.
+    /// Stream that orders the batches.
     pub stream: Stream,
-    /// The answer may go on without a signal.
+    /// The replay socket may hold more messages without a new signal.
     more: bool,
-    /// In which what was applied is known.
+    /// Epoch of the index in which the applied batches are known.
     epoch: u64,
     hands: Hands,
 }
 
-/// What a stream acts through.
+/// Applier and replay connection that a stream uses.
 struct Hands {
     applier: Applier,
     line: Line,
 }
 
-/// The line on which the past is asked for.
+/// Connection for replay requests.
 pub struct Line {
-    /// Of the socket to come.
+    /// ZMQ context of the sockets.
     pub context: Context,
-    /// Where to ask.
+    /// Address for replay requests, if there is one.
     pub endpoint: Option<String>,
-    /// While a question is open.
+    /// Socket of the request in progress.
     pub socket: Option<Socket>,
-    /// Where its descriptor is watched.
+    /// Registry that watches the socket's descriptor.
     pub registry: Registry,
-    /// What that signals.
+    /// Token that the descriptor signals.
     pub id: usize,
 }
 
@@ -72,7 +73,7 @@ impl Sink for Hands {
     }
 
     fn ask(&mut self, from: u64) {
-        // A socket of its own for each question: what it receives answers that one.
+        // Each request has its own socket, so every message on the socket answers this request.
         let line = &mut self.line;
         line.socket = None;
         let Some(endpoint) = &line.endpoint else { return };
@@ -91,7 +92,7 @@ impl Sink for Hands {
 }
 
 impl Blocks {
-    /// The stream of a rank's events.
+    /// Creates the stream of a rank's events.
     pub fn new(applier: Applier, line: Line, epoch: u64) -> Blocks {
         Blocks {
             epoch,
@@ -101,7 +102,7 @@ impl Blocks {
         }
     }
 
-    /// Takes some of an answer.
+    /// Reads a limited number of messages of an answer.
     fn hear_replay(&mut self, now: f64) {
         self.more = false;
         for _ in 0..4 * RUN {
@@ -121,37 +122,37 @@ impl Blocks {
     }
 }
 
-/// A subscription of an instance.
+/// A subscription to an instance.
 pub struct Source {
-    /// What its replay signals.
+    /// Token that the replay socket signals.
     pub id: usize,
-    /// Whose.
+    /// Name of the instance.
     pub instance: String,
-    /// Its rank.
+    /// Data-parallel rank.
     pub rank: u32,
-    /// The topic that its messages must have; empty: any.
+    /// Required topic of the messages; empty accepts any topic.
     pub topic: Vec<u8>,
-    /// What it hears.
+    /// Cache events or load reports.
     pub kind: Kind,
-    /// What is shown of it.
+    /// Status that other threads read.
     pub shown: Arc<Mutex<Status>>,
     status: Status,
 }
 
 impl Source {
-    /// A source that has heard nothing yet; `status` says whose it is.
+    /// Creates a source without messages. `status` holds its rank and topic.
     pub fn new(id: usize, instance: String, kind: Kind, status: Status) -> Source {
         let (topic, rank) = (status.topic.clone().into_bytes(), status.rank);
         Source { id, instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
     }
 
-    /// A connection came to stand. `bound`: of one of possibly many engines.
+    /// Handles a new connection. `bound`: any of several engines may have connected.
     pub fn connected(&mut self, bound: bool, now: f64) {
         self.status.connected = true;
         self.status.connections += 1;
         if let Kind::Blocks(blocks) = &mut self.kind {
             if bound && blocks.hands.line.endpoint.is_none() {
-                // It may be any engine's: the numbers alone must tell.
+                // The connection may be any engine's, so only the batch numbers can show a restart.
                 blocks.stream.reachable();
             } else {
                 blocks.stream.connected(now, &mut blocks.hands);
@@ -159,7 +160,7 @@ impl Source {
         }
     }
 
-    /// The connection is gone.
+    /// Handles the loss of the connection.
     pub fn disconnected(&mut self) {
         self.status.connected = false;
         if let Kind::Blocks(blocks) = &mut self.kind {
@@ -167,7 +168,7 @@ impl Source {
         }
     }
 
-    /// Takes a message: topic, number, payload.
+    /// Handles a message: topic, number, payload.
     pub fn hear(&mut self, frames: &[Message], feed: &KvFeed, now: f64) {
         self.status.connected = true;
         self.status.messages += 1;
@@ -203,7 +204,7 @@ impl Source {
         }
     }
 
-    /// A message of another topic came.
+    /// Handles a message of another topic.
     pub fn hear_other(&mut self, topic: &[u8]) {
         self.status.other_topic = Some(String::from_utf8_lossy(&topic[..topic.len().min(128)]).into_owned());
         self.skip("other_topic");
@@ -216,7 +217,7 @@ impl Source {
         }
     }
 
-    /// Takes of what was asked for, and looks at the time.
+    /// Reads replay messages and checks deadlines.
     pub fn attend(&mut self, now: f64) {
         if let Kind::Blocks(blocks) = &mut self.kind {
             blocks.hear_replay(now);
@@ -224,7 +225,7 @@ impl Source {
         }
     }
 
-    /// Looks whether what was applied was forgotten by the router, or the instance is another one by now.
+    /// Starts again if the router forgot the applied batches or another instance took the name.
     pub fn renew(&mut self, feed: &KvFeed, now: f64) {
         let Kind::Blocks(blocks) = &mut self.kind else { return };
         if !feed.is_current(blocks.hands.applier.source()) {
@@ -239,7 +240,7 @@ impl Source {
         }
     }
 
-    /// When [`Source::attend`] has something to do of itself.
+    /// Returns when [`Source::attend`] has something to do without a signal.
     pub fn deadline(&self) -> Option<f64> {
         match &self.kind {
             Kind::Blocks(blocks) if blocks.more => Some(0.0),
@@ -248,7 +249,7 @@ impl Source {
         }
     }
 
-    /// Shows what it has come to.
+    /// Publishes the status for other threads.
     pub fn show(&mut self) {
         if let Kind::Blocks(blocks) = &self.kind {
             self.status.standing = blocks.stream.standing();
@@ -262,7 +263,7 @@ impl Source {
     }
 }
 
-/// Sets what all sockets have in common.
+/// Sets the options that all sockets share.
 pub fn prepare(socket: &Socket) -> zmq::Result<()> {
     socket.set_linger(0)?;
     socket.set_rcvhwm(WAITING_MESSAGES)?;
@@ -273,7 +274,7 @@ pub fn prepare(socket: &Socket) -> zmq::Result<()> {
     socket.set_ipv6(true)
 }
 
-/// The next message, if there is one: its first few frames.
+/// Returns the first few frames of the next message, if there is one.
 pub fn receive(socket: &Socket) -> Option<Vec<Message>> {
     let mut frames = Vec::with_capacity(3);
     loop {
@@ -288,13 +289,13 @@ pub fn receive(socket: &Socket) -> Option<Vec<Message>> {
     }
 }
 
-/// Seconds from a moment on the engine's clock to now on this machine's.
+/// Returns the seconds from `moment` on the engine's clock to now on this machine's clock.
 fn delay_since(moment: f64) -> Option<f64> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?.as_secs_f64();
     moment.is_finite().then_some(now - moment)
 }
 
-/// A batch's number.
+/// Decodes a batch number from 8 big-endian bytes.
 fn number_of(frame: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(frame.try_into().ok()?))
 }

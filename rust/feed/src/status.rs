@@ -1,41 +1,41 @@
-//! What is shown of a source.
+//! Status of a source, as shown to users.
 use crate::apply::Tally;
 use crate::stream::{Counts, Standing};
 
-/// What a source has come to.
+/// Status of a source.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// Whether it is of load reports, not of blocks.
+    /// Whether the source sends load reports instead of block events.
     pub load: bool,
-    /// The data-parallel rank that it is of.
+    /// Data-parallel rank of the source.
     pub rank: u32,
-    /// Where it listens.
+    /// Address of the subscription.
     pub endpoint: String,
-    /// Whether engines connect there, rather than the router to them.
+    /// Whether engines connect to the endpoint, instead of the router to the engine.
     pub bound: bool,
-    /// Where the past can be asked for.
+    /// Address for replays of past batches.
     pub replay_endpoint: Option<String>,
-    /// The topic its messages must have; empty: any.
+    /// Required topic of the messages; empty accepts any topic.
     pub topic: String,
-    /// How much is known.
+    /// How much of the engine's cache is known.
     pub standing: Standing,
-    /// Whether a connection stands.
+    /// Whether a connection is up.
     pub connected: bool,
-    /// Connections that came to stand.
+    /// Connections established.
     pub connections: u64,
-    /// Messages of its topic.
+    /// Messages received with the source's topic.
     pub messages: u64,
-    /// When the last one came, on the router's clock.
+    /// Time of the last message, in seconds on the router's clock.
     pub last_message_at: Option<f64>,
-    /// The least time from a batch's making, by the engine's clock, to its coming, by this machine's; of batches that came as they were
-    /// published. Less than nothing: the engine's clock is ahead.
+    /// Smallest delay in seconds from a batch's creation (engine's clock) to its arrival (this
+    /// machine's clock). Replayed batches do not count. Negative if the engine's clock is ahead.
     pub least_delay_seconds: Option<f64>,
-    /// Number of the last batch applied.
+    /// Number of the last applied batch.
     pub last_sequence: Option<u64>,
-    /// The last other topic heard.
+    /// Last topic received that is not the source's topic.
     pub other_topic: Option<String>,
-    /// Of its stream.
+    /// Counts of the stream.
     pub counts: Counts,
-    /// Of its events.
+    /// Counts of the events.
     pub tally: Tally,
 }

@@ -1,33 +1,37 @@
-//! One engine's stream of numbered batches: in order, each once, and known to be whole or known not to be. No I/O.
+//! One engine's stream of numbered batches: in order, each batch once, and known to be complete or
+//! incomplete. This module does no I/O.
 //!
-//! Publishers number their batches from 0 and start over when they restart; what nobody heard is lost, unless it can be played
-//! again. So a batch out of turn is held until those before it were asked for. Each question starts one batch earlier than
-//! needed: if that one comes back as it was, it is the same process that answers; if not, it is another, and its cache is empty. Where the past
-//! cannot be had, all that is known is forgotten, and what follows is known to be incomplete until a restart or a cleared cache.
-//! Silence means nothing: engines publish only when they run a step.
+//! Publishers number their batches from 0 and start over when they restart. Batches that no
+//! subscriber receives are lost, unless the publisher can replay them. So a batch out of order is
+//! held while the stream requests the batches before it. Each request starts one batch earlier than
+//! needed. If that batch comes back unchanged, the same process answers. Otherwise, another process
+//! answers, and its cache is empty. If the past is not available, the stream forgets everything.
+//! After that, its knowledge is incomplete until the engine restarts or clears its cache. Silence
+//! means nothing: engines publish only when they run a step.
 use std::collections::VecDeque;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How long an answer may take to begin or to go on, in seconds: engines answer between their steps.
+/// Timeout for an answer to begin or continue, in seconds. Engines answer between their steps.
 const PATIENCE_SECONDS: f64 = 2.0;
-/// How often a question is asked again.
+/// Attempts at a replay before the stream gives up.
 const ATTEMPTS: u32 = 3;
-/// When it is asked again, after nobody answered: an engine may be busy for long while it starts.
+/// Delay before the next request if no answer came, in seconds. An engine may be busy for long
+/// while it starts.
 const AGAIN_SECONDS: f64 = 30.0;
-/// How long a subscription may take to reach the publisher: what is published before it does, and after the first answer, is
-/// heard by nobody.
+/// Time that a subscription may take to reach the publisher, in seconds. Batches published before
+/// that, and after the first answer, reach no subscriber.
 const SUBSCRIBED_SECONDS: f64 = 1.0;
-/// What is held at most while a replay runs.
+/// Maximum number of batches, and of their bytes, held while a replay runs.
 const HELD_BATCHES: usize = 8192;
 const HELD_BYTES: usize = 64 << 20;
 
-/// What a stream has done to those who follow it.
+/// Receiver of a stream's batches and requests.
 pub trait Sink {
-    /// Applies a batch; true: it cleared the whole cache.
+    /// Applies a batch. Returns true if the batch cleared the whole cache.
     fn apply(&mut self, batch: &[u8]) -> bool;
-    /// Forgets all.
+    /// Forgets all applied batches.
     fn clear(&mut self);
-    /// Asks for all batches from this number on, and for those asked for before no more.
+    /// Requests all batches from this number on, and cancels the previous request.
     fn ask(&mut self, from: u64);
 }
 
@@ -36,11 +40,11 @@ pub trait Sink {
 pub struct Counts {
     /// Batches applied.
     pub batches: u64,
-    /// Of those, batches that were played again.
+    /// Applied batches that came from a replay.
     pub replayed: u64,
-    /// Gaps found in the numbers.
+    /// Gaps found in the batch numbers.
     pub gaps: u64,
-    /// Times that all was forgotten because batches were lost for good.
+    /// Times that everything was forgotten because batches were lost for good.
     pub resyncs: u64,
     /// Restarts of the engine.
     pub restarts: u64,
@@ -51,21 +55,21 @@ pub struct Counts {
 /// How much of the engine's cache is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// No connection, or the first replay is on its way.
+    /// No connection, or the first replay is still running.
     Connecting,
-    /// All of it.
+    /// The whole cache is known.
     Live,
-    /// What was stored since some moment.
+    /// Only blocks stored since some time are known.
     Incomplete,
 }
 
 impl Standing {
-    /// That of load reports, each of which is whole.
+    /// Returns the standing of a source of load reports. Each report is complete by itself.
     pub fn of_load(connected: bool) -> Standing {
         if connected { Standing::Live } else { Standing::Connecting }
     }
 
-    /// In a word.
+    /// Returns the name of the standing.
     pub fn name(self) -> &'static str {
         match self {
             Standing::Connecting => "connecting",
@@ -75,39 +79,39 @@ impl Standing {
     }
 }
 
-/// A question that is open.
+/// A replay request in progress.
 #[derive(Clone, Copy, Debug)]
 struct Replay {
     from: u64,
-    /// From the start, in the place of what is known in part.
+    /// The replay starts at batch 0 and replaces partial knowledge.
     anew: bool,
-    /// Whether something was missed is all that it asks: without an answer, what is known stays.
+    /// The request only checks for missed batches. Without an answer, the known blocks stay.
     check: bool,
-    /// Nothing has come yet.
+    /// No batch of the answer has arrived.
     first: bool,
-    /// A batch was missing in the answer: publishers drop what they cannot send at once.
+    /// A batch was missing in the answer: publishers drop messages that they cannot send at once.
     hole: bool,
     progressed: bool,
     deadline: f64,
 }
 
-/// See the module.
+/// State of one engine's stream.
 #[derive(Debug)]
 pub struct Stream {
     can_replay: bool,
     connected: bool,
-    /// The number of the next batch, once there was one.
+    /// Number of the next batch, if known.
     next: Option<u64>,
-    /// Fingerprint of the batch before it.
+    /// Hash of the last applied batch.
     last: u64,
-    /// Number of the last batch on this connection.
+    /// Number of the last live batch on this connection.
     heard: Option<u64>,
     complete: bool,
     replay: Option<Replay>,
     attempts: u32,
-    /// When to ask for all anew, where nobody answered.
+    /// When to request everything again, if no answer came.
     again_at: Option<f64>,
-    /// When to ask whether something was missed, where nothing was heard on this connection.
+    /// When to check for missed batches, if no batch arrived on this connection.
     check_at: Option<f64>,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
@@ -115,7 +119,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// A stream that nothing was heard of. `can_replay`: past batches can be asked for.
+    /// Creates a stream without batches. `can_replay`: past batches can be requested.
     pub fn new(can_replay: bool) -> Stream {
         Stream {
             can_replay,
@@ -134,17 +138,17 @@ impl Stream {
         }
     }
 
-    /// Counts since the subscription.
+    /// Returns the counts since the subscription.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Number of the last batch applied.
+    /// Returns the number of the last applied batch.
     pub fn last_sequence(&self) -> Option<u64> {
         self.next?.checked_sub(1)
     }
 
-    /// How much is known.
+    /// Returns how much of the engine's cache is known.
     pub fn standing(&self) -> Standing {
         if !self.connected || self.next.is_none() && self.replay.is_some() {
             Standing::Connecting
@@ -155,13 +159,13 @@ impl Stream {
         }
     }
 
-    /// When [`Stream::tick`] has something to do.
+    /// Returns when [`Stream::tick`] has something to do.
     pub fn deadline(&self) -> Option<f64> {
         let check_at = self.check_at.filter(|_| self.next.is_some());
         self.replay.map(|r| r.deadline).or(self.again_at.into_iter().chain(check_at).reduce(f64::min))
     }
 
-    /// A connection stands. What was said on one before may be of another process.
+    /// Handles a new connection. Earlier batches may be another process's.
     pub fn connected(&mut self, now: f64, sink: &mut impl Sink) {
         self.connected = true;
         self.heard = None;
@@ -171,23 +175,23 @@ impl Stream {
             self.check_at = Some(now + SUBSCRIBED_SECONDS);
             self.ask(now, sink);
         } else if self.next.is_some() {
-            // Nobody can say whether it is the same process, nor what went by meanwhile.
+            // This may be another process, and batches may have been missed.
             self.lose(None, sink);
         }
     }
 
-    /// Some connection stands; whose is not known.
+    /// Handles a new connection of an unknown engine.
     pub fn reachable(&mut self) {
         self.connected = true;
     }
 
-    /// The connection is gone.
+    /// Handles the loss of the connection.
     pub fn disconnected(&mut self) {
         self.connected = false;
         self.check_at = None;
     }
 
-    /// What was applied was forgotten by others: all is to be told anew.
+    /// Starts again after the index forgot the applied batches.
     pub fn begin_anew(&mut self, now: f64, sink: &mut impl Sink) {
         (self.next, self.complete, self.replay) = (None, false, None);
         self.let_go();
@@ -198,7 +202,7 @@ impl Stream {
         }
     }
 
-    /// A batch came as it was published.
+    /// Handles a batch as it is published.
     pub fn live(&mut self, number: u64, batch: &[u8], now: f64, sink: &mut impl Sink) {
         self.connected = true;
         if number == u64::MAX {
@@ -217,7 +221,7 @@ impl Stream {
         match self.next {
             None => self.begin(number, batch, sink),
             Some(next) if number == next => self.take(number, batch, sink),
-            Some(next) if number < next => {} // played again before it came by itself
+            Some(next) if number < next => {} // a replay already brought it
             Some(_) => {
                 self.counts.gaps += 1;
                 if self.can_replay {
@@ -232,7 +236,7 @@ impl Stream {
         }
     }
 
-    /// A batch came that was asked for.
+    /// Handles a batch of a replay.
     pub fn replayed(&mut self, number: u64, batch: &[u8], now: f64, sink: &mut impl Sink) {
         let Some(replay) = &mut self.replay else { return };
         replay.deadline = now + PATIENCE_SECONDS;
@@ -266,13 +270,14 @@ impl Stream {
         self.take(number, batch, sink);
     }
 
-    /// All that was asked for has come.
+    /// Handles the end of a replay.
     pub fn replay_ended(&mut self, now: f64, sink: &mut impl Sink) {
         let Some(replay) = self.replay.take() else { return };
         self.again_at = self.again_at.filter(|_| replay.from > 0);
         if replay.first && !replay.anew {
             if self.next.is_some_and(|next| next > 0) {
-                // Not even the batch that was applied last: its publisher is another one, or keeps nothing.
+                // The answer lacks even the last applied batch: its publisher is another process,
+                // or keeps nothing.
                 self.restarted(sink);
                 return self.ask(now, sink);
             }
@@ -293,7 +298,7 @@ impl Stream {
         }
     }
 
-    /// Time has passed: an answer may be overdue.
+    /// Handles overdue answers and due checks.
     pub fn tick(&mut self, now: f64, sink: &mut impl Sink) {
         if self.deadline().is_none_or(|at| now < at) {
             return;
@@ -356,7 +361,7 @@ impl Stream {
         self.held_bytes = 0;
     }
 
-    /// Applies what is held as far as it follows.
+    /// Applies the held batches up to the first missing one.
     fn catch_up(&mut self, sink: &mut impl Sink) {
         while let Some((number, _)) = self.held.front()
             && self.next.is_some_and(|next| *number <= next)
@@ -369,7 +374,7 @@ impl Stream {
         }
     }
 
-    /// The batches that are missing will not come.
+    /// Gives up the missing batches and applies the held batches.
     fn give_up(&mut self, sink: &mut impl Sink) {
         if self.next.is_some() {
             self.lose(None, sink);
@@ -388,7 +393,7 @@ impl Stream {
         }
     }
 
-    /// The first batch that is known of.
+    /// Applies the first known batch.
     fn begin(&mut self, number: u64, batch: &[u8], sink: &mut impl Sink) {
         self.complete = number == 0;
         self.take(number, batch, sink);
@@ -401,14 +406,14 @@ impl Stream {
         self.complete |= sink.apply(batch);
     }
 
-    /// Batches are lost for good.
+    /// Forgets everything, because batches are lost for good.
     fn lose(&mut self, next: Option<u64>, sink: &mut impl Sink) {
         self.counts.resyncs += 1;
         (self.next, self.complete) = (next, false);
         sink.clear();
     }
 
-    /// Another process publishes by now.
+    /// Forgets everything, because another process publishes now.
     fn restarted(&mut self, sink: &mut impl Sink) {
         self.counts.restarts += 1;
         (self.next, self.complete, self.replay, self.attempts) = (None, false, None, 0);

@@ -1,8 +1,10 @@
-//! The thread that listens: one socket to each engine (or one that engines connect to), in turn, a few dozen messages at a
-//! time. Reconnecting is libzmq's; its monitor tells when a connection is another one.
+//! The feed's thread. It has one socket per engine, or one socket that several engines connect to.
+//! It reads the sockets in turn, a few dozen messages at a time. libzmq reconnects, and its monitor
+//! reports new connections.
 //!
-//! What is waited for are the sockets' file descriptors: asking hundreds of sockets in turn, as `zmq_poll` does, costs more than
-//! what they bring. A descriptor signals once, so a socket is read until it is empty, or is looked at again without waiting.
+//! The thread waits on the sockets' file descriptors. Asking hundreds of sockets in turn, as
+//! `zmq_poll` does, costs more than handling their messages. A descriptor signals once. So the
+//! thread reads a socket until it is empty, or reads it again without waiting.
 use crate::apply::Applier;
 use crate::heartbeat::Heartbeat;
 use crate::source::{Blocks, Kind, Line, RUN, Source, prepare, receive};
@@ -20,27 +22,28 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use zmq::{Context, DONTWAIT, Message, PAIR, SUB, Socket, SocketEvent};
 
-/// Sockets of one context are limited, and so is what its one I/O thread can do.
+/// Maximum number of links in one context: the context's sockets and the work of its one I/O thread
+/// are limited.
 const LINKS_PER_CONTEXT: usize = 128;
-/// What the wake-up signals.
+/// Token that the wake-up socket signals.
 const WAKE: usize = 0;
-/// How often the thread looks whether instances were replaced.
+/// Interval of the checks for replaced instances, in seconds.
 const HOUSEKEEPING_SECONDS: f64 = 1.0;
 
-/// Where a rank of an instance publishes.
+/// Subscription to one rank of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Subscription {
-    /// Address of its events: of the engine, or with `bind` of the router.
+    /// Address of the events: the engine's, or with `bind` the router's.
     pub endpoint: String,
-    /// Where past batches can be asked for.
+    /// Address for replays of past batches.
     pub replay_endpoint: Option<String>,
-    /// The topic of its messages; empty: any.
+    /// Required topic of the messages; empty accepts any topic.
     pub topic: String,
-    /// The engine connects to the router.
+    /// Whether the engine connects to the router.
     pub bind: bool,
     /// The data-parallel rank.
     pub rank: u32,
-    /// Load reports, not events of blocks.
+    /// Whether the messages are load reports instead of block events.
     pub load: bool,
 }
 
@@ -53,7 +56,7 @@ enum Command {
     Close,
 }
 
-/// Subscriptions to engines' events, and the thread that applies them. Dropped, it closes.
+/// Subscriptions to engines' events, and the thread that applies them. Dropping the feed closes it.
 pub struct EventFeed {
     door: Mutex<Option<Door>>,
     shown: Shown,
@@ -67,10 +70,10 @@ struct Door {
 }
 
 impl EventFeed {
-    /// Starts the thread. `clock`: seconds on the router's clock.
+    /// Starts the thread. `clock` returns seconds on the router's clock.
     ///
     /// # Errors
-    /// `BadValue` where the system refuses sockets or a thread.
+    /// `BadValue` if the system refuses sockets or a thread.
     pub fn start(
         feed: Arc<KvFeed>,
         clock: impl Fn() -> f64 + Send + 'static,
@@ -117,27 +120,30 @@ impl EventFeed {
         Ok(EventFeed { door: Mutex::new(Some(Door { commands, wake, thread })), shown, heartbeat })
     }
 
-    /// Listens to a rank of an instance.
+    /// Subscribes to a rank of an instance.
     ///
     /// # Errors
-    /// `UnknownName` (instance), `BadValue` (an address that cannot be, or a subscription that is there already).
+    /// `UnknownName` for the instance. `BadValue` for an invalid address or topic, an existing
+    /// subscription, a closed feed, or a stopped thread.
     pub fn subscribe(&self, instance: &str, subscription: Subscription) -> Result<(), CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Subscribe(instance.to_string(), subscription, reply))?;
         answer.recv().unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Stops listening to an instance, and forgets what its events told. Whether there was a subscription.
+    /// Unsubscribes from an instance and forgets the blocks learned from its events. Returns
+    /// whether there was a subscription.
     ///
     /// # Errors
-    /// `BadValue` where the feed is closed.
+    /// `BadValue` if the feed is closed or its thread has stopped.
     pub fn unsubscribe(&self, instance: &str) -> Result<bool, CoreError> {
         let (reply, answer) = sync_channel(1);
         self.send(Command::Unsubscribe(instance.to_string(), reply))?;
         answer.recv().map_err(|_| self.gone())
     }
 
-    /// What its sources have come to, by rank; load reports last. Nothing is known any more of those of a thread that stopped or hangs.
+    /// Returns the status of an instance's sources, by rank, load reports last. If the thread
+    /// stopped or hangs, each source is incomplete and disconnected.
     pub fn status(&self, instance: &str) -> Vec<Status> {
         let sources = self.shown.lock().get(instance).cloned().unwrap_or_default();
         let mut all: Vec<Status> = sources.iter().map(|status| status.lock().clone()).collect();
@@ -151,15 +157,15 @@ impl EventFeed {
         all
     }
 
-    /// Names of the instances with a subscription.
+    /// Returns the names of the instances with a subscription.
     pub fn instances(&self) -> Vec<String> {
         self.shown.lock().keys().cloned().collect()
     }
 
-    /// Ends the thread and closes all sockets; what the index holds stays.
+    /// Ends the thread and closes all sockets. The index keeps its blocks.
     pub fn close(&self) {
         let Some(door) = self.door.lock().take() else { return };
-        // The thread may have ended; then there is nobody to tell.
+        // If the thread has already ended, the sends fail, which is fine.
         let _ = door.commands.send(Command::Close);
         let _ = door.wake.send(&b""[..], DONTWAIT);
         let _ = door.thread.join();
@@ -177,7 +183,7 @@ impl EventFeed {
 }
 
 impl EventFeed {
-    /// Why the thread does not answer.
+    /// Returns the error for a thread that does not answer.
     fn gone(&self) -> CoreError {
         match self.heartbeat.problem() {
             Some(problem) => bad("event feed", problem, "one whose thread runs"),
@@ -200,15 +206,15 @@ fn closed() -> CoreError {
     bad("event feed", "a call after close()", "one that is open")
 }
 
-/// A socket, and those who hear through it.
+/// A socket and the sources that receive from it.
 struct Link {
     socket: Socket,
     monitor: Socket,
     endpoint: String,
     bound: bool,
-    /// What both of its descriptors signal.
+    /// Token that both sockets' descriptors signal.
     id: usize,
-    /// It may have more to say without a signal.
+    /// The socket may hold more messages without a new signal.
     pending: bool,
     connections: i64,
     sources: Vec<Source>,
@@ -222,9 +228,9 @@ struct Worker {
     context: Context,
     poll: Poll,
     registry: Registry,
-    /// Links made so far.
+    /// Number of links made so far.
     made: usize,
-    /// The last number given to what may signal.
+    /// Last token given to a socket.
     ids: usize,
     links: Vec<Link>,
     wake: Socket,
@@ -245,7 +251,7 @@ impl Worker {
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Subscribe(instance, subscription, reply) => {
-                        // Whoever asked may have gone.
+                        // The caller may be gone.
                         let _ = reply.send(self.subscribe(instance, subscription));
                     }
                     Command::Unsubscribe(instance, reply) => {
@@ -284,7 +290,8 @@ impl Worker {
         }
     }
 
-    /// Looks whether what was applied is forgotten by now, and once a second whether instances were replaced.
+    /// Checks whether the index forgot applied batches, and once a second whether instances were
+    /// replaced.
     fn keep_house(&mut self) {
         let (epoch, now) = (self.feed.epoch(), (self.clock)());
         if epoch == self.epoch && (now - self.looked_at).abs() < HOUSEKEEPING_SECONDS {
@@ -386,7 +393,8 @@ impl Worker {
         }
         let (socket, monitor) = (self.context.socket(SUB)?, self.context.socket(PAIR)?);
         prepare(&socket)?;
-        // All topics: what comes under another one shall be seen, not missed in silence.
+        // Subscribe to all topics, so that messages with another topic are reported, not lost
+        // silently.
         socket.set_subscribe(b"")?;
         let said_at = format!("inproc://monitor-{}", self.made);
         let events = SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() | SocketEvent::DISCONNECTED.to_raw();
@@ -423,7 +431,7 @@ impl Worker {
         }
         self.links.retain(|link| !link.sources.is_empty());
         if of_blocks {
-            // An instance that is gone is forgotten already.
+            // The index has already forgotten an instance that is gone.
             let _ = self.feed.forget(instance);
         }
         self.shown.lock().remove(instance).is_some()
@@ -431,7 +439,7 @@ impl Worker {
 }
 
 impl Link {
-    /// Takes some messages and hands them to whom they are for.
+    /// Reads up to `RUN` messages and passes each message to its source.
     fn hear(&mut self, feed: &KvFeed, now: f64) {
         let mut messages = Vec::new();
         while messages.len() < RUN
@@ -440,7 +448,8 @@ impl Link {
             messages.push(frames);
         }
         self.pending = messages.len() == RUN;
-        // Messages first, then what the monitor says: it spoke of their connection before they came.
+        // Read messages before monitor events: the monitor reports a connection before its messages
+        // come.
         while let Some(frames) = receive(&self.monitor) {
             let event = frames.first().and_then(|f| f.first_chunk::<2>()).map(|f| u16::from_ne_bytes(*f));
             let stands = event == Some(SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
@@ -468,13 +477,13 @@ impl Link {
     }
 }
 
-/// Has a socket's descriptor signal this number.
+/// Registers a socket's descriptor to signal the token `id`.
 pub fn watch(registry: &Registry, socket: &Socket, id: usize) -> std::io::Result<()> {
     let descriptor = socket.get_fd().map_err(|error| std::io::Error::other(error.message()))?;
     registry.register(&mut SourceFd(&descriptor), Token(id), Interest::READABLE)
 }
 
-/// Whether libzmq can make anything of the address.
+/// Checks that libzmq can use the address.
 fn check_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<(), CoreError> {
     let expected = if bind {
         "an address to bind, such as tcp://*:5557 or ipc:///run/kv"
@@ -489,10 +498,11 @@ fn check_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<(), CoreErro
     Err(bad(what, format!("{endpoint:?}"), expected))
 }
 
-/// The address of a data-parallel rank, given the engine's: vLLM and SGLang add the rank to the port.
+/// Returns the address of a data-parallel rank, given the engine's address. vLLM and SGLang add the
+/// rank to the port.
 ///
 /// # Errors
-/// `BadValue` where there is no port to add to.
+/// `BadValue` if the address has no port to add the rank to, or the sum is no port.
 pub fn rank_endpoint(endpoint: &str, rank: u32) -> Result<String, CoreError> {
     if rank == 0 {
         return Ok(endpoint.to_string());

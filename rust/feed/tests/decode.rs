@@ -1,9 +1,9 @@
-//! Messages as engines send them, and as nobody does.
+//! Valid and invalid messages.
 use lmetric_feed::event::{Batch, Event, Load, Removed, Scratch, moment_of, read_batch, read_load};
 use proptest::prelude::*;
 use rmp::encode as pack;
 
-/// Hexadecimal, spaces left out.
+/// Decodes hexadecimal digits; spaces are ignored.
 fn bytes(text: &str) -> Vec<u8> {
     let digits: Vec<u8> = text.bytes().filter(|b| !b.is_ascii_whitespace()).collect();
     digits.chunks(2).map(|c| u8::from_str_radix(std::str::from_utf8(c).unwrap(), 16).unwrap()).collect()
@@ -32,17 +32,19 @@ fn events(message: &[u8]) -> (Option<Batch>, Vec<String>) {
 fn a_value_that_is_refused_is_not_skipped() {
     let batch = bytes("93 cb3ff8000000000000 90 00");
     assert_eq!(events(&batch).0, Some(Batch { rank: Some(0), events: 0, malformed: 0 }));
-    // A marker that MessagePack does not define, and as the first value a text that is no UTF-8.
+    // A marker that MessagePack does not define, then a string that is not UTF-8 as the first
+    // value.
     assert_eq!(events(&[b"\xc1".as_slice(), &batch].concat()).0, None);
     assert_eq!(events(&[b"\x94\xa1\xff".as_slice(), &batch[1..]].concat()).0, None);
 }
 
-/// As vLLM 0.32.0 sent it: a map with a type.
+/// Message of vLLM 0.32.0: a map with a type.
 #[test]
 fn vllm_maps() {
-    // [ts, [{type: BlockStored, block_hashes: [13202869615131507453], parent_block_hash: 2423506087337615109,
-    //   token_ids: [548, 2, 70000], block_size: 3, lora_id: nil, medium: GPU, lora_name: nil, extra_keys: [nil],
-    //   group_idx: 0, kv_cache_spec_kind: full_attention}], 0]
+    // [ts, [{type: BlockStored, block_hashes: [13202869615131507453],
+    //   parent_block_hash: 2423506087337615109, token_ids: [548, 2, 70000], block_size: 3,
+    //   lora_id: nil, medium: GPU, lora_name: nil, extra_keys: [nil], group_idx: 0,
+    //   kv_cache_spec_kind: full_attention}], 0]
     let message = bytes(
         "93 cb41dabfcb7dd57ce4 91 8b
          a474797065 ab426c6f636b53746f726564
@@ -68,13 +70,13 @@ fn vllm_maps() {
           salt None, group Some(0) Some(\"full_attention\"), keys Some([c0]), reused None"
         ]
     );
-    // Cut off anywhere, it is an error and no panic.
+    // A message cut off at any byte is an error, not a panic.
     for end in 0..message.len() {
         assert_eq!(events(&message[..end]).0, None, "{end} bytes");
     }
 }
 
-/// As older vLLM sent it: an array with its name first; the batch without a rank.
+/// Message of older vLLM: an array with its name first, and a batch without a rank.
 #[test]
 fn vllm_arrays() {
     let message = bytes(
@@ -96,7 +98,7 @@ fn vllm_arrays() {
     );
 }
 
-/// As SGLang sends it: signed hashes, a salt of its own field; and what later versions add.
+/// Message of SGLang: signed hashes, a field for the salt, and additions of later versions.
 #[test]
 fn sglang_and_what_is_to_come() {
     let mut message = bytes("93 00 92 88 a474797065 ab426c6f636b53746f726564");
@@ -123,7 +125,7 @@ fn sglang_and_what_is_to_come() {
             "other BlocksMoved"
         ]
     );
-    // A batch as a map, and an event that is wrong by itself.
+    // A batch as a map, and a single malformed event.
     let message = bytes(
         "83 a27473 01 a66576656e7473 93
            92 ac426c6f636b52656d6f766564 91 c2
@@ -159,7 +161,7 @@ fn load_reports() {
 
 #[test]
 fn nothing_is_set_aside_for_what_is_only_promised() {
-    // 2^32 - 1 events, hashes and nested arrays that never come.
+    // 2^32 - 1 announced events, hashes and nested arrays that never come.
     for wrong in [
         "92 00 ddffffffff",
         "92 00 91 92 ac426c6f636b52656d6f766564 ddffffffff",
@@ -180,7 +182,7 @@ proptest! {
         let _ = (read_load(&message), moment_of(&message));
     }
 
-    /// Nearly right is harder than random.
+    /// Nearly valid messages are harder than random bytes.
     #[test]
     fn nearly_right_bytes_too(at in 0usize..60, byte in any::<u8>(), cut in 0usize..60) {
         let mut message = bytes(

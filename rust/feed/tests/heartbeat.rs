@@ -1,4 +1,4 @@
-//! What is seen of a feed whose thread has stopped.
+//! Status of a feed whose thread has stopped.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Rust section 6: a thread that has panicked does not pass for engines that are quiet.
+/// Rust section 6: a panicked thread is not mistaken for idle engines.
 #[test]
 fn a_panic_of_the_thread_is_seen() {
     let config =
@@ -36,7 +36,7 @@ fn a_panic_of_the_thread_is_seen() {
     fails.store(true, Ordering::Relaxed);
     let until = Instant::now() + Duration::from_secs(60);
     while events.status("e")[0].tally.last_error.is_none() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(5)); // it comes round once a second
+        std::thread::sleep(Duration::from_millis(5)); // the thread beats once a second
     }
     let status = &events.status("e")[0];
     assert_eq!((status.standing, status.connected), (Standing::Incomplete, false));

@@ -1,4 +1,4 @@
-//! Reliability M8: the ZMQ library that is linked.
+//! Reliability M8: version of the linked ZMQ library.
 
 /// Reliability M8: libzmq is from 2023 or later (4.3.5, MPL-2.0; 4.3.4 is from 2021 and LGPL-3.0).
 #[test]

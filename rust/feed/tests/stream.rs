@@ -1,4 +1,4 @@
-//! The stream against a model of an engine and of what may happen to its messages.
+//! Tests the stream against a model of an engine and of message loss.
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
@@ -15,14 +15,14 @@ use std::sync::Arc;
 const BLOCK: u64 = 4;
 const PROMPTS: u64 = 3;
 
-/// An engine's process: its cache, and what it keeps of what it published.
+/// An engine's process: its cache, and the published batches that it keeps.
 struct Engine {
     /// Physical copies by (prompt, block).
     cache: BTreeMap<(u64, u64), u32>,
     past: Vec<(u64, Vec<u8>)>,
     next: u64,
     keep: usize,
-    /// Apart from all other processes and moments.
+    /// Unique to each process and moment.
     moment: u64,
 }
 
@@ -36,13 +36,13 @@ impl Engine {
         (0..).take_while(|block| self.cache.contains_key(&(prompt, *block))).count() as u64
     }
 
-    /// One step: evicts, stores, or both, as its kind says; returns the batch.
+    /// Runs one step: evicts, stores, or both, depending on `kind`. Returns the batch.
     fn step(&mut self, kind: u8, prompt: u64, block: u64, length: u64) -> (u64, Vec<u8>) {
         let mut events: Vec<Vec<u8>> = Vec::new();
         let behind = |engine: &Engine| engine.cache.range((prompt, 1)..(prompt + 1, 0)).next().is_some();
         match kind {
             0..=4 => {
-                // What follows the hit, known blocks behind a hole included: second copies.
+                // Blocks after the hit are stored. Known blocks behind a hole get second copies.
                 let from = self.depth(prompt);
                 if from > 0 || !behind(self) {
                     (from..from + length).for_each(|b| *self.cache.entry((prompt, b)).or_default() += 1);
@@ -50,7 +50,7 @@ impl Engine {
                 }
             }
             5 => {
-                // The last block of a prompt that is a whole number of blocks is computed again.
+                // If a prompt is a whole number of blocks, its last block is computed again.
                 let depth = self.depth(prompt);
                 if depth > 1 {
                     *self.cache.entry((prompt, depth - 1)).or_default() += 1;
@@ -190,7 +190,8 @@ impl Bed {
         self.stream.live(*number, batch, self.now, &mut self.hands);
     }
 
-    /// The engine answers what was asked; `without`: a batch that is dropped on the way.
+    /// Sends the engine's answer to the request; `without` is the number of a batch dropped on the
+    /// way.
     fn answer(&mut self, engine: &Engine, without: Option<u64>) {
         let Some(from) = self.hands.asked.take() else { return };
         for (number, batch) in engine.past.iter().filter(|(number, _)| *number >= from) {
@@ -198,7 +199,7 @@ impl Bed {
                 self.stream.replayed(*number, batch, self.now, &mut self.hands);
             }
             if self.hands.asked.is_some() {
-                return; // it asks anew, and hears no more of this answer
+                return; // a new request cancels this answer
             }
         }
         self.stream.replay_ended(self.now, &mut self.hands);
@@ -226,8 +227,8 @@ impl Bed {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// Whatever is lost, played again, cut off or restarted: once all is quiet, a live stream knows the engine's cache, and
-    /// one that is incomplete claims nothing that is not cached.
+    /// Batches are lost, replayed or cut off, and engines restart. Afterwards, a live stream knows
+    /// the engine's cache, and an incomplete stream claims only cached blocks.
     #[test]
     fn the_index_is_the_engines_cache(
         can_replay in any::<bool>(),
@@ -252,7 +253,7 @@ proptest! {
                 11 => bed.wait(),
                 12 => bed.reconnect(),
                 _ => {
-                    // Another process; some of what it publishes comes before anybody listens.
+                    // Another process publishes some batches before the subscription reaches it.
                     engine = Engine::new(keep, engine.moment);
                     for _ in 0..number {
                         engine.step(kind, prompt, block, length);
@@ -261,7 +262,8 @@ proptest! {
                 }
             }
         }
-        // Two more batches show any gap, nothing more is lost, and who did not answer is asked again.
+        // Two more batches show any gap, nothing more is lost, and unanswered requests are sent
+        // again.
         for _ in 0..2 {
             bed.hear(&engine.step(11, 0, 0, 0));
         }
@@ -299,7 +301,7 @@ fn a_replay_that_nobody_answers_is_given_up() {
     }
     bed.wait();
     assert_eq!(bed.stream.counts().unanswered, 1);
-    // What was held starts with number 0, so nothing is missing after all.
+    // The held batches start with number 0, so nothing is missing after all.
     assert_eq!((bed.held(0), bed.stream.standing()), (3, Standing::Live));
 }
 

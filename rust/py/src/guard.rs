@@ -1,4 +1,4 @@
-//! The hot-spot guard's settings, for routers and simulations alike.
+//! Hot-spot guard settings for routers and simulations.
 use crate::buffers::bad;
 use crate::errors::Result;
 use crate::settings;
@@ -7,19 +7,19 @@ use lmetric_core::policy::Policy;
 use pyo3::prelude::*;
 use pyo3::types::PyBool;
 
-/// The settings as Python gives them.
+/// Guard settings given in Python.
 #[derive(Clone, Copy, Default)]
 pub struct GuardSettings {
-    /// Whether the guard is on; `None`: as the policy declares.
+    /// Whether the guard is on; `None` follows the policy's declaration.
     pub on: Option<bool>,
     config: GuardConfig,
 }
 
 impl GuardSettings {
-    /// What a caller gives as `guard=`: nothing, a flag, or an `lmetric.Guard`.
+    /// Reads the `guard=` argument: nothing, a flag, or an `lmetric.Guard`.
     ///
     /// # Errors
-    /// `BadValueError` for anything else, and for a count that is not a whole number.
+    /// `BadValueError` for any other value, and for a count that is not an integer.
     pub fn of(guard: Option<&Bound<'_, PyAny>>) -> Result<GuardSettings> {
         let Some(guard) = guard else { return Ok(GuardSettings::default()) };
         if let Ok(on) = guard.cast::<PyBool>() {
@@ -36,7 +36,7 @@ impl GuardSettings {
         Ok(settings)
     }
 
-    /// The core's settings under `policy`, and why the guard is on or off.
+    /// Returns the core's settings under `policy`, and the reason why the guard is on or off.
     pub fn under(self, policy: &dyn Policy) -> (GuardConfig, String) {
         let (on, reason) = guard::applies(policy, self.on);
         (GuardConfig { on, ..self.config }, reason)

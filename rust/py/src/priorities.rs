@@ -1,4 +1,4 @@
-//! Orders of requests, by name and settings.
+//! Priority orders of requests, by name and settings.
 use crate::errors::Result;
 use crate::settings;
 use lmetric_core::CoreError;
@@ -7,7 +7,7 @@ use lmetric_core::router::Priorities;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// The order of this name with its settings; `None` for `"none"`.
+/// Returns the order with this name and these settings; `None` for `"none"`.
 ///
 /// # Errors
 /// `BadValue` for an unknown name or setting, or a value out of range.
@@ -19,7 +19,7 @@ pub fn priorities_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result
         "uniboost" => {
             let adaptive = reader.one("adaptive")?.unwrap_or(true).then(Adaptive::default);
             let learned = Settings { adaptive, memguard: None, ..Settings::default() }.read(&mut reader)?;
-            // No hysteresis: routers put no running request back.
+            // No hysteresis: routers do not put running requests back into the queue.
             let mut memguard = MemGuard::default();
             memguard.bin_tokens = reader.one("bin_tokens")?.unwrap_or(memguard.bin_tokens);
             let most_seconds = reader.one("most_boost_seconds")?.unwrap_or(Priorities::MOST_SECONDS);

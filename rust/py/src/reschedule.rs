@@ -1,4 +1,4 @@
-//! How running requests are moved, by name and settings.
+//! Rules for moving running requests, by name and settings.
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::settings;
@@ -8,11 +8,12 @@ use lmetric_study::forecast;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// How running requests are moved, and the forecast again if it is a predictor in Python.
+/// Rule for moving running requests, and its forecast if that is a Python predictor.
 pub type Rebalancing = (RescheduleConfig, Option<PythonForecast>);
 
-/// The rule of this name with its settings; `None` for `"none"`. `simulated`: a predictor in Python
-/// is asked in each round; else by whoever begins the round, see [`PythonForecast::refresh`].
+/// Returns the rule with this name and these settings; `None` for `"none"`. If `simulated`, each
+/// round asks a Python predictor. Otherwise, the caller that begins the round asks it: see
+/// [`PythonForecast::refresh`].
 ///
 /// # Errors
 /// `UnknownName` for a rule, `BadValue` for an unknown setting or a value out of range.
@@ -28,7 +29,7 @@ pub fn reschedule_of(
     }
     let oracle = name == "star_oracle";
     let named = RescheduleConfig::named(if oracle { "star" } else { name })?;
-    // The forecast may be an object of Python, which no struct of the core holds.
+    // The forecast may be a Python object, which no struct of the core holds.
     reader.skip("forecast");
     let seed: u32 = reader.one("forecast_seed")?.unwrap_or(0);
     let mut config: RescheduleConfig = reader.read()?;

@@ -5,7 +5,8 @@ use lmetric_core::settings::SettingsReader;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Reads `settings`; None stands for the default. `what` names them in errors.
+/// Creates a reader of `settings`; None stands for the default. `what` names the settings in
+/// errors.
 pub fn reader(what: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<SettingsReader> {
     let given = settings.into_iter().flatten().filter(|(_, value)| !value.is_none());
     let given = given.map(|(name, value)| {
@@ -15,7 +16,7 @@ pub fn reader(what: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Settin
     Ok(SettingsReader::new(what, given.collect::<PyResult<Vec<_>>>()?))
 }
 
-/// When prefixes are fetched.
+/// Reads the settings of prefix fetches.
 ///
 /// # Errors
 /// `BadValue` for an unknown setting or a value out of range.

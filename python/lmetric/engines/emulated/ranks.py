@@ -45,8 +45,8 @@ def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
 
 
 def consecutive_ports(endpoint: str, count: int) -> str:
-    """An endpoint for ``count`` ranks, each of which adds its number to the port: where any port
-    will do, one that free ports follow.
+    """An endpoint for ``count`` ranks. Each rank adds its number to the port. Port 0 selects a port
+    with free ports after it.
 
     Raises EngineStartError.
     """
