@@ -420,10 +420,11 @@ def simulate(
         roles: prefill and decode pools instead of `instances`: ``"16P64D"``, or ``{"prefill": 16,
             "decode": 64}``. `policy` chooses the prefill instance.
         decode_policy: policy that chooses the decode instance; None: `least_requests`.
-        decode_knobs: parameters of the decode policy by name.
-        binding: choose the decode instance at arrival (``"early"``) or after prefill (``"late"``).
-        transfer: time of KV transfers (`lmetric.sim.pools.Transfer`): ``"50, layers"``, or a
-            mapping. None or ``"none"``: no time. The profile gives the size of the KV cache.
+        decode_knobs: values of its parameters, by name.
+        binding: ``"early"`` chooses the decode instance at arrival. ``"late"`` chooses it after
+            prefill.
+        transfer: KV transfers, as `lmetric.sim.pools.Transfer`: ``"50, layers"``, or a mapping.
+            None or ``"none"``: no time. The profile gives the size of the KV cache.
         prefill: ``"queues"``: prompts queue as on engines. ``"unlimited"``: every prompt takes only
             its own time (SIBYL, Algorithm 2), so the number of prefill instances has no effect.
         local_order: order of requests inside engines. Without preemption: ``"fcfs"``, ``"sjf"``
@@ -439,12 +440,13 @@ def simulate(
         preempt: KV cache of preempted requests, with admission ``"vllm"``: ``"recompute"``, or
             ``"swap:25, host=64"``: swapped to host memory (`lmetric.queueing.Swap`), here with 25
             GB/s and 64 GB.
-        split: splits of requests without `roles`. ``"none"``; ``"apart"``: after the prompt, if
-            that reduces the total delay of all requests; ``"libra"``: between the instances of the
-            policy and of `decode_policy`, if this balances them and saves time (with ``parts=3``,
-            requests with reasoning have three parts: prompt, reasoning and answer); ``"force"``: at
-            ``fraction``. `transfer` gives the time of KV transfers. ``"auto"`` or None: ``"apart"``
-            if the policy is planner and there are no `roles`, else ``"none"``.
+        split: splits of requests without `roles`. ``"none"``: no splits. ``"apart"``: after the
+            prompt, if that reduces the total delay of all requests. ``"libra"``: between the
+            instances of the policy and of `decode_policy`, if this balances them and saves time.
+            With ``parts=3``, requests with reasoning have three parts: prompt, reasoning and
+            answer. ``"force"``: at ``fraction``. `transfer` gives the time of KV transfers.
+            ``"auto"`` or None: ``"apart"`` if the policy is planner and there are no `roles`,
+            else ``"none"``.
         prefix_fetch: whether the chosen instance fetches a cached prefix from another instance, if
             that is faster than computing it: ``"on"``, ``"none"``, or settings, also in short form:
             ``"least=512, most=2"``. `transfer` gives the time. The policies ``lmetric_pull`` and
