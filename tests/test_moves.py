@@ -52,7 +52,7 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     with pytest.raises(TicketError, match="it already runs on the target"):
         ticket.begin_migration(home)
     ticket.begin_migration(move["target"], now=1.0)
-    with pytest.raises(TicketError, match="another segment is to follow"):
+    with pytest.raises(TicketError, match="a segment is already bound after its open segment"):
         ticket.begin_migration(move["target"], now=1.0)
     ticket.tokens(9, 1.5)
     slots = router.instances()

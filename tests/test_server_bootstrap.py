@@ -89,7 +89,7 @@ async def test_a_prefill_engine_that_fails() -> None:
         await w.post()
         status, _, said = await w.post()
         assert (status, said["error"]["code"]) == (503, "no_engine")
-        assert "halves" in said["error"]["message"]
+        assert "only prefill engines or only decode engines are usable" in said["error"]["message"]
 
 
 async def test_what_cannot_be_cut_is_refused() -> None:

@@ -132,8 +132,8 @@ async def test_requests_reach_engines_by_their_address() -> None:
         ("{}", "exactly one of file, dns and kubernetes"),
         ("{kubernetes: {port: http}}", "discovery[0].kubernetes.selector: missing"),
         ("{kubernetes: {selector: a, port: 0}}", "a port is a number from 1 to 65535"),
-        ("{file: a}, {file: a}", "two sources of engines are named 'file:a'"),
-        ("{file: a, name: admin}", "two sources of engines are named 'admin'"),
+        ("{file: a}, {file: a}", "two discovery sources are named 'file:a'"),
+        ("{file: a, name: admin}", "two discovery sources are named 'admin'"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_told(text: str, says: str, tmp_path: Path) -> None:

@@ -265,8 +265,8 @@ def policy_function(
 
     Examples:
 
-    >>> policy_function(lambda c: c["p_token"] * (c["bs"] + 1), reads=["p_token", "bs"],
-    name="mine") policy_function(mine, reads=['p_token', 'bs'])
+    >>> policy_function(lambda c: c["p_token"] * c["bs"], reads=["p_token", "bs"], name="mine")
+    policy_function(mine, reads=['p_token', 'bs'])
     >>> def score(p_token, bs):
     ...     return p_token * (bs + 1)
     >>> policy_function(score)
