@@ -344,6 +344,8 @@ async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: 
             body = behind(first, " and then the river")
             await heated(world, holder, path, first)
             await heard_of(world)
+            # A frozen engine keeps its last load report, and this one must have no request in it.
+            await world.until(lambda: nothing(world))
             counts = await pulls(world)
 
             async def told(counts: dict[str, float] = counts) -> bool:
