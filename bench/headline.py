@@ -10,18 +10,19 @@ in docs/studies/lmetric.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
+from result_files import path_of, read_figure
+from verdicts import Span
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench/reproduce/results/21.runs.csv"
+STUDY = ROOT / "bench/reproduce/results"
 README = ROOT / "README.md"
 CHART = ROOT / "docs/images/headline.svg"
 MARKED = re.compile(r"(<!-- headline -->\n).*?(\n<!-- /headline -->)", re.DOTALL)
@@ -50,17 +51,13 @@ Means = dict[str, dict[str, tuple[float, float]]]
 def read() -> tuple[Means, int]:
     """Mean TTFT in seconds and mean TPOT in milliseconds by workload and policy; the number of
     seeds."""
-    runs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    with RESULTS.open() as file:
-        for row in csv.DictReader(file):
-            policy = row["policy"].partition("(")[0]
-            runs[row["stage"], policy].append((float(row["ttft_mean_s"]), float(row["tpot_mean_ms"])))
+    figure = read_figure(STUDY, "21")
     means: Means = {workload: {} for workload in WORKLOADS}
-    for workload in WORKLOADS:
-        for policy in POLICIES:
-            ttft, tpot = zip(*runs[workload, policy], strict=True)
-            means[workload][policy] = (mean(ttft), mean(tpot))
-    return means, min(len(values) for values in runs.values())
+    for row in figure["runs"]:
+        if row["stage"] in means:
+            policy = row["policy"].partition("(")[0]
+            means[row["stage"]][policy] = (mean(row["ttft_mean_s"]), mean(row["tpot_mean_ms"]))
+    return means, figure["seeds"]
 
 
 def table(means: Means, seeds: int) -> str:
@@ -81,20 +78,12 @@ def table(means: Means, seeds: int) -> str:
     lines += [
         "",
         f"16 simulated engines at half of their maximum load, {seeds} seeds. Compared with vLLM's balancer, "
-        f"mean TTFT changes by {span(changes['TTFT'])} and mean TPOT by {span(changes['TPOT'])}. One rival "
-        f"matches the TTFT: a Dynamo-style sum whose weight is tuned for each workload. Its TTFT differs by "
-        f"{span(tuned_ttft)} and its TPOT by {span(tuned)}; LMETRIC has no weight to tune. The first two "
-        "workloads are recorded traces, the others are synthetic.",
+        f"mean TTFT changes by {Span(changes['TTFT']):+.0%} and mean TPOT by {Span(changes['TPOT']):+.0%}. "
+        "One rival matches the TTFT: a Dynamo-style sum whose weight is tuned for each workload. Its TTFT "
+        f"differs by {Span(tuned_ttft):+.0%} and its TPOT by {Span(tuned):+.0%}; LMETRIC has no weight to "
+        "tune. The first two workloads are recorded traces, the others are synthetic.",
     ]
     return "\n".join(lines)
-
-
-def span(changes: list[float]) -> str:
-    """The smallest to the largest change: `-28% to -97%`."""
-    low, high = sorted(changes, key=abs)[0], sorted(changes, key=abs)[-1]
-    if low * high < 0:
-        low, high = min(changes), max(changes)
-    return f"{low:+.0%} to {high:+.0%}"
 
 
 def chart(means: Means) -> Figure:
@@ -129,7 +118,10 @@ def main() -> None:
         sys.exit(f"headline.py: {README.name}: expected one part <!-- headline -->, found {found}")
     if options.check:
         if new != old:
-            sys.exit(f"headline.py: {README.name} differs from {RESULTS.name}; run python bench/headline.py")
+            sys.exit(
+                f"headline.py: {README.name} differs from {path_of(STUDY, '21', 'runs').name}; "
+                "run python bench/headline.py"
+            )
         return
     README.write_text(new)
     rcParams.update({"svg.hashsalt": "headline", "svg.fonttype": "none", "font.family": "sans-serif"})

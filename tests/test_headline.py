@@ -21,9 +21,10 @@ def test_the_readme_has_the_figures_of_the_results() -> None:
 
 
 def test_a_figure_that_differs_is_found(tmp_path: Path) -> None:
-    for name in ("bench/headline.py", "bench/reproduce/results/21.runs.csv", "README.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    results = "bench/reproduce/results"
+    shutil.copytree(ROOT / results, tmp_path / results)
+    for file in (*ROOT.glob("bench/*.py"), ROOT / "README.md"):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
     readme = tmp_path / "README.md"
     readme.write_text(readme.read_text().replace("| **2.10 / 21** |", "| **1.10 / 21** |"))
     done = check(tmp_path)

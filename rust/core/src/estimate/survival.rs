@@ -221,7 +221,7 @@ mod tests {
         assert!((limit.at(640.0) - 0.5).abs() < 0.02, "{}", limit.at(640.0));
         let b = limit.boundaries();
         assert!(b[0] == 1.0 && b.windows(2).all(|w| w[0] >= w[1]));
-        // Where no answer has been, the prior's rate applies.
+        // The prior's rate applies to lengths that no answer has reached.
         assert!(limit.at(2640.0) < 0.25 && limit.at(2640.0) > 0.1, "{}", limit.at(2640.0));
     }
 

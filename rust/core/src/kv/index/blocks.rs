@@ -1,8 +1,8 @@
 //! Adding and removing blocks, with holders counted per node.
 //!
 //! An instance's entry on a node counts the children of the node that the instance holds. So one
-//! lookup tells if a block is the last of a chain there. Evicting an inner block leaves a hole and
-//! needs no walk over the blocks behind it.
+//! lookup shows whether a block is the last of a chain there. Evicting an inner block leaves a hole
+//! and needs no walk over the blocks behind it.
 use super::cells::{BORN, CHILDREN, DEPTH, Id, PARENT};
 use super::holders::Holder;
 use super::holes::Holes;
