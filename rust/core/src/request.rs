@@ -26,6 +26,8 @@ pub struct Request<'a> {
     /// Reason not to fetch a prefix, if there is one. The decision record shows it if prefix
     /// fetches are on.
     pub unpulled: Option<&'a str>,
+    /// Name of the only instance that may take the request, if there is one.
+    pub instance: Option<&'a str>,
     /// Tenant, used if requests are ordered.
     pub tenant: Tenant,
     /// Hash of the LoRA adapter's name, if the request names an adapter.

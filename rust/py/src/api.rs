@@ -1,8 +1,9 @@
 //! Python functions of `wire::api`.
 use crate::errors::LmetricError;
-use lmetric_wire::{ApiRequest, CHAT, COMPLETIONS, INTERNAL_FIELDS, Prompt, Refusal};
+use lmetric_wire::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal};
 use numpy::PyArray1;
 use pyo3::create_exception;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyFrozenSet, PyString};
 use std::borrow::Cow;
@@ -29,8 +30,6 @@ fn check_object(body: &[u8]) -> PyResult<()> {
 #[derive(IntoPyObject)]
 struct Parsed<'py>(
     Bound<'py, PyBytes>, // the body
-    bool,                // whether it is a chat
-    bool,                // whether it is a chat or a completion
     Option<Bound<'py, PyString>>,
     bool,
     Option<Bound<'py, PyString>>,
@@ -43,11 +42,13 @@ struct Parsed<'py>(
     Option<f64>,
 );
 
-/// Reads the fields of a request to the path `path` of the API. Raises `BadRequestError`.
+/// Reads the fields of a request. `reader`: the name of a prompt reader. Raises `BadRequestError`.
 #[pyfunction]
-fn read_request<'py>(path: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'py>> {
+fn read_request<'py>(reader: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'py>> {
     let py = body.py();
-    let read = ApiRequest::read(path, body.as_bytes()).map_err(refused)?;
+    let reader = PromptReader::named(reader)
+        .ok_or_else(|| PyValueError::new_err(format!("no prompt reader has the name {reader:?}")))?;
+    let read = ApiRequest::read(reader, body.as_bytes()).map_err(refused)?;
     let string = |text: Option<Cow<'_, str>>| text.map(|text| PyString::new(py, &text));
     let (text, tokens) = match read.prompt {
         Prompt::None => (None, None),
@@ -56,8 +57,6 @@ fn read_request<'py>(path: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'
     };
     Ok(Parsed(
         body.clone(),
-        path == CHAT,
-        path == CHAT || path == COMPLETIONS,
         string(read.model),
         read.stream,
         string(read.session),

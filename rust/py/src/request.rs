@@ -69,7 +69,10 @@ pub struct Request {
     /// Why `allow_fetch` is false, for the decision record.
     #[pyo3(get)]
     fetch_reason: Text,
-    /// Owner of the request, for `FairShares` (docs/priorities.md).
+    /// Name of the only instance that may take the request. None: any instance may.
+    #[pyo3(get)]
+    instance: Text,
+    /// Owner of the request, for `FairShares` (docs/explanation/priorities.md).
     #[pyo3(get)]
     tenant: Text,
     /// The tenant's weight among all tenants, above 0.
@@ -144,7 +147,7 @@ impl Request {
     #[new]
     // Positional, too: the server makes every request with positional arguments, since each keyword
     // costs about 50 ns.
-    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None))]
+    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None))]
     fn new(
         py: Python<'_>,
         token_ids: Option<&Bound<'_, PyAny>>,
@@ -167,6 +170,7 @@ impl Request {
         allow_fetch: bool,
         fetch_reason: Text,
         priority: Option<f64>,
+        instance: Text,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -192,6 +196,7 @@ impl Request {
             split_reason,
             allow_fetch,
             fetch_reason,
+            instance,
             tenant,
             tenant_weight,
             handicap_seconds,
@@ -250,6 +255,7 @@ impl Request {
             ("cache_salt", &self.cache_salt),
             ("request_id", &self.request_id),
             ("tenant", &self.tenant),
+            ("instance", &self.instance),
         ];
         let texts = texts.iter().filter_map(|(name, text)| {
             text.as_ref().map(|text| Ok(format!("{name}={}", text.bind(py).repr()?)))
@@ -291,6 +297,7 @@ impl Request {
             session: key(&self.session)?,
             uncut: denied(self.allow_split, &self.split_reason)?,
             unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
+            instance: of(py, &self.instance)?,
             tenant: Tenant {
                 id: key(&self.tenant)?.unwrap_or(0),
                 weight: self.tenant_weight,

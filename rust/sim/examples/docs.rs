@@ -34,7 +34,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// `docs/policies.md`: each registered policy with its rule, source and parameters.
+/// `docs/reference/policies.md`: each registered policy with its rule, source and parameters.
 fn policies() -> String {
     let mut page = String::from(
         "# Policies\n\n\
@@ -43,7 +43,7 @@ fn policies() -> String {
          Names in the rules are [indicators](indicators.md) and parameters. An instance whose score needs an absent indicator is \
          left out of that decision. If a policy scores no instance at all, the instance with the fewest requests gets the request, \
          and `lmetric_unscored_total` counts it. Set parameters in the configuration, or write a rule of your own as an expression. \
-         The [hot-spot guard](guard.md) is on for an expression that reads prefix hits, unless its `guard` is set.\n",
+         The [hot-spot guard](../explanation/guard.md) is on for an expression that reads prefix hits, unless its `guard` is set.\n",
     );
     sections(&mut page, "policies", |page, maturity| {
         REGISTRY.policies().filter(|spec| spec.maturity == maturity).for_each(|spec| policy(page, spec));
@@ -89,7 +89,7 @@ fn policy(page: &mut String, spec: &PolicySpec) {
         page.push_str(" Depends on name or turn, not on indicators alone.");
     }
     if spec.guard == Some(true) {
-        page.push_str(" The [hot-spot guard](guard.md) is on by default.");
+        page.push_str(" The [hot-spot guard](../explanation/guard.md) is on by default.");
     }
     page.push('\n');
     knobs(page, spec.knobs, str::to_owned);
@@ -131,13 +131,14 @@ fn number(x: f64) -> String {
     if scientific.len() + 1 < plain.len() { scientific } else { plain }
 }
 
-/// `docs/indicators.md`: each indicator with unit, owner, freshness and the meaning of its absence.
+/// `docs/reference/indicators.md`: each indicator with unit, owner, freshness and what its absence
+/// means.
 fn indicators() -> String {
     let mut page = String::from(
         "# Indicators\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- indicators`; change those.\n\n\
          Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`). \
-         [How to add one](extending.md#an-indicator-of-your-own): an engine metric is one entry in the configuration.\n",
+         [How to add one](../how-to/extending.md#an-indicator-of-your-own): an engine metric is one entry in the configuration.\n",
     );
     for (scope, title) in [
         (Scope::Instance, "One value for each instance"),
@@ -166,7 +167,7 @@ fn indicators() -> String {
     page
 }
 
-/// `docs/lifecycle.md`: the effects of each event on a request.
+/// `docs/reference/lifecycle.md`: the effects of each event on a request.
 fn lifecycle() -> String {
     format!(
         "# The life of a request in the core\n\n\
@@ -180,14 +181,14 @@ fn lifecycle() -> String {
     )
 }
 
-/// `docs/splits.md`: each planner with its source and settings.
+/// `docs/reference/splits.md`: each planner with its source and settings.
 fn splits() -> String {
     let mut page = String::from(
         "# Splits\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- splits`; change those.\n\n\
          A split sends the first tokens of a request to one instance and the rest to another. Instances of the role `prefill` \
          split each request at the end of its prompt. Between instances of the role `both`, a planner decides (`split: libra`, \
-         or with settings `split: {kind: libra, probes: 8}`). [The architecture](architecture.md#plans-of-several-segments) \
+         or with settings `split: {kind: libra, probes: 8}`). [The architecture](../explanation/architecture.md#plans-of-several-segments) \
          describes how a plan is executed.\n",
     );
     sections(&mut page, "planners", |page, maturity| {
@@ -211,13 +212,13 @@ fn planner(page: &mut String, spec: &PlannerSpec) {
     knobs(page, spec.settings, option_field);
 }
 
-/// `docs/local_orders.md`: a table of the local orders.
+/// `docs/reference/local_orders.md`: a table of the local orders.
 fn local_orders() -> String {
     let mut page = String::from(
         "# Local orders\n\n\
          Made from the declarations by `cargo run -p lmetric-sim --example docs -- local_orders`; change those.\n\n\
          A local order is the order in which a simulated or emulated engine takes requests from its queue \
-         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](simulator.md#local-orders) explains how they \
+         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](../explanation/simulator.md#local-orders) explains how they \
          work. Names in parentheses are settings: `uniboost(gamma=0.2, bin_tokens=64)`.\n\n\
          | order | first comes | reads | preempts | settings | source |\n| --- | --- | --- | --- | --- | --- |\n",
     );
@@ -249,14 +250,15 @@ mod tests {
 
     #[test]
     fn the_stored_pages_are_fresh() {
-        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
+        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/");
         for (name, page) in PAGES {
             let page = page();
             let stored = std::fs::read_to_string(format!("{docs}{name}.md")).unwrap_or_default();
             let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
             assert!(
                 stored == page,
-                "docs/{name}.md is stale from line {first}: cargo run -p lmetric-sim --example docs -- {name} > docs/{name}.md"
+                "docs/reference/{name}.md is stale from line {first}: \
+                 cargo run -p lmetric-sim --example docs -- {name} > docs/reference/{name}.md"
             );
         }
     }

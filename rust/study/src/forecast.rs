@@ -63,7 +63,7 @@ impl FromTruth for Bins {
 
 impl FromTruth for LengthError {
     fn one(&self, running: &Running) -> Remaining {
-        self.predict_one(running.ticket, running.interval, running.output_tokens, running.given())
+        self.predict_one(draw(running.ticket), running.interval, running.output_tokens, running.given())
     }
 }
 
@@ -214,6 +214,14 @@ impl LengthError {
         let error = self.persistence.sqrt() * own + (1.0 - self.persistence).sqrt() * fresh;
         Remaining { tokens: (remaining + deviation * error).max(0.0), deviation }
     }
+}
+
+/// Returns the number of a ticket that its errors are drawn from: how often its slot was used,
+/// above the slot from 0. A slotmap counts slots from 1 and each use twice; the stored results
+/// predate it.
+fn draw(ticket: u64) -> u64 {
+    let (version, slot) = (ticket >> 32, ticket & u64::from(u32::MAX));
+    (version.div_ceil(2) << 32) | slot.saturating_sub(1)
 }
 
 /// Returns a number without a pattern for each number (SplitMix64's finalizer).

@@ -40,6 +40,7 @@ const THINKS: Request<'static> = Request {
     session: None,
     uncut: None,
     unpulled: None,
+    instance: None,
     tenant: Tenant::NOBODY,
     lora: None,
     priority: None,

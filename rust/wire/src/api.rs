@@ -8,10 +8,6 @@ use std::borrow::Cow;
 use crate::shape::excess;
 use crate::tree::{Json, Members};
 
-/// The path of chats.
-pub const CHAT: &str = "/v1/chat/completions";
-/// The path of completions.
-pub const COMPLETIONS: &str = "/v1/completions";
 /// Largest number of texts in one completion request. More texts would block the server's event
 /// loop while they are read.
 pub const MAX_PROMPTS: usize = 10_000;
@@ -40,6 +36,49 @@ pub struct Refusal {
 
 fn refusal<T>(message: String, param: impl Into<String>) -> Result<T, Refusal> {
     Err(Refusal { message, param: Some(param.into()) })
+}
+
+/// The way to read the prompt in a body. The server's table of paths names one for each path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PromptReader {
+    /// `messages`: one conversation.
+    Chat,
+    /// `messages`: a list of conversations, which one answer without a stream answers.
+    ChatBatch,
+    /// `prompt`: a text, token IDs, or a list of either.
+    Completion,
+    /// `token_ids`, with `sampling_params` (vLLM's `/inference/v1/generate`).
+    TokenIds,
+    /// `messages`, `prompt` or `input` of another API; the engine checks the shape.
+    Input,
+    /// The engine computes no prompt and does not stream.
+    Nothing,
+}
+
+impl PromptReader {
+    /// Returns the reader with this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "chat" => Self::Chat,
+            "chat_batch" => Self::ChatBatch,
+            "completion" => Self::Completion,
+            "token_ids" => Self::TokenIds,
+            "input" => Self::Input,
+            "nothing" => Self::Nothing,
+            _ => return None,
+        })
+    }
+
+    /// Whether `stream: true` gives an event stream.
+    fn streams(self) -> bool {
+        !matches!(self, Self::ChatBatch | Self::Nothing)
+    }
+
+    /// Whether a body may hold other bodies or an engine's answer, so that fields for messages
+    /// between engines occur at any depth, and unused ones as null.
+    fn nests(self) -> bool {
+        matches!(self, Self::ChatBatch | Self::TokenIds | Self::Nothing)
+    }
 }
 
 /// The prompt that the router matches.
@@ -78,16 +117,20 @@ pub struct ApiRequest<'a> {
 }
 
 impl<'a> ApiRequest<'a> {
-    /// Reads the body of a request for `path`.
+    /// Reads the body of a request.
     ///
     /// # Errors
     /// A [`Refusal`] that names the wrong field.
-    pub fn read(path: &str, body: &'a [u8]) -> Result<Self, Refusal> {
+    pub fn read(reader: PromptReader, body: &'a [u8]) -> Result<Self, Refusal> {
         let mut fields = object(body)?;
-        internal(&fields, "")?;
+        if reader.nests() {
+            internal_inside(&fields, "")?;
+        } else {
+            internal(&fields, "")?;
+        }
         let model = text(&mut fields, "model")?;
         let stream = match fields.take("stream") {
-            Json::Bool(stream) => stream,
+            Json::Bool(stream) => stream && reader.streams(),
             Json::Null => false,
             other => return must_be("stream", "true or false", &other),
         };
@@ -98,12 +141,16 @@ impl<'a> ApiRequest<'a> {
             other => return must_be("vllm_xargs", "an object", &other),
         }
         let session = if let Json::Text(user) = fields.take("user") { Some(user) } else { None };
+        let max_tokens = match (reader, fields.get_mut("sampling_params")) {
+            (PromptReader::TokenIds, Some(Json::Object(inner))) => max_tokens(inner, "sampling_params.")?,
+            _ => max_tokens(&mut fields, "")?,
+        };
         let mut read = Self {
             model,
             stream,
             session,
             salt,
-            max_tokens: max_tokens(&mut fields)?,
+            max_tokens,
             prompt: Prompt::None,
             more_bytes: 0,
             more_tokens: 0,
@@ -112,18 +159,53 @@ impl<'a> ApiRequest<'a> {
                 _ => f64::NAN,
             }),
         };
-        match path {
-            CHAT => match fields.take("messages") {
-                Json::List(messages) if !messages.is_empty() => {
-                    let rendered = render(String::new(), &messages, fields.get("tools"), body.len())?;
-                    read.prompt = Prompt::Text(rendered.into());
+        match reader {
+            PromptReader::Chat => {
+                let messages = fields.take("messages");
+                let rendered = conversation(&messages, "messages", fields.get("tools"), body.len())?;
+                read.prompt = Prompt::Text(rendered.into());
+            }
+            PromptReader::ChatBatch => read.conversations(&fields.take("messages"), body.len())?,
+            PromptReader::Completion => read.completion_prompt(fields.take("prompt"))?,
+            PromptReader::TokenIds => match fields.take("token_ids") {
+                Json::List(ids) if !ids.is_empty() => {
+                    let ids = token_ids(&ids, "token_ids", "token_ids")?;
+                    // The placeholders of different images have equal token IDs.
+                    if ["features", "content_parts"]
+                        .iter()
+                        .any(|name| fields.get(name).is_some_and(Json::is_something))
+                    {
+                        read.more_tokens = ids.len();
+                    } else {
+                        read.prompt = Prompt::Tokens(ids);
+                    }
                 }
-                other => return must_be("messages", "a list of at least one message", &other),
+                other => return must_be("token_ids", "a list of at least one token id", &other),
             },
-            COMPLETIONS => read.completion_prompt(fields.take("prompt"))?,
-            _ => read.other_prompt(&mut fields, body.len())?,
+            PromptReader::Input => read.other_prompt(&mut fields, body.len())?,
+            PromptReader::Nothing => {}
         }
         Ok(read)
+    }
+
+    /// Reads several conversations: the first is matched, and the others count as load.
+    fn conversations(&mut self, list: &Json<'a>, size: usize) -> Result<(), Refusal> {
+        let Json::List(list) = list else {
+            return must_be("messages", "a list of conversations", list);
+        };
+        for (index, messages) in list.iter().enumerate() {
+            let place = format!("messages[{index}]");
+            let rendered = conversation(messages, &place, None, if index == 0 { size } else { 0 })?;
+            if index == 0 {
+                self.prompt = Prompt::Text(rendered.into());
+            } else {
+                self.more_bytes += rendered.len();
+            }
+        }
+        if list.is_empty() {
+            return refusal("messages must be a list of at least one conversation".into(), "messages");
+        }
+        Ok(())
     }
 
     /// Reads a completion's prompt: a text, token IDs, or a list of either.
@@ -137,7 +219,7 @@ impl<'a> ApiRequest<'a> {
             other => return must_be("prompt", "a string or a list of token ids", &other),
         };
         match &list[0] {
-            Json::Number(_) => self.prompt = Prompt::Tokens(token_ids(&list, "prompt")?),
+            Json::Number(_) => self.prompt = Prompt::Tokens(token_ids(&list, "prompt", "prompt")?),
             Json::Text(_) if list.len() > MAX_PROMPTS => {
                 let count = list.len();
                 let message = format!("prompt has {count} texts; at most {MAX_PROMPTS} are accepted");
@@ -161,7 +243,7 @@ impl<'a> ApiRequest<'a> {
                 let mut prompts = list.iter().enumerate().map(|(index, ids)| {
                     let place = format!("prompt[{index}]");
                     match ids {
-                        Json::List(ids) => token_ids(ids, &place),
+                        Json::List(ids) => token_ids(ids, &place, "prompt"),
                         other => {
                             refusal(format!("{place} must be a list of token ids, not {other}"), "prompt")
                         }
@@ -186,7 +268,7 @@ impl<'a> ApiRequest<'a> {
     fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) -> Result<(), Refusal> {
         if let Json::List(messages) = fields.take("messages") {
             let system = fields.get("system").and_then(Json::as_str).unwrap_or_default();
-            let rendered = render(system.to_owned(), &messages, fields.get("tools"), size)?;
+            let rendered = render(system.to_owned(), &messages, "messages", fields.get("tools"), size)?;
             self.prompt = Prompt::Text(rendered.into());
             return Ok(());
         }
@@ -236,9 +318,33 @@ fn object(body: &[u8]) -> Result<Members<'_>, Refusal> {
 }
 
 fn internal(fields: &Members<'_>, inside: &str) -> Result<(), Refusal> {
-    let Some(name) = fields.names().find(|name| INTERNAL_FIELDS.contains(name)) else { return Ok(()) };
-    let place = format!("{inside}{name}");
+    match fields.names().find(|name| INTERNAL_FIELDS.contains(name)) {
+        Some(name) => not_from_clients(format!("{inside}{name}")),
+        None => Ok(()),
+    }
+}
+
+fn not_from_clients<T>(place: String) -> Result<T, Refusal> {
     refusal(format!("{place} is internal to the engines and not accepted from clients"), place)
+}
+
+/// Refuses internal fields with a value at any depth. The caller bounds the depth ([`excess`]).
+fn internal_inside(fields: &Members<'_>, inside: &str) -> Result<(), Refusal> {
+    fields.iter().try_for_each(|(name, value)| match value {
+        Json::Null => Ok(()),
+        _ if INTERNAL_FIELDS.contains(&name) => not_from_clients(format!("{inside}{name}")),
+        Json::Object(inner) => internal_inside(inner, &format!("{inside}{name}.")),
+        Json::List(list) => internal_in_list(list, &format!("{inside}{name}")),
+        _ => Ok(()),
+    })
+}
+
+fn internal_in_list(list: &[Json<'_>], place: &str) -> Result<(), Refusal> {
+    list.iter().enumerate().try_for_each(|(index, value)| match value {
+        Json::Object(inner) => internal_inside(inner, &format!("{place}[{index}].")),
+        Json::List(inner) => internal_in_list(inner, &format!("{place}[{index}]")),
+        _ => Ok(()),
+    })
 }
 
 fn must_be<T>(place: &str, expected: &str, got: &Json<'_>) -> Result<T, Refusal> {
@@ -254,7 +360,7 @@ fn text<'a>(fields: &mut Members<'a>, name: &str) -> Result<Option<Cow<'a, str>>
 }
 
 /// Returns the first limit that is present; the engine checks the other limits.
-fn max_tokens(fields: &mut Members<'_>) -> Result<Option<u32>, Refusal> {
+fn max_tokens(fields: &mut Members<'_>, inside: &str) -> Result<Option<u32>, Refusal> {
     for name in ["max_completion_tokens", "max_tokens", "max_output_tokens"] {
         let value = fields.take(name);
         if value == Json::Null {
@@ -263,29 +369,45 @@ fn max_tokens(fields: &mut Members<'_>) -> Result<Option<u32>, Refusal> {
         let given = if let Json::Number(number) = &value { number.as_u64() } else { None };
         return match given.and_then(|given| i32::try_from(given).ok()) {
             Some(limit) => Ok(Some(limit.unsigned_abs())),
-            None => must_be(name, "a whole number from 0", &value),
+            None => must_be(&format!("{inside}{name}"), "a whole number from 0", &value),
         };
     }
     Ok(None)
 }
 
-fn token_ids(list: &[Json<'_>], place: &str) -> Result<Vec<u32>, Refusal> {
+/// Reads token IDs. `place`: their position in the body; `param`: the field of the body.
+fn token_ids(list: &[Json<'_>], place: &str, param: &str) -> Result<Vec<u32>, Refusal> {
     let id = |(index, value): (usize, &Json<'_>)| {
         let number = if let Json::Number(number) = value { number.as_u64() } else { None };
         number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| {
             let got: String = compact(value).chars().take(60).collect();
             let message = format!("{place}[{index}] must be a token id from 0 to {}, not {got}", u32::MAX);
-            Refusal { message, param: Some("prompt".into()) }
+            Refusal { message, param: Some(param.into()) }
         })
     };
     list.iter().enumerate().map(id).collect()
 }
 
-/// Appends a conversation to `text`, in the order in which a chat template writes it. `size`: bytes
-/// of the body.
+/// Writes a conversation of at least one message. `place`: its position in the body; `size`:
+/// expected bytes.
+fn conversation(
+    messages: &Json<'_>,
+    place: &str,
+    tools: Option<&Json<'_>>,
+    size: usize,
+) -> Result<String, Refusal> {
+    match messages {
+        Json::List(list) if !list.is_empty() => render(String::new(), list, place, tools, size),
+        other => must_be(place, "a list of at least one message", other),
+    }
+}
+
+/// Appends a conversation to `text`, in the order in which a chat template writes it. `place`: the
+/// position of its messages in the body; `size`: expected bytes.
 fn render(
     mut text: String,
     messages: &[Json<'_>],
+    place: &str,
     tools: Option<&Json<'_>>,
     size: usize,
 ) -> Result<String, Refusal> {
@@ -296,19 +418,19 @@ fn render(
     }
     for (index, message) in messages.iter().enumerate() {
         let Json::Object(message) = message else {
-            return must_be(&format!("messages[{index}]"), "an object", message);
+            return must_be(&format!("{place}[{index}]"), "an object", message);
         };
         let role = message.get("role").unwrap_or(&Json::Null);
         let Json::Text(role) = role else {
-            return must_be(&format!("messages[{index}].role"), "a string", role);
+            return must_be(&format!("{place}[{index}].role"), "a string", role);
         };
         text.extend(["\x1e", role, "\n"]);
         match message.get("content") {
             None | Some(Json::Null) => {}
             Some(Json::Text(content)) => text.push_str(content),
-            Some(Json::List(parts)) => content_parts(&mut text, parts, index)?,
+            Some(Json::List(parts)) => content_parts(&mut text, parts, &format!("{place}[{index}]"))?,
             Some(other) => {
-                return must_be(&format!("messages[{index}].content"), "a string or a list of parts", other);
+                return must_be(&format!("{place}[{index}].content"), "a string or a list of parts", other);
             }
         }
         if message.len() > 2 {
@@ -325,14 +447,14 @@ fn render(
     Ok(text)
 }
 
-fn content_parts(text: &mut String, parts: &[Json<'_>], message: usize) -> Result<(), Refusal> {
+fn content_parts(text: &mut String, parts: &[Json<'_>], message: &str) -> Result<(), Refusal> {
     for (index, part) in parts.iter().enumerate() {
         let said = if let Json::Object(fields) = part { fields.get("text") } else { Some(part) };
         match (part, said) {
             (_, Some(Json::Text(said))) => text.push_str(said),
             // An image or sound counts by its digest, not by its bytes.
             (Json::Object(_), _) => text.push_str(&format!("\x1f{:032x}", part.digest())),
-            _ => return must_be(&format!("messages[{message}].content[{index}]"), "an object", part),
+            _ => return must_be(&format!("{message}.content[{index}]"), "an object", part),
         }
     }
     Ok(())
@@ -346,11 +468,16 @@ fn compact(value: &Json<'_>) -> String {
 mod tests {
     use super::*;
 
-    fn text_of(path: &str, body: &str) -> String {
-        match ApiRequest::read(path, body.as_bytes()).expect(body).prompt {
+    fn text_of(reader: PromptReader, body: &str) -> String {
+        match ApiRequest::read(reader, body.as_bytes()).expect(body).prompt {
             Prompt::Text(text) => text.into_owned(),
             other => panic!("{body}: {other:?}"),
         }
+    }
+
+    fn refused(reader: PromptReader, body: &str) -> (String, String) {
+        let refusal = ApiRequest::read(reader, body.as_bytes()).expect_err(body);
+        (refusal.param.unwrap_or_default(), refusal.message)
     }
 
     #[test]
@@ -361,14 +488,14 @@ mod tests {
             {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": ""},
             {"role": "tool", "tool_call_id": "1", "content": "x"}]}"#;
         assert_eq!(
-            text_of(CHAT, body),
+            text_of(PromptReader::Chat, body),
             "\x1e[{\"b\":1,\"a\":[]}]\x1esystem\nbe\x1euser\nabc\x1fn\x1eassistant\n\x1f[{\"id\":\"1\"}]\x1etool\nx\x1f1"
         );
     }
 
     #[test]
     fn other_apis_tell_their_prompt_where_they_have_one() {
-        let text = |body| text_of("/v1/responses", body);
+        let text = |body| text_of(PromptReader::Input, body);
         assert_eq!(text(r#"{"input": "a", "instructions": "b"}"#), "b\x1ea");
         assert_eq!(text(r#"{"input": [{"b": 1, "a": 2}]}"#), r#"[{"b":1,"a":2}]"#);
         assert_eq!(
@@ -377,14 +504,70 @@ mod tests {
         );
         assert_eq!(text(r#"{"messages": []}"#), "");
         let read =
-            ApiRequest::read("/v1/embeddings", r#"{"input": ["é", "ab", 3, "é"]}"#.as_bytes()).unwrap();
+            ApiRequest::read(PromptReader::Input, r#"{"input": ["é", "ab", 3, "é"]}"#.as_bytes()).unwrap();
         assert_eq!((read.prompt, read.more_bytes), (Prompt::Text("é".into()), 4));
-        assert_eq!(ApiRequest::read("/tokenize", b"{}").unwrap().prompt, Prompt::None);
+        assert_eq!(ApiRequest::read(PromptReader::Input, b"{}").unwrap().prompt, Prompt::None);
+    }
+
+    #[test]
+    fn a_batch_is_matched_by_its_first_conversation() {
+        let body = r#"{"stream": true, "max_tokens": 3, "messages": [
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "b"}, {"role": "tool", "content": "c"}]]}"#;
+        let read = ApiRequest::read(PromptReader::ChatBatch, body.as_bytes()).unwrap();
+        let further = "\x1euser\nb\x1etool\nc".len();
+        assert_eq!((read.prompt, read.more_bytes), (Prompt::Text("\x1euser\na".into()), further));
+        assert_eq!((read.stream, read.max_tokens), (false, Some(3)));
+        let param = |body| refused(PromptReader::ChatBatch, body).0;
+        assert_eq!(param(r#"{"messages": []}"#), "messages");
+        assert_eq!(param(r#"{"messages": [[]]}"#), "messages[0]");
+        assert_eq!(param(r#"{"messages": [[{"role": "user"}], [{}]]}"#), "messages[1][0].role");
+        assert_eq!(param(r#"{"messages": [{"role": "user", "content": "a"}]}"#), "messages[0]");
+    }
+
+    #[test]
+    fn token_ids_are_read_with_their_sampling_parameters() {
+        let body = r#"{"token_ids": [1, 2], "stream": true, "sampling_params": {"max_tokens": 7},
+            "kv_transfer_params": null}"#;
+        let read = ApiRequest::read(PromptReader::TokenIds, body.as_bytes()).unwrap();
+        assert_eq!((read.prompt, read.stream, read.max_tokens), (Prompt::Tokens(vec![1, 2]), true, Some(7)));
+        let image = br#"{"token_ids": [1, 2], "features": {"mm_hashes": {}}, "content_parts": null}"#;
+        let read = ApiRequest::read(PromptReader::TokenIds, image).unwrap();
+        assert_eq!((read.prompt, read.more_tokens), (Prompt::None, 2));
+        let refused = |body| refused(PromptReader::TokenIds, body).0;
+        assert_eq!(refused(r#"{"token_ids": []}"#), "token_ids");
+        assert_eq!(refused(r#"{"token_ids": [1, -1]}"#), "token_ids");
+        assert_eq!(
+            refused(r#"{"token_ids": [1], "sampling_params": {"max_tokens": -1}}"#),
+            "sampling_params.max_tokens"
+        );
+    }
+
+    #[test]
+    fn internal_fields_are_refused_at_any_depth_of_bodies_that_nest_others() {
+        let nested = r#"{"generate_response": {"kv_transfer_params": null, "choices": []}, "prompt": 3}"#;
+        let read = ApiRequest::read(PromptReader::Nothing, nested.as_bytes()).unwrap();
+        assert_eq!((read.prompt, read.more_bytes), (Prompt::None, 0));
+        for (body, place) in [
+            (r#"{"kv_transfer_params": {}}"#, "kv_transfer_params"),
+            (r#"{"generate_response": {"kv_transfer_params": {}}}"#, "generate_response.kv_transfer_params"),
+            (r#"{"a": [[], [{"b": {"nvext": 1}}]]}"#, "a[1][0].b.nvext"),
+            (
+                r#"{"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": {"a": 1}}}}"#,
+                "sampling_params.extra_args.kv_transfer_params",
+            ),
+        ] {
+            for reader in [PromptReader::Nothing, PromptReader::TokenIds, PromptReader::ChatBatch] {
+                let (param, message) = refused(reader, body);
+                assert_eq!(param, place);
+                assert!(message.starts_with(place) && message.contains("not accepted from clients"));
+            }
+        }
     }
 
     #[test]
     fn several_prompts_count_and_the_first_is_matched() {
-        let read = |body: &'static str| ApiRequest::read(COMPLETIONS, body.as_bytes()).unwrap();
+        let read = |body: &'static str| ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap();
         let texts = read(r#"{"prompt": ["a", "bc", "é"]}"#);
         assert_eq!((texts.prompt, texts.more_bytes, texts.more_tokens), (Prompt::Text("a".into()), 4, 0));
         let ids = read(r#"{"prompt": [[1, 4294967295], [3], [4, 5]]}"#);
@@ -392,7 +575,7 @@ mod tests {
         assert_eq!(read(r#"{"prompt": [[]], "priority": null}"#).prompt, Prompt::Tokens(vec![]));
         let priority = |value: &str| {
             let body = format!(r#"{{"prompt": "", "priority": {value}}}"#);
-            ApiRequest::read(COMPLETIONS, body.as_bytes()).unwrap().priority
+            ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap().priority
         };
         assert_eq!((priority("-3"), priority("0.5")), (Some(-3.0), Some(0.5)));
         for other in ["null", r#""3""#, "[1]", "true"] {

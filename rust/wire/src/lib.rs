@@ -14,7 +14,7 @@ mod shape;
 mod sse;
 mod tree;
 
-pub use api::{ApiRequest, CHAT, COMPLETIONS, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, Refusal, check_object};
+pub use api::{ApiRequest, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, PromptReader, Refusal, check_object};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
 pub use request::{Fields, Kind, Request, path, without_authorization};

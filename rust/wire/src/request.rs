@@ -40,7 +40,8 @@ const DROPPED: [&[u8]; 20] = [
 pub struct Fields {
     /// Fields for the engine, each with its line end.
     pub lines: Vec<u8>,
-    /// `x-request-id`, at most [`REQUEST_ID_LIMIT`] bytes.
+    /// `x-request-id`, at most [`REQUEST_ID_LIMIT`] bytes; `None` also if it has other characters
+    /// than visible ASCII.
     pub request_id: Option<Vec<u8>>,
     /// `x-session-id`, which is also passed on.
     pub session: Option<Vec<u8>>,
@@ -79,7 +80,8 @@ impl Fields {
         if let Some(id) = &mut found.request_id {
             id.truncate(REQUEST_ID_LIMIT);
         }
-        found.request_id.take_if(|id| id.is_empty());
+        // Spaces and control characters do not belong in logs and records.
+        found.request_id.take_if(|id| id.is_empty() || !id.iter().all(u8::is_ascii_graphic));
         let among = |list: &[&[u8]], name: &[u8]| list.iter().any(|other| other.eq_ignore_ascii_case(name));
         found.lines.reserve(fields.clone().map(|(name, value)| name.len() + value.len() + 4).sum());
         for (name, value) in fields {
@@ -393,7 +395,7 @@ mod tests {
             lines: lines.into_bytes(),
             request_id: first("x-request-id")
                 .map(|id| id[..id.len().min(256)].to_vec())
-                .filter(|id| !id.is_empty()),
+                .filter(|id| !id.is_empty() && id.iter().all(|byte| (33..127).contains(byte))),
             session: first("x-session-id"),
             authorization: first("authorization"),
             api_key: first("x-api-key"),

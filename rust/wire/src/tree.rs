@@ -34,6 +34,14 @@ impl<'a> Members<'a> {
         found.map_or(Json::Null, |(_, value)| std::mem::replace(value, Json::Null))
     }
 
+    pub(crate) fn get_mut(&mut self, name: &str) -> Option<&mut Json<'a>> {
+        self.0.iter_mut().rev().find(|(own, _)| own == name).map(|(_, value)| value)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &Json<'a>)> {
+        self.0.iter().map(|(name, value)| (name.as_ref(), value))
+    }
+
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(|(name, _)| name.as_ref())
     }

@@ -25,6 +25,7 @@ const REQUEST: Request<'static> = Request {
     session: None,
     uncut: None,
     unpulled: None,
+    instance: None,
     tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     lora: None,
     priority: None,

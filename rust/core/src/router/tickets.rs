@@ -105,6 +105,8 @@ pub struct TicketState {
     pub may_be_cut: bool,
     /// Whether its instance may fetch a prefix of its prompt.
     pub may_be_pulled_for: bool,
+    /// Name of the only instance that may take the request, if there is one.
+    pub pinned_to: Option<Box<str>>,
     /// Hash of its session key, if it has one.
     pub session: Option<u64>,
     /// Tenant of the request.
@@ -135,6 +137,7 @@ impl TicketState {
             length_class: self.length_class,
             session: self.session,
             uncut: (!self.may_be_cut).then_some("it must not be split"),
+            instance: self.pinned_to.as_deref(),
             unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
             tenant: self.tenant,
             lora: self.lora,

@@ -58,7 +58,8 @@ pub struct Settings {
 impl Default for Settings {
     /// Time constants from 10 to 180 s differ little. Users are said to tolerate 0.1 s between two
     /// tokens. 0.3 s is the smallest gain at which answers of a few tokens lose nothing
-    /// (`docs/planner.md`). The handoff defaults are those of [`crate::router::PullConfig`].
+    /// (`docs/explanation/planner.md`). The handoff defaults are those of
+    /// [`crate::router::PullConfig`].
     fn default() -> Settings {
         Settings {
             recent_seconds: 30.0,

@@ -32,7 +32,10 @@ impl State {
         now: Seconds,
     ) -> Result<InstanceId, CoreError> {
         let selector = self.selector(turn);
-        let eligible_count = self.admit(context, turn, failed);
+        let eligible_count = match request.instance {
+            Some(name) if turn == Turn::First => self.admit_only(context, name, failed)?,
+            _ => self.admit(context, turn, failed),
+        };
         if eligible_count == 0 {
             return Err(self.nobody(turn));
         }
@@ -111,6 +114,29 @@ impl State {
             0 if turn == Turn::First && self.config.colocate => mark(fleet.decoders(), fleet.decoder_count()),
             count => count,
         }
+    }
+
+    /// Marks the slot of the only instance that may take a request; returns 1.
+    fn admit_only(
+        &self,
+        context: &mut DecisionContext,
+        name: &str,
+        failed: &[u32],
+    ) -> Result<usize, CoreError> {
+        let refused = |why: &str| CoreError::NoInstance(format!("instance {name:?} {why}"));
+        let id = self.fleet.find(name).map_err(|_| refused("is not in the router"))?;
+        match self.fleet.state(id) {
+            _ if failed.contains(&id.0) => return Err(refused("has failed the request")),
+            (false, ..) => return Err(refused("is not healthy")),
+            (_, true, _) => return Err(refused("is draining; it accepts no new requests")),
+            (.., Role::Prefill) => return Err(refused("has the role prefill")),
+            (true, false, Role::Both | Role::Decode) => {}
+        }
+        let eligible = &mut context.first.eligible;
+        eligible.clear();
+        eligible.resize(self.fleet.slots(), false);
+        eligible[id.index()] = true;
+        Ok(1)
     }
 
     pub fn nobody(&self, turn: Turn) -> CoreError {
