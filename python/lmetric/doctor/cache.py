@@ -191,7 +191,7 @@ async def _judge_events(
     subject.passed("kv_events", ear.describe(subject.name))
     truth = probes.common if told is None else told
     if wrong := ear.mismatch(subject.name):
-        subject.failed("block_hashes", wrong)
+        subject.failed("block_hashes", wrong.reason, wrong.fix)
     elif predicted != truth:
         cause = f"the index predicts {predicted} cached tokens of the second prompt, the engine found {truth}"
         subject.failed("block_hashes", cause, "report this with `--json`: the index should follow the events")

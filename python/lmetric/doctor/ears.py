@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lmetric._core import EventFeed, LmetricError, Request, Router
 from lmetric.config import KvEvents
 from lmetric.doctor.subject import Subject
-from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose, mismatch
+from lmetric.server.fleet.kv_mode import Mode, PoolFacts, Subscription, choose, mismatch
 
 BLOCK_SIZE = 16  # if neither configuration nor engine gives it
 
@@ -51,8 +51,8 @@ class Ear:
         seconds: float | None = self._feed.status(name)[rank]["least_delay_seconds"]
         return seconds
 
-    def mismatch(self, name: str) -> str | None:
-        """The problem with the block size in the engine's events; None if it matches the index."""
+    def mismatch(self, name: str) -> Mode | None:
+        """The mode by the block size in the engine's events; None if it matches the index."""
         seen = next((size for rank in self._ranks(name) if (size := rank["block_size"])), None)
         return mismatch(seen, self.pool) if seen and seen != self.pool.block_size else None
 
@@ -111,12 +111,12 @@ class Ears:
         host = urlsplit(subject.client.url).hostname or ""
         # Block size and tokenizer have separate verdicts.
         pool = PoolFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
-        mode, subscriptions = choose(capabilities, host, setting, pool)
+        flags = subject.adapter.flags if subject.adapter else {}
+        mode, subscriptions = choose(capabilities, host, setting, pool, flags=flags)
         if not subscriptions:
             told = capabilities.event_sources or (isinstance(setting, KvEvents) and setting.endpoint)
             say = subject.failed if told and setting != "off" else subject.not_offered
-            flag = subject.flag("prefix_cache" if capabilities.prefix_caching is False else "kv_events")
-            say("kv_events", mode.reason, None if "--kv-events-config" in mode.reason else flag)
+            say("kv_events", mode.reason, mode.fix)
             return None
         if subject.model not in self._ears:
             size = settings.block_size or capabilities.block_size or BLOCK_SIZE

@@ -9,19 +9,28 @@ from typing import Any
 from lmetric.doctor.reach import PROMPT
 from lmetric.doctor.subject import Subject
 from lmetric.engines.http import Unanswered
-from lmetric.tokens import NotPredictable, PromptTokenizer, TokenizerError, find_folder, verify
-from lmetric.tokens.verify import NotVerifiable
-
-REMEDY = (
-    "tokenizer: FOLDER in the configuration, or --tokenizer; the folder has tokenizer.json and chat template"
+from lmetric.server.fleet.kv_mode import FIX_TOKENIZER as REMEDY
+from lmetric.tokens import (
+    EXPORT_COMMAND,
+    HubError,
+    NotPredictable,
+    PromptTokenizer,
+    TokenizerError,
+    configured_folder,
+    fetch,
+    find_folder,
+    is_hub_id,
+    verify,
+    why_not_downloaded,
 )
+from lmetric.tokens.verify import Difference, NotVerifiable
 
 REFUSED = "the engine refuses it"  # the text in `verify`
 
 
 async def check_tokenizer(subject: Subject) -> None:
     """Compares the tokens of chats and texts in the server and in the engine."""
-    folder = _folder(subject)
+    folder = await _folder(subject)
     if folder is None:
         return
     settings = subject.target.settings
@@ -39,6 +48,7 @@ async def check_tokenizer(subject: Subject) -> None:
 
     subject.tokenizer = tokenizer
     seen = "chats and texts have the engine's tokens"
+    differences: list[Difference] = []
     try:
         try:
             differences = await verify(tokenizer, post, subject.model)
@@ -55,9 +65,25 @@ async def check_tokenizer(subject: Subject) -> None:
         return
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        subject.failed("tokenizer", f"{folder}: {wrong[0]}{more}", REMEDY)
+        subject.failed("tokenizer", f"{folder}: {wrong[0]}{more}", _remedy(subject, tokenizer, differences))
     else:
-        subject.passed("tokenizer", "; ".join([f"{folder}: {seen}", *tokenizer.notes]))
+        exported = tokenizer.exported_with
+        notes = [f"exported with {exported}"] if exported else []
+        subject.passed("tokenizer", "; ".join([f"{folder}: {seen}", *notes, *tokenizer.notes]))
+
+
+def _remedy(subject: Subject, tokenizer: PromptTokenizer, differences: list[Difference]) -> str:
+    """The advice for tokens that differ."""
+    model = subject.capabilities.base(subject.model)
+    command = EXPORT_COMMAND.replace("MODEL", (model.root if model else None) or "MODEL")
+    if differences and all(difference.kind == "chat" for difference in differences):
+        return f"set chat_template to the engine's --chat-template; or run {command}, and set tokenizer: DIR"
+    if tokenizer.exported_with:
+        old = tokenizer.exported_with
+        return (
+            f"run {command} with the engine's revision and transformers (was: {old}), and set tokenizer: DIR"
+        )
+    return f"run {command}: it writes the tokenizer as the engine loads it; then set tokenizer: DIR"
 
 
 async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
@@ -89,20 +115,35 @@ async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
     return wrong
 
 
-def _folder(subject: Subject) -> Path | None:
+async def _folder(subject: Subject) -> Path | None:
     """The folder of the tokenizer; None, with a verdict, if there is none."""
-    setting, model = subject.target.settings.tokenizer, subject.capabilities.base(subject.model)
+    setting, revision = subject.target.settings.tokenizer, subject.target.settings.tokenizer_revision
+    model = subject.capabilities.base(subject.model)
     root = model.root if model else None
     if setting == "off":
         subject.not_offered(
             "tokenizer", "tokenizer is off in the configuration: prompts are matched as text", REMEDY
         )
         return None
+    named = root if setting is None else setting
+    folder = None
     if setting is not None:
-        return Path(setting)
-    folder = find_folder(root) if root else None
-    if folder is None:
-        named = root or subject.model
-        cause = f"the engine's model {named!r} is not a folder on this machine: prompts are matched as text"
-        subject.not_offered("tokenizer", cause, REMEDY)
-    return folder
+        folder = configured_folder(setting, revision)
+    elif root:
+        folder = find_folder(root, revision)
+    if folder is not None:
+        return folder
+    remedy = REMEDY
+    if named is None or not is_hub_id(named):
+        cause = f"the engine's model {named or subject.model!r} is not a folder on this machine"
+    elif refused := why_not_downloaded(named, setting, subject.target.settings.tokenizer_download):
+        cause = refused if setting else f"the engine's model {refused}"
+        remedy = f"tokenizer: {named} in the configuration, or --tokenizer {named}"
+    else:
+        try:
+            return await fetch(named, revision)
+        except HubError as error:
+            subject.failed("tokenizer", str(error), REMEDY)
+            return None
+    subject.not_offered("tokenizer", f"{cause}: prompts are matched as text", remedy)
+    return None

@@ -126,6 +126,7 @@ class Capabilities:
     # KV event sources by rank, and the reason if there are none.
     event_sources: tuple[EventSource, ...] = ()
     no_events: str | None = None
+    events_fix: str | None = None  # the setting that adds sources; None: the flag of this kind of engine
     # Endpoints of its pushed load (SGLang's LoadStat), by rank, and their topic.
     load_feeds: tuple[str, ...] = ()
     load_topic: str = ""
@@ -256,6 +257,16 @@ class Adapter(ABC):
     @abstractmethod
     async def capabilities(self, pages: Pages) -> Capabilities:
         """The capabilities that the engine reports. Raises ValueError for invalid content."""
+
+    async def version(self, pages: Pages) -> str | None:
+        """The version that the engine reports; None if it reports none."""
+        return None
+
+    def with_flags(self, flags: Mapping[str, str]) -> Self:
+        """The adapter for an engine that has other flags for some features."""
+        adapter = copy(self)
+        adapter.flags = {**self.flags, **flags}
+        return adapter
 
     def of_rank(self, rank: int) -> Self:
         """The adapter for one data-parallel rank. Raises ValueError if requests cannot name a

@@ -6,10 +6,15 @@ import ipaddress
 from pathlib import Path
 
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+_USE_TCP = "set a tcp endpoint on the engine, such as tcp://*:5557"
 
 
 class EndpointError(ValueError):
-    """An endpoint is not reachable from here. The message has the reason and the remedy."""
+    """An endpoint is not reachable from here. ``fix``: the setting that makes it reachable."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.fix = fix
 
 
 def reachable(endpoint: str, host: str) -> str:
@@ -22,18 +27,19 @@ def reachable(endpoint: str, host: str) -> str:
         if rest.startswith("@") or Path(rest).exists():
             return endpoint
         raise EndpointError(
-            f"its KV events are at {endpoint}, and there is no such socket on this machine; use tcp"
+            f"its KV events are at {endpoint}, and there is no such socket on this machine", _USE_TCP
         )
     if scheme != "tcp":
-        raise EndpointError(f"its KV events are at {endpoint}, which no other process can reach; use tcp")
+        raise EndpointError(f"its KV events are at {endpoint}, which no other process can reach", _USE_TCP)
     name, _, port = rest.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65536:
-        raise EndpointError(f"its KV events are at {endpoint}, which is not tcp://host:port")
+        raise EndpointError(f"its KV events are at {endpoint}, which is not tcp://host:port", _USE_TCP)
     if name in _WILDCARDS:
         name = f"[{host}]" if ":" in host else host
     elif is_local(name) and not is_local(host):
         raise EndpointError(
-            f"its KV events are at {endpoint}, which only its own machine can reach; use tcp://*:{port}"
+            f"its KV events are at {endpoint}, which only its own machine can reach",
+            f"set the endpoint tcp://*:{port} on the engine",
         )
     return f"tcp://{name}:{port}"
 

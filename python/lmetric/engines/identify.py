@@ -12,6 +12,16 @@ from lmetric.engines.vllm import Vllm
 # Add new kinds of engines here.
 ADAPTERS: tuple[Adapter, ...] = (Sglang(), Vllm())
 
+# Part of the version of an emulated engine, and its own flags by API.
+_EMULATED = "+lmetric."
+_EMULATED_FLAGS: Mapping[str, str] = {
+    "load": "leave out --no-metrics",
+    "cached_tokens": "leave out --no-cached-tokens",
+    "kv_events": "--kv-events-endpoint 'tcp://*:5557' --kv-events-replay-endpoint 'tcp://*:5558'",
+    "priority": "--order priority",
+}
+_EMULATED_HANDOVER = {"vllm": "--kv-connector nixl", "sglang": "--role prefill (or decode)"}
+
 
 class Unknown(Adapter):
     """An unknown engine: the OpenAI API, and load if its metrics have known names."""
@@ -56,6 +66,8 @@ async def identify(ask: Ask, rank: int | None = None) -> tuple[Adapter, Capabili
         if await each.recognises(pages):
             adapter = each
             break
+    if _EMULATED in (await adapter.version(pages) or ""):
+        adapter = adapter.with_flags({**_EMULATED_FLAGS, "handover": _EMULATED_HANDOVER[adapter.name]})
     if rank is None:
         return adapter, await adapter.capabilities(pages)
     adapter = adapter.of_rank(rank)

@@ -58,10 +58,13 @@ class Sglang(Adapter):
         """Recognizes SGLang by the owner of its models, or its metrics."""
         return await pages.owner() == "sglang" or b"\nsglang:" in b"\n" + await pages.text("/metrics")
 
+    async def version(self, pages: Pages) -> str | None:
+        """The version in /server_info."""
+        return text_of(await _info(pages), "version")
+
     async def capabilities(self, pages: Pages) -> Capabilities:
-        """Capabilities from its endpoints. /server_info (before 0.5 /get_server_info) has all its
-        flags."""
-        info = await pages.object("/server_info") or await pages.object("/get_server_info")
+        """Capabilities from its endpoints. /server_info has all its flags."""
+        info = await _info(pages)
         model = await pages.object("/model_info") or await pages.object("/get_model_info")
         metrics = await pages.text("/metrics")
         sizes = {name: int(value) for name, _, value in samples(metrics, self.prefix, _SIZES)}
@@ -78,7 +81,7 @@ class Sglang(Adapter):
         load_base = count_of(events, "load_endpoint_port_base")
         return Capabilities(
             self.name,
-            text_of(info, "version"),
+            await self.version(pages),
             tuple(_rooted(card, model) for card in await pages.models()),
             block_size=count_of(events, "block_size") or page,
             # Its pool of tokens is that of one rank.
@@ -96,7 +99,9 @@ class Sglang(Adapter):
             priority=_priority(info),
             request_ids=False,
             handover=Handover("bootstrap", bootstrap_port=port) if parts else None,
-            no_handover=None if parts else f"it serves whole requests; start it with {_HANDOVER_FLAG}",
+            no_handover=None
+            if parts
+            else f"it serves whole requests; start it with {self.flags['handover']}",
             role=role,
         )
 
@@ -118,6 +123,11 @@ class Sglang(Adapter):
 
 
 _SIZES = ("page_size", "max_total_num_tokens")
+
+
+async def _info(pages: Pages) -> dict[str, Any]:
+    """The content of /server_info, before 0.5 /get_server_info."""
+    return await pages.object("/server_info") or await pages.object("/get_server_info")
 
 
 def _priority(info: Mapping[str, Any]) -> Priority:
@@ -149,7 +159,7 @@ def _sources(
         if config.get("publisher") == "zmq" and local.startswith("ipc://"):
             source = EventSource(0, local, config.get("topic") or "", config.get("replay_endpoint"))
             return (source,), None
-        return (), f"its KV events are off; start it with {_EVENTS_FLAG}"
+        return (), "its KV events are off"
     replay = count_of(events, "replay_endpoint_port_base")
     # The engine listens on a concrete host only if its flag sets this host.
     connects = host not in _WILDCARDS and config.get("bind") is not True

@@ -65,15 +65,20 @@ class Vllm(Adapter):
             or "version" in await pages.object("/version")
         )
 
+    async def version(self, pages: Pages) -> str | None:
+        """The version in /version."""
+        return text_of(await pages.object("/version"), "version")
+
     async def capabilities(self, pages: Pages) -> Capabilities:
         """Capabilities from its endpoints. Block and cache size are labels of
         `vllm:cache_config_info`."""
-        version = text_of(await pages.object("/version"), "version")
+        version = await self.version(pages)
         metrics = self.own(await pages.text("/metrics"))
         caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
         blocks = [count for cache in caches if (count := count_of(cache, "num_gpu_blocks"))]
         caching = {cache.get("enable_prefix_caching") for cache in caches}
-        sources, no_events = _sources(await pages.answer("/kv_event_sources"), version)
+        kv_events = await pages.answer("/kv_event_sources")
+        sources, no_events = _sources(kv_events, version)
         load = self.load(metrics)
         # In development mode it reports its configuration.
         told = (await pages.object("/server_info?config_format=json")).get("vllm_config")
@@ -88,6 +93,7 @@ class Vllm(Adapter):
             ranks=tuple(source.rank for source in sources),
             event_sources=sources,
             no_events=no_events,
+            events_fix=None if kv_events[0] == 200 else "set kv_events.endpoint in the configuration",
             load_path="/metrics" if load else None,
             load_names=load.names,
             load_header=True,
@@ -100,7 +106,9 @@ class Vllm(Adapter):
                 else None
             ),
             handover=handover,
-            no_handover=None if handover else f"its /metrics know of no NIXL; start it with {_HANDOVER_FLAG}",
+            no_handover=(
+                None if handover else f"its /metrics know of no NIXL; start it with {self.flags['handover']}"
+            ),
             role=role,
         )
 
@@ -143,7 +151,7 @@ def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[Even
     status, body = answer
     if status != 200:
         what = f"vLLM {version or 'of this version'} does not tell where its KV events are"
-        return (), f"{what} (GET /kv_event_sources: status {status}); give kv_events.endpoint"
+        return (), f"{what} (GET /kv_event_sources: status {status})"
     try:
         ranks: dict[str, Any] = orjson.loads(body)
         sources = tuple(
@@ -159,7 +167,7 @@ def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[Even
         )
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"GET /kv_event_sources: not a list of sources: {body[:120]!r}") from None
-    return sources, None if sources else f"its KV events are off; start it with {_EVENTS_FLAG}"
+    return sources, None if sources else "its KV events are off"
 
 
 def binds(endpoint: str) -> bool:

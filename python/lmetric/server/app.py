@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from lmetric.server.http.pages import pages
 from lmetric.server.http.port import bind, port_error
 from lmetric.server.observe.logs import configure_logging
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.observe.startup import LISTENING, startup_report
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
@@ -59,12 +62,15 @@ class Server:
         """
         keys = Keys.load(self.config.auth.keys_file)
         self.fleet.build()
+        for engine in self.fleet.engines():
+            engine.quiet = logging.DEBUG
         return keys
 
-    async def start(self) -> None:
-        """Binds the port, checks the engines once, then listens.
+    async def start(self, before_report: Callable[[], None] | None = None) -> None:
+        """Binds the port, checks the engines once, then listens, and logs a report.
 
-        Raises LmetricError if the configuration is invalid, PortError if the address is not usable.
+        ``before_report`` is called once the server listens. Raises LmetricError if the
+        configuration is invalid, PortError if the address is not usable.
         """
         config = self.config
         keys = self.build()
@@ -96,14 +102,13 @@ class Server:
             raise port_error(config.host, config.port, error) from None
         self._monitor.start()
         await self._replicas.start()
-        engines = list(self.fleet.engines())
-        log.info(
-            "listening",
-            url=f"http://{config.host}:{self.port}",
-            models=[pool.name for pool in self.fleet.pools],
-            engines=len(engines),
-            healthy=sum(engine.healthy for engine in engines),
-        )
+        self._monitor.start_reminders(time.monotonic())
+        for engine in self.fleet.engines():
+            engine.quiet = None
+        if before_report is not None:
+            before_report()
+        report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
+        (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
     def reload(self, config: ServerConfig) -> None:
         """Applies API keys, tenants, the engines' API keys and policies of a new configuration.
@@ -202,9 +207,6 @@ async def serve(
     sockets = await bind(config.host, config.port)
     async with _with_embedded(config) as config:
         server = Server(config, sockets)
-        await server.start()
-        if reread is not None:
-            loop.add_signal_handler(signal.SIGHUP, _reload, server, reread)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -212,8 +214,14 @@ async def serve(
             (second if caught else first).set()
             caught.append(number)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal, number)
+        def handle_signals() -> None:
+            if reread is not None:
+                loop.add_signal_handler(signal.SIGHUP, _reload, server, reread)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, on_signal, number)
+
+        # The report tells supervisors that the router runs: a signal after it must drain.
+        await server.start(handle_signals)
         try:
             if started is not None:
                 started(server)

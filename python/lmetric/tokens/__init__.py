@@ -2,19 +2,26 @@
 
 from lmetric.tokens.chat import NotPredictable
 from lmetric.tokens.detokenise import Detokeniser
-from lmetric.tokens.files import TokenizerError, find_folder
+from lmetric.tokens.files import EXPORT_COMMAND, TokenizerError, configured_folder, find_folder
+from lmetric.tokens.hub import HubError, fetch, is_hub_id, why_not_downloaded
 from lmetric.tokens.prompt import PromptTokenizer, Text, Tokens
 from lmetric.tokens.verify import Difference, NotVerifiable, verify
 
 __all__ = [
+    "EXPORT_COMMAND",
     "Detokeniser",
     "Difference",
+    "HubError",
     "NotPredictable",
     "NotVerifiable",
     "PromptTokenizer",
     "Text",
     "TokenizerError",
     "Tokens",
+    "configured_folder",
+    "fetch",
     "find_folder",
+    "is_hub_id",
     "verify",
+    "why_not_downloaded",
 ]

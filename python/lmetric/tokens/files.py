@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmetric._core import LmetricError
+from lmetric.tokens.hub import cached, is_hub_id
 from lmetric.tokens.template import ChatTemplate, TemplateError
 
 # An added token as tokenizer.json has it.
@@ -28,6 +30,12 @@ _OWN_CHAT = {
 }
 
 
+# Marks a folder that `lmetric-router tokenizer` wrote, and holds what is not in tokenizer.json.
+EXPORT_FILE = "lmetric_tokenizer.json"
+EXPORT_FORMAT = 1
+EXPORT_COMMAND = "lmetric-router tokenizer MODEL --out DIR"
+
+
 class TokenizerError(LmetricError):
     """A model's folder is invalid. The message has the file and the reason."""
 
@@ -41,7 +49,7 @@ class ModelFiles:
     # Added tokens of tokenizer_config.json, in their order, as tokenizer.json writes them.
     added_tokens: list[dict[str, Any]] = field(default_factory=list)
     # Special tokens by name, for templates: bos_token and so on.
-    special: dict[str, str] = field(default_factory=dict)
+    special: dict[str, Any] = field(default_factory=dict)
     # Tokens around a text, if the configuration (not the tokenizer) defines them.
     around: tuple[list[str], list[str]] | None = None
     # Templates: for chats without tools, and for those with tools; None: there is none.
@@ -49,6 +57,9 @@ class ModelFiles:
     tool_template: ChatTemplate | None = None
     # The reason if chats cannot be rendered.
     no_chat: str | None = None
+    # The library that has loaded and exported the tokenizer, with its version; None: the files are
+    # the model's own.
+    exported_with: str | None = None
 
 
 def read_folder(folder: str | os.PathLike[str], chat_template: str | None = None) -> ModelFiles:
@@ -56,32 +67,78 @@ def read_folder(folder: str | os.PathLike[str], chat_template: str | None = None
     TokenizerError."""
     path = Path(folder)
     if not path.is_dir():
-        raise TokenizerError(f"{path}: no such folder; a tokenizer is a folder with a tokenizer.json")
+        raise TokenizerError(
+            f"{path}: no such folder; set tokenizer to a folder with a tokenizer.json, or to a Hub "
+            "repository OWNER/NAME"
+        )
     try:
         tokenizer = (path / "tokenizer.json").read_bytes()
     except FileNotFoundError:
         others = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (path / name).exists()]
-        found = f" ({', '.join(others)} cannot be used)" if others else ""
+        found = f" ({', '.join(others)} cannot be used; {EXPORT_COMMAND} makes one)" if others else ""
         raise TokenizerError(f"{path}: no tokenizer.json{found}") from None
     except OSError as error:
         raise TokenizerError(f"{path / 'tokenizer.json'}: {error.strerror}") from None
-    config = _json(path / "tokenizer_config.json")
     files = ModelFiles(path, tokenizer)
+    if (path / EXPORT_FILE).exists():
+        # tokenizer.json has the tokens of tokenizer_config.json already.
+        _read_export(files)
+        if files.no_chat is None:
+            _find_templates(files, {}, chat_template)
+        return files
+    config = _json(path / "tokenizer_config.json")
     files.added_tokens = _added_tokens(path, config)
     files.special = _special_tokens(path, config)
     files.around = _around(config, files.special)
+    files.no_chat = own_chat(path)
+    if files.no_chat is None:
+        _find_templates(files, config, chat_template)
+    return files
+
+
+def own_chat(path: Path) -> str | None:
+    """The reason if engines render a model's chats with their own code; None: by a template.
+
+    Raises TokenizerError.
+    """
     model = _json(path / "config.json").get("model_type")
     if isinstance(model, str) and model in _OWN_CHAT:
-        files.no_chat = f"engines render chats of {model} by {_OWN_CHAT[model]}, not by a template"
-        return files
+        return f"engines render chats of {model} by {_OWN_CHAT[model]}, not by a template"
     if (path / "tekken.json").exists():
-        files.no_chat = "with a tekken.json, engines render chats by Mistral's own library"
-        return files
+        return "with a tekken.json, engines render chats by Mistral's own library"
+    return None
+
+
+def digest(tokenizer: bytes) -> str:
+    """The SHA-256 digest of a tokenizer.json, as `lmetric_tokenizer.json` has it."""
+    return hashlib.sha256(tokenizer).hexdigest()
+
+
+def _read_export(files: ModelFiles) -> None:
+    """Reads what the export has written beside tokenizer.json. Raises TokenizerError."""
+    path = files.folder / EXPORT_FILE
+    export = _json(path)
+    if export.get("format") != EXPORT_FORMAT:
+        raise TokenizerError(
+            f"{path}: format {export.get('format')!r} is not {EXPORT_FORMAT}; export the tokenizer again: "
+            f"{EXPORT_COMMAND}"
+        )
+    if export.get("sha256") != digest(files.tokenizer):
+        raise TokenizerError(
+            f"{files.folder}: tokenizer.json has changed since the export; export it again: {EXPORT_COMMAND}"
+        )
+    special, no_chat = export.get("special_tokens"), export.get("no_chat")
+    if not isinstance(special, dict) or not isinstance(no_chat, str | None):
+        raise TokenizerError(f"{path}: special_tokens or no_chat is malformed; export the tokenizer again")
+    files.special, files.no_chat = special, no_chat
+    files.exported_with = f"transformers {export.get('transformers')}"
+
+
+def _find_templates(files: ModelFiles, config: dict[str, Any], given: str | None) -> None:
     try:
-        _templates(files, config, chat_template)
+        _templates(files, config, given)
     except TemplateError as error:
         raise TokenizerError(str(error)) from None
-    return files
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -170,22 +227,23 @@ def _compiled(file: Path) -> ChatTemplate:
         raise TokenizerError(f"{file}: not UTF-8 at byte {error.start}") from None
 
 
-def find_folder(root: str) -> Path | None:
+def find_folder(root: str, revision: str | None = None) -> Path | None:
     """The folder of a model by the name that an engine reports; None if it does not exist here.
 
     The name is an absolute path on this machine, or a repository in the local Hugging Face cache.
+    ``revision``: of the repository; None: main.
     """
     if Path(root).is_absolute():
         return Path(root) if Path(root).is_dir() else None
-    owner, slash, name = root.partition("/")
-    if not slash or not owner or not name or "/" in name or ".." in root:
-        return None
-    home = os.environ.get("HF_HOME") or os.path.join(Path.home(), ".cache", "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
-    repository = cache / f"models--{owner}--{name}"
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot if commit and "/" not in commit and snapshot.is_dir() else None
+    return cached(root, revision) if is_hub_id(root) else None
+
+
+def configured_folder(setting: str, revision: str | None = None) -> Path | None:
+    """The folder that the setting `tokenizer` names: a path, or that of a cached Hub repository.
+
+    None: the Hub repository is not in the local cache. Paths may not exist.
+    """
+    folder = Path(setting)
+    if folder.is_dir() or not is_hub_id(setting):
+        return folder
+    return cached(setting, revision)

@@ -75,6 +75,12 @@ class PromptTokenizer:
         return self._files.no_chat
 
     @property
+    def exported_with(self) -> str | None:
+        """The library that has exported the tokenizer, with its version; None: the model's own
+        files."""
+        return self._files.exported_with
+
+    @property
     def notes(self) -> list[str]:
         """Notes for operators."""
         whole = self.encoder.whole_because

@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lmetric.engines.emulated", description="An emulated vLLM engine."
     )
     for name, field in EngineOptions.model_fields.items():
-        flag, text = f"--{name.replace('_', '-')}", f"{field.description} Default: {field.default}."
+        _, about, default = EngineOptions.help_of(name)
+        flag, text = f"--{name.replace('_', '-')}", f"{about} Default: {default}."
         if field.annotation is bool:
             action = argparse.BooleanOptionalAction
             parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, action=action, help=text)

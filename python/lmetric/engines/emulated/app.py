@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import orjson
 from aiohttp import web
@@ -24,12 +24,15 @@ from lmetric.engines.emulated.generation import Generation, StopText, Stream
 from lmetric.engines.emulated.handover import Nixl, PeerError, WrongCount, WrongParams
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.protocol import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateBody,
     Shape,
     TokenizeChat,
     TokenizePrompt,
+    TokensShape,
 )
 from lmetric.engines.emulated.ranks import MetricsPage, Rank, chosen
 from lmetric.engines.emulated.text import TOKENIZER_PATH, Text
@@ -108,6 +111,7 @@ class Api:
 
     def _add_own(self, router: web.UrlDispatcher) -> None:
         """The pages that only this kind of engine has."""
+        router.add_post("/inference/v1/generate", self._generate_tokens)
         router.add_get("/version", self._version)
         router.add_get("/load", self._load)
         router.add_get("/kv_event_sources", self._kv_event_sources)
@@ -157,24 +161,27 @@ class Api:
             raise ApiError(400, "prompt: this engine takes text only", "prompt")
         else:
             tokens = self._check_ids(prompt, "prompt")
-        return await self._generate(
-            request, body, tokens, body.max_tokens or _COMPLETION_MAX_TOKENS, chat=False
-        )
+        return await self._generate(request, body, tokens, body.max_tokens or _COMPLETION_MAX_TOKENS, "cmpl")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request, ChatBody)
         tokens = await self._encode(self._render(body))
         max_tokens = body.max_completion_tokens or body.max_tokens or self._options.default_max_tokens
-        return await self._generate(request, body, tokens, max_tokens, chat=True)
+        return await self._generate(request, body, tokens, max_tokens, "chatcmpl")
+
+    async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, GenerateBody)
+        tokens = self._check_ids(body.token_ids, "token_ids")
+        max_tokens = body.max_tokens or max(1, self._max_model_len - len(tokens))
+        return await self._generate(request, body, tokens, max_tokens, "generate-tokens")
 
     async def _generate(
         self,
         request: web.Request,
-        body: CompletionBody | ChatBody,
+        body: Body,
         prompt: array[int],
         max_tokens: int,
-        *,
-        chat: bool,
+        kind: Literal["cmpl", "chatcmpl", "generate-tokens"],
     ) -> web.StreamResponse:
         options = self._options
         if options.fail_status is not None:
@@ -184,15 +191,16 @@ class Api:
         body.refuse_unsupported()
         if body.model not in (None, "", options.model):
             raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
+        chat = kind == "chatcmpl"
         self._check_length(len(prompt), max_tokens, chat)
         rank = self._rank_of(request.headers.get("X-data-parallel-rank"), body)
         rejected = self._queue_is_full(rank)
         if rejected and not body.stream:
             raise ApiError(503, _BUSY)
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        shape = Shape(
+        shape = (TokensShape if kind == "generate-tokens" else Shape)(
             chat=chat,
-            request_id=f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            request_id=f"{kind}-{request_id}",
             model=options.model,
             prompt=prompt,
             pieces=self._text.pieces,
@@ -249,7 +257,7 @@ class Api:
         finally:
             self._in_progress -= 1
 
-    def _rank_of(self, header: str | None, _body: CompletionBody | ChatBody) -> Rank:
+    def _rank_of(self, header: str | None, _body: Body) -> Rank:
         """The data-parallel rank that serves a request. Raises ApiError."""
         return chosen(self._ranks, header)
 
@@ -259,7 +267,7 @@ class Api:
         generation: Generation,
         rank: Rank,
         priority: int,
-        body: CompletionBody | ChatBody,
+        body: Body,
     ) -> web.Response:
         await self._run(generation, rank, priority, body)
         if generation.broken:
@@ -280,9 +288,7 @@ class Api:
             self._add_load_header(request, response, rank)
         return response
 
-    async def _run(
-        self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
-    ) -> None:
+    async def _run(self, generation: Generation, rank: Rank, priority: int, body: Body) -> None:
         """Waits until the engine is done with it. A client that leaves cancels this. Raises
         ApiError."""
         if generation.broken:

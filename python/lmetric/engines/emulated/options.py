@@ -14,12 +14,27 @@ from lmetric.queueing import Swap, checked_order
 _COUNT = 2**30
 
 
-# Options of an engine that hands a request over at any token, and takes it so.
+# Options of an engine that can send and receive the KV cache of a request at any token.
 BOTH_WAYS: dict[str, Any] = {
     "kv_connector": "nixl",
     "kv_bidirectional": True,
     "kv_load_failure_policy": "fail",
 }
+
+
+def _option(default: Any, group: str, description: str, *, unset: str | None = None, **bounds: Any) -> Any:
+    """A field with its group in the help.
+
+    Args:
+        unset: the meaning of the default None, in words.
+        bounds: further arguments of `pydantic.Field`.
+    """
+    extra: Any = {"group": group, "unset": unset}
+    return Field(default=default, description=description, json_schema_extra=extra, **bounds)
+
+
+_BASIC, _MODEL, _EVENTS, _METRICS = "Basic", "Memory and queue", "KV events", "API and metrics"
+_KV, _FAULTS = "Disaggregation", "Failures"
 
 
 class EngineOptions(BaseModel):
@@ -28,169 +43,167 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
-    model: str = Field(default="emulated", min_length=1, description="Name of the served model.")
-    api: Literal["vllm", "sglang"] = Field(
-        default="vllm",
-        description="Whose pages, metrics and KV events: vllm; or sglang, a stand-in written from its "
-        "protocol (0.5.23) and never held against a running one.",
+    host: str = _option("127.0.0.1", _BASIC, "Address to listen on.")
+    port: int = _option(8000, _BASIC, "Port to listen on; 0: any free port.", ge=0, le=65535)
+    model: str = _option("emulated", _BASIC, "Name of the served model.", min_length=1)
+    api: Literal["vllm", "sglang"] = _option(
+        "vllm",
+        _BASIC,
+        "Engine to emulate: endpoints, metrics and KV events. sglang follows the SGLang sources (0.5.23) and "
+        "was never compared with a running SGLang.",
+    )
+    profile: str = _option(DEFAULT_PROFILE, _BASIC, "Step times: a shipped profile or a YAML file.")
+    clock_speed: float = _option(
+        1.0, _BASIC, "Speed of the engine's clock relative to real time.", gt=0, le=1000
+    )
+    ranks: int = _option(
+        1, _BASIC, "Data-parallel ranks, each with its own queue, cache and KV events.", gt=0, le=64
     )
 
-    profile: str = Field(
-        default=DEFAULT_PROFILE, description="Shipped profile's name, or path of a YAML file."
+    block_tokens: int = _option(16, _MODEL, "Tokens per KV block.", gt=0, le=2**20)
+    cache_blocks: int | None = _option(
+        None, _MODEL, "KV cache size, blocks.", unset="the profile's tokens", gt=0, le=_COUNT
     )
-    block_tokens: int = Field(
-        default=16, gt=0, le=2**20, description="Tokens of a KV block, whatever the profile simulates with."
+    max_sequences: int | None = _option(
+        None, _MODEL, "Sequence slots (max_num_seqs).", unset="as the profile", gt=0, le=_COUNT
     )
-    ranks: int = Field(
-        default=1,
-        gt=0,
-        le=64,
-        description="Data-parallel ranks, each with a queue, a cache and KV events of its own.",
+    max_batch_tokens: int | None = _option(
+        None, _MODEL, "Maximum tokens per step.", unset="as the profile", gt=0, le=_COUNT
     )
-    cache_blocks: int | None = Field(
-        default=None, gt=0, le=_COUNT, description="KV blocks; default: as many tokens as the profile holds."
+    max_model_len: int | None = _option(
+        None, _MODEL, "Maximum tokens of a request.", unset="size of the KV cache", gt=1
     )
-    max_sequences: int | None = Field(default=None, gt=0, le=_COUNT, description="Overrides the profile's.")
-    max_batch_tokens: int | None = Field(
-        default=None, gt=0, le=_COUNT, description="Overrides the profile's."
+    default_max_tokens: int = _option(
+        128, _MODEL, "Length of chat answers without max_tokens. Completions: 16, as in vLLM.", gt=0
     )
-    max_model_len: int | None = Field(
-        default=None, gt=1, description="Most tokens of a request; default: what the KV blocks hold."
+    max_queued_requests: int | None = _option(
+        None, _MODEL, "Answer 503 if this many requests wait.", unset="no limit", ge=0
     )
-    default_max_tokens: int = Field(
-        default=128,
-        gt=0,
-        description="Length of a chat answer that asks for none (completions: 16, as vLLM).",
+    admission: Literal["vllm", "reserve"] = _option(
+        "vllm",
+        _MODEL,
+        "vllm: requests get blocks as they produce tokens, with preemption; reserve: all blocks at once.",
     )
-    max_queued_requests: int | None = Field(
-        default=None,
-        ge=0,
-        description="Answer 503 while this many requests wait; default: no limit.",
+    order: str = _option(
+        "fcfs",
+        _MODEL,
+        "Order of the queue (docs/reference/local_orders.md), also with settings: uniboost(gamma=0.2). It "
+        "knows the length of an answer: max_tokens.",
     )
-    admission: Literal["vllm", "reserve"] = Field(
-        default="vllm",
-        description="vllm: blocks are taken as tokens come, with preemption; reserve: all at once.",
+    order_slo: float = _option(
+        ORDER_SLO, _MODEL, "Order slo: maximum seconds of a step with decodes.", gt=0, le=1e6
     )
-    order: str = Field(
-        default="fcfs",
-        description="Local order, also with settings of its own: uniboost(gamma=0.2); see "
-        "docs/simulator.md. It knows how long an answer gets: max_tokens.",
-    )
-    preempt: str = Field(
-        default="recompute",
-        description="What becomes of the KV of requests that go back into the queue: recompute, or "
-        "swap:GB/S[,host=GB].",
-    )
-    order_slo: float = Field(
-        default=ORDER_SLO,
-        gt=0,
-        le=1e6,
-        description="Seconds that a step with decodes may take under --order slo.",
-    )
-    clock_speed: float = Field(
-        default=1.0, gt=0, le=1000, description="The engine's clock runs this much faster."
+    preempt: str = _option(
+        "recompute",
+        _MODEL,
+        "How preempted requests get their KV back: recompute, or swap:GB/S[,host=GB].",
     )
 
-    kv_events_endpoint: str | None = Field(
-        default=None,
-        description="ZMQ endpoint for KV events: bound if it has *, :: or ipc://, else connected.",
+    kv_events: bool = _option(True, _EVENTS, "Publish KV events, if an endpoint is set.")
+    kv_events_endpoint: str | None = _option(
+        None,
+        _EVENTS,
+        "ZMQ endpoint of KV events. The engine binds addresses with *, :: or ipc://, and connects to others.",
     )
-    kv_events_replay_endpoint: str | None = Field(
-        default=None, description="ZMQ endpoint (bound) where past KV events can be asked for."
+    kv_events_replay_endpoint: str | None = _option(
+        None, _EVENTS, "ZMQ endpoint to bind for replays of past KV events."
     )
-    kv_events_topic: str = Field(default="", description="Topic frame of the KV events.")
-    clock_ahead_seconds: float = Field(
-        default=0.0,
-        description="What its Date and the times in its KV events are ahead of this machine's clock.",
-    )
-    kv_events_buffer_steps: int = Field(
-        default=10_000, gt=0, description="Batches of KV events kept for replay."
-    )
-
-    load_publish_endpoint: str | None = Field(
-        default=None, description="ZMQ endpoint (bound) at which load is pushed; sglang only."
+    kv_events_topic: str = _option("", _EVENTS, "Topic frame of the KV events.", unset="empty")
+    kv_events_buffer_steps: int = _option(10_000, _EVENTS, "Batches of KV events kept for replays.", gt=0)
+    clock_ahead_seconds: float = _option(
+        0.0, _EVENTS, "Seconds that Date headers and KV events are ahead of this machine's clock."
     )
 
-    kv_events: bool = Field(default=True, description="Publish KV events (where an endpoint is given).")
-    cached_tokens: bool = Field(default=True, description="Report usage.prompt_tokens_details.cached_tokens.")
-    stream_usage: bool = Field(default=True, description="Honour stream_options.include_usage.")
-    token_ids: bool = Field(
-        default=True, description="Honour return_token_ids, and take prompts as token ids."
+    metrics: bool = _option(True, _METRICS, "Serve /metrics.")
+    metrics_every_seconds: float | None = _option(
+        None, _METRICS, "Seconds between updates of /metrics.", unset="at each request", gt=0
     )
-    load_header: bool = Field(
-        default=True, description="Answer endpoint-load-metrics-format with the load header."
+    server_load: bool = _option(True, _METRICS, "Count requests at /load; if off, /load reports 0.")
+    load_header: bool = _option(
+        True, _METRICS, "Send the load header if a request has endpoint-load-metrics-format."
     )
-    metrics: bool = Field(default=True, description="Serve /metrics.")
-    metrics_every_seconds: float | None = Field(
-        default=None, gt=0, description="/metrics stays as it is for this long; default: always fresh."
+    load_publish_endpoint: str | None = _option(
+        None, _METRICS, "ZMQ endpoint to bind for load reports; with --api sglang only."
     )
-    server_load: bool = Field(default=True, description="Count requests at /load; else it says 0.")
-    tokenize: bool = Field(default=True, description="Serve /tokenize and /detokenize.")
+    cached_tokens: bool = _option(True, _METRICS, "Report usage.prompt_tokens_details.cached_tokens.")
+    stream_usage: bool = _option(True, _METRICS, "Support stream_options.include_usage.")
+    token_ids: bool = _option(True, _METRICS, "Support return_token_ids and prompts of token IDs.")
+    tokenize: bool = _option(True, _METRICS, "Serve /tokenize and /detokenize.")
 
-    role: Literal["both", "prefill", "decode"] = Field(
-        default="both",
-        description="What it tells to be there for. vLLM's engines do all the same; SGLang's prefill and "
-        "decode engines serve halves of requests only, which meet by bootstrap.",
+    role: Literal["both", "prefill", "decode"] = _option(
+        "both",
+        _KV,
+        "Role that the engine reports. vLLM engines of all roles do the same. Prefill and decode engines of "
+        "SGLang accept only their half of a request and meet at a bootstrap server.",
     )
-    kv_connector: Literal["none", "nixl"] = Field(
-        default="none",
-        description="nixl: hands KV caches to other engines and takes them, as vLLM's NixlConnector does.",
+    kv_connector: Literal["none", "nixl"] = _option(
+        "none", _KV, "nixl: send and receive KV caches like vLLM's NixlConnector."
     )
-    kv_port: int = Field(
-        default=0,
+    kv_port: int = _option(
+        0,
+        _KV,
+        "Port for KV transfers (NIXL's side channel, SGLang's bootstrap); 0: any free port.",
         ge=0,
         le=65535,
-        description="Port on which other engines ask for KV caches (NIXL's side channel, SGLang's "
-        "bootstrap); 0: any free one.",
     )
-    kv_lease_seconds: float = Field(
-        default=30.0, gt=0, description="A KV cache that no one fetches is held this long."
+    kv_lease_seconds: float = _option(30.0, _KV, "Time to keep a KV cache that no engine fetches.", gt=0)
+    kv_bidirectional: bool = _option(
+        False,
+        _KV,
+        "Fetch the start of a prompt from another engine and compute the rest (bidirectional_kv_xfer). If "
+        "off, such a request waits forever, as in vLLM.",
     )
-    kv_bidirectional: bool = Field(
-        default=False,
-        description="Takes the front of a prompt from another engine and computes the rest, as vLLM's "
-        "bidirectional_kv_xfer; else such a request waits for ever, as in vLLM.",
-    )
-    kv_decoder_ttl_seconds: float = Field(
-        default=480.0,
+    kv_decoder_ttl_seconds: float = _option(
+        480.0,
+        _KV,
+        "With --kv-bidirectional: --kv-lease-seconds of requests whose prompt came from another engine.",
         gt=0,
-        description="As kv_lease_seconds, of a request that itself took its prompt from elsewhere; with "
-        "kv_bidirectional.",
     )
-    kv_load_failure_policy: Literal["fail", "recompute"] = Field(
-        default="fail", description="What comes of a request whose KV cache cannot be fetched."
+    kv_load_failure_policy: Literal["fail", "recompute"] = _option(
+        "fail", _KV, "Action if a KV cache cannot be fetched."
     )
-    kv_wrong_params: Literal["die", "refuse"] = Field(
-        default="die",
-        description="kv_transfer_params that make no sense: the engine dies, as vLLM does, or answers 400.",
+    kv_wrong_params: Literal["die", "refuse"] = _option(
+        "die", _KV, "Action on invalid kv_transfer_params. die: exit, as vLLM; refuse: answer 400."
     )
-    kv_transfer_gigabytes_per_second: float = Field(
-        default=25.0, gt=0, description="Bandwidth at which a KV cache comes in."
-    )
-    kv_transfer_seconds: float = Field(
-        default=0.002, ge=0, description="Time of a transfer whatever its size."
-    )
-    kv_patience_seconds: float = Field(
-        default=120.0, gt=0, description="Either half of a request waits this long for the other (sglang)."
+    kv_transfer_gigabytes_per_second: float = _option(25.0, _KV, "Bandwidth of KV transfers.", gt=0)
+    kv_transfer_seconds: float = _option(0.002, _KV, "Fixed time of each KV transfer.", ge=0)
+    kv_patience_seconds: float = _option(
+        120.0, _KV, "With --api sglang: seconds that one half of a request waits for the other.", gt=0
     )
 
-    fail_after_tokens: int | None = Field(
-        default=None, ge=0, description="Every answer breaks off after this many tokens (0: after the head)."
+    fail_after_tokens: int | None = _option(
+        None,
+        _FAULTS,
+        "Break off every answer after this many tokens; 0: after the headers.",
+        unset="never",
+        ge=0,
     )
-    fail_with: Literal["reset", "event", "stall"] = Field(
-        default="reset",
-        description="How: the connection is cut; an error event and [DONE] come; nothing more comes.",
+    fail_with: Literal["reset", "event", "stall"] = _option(
+        "reset",
+        _FAULTS,
+        "How answers break off. reset: close the connection; event: send an error event and [DONE]; stall: "
+        "send nothing more.",
     )
-    fail_status: int | None = Field(
-        default=None, ge=400, le=599, description="Every completion request is answered with this status."
+    fail_status: int | None = _option(
+        None,
+        _FAULTS,
+        "Answer every completion request with this HTTP status.",
+        unset="none",
+        ge=400,
+        le=599,
     )
-    refuse: bool = Field(default=False, description="Cut every connection before it is answered.")
+    refuse: bool = _option(False, _FAULTS, "Close every connection without an answer.")
+    exit_with_parent: bool = _option(
+        False, _BASIC, "Stop when standard input closes, i.e. when the parent process ends."
+    )
 
-    exit_with_parent: bool = Field(
-        default=False, description="Stop when standard input ends: the parent is gone."
-    )
+    @classmethod
+    def help_of(cls, name: str) -> tuple[str, str, str]:
+        """The group of a field, its description, and its default in words."""
+        field = cls.model_fields[name]
+        extra: Any = field.json_schema_extra
+        default = extra["unset"] or "none" if field.default in (None, "") else str(field.default)
+        return extra["group"], field.description or "", default
 
     @field_validator("order")
     @classmethod
@@ -205,24 +218,24 @@ class EngineOptions(BaseModel):
         except BadValueError as error:
             raise ValueError(str(error)) from None
         if swaps and info.data.get("admission") != "vllm":
-            raise ValueError("swap only with admission vllm: only there are blocks that could be copied")
+            raise ValueError("swap only with admission vllm")
         return preempt
 
     @field_validator("load_publish_endpoint")
     @classmethod
     def _pushed_by_sglang(cls, endpoint: str | None, info: ValidationInfo) -> str | None:
         if endpoint is not None and info.data.get("api") != "sglang":
-            raise ValueError("only with api sglang: vLLM does not push its load")
+            raise ValueError("only with api sglang; vLLM does not publish its load")
         return endpoint
 
     @model_validator(mode="after")
     def _role_has_a_connector(self) -> Self:
         if self.api == "sglang" and self.kv_connector != "none":
-            raise ValueError("kv_connector is vLLM's: an engine with api sglang needs a role only")
+            raise ValueError("kv_connector is a setting of vLLM; with api sglang, set only role")
         if self.kv_bidirectional and self.kv_connector != "nixl":
-            raise ValueError("kv_bidirectional: needs kv_connector nixl")
+            raise ValueError("kv_bidirectional needs kv_connector nixl")
         if self.ranks > 1 and self.kv_connector != "none":
-            raise ValueError("ranks: an engine with a kv_connector has one")
+            raise ValueError("an engine with a kv_connector has one rank; set ranks to 1")
         if self.api == "vllm" and self.role != "both" and self.kv_connector == "none":
             raise ValueError(f"role {self.role} needs kv_connector nixl")
         return self

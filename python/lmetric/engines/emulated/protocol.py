@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from lmetric.engines.emulated.errors import ApiError
 
@@ -47,7 +47,9 @@ def _stop_strings(value: Any) -> list[str]:
     return strings
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """The fields that all bodies of generated answers have."""
+
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
@@ -86,10 +88,48 @@ def _one_prompt(prompt: Any) -> str | list[int]:
     raise ValueError("should be a string or a list of token ids")
 
 
-class CompletionBody(_Body):
+class CompletionBody(Body):
     """A body of /v1/completions."""
 
     prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
+
+
+class SamplingParameters(BaseModel):
+    """`sampling_params` of a body of /inference/v1/generate."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31)
+    min_tokens: int | None = Field(default=None, ge=0)
+    stop: Annotated[list[str], PlainValidator(_stop_strings)] = []
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    extra_args: dict[str, Any] | None = None
+
+
+class GenerateBody(Body):
+    """A body of /inference/v1/generate."""
+
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: SamplingParameters
+
+    @model_validator(mode="after")
+    def _flatten(self) -> Self:
+        """Makes the sampling parameters fields of the body, as in other bodies."""
+        given = self.sampling_params
+        self.max_tokens, self.min_tokens = given.max_tokens, given.min_tokens
+        self.stop, self.stop_token_ids = given.stop, given.stop_token_ids
+        self.include_stop_str_in_output = given.include_stop_str_in_output
+        self.vllm_xargs = given.extra_args
+        return self
+
+    def refuse_unsupported(self) -> None:
+        """400 for what the engine cannot do."""
+        for name, allowed in {**_ONLY, "output_mode": ("tokens",)}.items():
+            for extra in (self.model_extra, self.sampling_params.model_extra):
+                value = (extra or {}).get(name)
+                if value is not None and value not in allowed:
+                    raise ApiError(400, f"{name} is not supported by the emulated engine", name)
 
 
 def _plain_content(content: Any) -> str:
@@ -123,7 +163,7 @@ class _Messages(BaseModel):
             raise ApiError(400, message, "continue_final_message")
 
 
-class ChatBody(_Body, _Messages):
+class ChatBody(Body, _Messages):
     """A body of /v1/chat/completions."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31)
@@ -263,8 +303,11 @@ class Shape:
         end = b"data: [DONE]\n\n"
         if not self.include_usage:
             return end
-        chunk = {**self._base, "choices": [], "usage": usage(len(self.prompt), produced, cached_tokens)}
+        chunk = self._usage_chunk(usage(len(self.prompt), produced, cached_tokens))
         return b"data: %b\n\n" % orjson.dumps(chunk) + end
+
+    def _usage_chunk(self, told: dict[str, Any]) -> dict[str, Any]:
+        return {**self._base, "choices": [], "usage": told}
 
     def whole(
         self,
@@ -299,3 +342,71 @@ class Shape:
     def _stream_usage(self, produced: int) -> dict[str, int]:
         prompt = len(self.prompt)
         return {"prompt_tokens": prompt, "total_tokens": prompt + produced, "completion_tokens": produced}
+
+
+class TokensShape(Shape):
+    """Answers of /inference/v1/generate: token ids without text. Fields that vLLM leaves null are
+    left out."""
+
+    def token(
+        self,
+        token: int,
+        produced: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None = None,
+        text: str | None = None,
+    ) -> bytes:
+        """The chunk of one token, the `produced`-th."""
+        return self._chunk([token], finish_reason, stop_reason, produced)
+
+    def aborted(self) -> bytes:
+        """The last chunk of a stream that the engine ends."""
+        return self._chunk([], "abort", None, 0)
+
+    def _usage_chunk(self, told: dict[str, Any]) -> dict[str, Any]:
+        return self._event([], told)
+
+    def whole(
+        self,
+        tokens: list[int],
+        finish_reason: str,
+        stop_reason: int | str | None,
+        cached_tokens: int | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        text: str | None = None,
+    ) -> bytes:
+        """The answer that is not streamed."""
+        told = usage(len(self.prompt), len(tokens), cached_tokens)
+        answer = self._event([self._choice(tokens, finish_reason, stop_reason)], told)
+        answer |= {"model": self._base["model"], "created": self._base["created"]}
+        return orjson.dumps(answer | {"kv_transfer_params": kv_transfer_params, "ec_transfer_params": None})
+
+    def _chunk(
+        self, tokens: list[int], finish_reason: str | None, stop_reason: int | str | None, produced: int
+    ) -> bytes:
+        told = self._stream_usage(produced) if self.continuous_usage else None
+        event = self._event([self._choice(tokens, finish_reason, stop_reason)], told)
+        if produced > 1:
+            event["prompt_token_ids"] = None
+        return b"data: %b\n\n" % orjson.dumps(event)
+
+    def _event(self, choices: list[dict[str, Any]], told: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "usage": told,
+            "prompt_token_ids": self.prompt.tolist() if self.token_ids and choices else None,
+            "output_mode": "tokens",
+            "choices": choices,
+        }
+
+    @staticmethod
+    def _choice(
+        tokens: list[int], finish_reason: str | None, stop_reason: int | str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            "token_ids": tokens,
+            "logprobs": None,
+        }

@@ -27,7 +27,7 @@ from lmetric.engines.emulated.generation import Generation
 from lmetric.engines.emulated.handover import PeerError, Rooms, fetch
 from lmetric.engines.emulated.kv_feed import open_socket
 from lmetric.engines.emulated.metrics import EngineMetrics
-from lmetric.engines.emulated.protocol import ChatBody, CompletionBody
+from lmetric.engines.emulated.protocol import Body
 from lmetric.engines.emulated.ranks import Rank, consecutive_ports
 from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.engines.endpoints import at_rank
@@ -133,7 +133,7 @@ class SglangApi(Api):
         if self._rooms is not None:
             await self._rooms.channel.stop()
 
-    def _rank_of(self, header: str | None, body: CompletionBody | ChatBody) -> Rank:
+    def _rank_of(self, header: str | None, body: Body) -> Rank:
         """By the header; else a prefill engine follows the room, and others take the ranks in
         turn."""
         count = len(self._ranks)
@@ -150,9 +150,7 @@ class SglangApi(Api):
             raise ApiError(400, f"routed_dp_rank={number} out of range [0, {count})")
         return self._ranks[number]
 
-    async def _run(
-        self, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
-    ) -> None:
+    async def _run(self, generation: Generation, rank: Rank, priority: int, body: Body) -> None:
         """As the emulated vLLM's; halves of a request wait for each other."""
         room = body.bootstrap_room
         if self._options.role == "both":
@@ -175,7 +173,7 @@ class SglangApi(Api):
         generation: Generation,
         rank: Rank,
         priority: int,
-        body: CompletionBody | ChatBody,
+        body: Body,
     ) -> None:
         """Produces exactly one token, and waits until the prompt is fetched."""
         generation.max_tokens = 1
@@ -200,7 +198,7 @@ class SglangApi(Api):
             rooms.leave(number)
 
     async def _decode(
-        self, number: int, generation: Generation, rank: Rank, priority: int, body: CompletionBody | ChatBody
+        self, number: int, generation: Generation, rank: Rank, priority: int, body: Body
     ) -> None:
         """Waits for the prompt's KV cache, then decodes."""
         prompt = generation.shape.prompt

@@ -103,7 +103,7 @@ class Keys:
 
 
 class PageAccess:
-    """Checks access to the router's own pages, by the table in docs/access.md.
+    """Checks access to the router's own pages, by the table in docs/how-to/access.md.
 
     Raises ConfigError.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import orjson
 from pydantic import ValidationError
@@ -27,7 +28,7 @@ class ApiError(Exception):
     """An error for the client: an HTTP status and an OpenAI error object.
 
     ``engines``: details with engine names. They follow the message unless they are hidden from
-    clients.
+    clients. ``more``: further fields of the body, beside ``error``.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -47,13 +49,14 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.more = dict(more or {})
 
     def body(self, show_engines: bool = True) -> bytes:
         """Returns the error object as JSON."""
         kind = _TYPES.get(self.status, "server_error")
         shown = f" ({self.engines})" if self.engines and show_engines else ""
         error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        return orjson.dumps({"error": error, **self.more})
 
 
 def whole_answer(
@@ -81,13 +84,29 @@ def whole_answer(
     return b"%b%b\r\n%b" % (head, more_fields, body)
 
 
-def no_engine_error(model: str, error: NoInstanceError, unusable: str | None) -> ApiError:
+class Unusable(NamedTuple):
+    """The reasons why no engine gets new requests.
+
+    ``summary``: counts of engines by cause, without names and addresses. ``details``: the reason of
+    each engine, with its name.
+    """
+
+    summary: str
+    details: str
+
+
+def no_engine_error(model: str | None, error: NoInstanceError | None, unusable: Unusable | None) -> ApiError:
     """Returns the 503 for a model without an engine that can accept a request now.
 
-    ``unusable``: the reason if no engine is usable, else None.
+    ``model``: None if no engine has reported its model. ``error``: of the core router; None: it was
+    not called. ``unusable``: the reasons if no engine is usable, else None.
     """
-    why = "no usable engine" if unusable else str(error)
-    return ApiError(503, f"{model}: {why}", engines=unusable, code="no_engine", headers={"retry-after": "2"})
+    if unusable is None:
+        why, details = "no usable engine" if error is None else str(error), None
+    else:
+        why, details = f"no usable engine: {unusable.summary}", unusable.details
+    message = why if model is None else f"{model}: {why}"
+    return ApiError(503, message, engines=details, code="no_engine", headers={"retry-after": "2"})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:

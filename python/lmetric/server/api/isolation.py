@@ -15,20 +15,9 @@ import orjson
 import structlog
 
 from lmetric.config import ServerConfig, read_secret
-from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
+from lmetric.engines.handover import CHAT, with_fields
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
-
-# Paths that accept `cache_salt` in vLLM 0.32. SGLang 0.5.23 reads it on the first three of them.
-_SALTED = frozenset(
-    {
-        *(CHAT, COMPLETIONS, "/v1/responses"),
-        *("/v1/embeddings", "/pooling", "/classify", "/v1/score", "/score"),
-        *("/v1/rerank", "/v2/rerank", "/rerank"),
-    }
-)
-# Paths that compute no prompt, so they leave nothing in a cache.
-_WITHOUT_CACHE = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 
 log = structlog.get_logger("lmetric.isolation")
 
@@ -74,7 +63,8 @@ class Isolation:
 
         Raises ApiError (403) if engines would ignore the salt on this path.
         """
-        if path not in _SALTED and path not in _WITHOUT_CACHE:
+        by = call.path.isolated_by
+        if by == "refused":
             raise ApiError(
                 403,
                 f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
@@ -82,7 +72,7 @@ class Isolation:
             )
         call.salt = self.salt(tenant, call.salt)
         call.scope = self.scope(tenant)
-        if path in _WITHOUT_CACHE:
+        if by == "no_cache":
             return
         request = call.request
         fields = {**request, "cache_salt": call.salt}

@@ -12,34 +12,17 @@ from msgspec import Struct
 
 from lmetric._core import BadRequestError, check_object, read_request
 from lmetric.server.api.errors import bad
+from lmetric.server.api.paths import RelayedPath
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
-
-# Further paths that some engines serve. Each accepts a JSON object by POST.
-PASSED_PATHS = (
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/v1/score",
-    "/rerank",
-    "/score",
-    "/pooling",
-    "/classify",
-    "/tokenize",
-    "/detokenize",
-)
 
 
 class ParsedRequest(Struct, eq=False, gc=False):
     """The fields of a request's body that routing needs."""
 
+    path: RelayedPath
     body: bytes  # as the client sent it, until `replace`
-    chat: bool
-    generates: bool  # the request is a chat or a completion
     model: str | None
     stream: bool
     session: str | None
@@ -69,10 +52,10 @@ class ParsedRequest(Struct, eq=False, gc=False):
         self.body, self._fields = body, fields
 
 
-def parse(path: str, body: bytes) -> ParsedRequest:
+def parse(path: RelayedPath, body: bytes) -> ParsedRequest:
     """Reads the body of a request. Raises ApiError (400), which names the position of the fault."""
     try:
-        return ParsedRequest(*read_request(path, body))
+        return ParsedRequest(path, *read_request(path.prompt, body))
     except BadRequestError as error:
         raise bad(*error.args) from None
 

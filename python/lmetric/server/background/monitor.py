@@ -1,6 +1,7 @@
 """Periodic tasks: engine checks, engine load, time limits, the hot-spot guard, rescheduling."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -8,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 
 from lmetric._core import LmetricError
+from lmetric.server.api.errors import Unusable
+from lmetric.server.background.downloads import Downloads
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.fleet import Fleet
@@ -62,6 +65,7 @@ class Monitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = _Polls("check", self._check)
         self._reads = _Polls("load", self._load_of)
+        self._downloads = Downloads(fleet)
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
         self._reminded: dict[str | None, float] = {}
@@ -69,19 +73,25 @@ class Monitor:
     async def check_all(self) -> None:
         """Checks all engines at once and waits for the results."""
         await self.check(list(self.fleet.engines()))
-        self._remind(time.monotonic())
+
+    def start_reminders(self, now: float) -> None:
+        """Marks unusable engines as logged: the log of the start has named them."""
+        self._reminded = {model: now for model, reason in self._unusable().items() if reason is not None}
+
+    def _unusable(self) -> dict[str | None, Unusable | None]:
+        """Returns by model why it has no usable engine. None, without a known model: any engine."""
+        reasons: dict[str | None, Unusable | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
+        return reasons or {None: unusable(self.fleet.engines())}
 
     def _remind(self, now: float) -> None:
         """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS`."""
-        reasons: dict[str | None, str | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
-        if not reasons:
-            reasons[None] = unusable(self.fleet.engines())
+        reasons = self._unusable()
         for model, reason in reasons.items():
             if reason is None:
                 self._reminded.pop(model, None)
             elif now - self._reminded.get(model, -math.inf) >= REMINDER_SECONDS:
                 self._reminded[model] = now
-                log.warning("no usable engine", model=model, reason=reason)
+                log.warning("no usable engine", model=model, reason=reason.details)
         for model in self._reminded.keys() - reasons.keys():
             del self._reminded[model]
 
@@ -105,6 +115,7 @@ class Monitor:
         if self.config.load.interval is not None:
             self._spawn("load", self.config.load.interval, self._load)
         self._spawn("KV events", 1.0, self._kv)
+        self._spawn("tokenizer downloads", 1.0, self._downloads.begin)
         self._spawn("policy files", POLICY_WATCH_SECONDS, self._watch_policies)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
@@ -114,6 +125,7 @@ class Monitor:
     async def stop(self) -> None:
         """Stops the periodic tasks."""
         tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
+        tasks += self._downloads.running.values()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -154,8 +166,13 @@ class Monitor:
                 self._lacks_resources(reason)
                 return
             if not engine.healthy and engine.last_error != reason:
-                log.warning("engine not usable", engine=engine.name, reason=reason)
-            engine.failed(error.kind if isinstance(error, UpstreamError) else "status", reason)
+                level = engine.quiet or logging.WARNING
+                log.log(level, "engine not usable", engine=engine.name, reason=reason)
+            if isinstance(error, UpstreamError):
+                kind = error.kind
+            else:
+                kind = "unidentified" if engine.unfit is None else "unfit"
+            engine.failed(kind, reason)
         else:
             engine.last_error = None
             engine.succeeded()

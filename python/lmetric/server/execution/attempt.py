@@ -49,14 +49,14 @@ class EngineAttempt:
         listener: AttemptListener,
         rules: Rules,
         asked: ClientRequest,
-        ticket: Ticket,
+        ticket: Ticket | None,
         step: Step,
         require_finish: bool,
     ) -> None:
         self._listener = listener
         self._rules = rules
         self._asked = asked
-        self._ticket = ticket
+        self._ticket = ticket  # None: the router's ledger does not count the request
         self.step = step
         self._require_finish = require_finish  # a stream without a finish_reason is incomplete
         self.error = False  # the engine reported an error inside its answer
@@ -131,7 +131,7 @@ class EngineAttempt:
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         upstream = engine.upstream
-        first = upstream.head(step.target or asked.head.target, step.stream)
+        first = upstream.head(step.target or asked.head.target, step.stream, step.method)
         head = asked.head.for_engine(first, len(body), given, upstream.has_key, asked.drops_priority)
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)
@@ -139,7 +139,7 @@ class EngineAttempt:
             connection.transport.write(head)
             connection.transport.write(body)
         # After the write, because this updates the index, which takes time for new blocks.
-        if step.advances_ticket:
+        if step.advances_ticket and self._ticket is not None:
             self._ticket.sent(now)
         if step.carries_kv:
             self._listener.on_attempt_event("sent", self)

@@ -79,6 +79,10 @@ class ClientRequest:
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
     prompt_bytes = 0  # 0 if the prompt was given as tokens
+    # The name of the only engine that may answer: it holds a response that the request continues.
+    pinned_to: str | None = None
+    # Called with the name of the engine whose answer (status 200) the client is about to get.
+    on_answer: Callable[[str], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
     only_closing_ends_it = False  # it has neither a length nor chunks
@@ -116,10 +120,12 @@ class ClientRequest:
 
     # The answer. `lines`: the router's own lines in its head.
 
-    def pass_on(self, reader: ResponseReader, lines: bytes) -> None:
+    def pass_on(self, reader: ResponseReader, lines: bytes, engine: str) -> None:
         """Starts the answer with an engine's bytes so far, and forwards its further bytes."""
         self.state = "passed"
         self._reader = reader
+        if self.on_answer is not None and reader.status == 200:
+            self.on_answer(engine)
         write = self.transport.write
         head = reader.commit(lines, not self.keep_alive, write)
         write(_with_cors(head, self.cors) if self.cors else head)

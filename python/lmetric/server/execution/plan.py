@@ -130,6 +130,7 @@ class Step(Struct, eq=False, gc=False):  # msgspec creates it in C, as each requ
     limit_seconds: float  # until its first token, or until it is whole
     stream: bool = False  # it requests a stream
     target: bytes | None = None  # path of the request; None: the client's path
+    method: bytes = b"POST"
     beside: bool = False  # it runs beside the open segment
     for_client: bool = True  # its answer is for the client
     advances_ticket: bool = True  # the attempt marks the ticket as sent

@@ -111,7 +111,8 @@ class RequestRunner(InFlightRequest):
         client = self._asked.client
         if client.body_size:
             client.release_body()
-        self._asked.pass_on(attempt.reader, execution.head_lines(attempt.step.engine.name))
+        engine = attempt.step.engine.name
+        self._asked.pass_on(attempt.reader, execution.head_lines(engine), engine)
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution

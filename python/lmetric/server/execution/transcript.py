@@ -7,7 +7,7 @@ reasoning, or has another tokenizer), and the answers are not merged.
 
 A segment that ends at token s of a request with P prompt tokens produces s - P + 1 tokens. The last
 one has no KV cache, so the next segment produces it again, and it counts there (vLLM,
-`docs/engines.md`). A bounded segment produces s - P tokens, and all of them count.
+`docs/reference/engines.md`). A bounded segment produces s - P tokens, and all of them count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One engine: its connections, health and capabilities."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import structlog
@@ -14,6 +15,7 @@ from lmetric.config import ADMIN, CONFIGURED, EngineConfig, PoolSettings, Role, 
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
+from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
@@ -22,6 +24,27 @@ from lmetric.server.upstream.pool import Upstream
 from lmetric.tokens import PromptTokenizer
 
 NAMED_ENGINES = 5  # most engines named in one message
+
+# By kind of failure: the cause, for any client, and the fix.
+_CAUSES = {
+    "refused": ("connection refused", "start the engine, or correct its URL"),
+    "dns": ("host name not found", "correct the host name in its URL"),
+    "tls": ("no secure connection", "correct the scheme of its URL, or its certificate"),
+    "unreachable": ("no connection", "allow the router's connections to it in the network"),
+    "timeout": ("no answer in time", "see the engine's log"),
+    "reset": ("connection broken", "see the engine's log"),
+    "status": ("health check failed", "see the engine's log"),
+    "unidentified": ("model not known", "check that its URL has the OpenAI API: GET /v1/models"),
+    "unfit": ("not suited to its role", None),
+}
+
+
+class NotUsable(NamedTuple):
+    """Why an engine gets no new requests: the cause, for any client; the whole reason; the fix."""
+
+    cause: str
+    reason: str
+    fix: str | None = None
 
 
 log = structlog.get_logger("lmetric.fleet")
@@ -82,6 +105,8 @@ class Engine:
         self.failures = 0
         self.successes = 0
         self.last_error: str | None = None
+        self.last_failure = ""  # the kind of the last error
+        self.quiet: int | None = None  # level for events that the log of the start summarizes
 
     @property
     def role(self) -> Role:
@@ -107,15 +132,22 @@ class Engine:
         return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
-    def unusable(self) -> str | None:
-        """The reason why it gets no new requests; None: it gets them."""
+    def unusable(self) -> NotUsable | None:
+        """Why it gets no new requests; None: it gets them."""
         if self.draining:
-            return "draining"
+            return NotUsable("draining", "draining", "POST /admin/engines/NAME/undrain")
+        if self.switches:
+            return NotUsable("changing its role", "changing its role")
         if self.leaving:
-            return f"no longer listed by {self.source}"
+            return NotUsable("no longer listed", f"no longer listed by {self.source}")
         if not self.ready:
-            return f"not ready, according to {self.source}"
-        return None if self.healthy else self.last_error or "not checked yet"
+            return NotUsable("not ready", f"not ready, according to {self.source}")
+        if self.healthy:
+            return None
+        if self.last_error is None:
+            return NotUsable("not checked yet", "not checked yet")
+        cause, fix = _CAUSES.get(self.last_failure, ("requests failed", "see the engine's log"))
+        return NotUsable(cause, self.last_error, fix)
 
     @property
     def running(self) -> int:
@@ -150,7 +182,7 @@ class Engine:
             return
         self.successes = 0
         self.failures += 1
-        self.last_error = reason
+        self.last_error, self.last_failure = reason, kind
         if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
             self._turn(False, reason)
         if kind == "refused" and not self.lost_blocks:
@@ -234,18 +266,25 @@ class Engine:
         if self.pool is not None:
             self.pool.router.update_instance(self.name, healthy=healthy)
             if healthy:
-                log.info("engine up", model=self.pool.name, engine=self.name)
+                log.log(self.quiet or logging.INFO, "engine up", model=self.pool.name, engine=self.name)
             else:
                 log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
 
 
-def unusable(engines: Iterable[Engine]) -> str | None:
+def unusable(engines: Iterable[Engine]) -> Unusable | None:
     """Returns the reasons why none of these engines gets new requests; None: one of them does."""
+    causes: Counter[str] = Counter()
     reasons = []
     for engine in engines:
-        reason = engine.unusable
-        if reason is None:
+        why = engine.unusable
+        if why is None:
             return None
-        reasons.append(f"{engine.name}: {reason}")
+        causes[why.cause] += 1
+        reasons.append(f"{engine.name}: {why.reason}")
+    if not reasons:
+        return Unusable("there are no engines", "there are no engines")
+    summary = "; ".join(
+        f"{cause} ({count} of {len(reasons)} engines)" for cause, count in causes.most_common()
+    )
     more = [f"and {len(reasons) - NAMED_ENGINES} more"] if len(reasons) > NAMED_ENGINES else []
-    return "; ".join(reasons[:NAMED_ENGINES] + more) or "there are no engines"
+    return Unusable(summary, "; ".join(reasons[:NAMED_ENGINES] + more))

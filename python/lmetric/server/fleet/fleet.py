@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from lmetric._core import LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
-from lmetric.server.api.errors import ApiError
+from lmetric.server.api.errors import ApiError, no_engine_error
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.policies import RELOADED, Policies
@@ -47,7 +48,7 @@ class Fleet:
     def build(self) -> None:
         """Builds pools and engines of the configuration.
 
-        Raises LmetricError if a policy is invalid.
+        Raises LmetricError if a policy or a tokenizer is invalid.
         """
         config = self.config
         for model in config.models:
@@ -60,10 +61,11 @@ class Fleet:
             self.add(engine)
         pools = list(self.pools)
         if not self.pools or self.unplaced or config.discovery:
-            # An invalid policy fails here, not when the first engine answers.
+            # Invalid policies and tokenizers fail here, not when the first engine answers.
             pools.append(Pool(0, "", [], config.pool_settings()))
         for pool in pools:  # later pools have the settings of one of these
-            pool.report_policy()
+            pool.load_tokenizer()
+            pool.warn_of_policies()
 
     def add(self, config: EngineConfig, source: str = CONFIGURED, model: str | None = None) -> Engine:
         """Adds an engine.
@@ -176,13 +178,7 @@ class Fleet:
         if known is not None:
             return known
         if not self.pools:
-            raise ApiError(
-                503,
-                "no usable engine",
-                engines=unusable(self.engines()),
-                code="no_engine",
-                headers={"retry-after": "2"},
-            )
+            raise no_engine_error(None, None, unusable(self.engines()))
         if model is None:
             if len(self.pools) == 1:
                 return self.pools[0], None
@@ -234,9 +230,8 @@ class Fleet:
         if pool is None:
             return  # removed meanwhile
         base = told.base(pool.name)
-        if base is not None and base.root is not None:
-            async with pool.asking:
-                await pool.set_tokenizer(base.root)
+        async with pool.asking:
+            await pool.set_tokenizer(base.root if base is not None else None)
         await pool.compare_tokens(engine, self.config.health.timeout)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile
@@ -247,7 +242,9 @@ class Fleet:
         if told == before:
             return
         pool.retry_joins()
-        log.info(
+        level = logging.INFO if engine.mode.name == "exact" else logging.WARNING
+        log.log(
+            engine.quiet or level,
             "engine identified",
             engine=engine.name,
             model=pool.name,
@@ -258,6 +255,7 @@ class Fleet:
             load=", ".join(told.load_names) or "none",
             mode=engine.mode.name,
             reason=engine.mode.reason,
+            fix=engine.mode.fix,
             role=engine.role,
         )
         if engine.handover is not None and (fault := engine.handover.fault) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
@@ -23,6 +24,12 @@ from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription,
 # An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16
 SILENT_SECONDS = 5.0
+
+_FIX_SUBSCRIBE = "set another kv_events.endpoint, or stop the process that uses this endpoint"
+_FIX_CONNECT = (
+    "let the engine listen at this endpoint, and allow the router's connections to it in the network"
+)
+_FIX_SILENT = "check that the port and the topic belong to this engine, with lmetric-router doctor URL"
 _WINDOW_SECONDS = 180.0  # time constant of the indicator window_prefill_tokens
 
 log = structlog.get_logger("lmetric.kv")
@@ -114,7 +121,9 @@ class KvFeed:
         setting = engine.config.kv_events
         if setting is None:
             setting = engine.pool.settings.kv_events
-        mode, subscriptions = choose(engine.capabilities, engine.host, setting, pooled, engine.tokens_differ)
+        mode, subscriptions = choose(
+            engine.capabilities, engine.host, setting, pooled, engine.tokens_differ, engine.adapter.flags
+        )
         heard, pushed = self._heard.get(engine.name), _pushed_load(engine)
         same = heard is not None and (heard.subscriptions, heard.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:
@@ -126,7 +135,7 @@ class KvFeed:
                     self._subscribe(engine, subscriptions, mode, pooled)
             except LmetricError as error:
                 self.unwire(engine.name)
-                mode = Mode("approximate", f"cannot subscribe to its KV events: {error}")
+                mode = Mode("approximate", "cannot subscribe to its KV events", str(error), _FIX_SUBSCRIBE)
         else:
             if engine.mode.name != "exact":
                 mode = engine.mode  # set by `watch`
@@ -178,7 +187,7 @@ class KvFeed:
                 continue
             tally = _Tally.of(self._feed.status(engine.name))
             problem = self._problem(engine, heard, tally, instances[engine.name], now)
-            self._turn(engine, heard.exact if problem is None else Mode("approximate", problem))
+            self._turn(engine, heard.exact if problem is None else problem)
             if tally.incomplete and heard.refilled != tally.losses:
                 heard.refilled = tally.losses
                 self._refill(engine)
@@ -187,8 +196,8 @@ class KvFeed:
 
     def _problem(
         self, engine: Engine, heard: _Heard, tally: _Tally, row: InstanceStats, now: float
-    ) -> str | None:
-        """Returns the reason why an engine's events are not reliable now, or None."""
+    ) -> Mode | None:
+        """Returns the mode of an engine while its events are not reliable; None: they are."""
         if tally.restarts > heard.restarts:
             engine.ask_anew()
         came = tally.batches > heard.batches
@@ -199,10 +208,11 @@ class KvFeed:
         if tally.block_size not in (None, heard.pooled.block_size):
             return mismatch(tally.block_size, heard.pooled)
         if now - heard.connected_at >= SILENT_SECONDS:
-            return f"no connection to its KV events at {heard.where}"
+            return Mode("approximate", "no connection to its KV events", heard.where, _FIX_CONNECT)
         if silent:
             topic = "" if tally.other_topic is None else f", only messages of topic {tally.other_topic!r}"
-            return f"it computed prompts, but no KV event came from {heard.where}{topic}"
+            detail = f"no KV event came from {heard.where}{topic}"
+            return Mode("approximate", "it computed prompts, but sent no KV event", detail, _FIX_SILENT)
         return None
 
     def _subscribe(
@@ -241,8 +251,15 @@ class KvFeed:
         if mode.name != "exact":
             engine.refill = None
         if before is not UNASKED:  # else the mode is logged with the identification
-            told = log.warning if before.name == "exact" else log.info
-            told("KV index mode changed", engine=engine.name, mode=mode.name, reason=mode.reason)
+            level = logging.INFO if mode.name == "exact" else logging.WARNING
+            log.log(
+                level,
+                "KV index mode changed",
+                engine=engine.name,
+                mode=mode.name,
+                reason=mode.reason,
+                fix=mode.fix,
+            )
 
     def _refill(self, engine: Engine) -> None:
         field = engine.capabilities.full_report

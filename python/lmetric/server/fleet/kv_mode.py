@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from lmetric._core import EventFeed
@@ -16,17 +18,35 @@ MODES = ("exact", "approximate", "load_only")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The source of an engine's entries in the KV index, and the reason.
+    """The source of an engine's entries in the KV index, the reason, and the way to `exact`.
 
-    exact: its KV events. approximate: the requests sent to it. load_only: none, as it caches
-    nothing. The reason contains no changing figures, so that equal modes compare equal.
+    name: exact: its KV events. approximate: the requests sent to it. load_only: none, as it caches
+    nothing. cause: the reason without addresses, names and texts, for clients without credentials.
+    detail: the rest of the reason, without changing figures, so that equal modes compare equal.
+    fix: the setting of the engine or of the router that allows `exact`; None: `exact` already, or
+    the router does not know a fix.
     """
 
     name: Literal["exact", "approximate", "load_only"]
-    reason: str
+    cause: str
+    detail: str | None = None
+    fix: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Cause and detail."""
+        return self.cause if self.detail is None else f"{self.cause}: {self.detail}"
 
 
 UNASKED = Mode("approximate", "it is not identified yet")
+
+FIX_TOKENIZER = (
+    "set tokenizer (doctor: --tokenizer) to a Hub repository (OWNER/NAME), or to a folder with the model's "
+    "tokenizer.json and chat template"
+)
+_FIX_TOKENS = f"{FIX_TOKENIZER}, or kv_events.without_tokenizer: true if clients send token ids"
+_FIX_BLOCK_SIZE = "set one block size on all engines of a model, and the same as block_size"
+_FIX_EVENTS = "turn on KV events on the engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +79,7 @@ class PoolFacts:
     block_size: int
     block_size_from: str = field(compare=False)  # an engine, the configuration, or default
     knows_tokens: bool  # text prompts become token ids
+    tokenizer_note: str | None = field(default=None, compare=False)  # why they do not
 
 
 def choose(
@@ -67,34 +88,36 @@ def choose(
     setting: KvEvents | Literal["auto", "off"],
     pool: PoolFacts,
     tokens_differ: str | None = None,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Mode, tuple[Subscription, ...]]:
     """Returns the best mode that an engine at `host` allows, and the subscriptions it needs.
 
     ``tokens_differ``: a prompt that the engine tokenizes differently from the router, or None.
+    ``flags``: the flags of this kind of engine by feature (`Adapter.flags`), for the fix.
     """
     if capabilities.prefix_caching is False:
-        return Mode("load_only", "its prefix cache is off"), ()
+        return Mode("load_only", "its prefix cache is off", fix=flag_fix(flags, "prefix_cache")), ()
     if setting == "off":
-        return Mode("approximate", "kv_events is off in the configuration"), ()
+        fix = "remove kv_events: off from the configuration"
+        return Mode("approximate", "kv_events is off in the configuration", fix=fix), ()
     given = setting if isinstance(setting, KvEvents) else KvEvents()
     sources = _sources(capabilities, given)
     if not sources:
-        return Mode("approximate", capabilities.no_events or "it reports no KV events"), ()
+        fix = capabilities.events_fix or flag_fix(flags, "kv_events") or _FIX_EVENTS
+        return Mode("approximate", "it reports no KV events", capabilities.no_events, fix), ()
     if not pool.knows_tokens and not given.without_tokenizer:
-        reason = (
-            "its events hold token ids, prompts are text, and the model's tokenizer is not known: "
-            "set tokenizer, or kv_events.without_tokenizer if clients send token ids"
-        )
-        return Mode("approximate", reason), ()
+        cause = "its events hold token ids, prompts are text, and the model's tokenizer is not known"
+        return Mode("approximate", cause, pool.tokenizer_note, _FIX_TOKENS), ()
     if pool.knows_tokens and tokens_differ is not None:
-        return Mode("approximate", f"it tokenizes prompts differently from the router: {tokens_differ}"), ()
+        cause = "it tokenizes prompts differently from the router"
+        return Mode("approximate", cause, tokens_differ, FIX_TOKENIZER), ()
     size = capabilities.block_size
     if size is not None and size != pool.block_size:
-        return Mode("approximate", mismatch(size, pool)), ()
+        return mismatch(size, pool), ()
     try:
         subscriptions = tuple(_subscription(source, host, given) for source in sources)
     except EndpointError as error:
-        return Mode("approximate", str(error)), ()
+        return Mode("approximate", "the router cannot reach its KV events", str(error), error.fix), ()
     reason = (
         "KV events"
         if pool.knows_tokens
@@ -103,12 +126,16 @@ def choose(
     return Mode("exact", reason), subscriptions
 
 
-def mismatch(size: int, pool: PoolFacts) -> str:
-    """Returns the reason why an engine with blocks of `size` tokens cannot be exact."""
-    return (
-        f"its blocks have {size} tokens, its model's index {pool.block_size} (by {pool.block_size_from}); "
-        "set one block size on all engines of a model, and the same as block_size"
-    )
+def flag_fix(flags: Mapping[str, str], feature: str) -> str | None:
+    """Returns the fix that sets an engine's flag for a feature."""
+    flag = flags.get(feature)
+    return f"start the engine with {flag}" if flag and flag.startswith("--") else flag
+
+
+def mismatch(size: int, pool: PoolFacts) -> Mode:
+    """Returns the mode of an engine with blocks of `size` tokens in a pool of another size."""
+    detail = f"its blocks have {size} tokens, its model's index {pool.block_size} (by {pool.block_size_from})"
+    return Mode("approximate", "its block size is not that of its model's index", detail, _FIX_BLOCK_SIZE)
 
 
 def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, ...]:
@@ -141,7 +168,8 @@ def _subscription(source: EventSource, host: str, given: KvEvents) -> Subscripti
         return Subscription(reachable(source.endpoint, host), replay, topic, rank=source.rank)
     if not given.bind:
         raise EndpointError(
-            f"it connects to {source.endpoint} to send its KV events: set an endpoint with * on the engine "
-            "so that it listens, or kv_events.endpoint and kv_events.bind so that the router listens"
+            f"it connects to {source.endpoint} to send its KV events",
+            "set an endpoint with * on the engine so that it listens, "
+            "or kv_events.endpoint and kv_events.bind so that the router listens",
         )
     return Subscription(source.endpoint, replay, topic, bind=True, rank=source.rank)

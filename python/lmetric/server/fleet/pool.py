@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,17 +21,26 @@ from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
 from lmetric.server.api.eligibility import split_ineligibility, unpulled_reason
-from lmetric.server.api.errors import ApiError, no_engine_error
+from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
-from lmetric.server.fleet.kv_mode import PoolFacts
+from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.upstream.connection import UpstreamError
-from lmetric.tokens import NotVerifiable, PromptTokenizer, TokenizerError, find_folder, verify
+from lmetric.tokens import (
+    NotVerifiable,
+    PromptTokenizer,
+    TokenizerError,
+    configured_folder,
+    find_folder,
+    is_hub_id,
+    verify,
+    why_not_downloaded,
+)
 
 log = structlog.get_logger("lmetric.fleet")
 
@@ -85,10 +95,15 @@ class Pool:
         self.tokenizer_note: str | None = "no engine has reported its model's folder yet"
         self.text_prompts: Counter[str] = Counter()  # by the reason for matching them as text
         self._root: str | None = None
+        # The Hub repository from which a background task downloads the tokenizer.
+        self.wanted: str | None = None
+        # The configured folder or Hub repository, until it is loaded.
+        self._configured: str | None = None
         if settings.tokenizer == "off":
             self.tokenizer_note = "tokenizer: off"
         elif settings.tokenizer is not None:
-            self._use(self._load(settings.tokenizer))
+            self._configured = settings.tokenizer
+            self.tokenizer_note = "the tokenizer is not loaded yet"
         self.engines: dict[str, Engine] = {}
         self.created = int(time.time())
         # A label is valid only for its tenant, and cannot be guessed.
@@ -145,8 +160,9 @@ class Pool:
         policies.install(self.router, self.policies)
         self.policies = policies
         names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
-        log.info("policies replaced", model=self.name or "any", **names)
-        self.report_policy()
+        guard = {"guard": self.guard, "guard_reason": self.router.guard_reason}
+        log.info("policies replaced", model=self.name or "any", **names, **guard)
+        self.warn_of_policies()
 
     def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
         """Replaces the declared indicators. Raises LmetricError; then nothing has changed."""
@@ -162,13 +178,14 @@ class Pool:
         """Returns the number of decisions by fallbacks, from `Router.policy_fallbacks`."""
         return int(counts["errors"] + counts["overruns"] + counts["paused"])
 
-    def report_policy(self) -> None:
-        """Logs the state of the hot-spot guard, and problems of the policies on an idle fleet."""
+    @property
+    def guard(self) -> str:
+        """The state of the hot-spot guard: on or off."""
+        return "on" if self.router.stats()["guard_on"] else "off"
+
+    def warn_of_policies(self) -> None:
+        """Logs problems of the policies on an idle fleet."""
         model = self.name or "any"
-        on = bool(self.router.stats()["guard_on"])
-        log.info(
-            "hot-spot guard setting", model=model, guard="on" if on else "off", why=self.router.guard_reason
-        )
         for warning in self.router.policy_warnings():
             log.warning("policy scores no engine", model=model, reason=warning)
 
@@ -219,7 +236,10 @@ class Pool:
         engine.unfit = None
         rank, told_of = engine.config.data_parallel_rank, engine.capabilities
         if engine.identified and rank is not None and told_of.data_parallel_rank != rank:
-            engine.unfit = told_of.no_events or f"it did not confirm data_parallel_rank {rank}"
+            engine.unfit = f"it did not confirm data_parallel_rank {rank}"
+            if told_of.no_events is not None:
+                fix = told_of.events_fix or flag_fix(engine.adapter.flags, "kv_events")
+                engine.unfit = f"{told_of.no_events}; {fix}" if fix else told_of.no_events
         elif role != "both" and engine.identified:
             told, does = engine.capabilities.role, engine.connector
             if does is None:
@@ -314,7 +334,7 @@ class Pool:
         """
         if engine is not None:
             self._take_block_size(engine.capabilities)
-        pooled = PoolFacts(self.block_size, self.block_size_from, self.knows_tokens)
+        pooled = PoolFacts(self.block_size, self.block_size_from, self.knows_tokens, self.tokenizer_note)
         wired = [engine] if engine is not None else []
         if pooled != self._pooled:
             self._pooled = pooled
@@ -351,6 +371,50 @@ class Pool:
             folder, chat_template=settings.chat_template, cache_bytes=settings.token_cache_bytes
         )
 
+    def load_tokenizer(self) -> None:
+        """Loads the configured tokenizer, or records that it must be downloaded.
+
+        Takes a second for a large vocabulary: a running server calls `set_tokenizer`. Raises
+        TokenizerError if it can neither be loaded nor downloaded.
+        """
+        if self._configured is not None:
+            self._accept(self._configured, self._load_configured(self._configured))
+
+    def _load_configured(self, setting: str) -> PromptTokenizer | None:
+        """Returns the configured tokenizer; None: it must be downloaded. Raises TokenizerError."""
+        folder = configured_folder(setting, self.settings.tokenizer_revision)
+        if folder is not None:
+            return self._load(folder)
+        if why := self._why_not_downloaded(setting):
+            raise TokenizerError(f"tokenizer: {why}")
+        return None
+
+    def _accept(self, setting: str, tokenizer: PromptTokenizer | None) -> None:
+        self._configured = None
+        if tokenizer is not None:
+            self._use(tokenizer)
+        else:
+            self._want(setting)
+
+    def _why_not_downloaded(self, repository: str) -> str | None:
+        """The reason why a tokenizer must not be downloaded; None: it may."""
+        settings = self.settings
+        return why_not_downloaded(repository, settings.tokenizer, settings.tokenizer_download)
+
+    def _want(self, repository: str) -> None:
+        self.wanted = repository
+        self.tokenizer = None
+        self.tokenizer_note = f"the tokenizer of {repository} is not downloaded yet"
+
+    async def use_download(self, folder: Path) -> None:
+        """Loads the tokenizer that was downloaded for `wanted`. Raises TokenizerError."""
+        async with self.asking:
+            tokenizer = await asyncio.to_thread(self._load, folder)
+            self.wanted = None
+            self._use(tokenizer)
+        for engine in self.engines.values():
+            engine.ask_again_at = 0.0  # the next check compares tokens and chooses the mode again
+
     def _use(self, tokenizer: PromptTokenizer) -> None:
         self.tokenizer = tokenizer
         self.tokenizer_note = "; ".join(tokenizer.notes) or None
@@ -362,21 +426,34 @@ class Pool:
         self.tokenizer_note = reason
         log.warning("prompts are matched as text", model=self.name, reason=reason)
 
-    async def set_tokenizer(self, root: str) -> None:
-        """Loads the tokenizer of an engine's model, unless the configuration has one.
+    async def set_tokenizer(self, root: str | None) -> None:
+        """Loads the configured tokenizer, or the tokenizer of an engine's model.
 
-        ``root``: the model's folder or name, as the engine reports it. A call with the same root
+        ``root``: the model's folder or name, if the engine reports it. A call with the same root
         does nothing. If there is no usable tokenizer, prompts are matched as text, and
-        ``tokenizer_note`` has the reason.
+        ``tokenizer_note`` has the reason. If it may be downloaded, ``wanted`` has the repository.
         """
-        if self.settings.tokenizer is not None or root == self._root:
+        if (setting := self._configured) is not None:
+            try:
+                self._accept(setting, await asyncio.to_thread(self._load_configured, setting))
+            except TokenizerError as error:
+                self._configured = None
+                self.drop_tokenizer(str(error))
+        if self.settings.tokenizer is not None or root is None or root == self._root:
             return
         self._root = root
-        folder = find_folder(root)
+        self.wanted = None
+        folder = await asyncio.to_thread(find_folder, root, self.settings.tokenizer_revision)
         if folder is None and self.tokenizer is not None:
             return  # another engine's folder is in use
         if folder is None:
-            self.drop_tokenizer(f"the engine's model {root!r} is not a folder of this machine; set tokenizer")
+            if not is_hub_id(root):
+                why = f"the engine's model {root!r} is not a folder of this machine; set tokenizer"
+                self.drop_tokenizer(why)
+            elif refused := self._why_not_downloaded(root):
+                self.drop_tokenizer(f"the engine's model {refused}")
+            else:
+                self._want(root)
             return
         try:
             # Reading a large vocabulary takes a second.
@@ -416,8 +493,8 @@ class Pool:
             )
 
     @property
-    def unusable(self) -> str | None:
-        """The reason why none of its engines gets new requests; None: one of them does."""
+    def unusable(self) -> Unusable | None:
+        """The reasons why none of its engines gets new requests; None: one of them does."""
         return unusable(self.engines.values())
 
     def no_engine_error(self, error: NoInstanceError) -> ApiError:

@@ -13,17 +13,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from lmetric._core import NoInstanceError, Request, RequestHead, RequestReader
 from lmetric.config import ServerConfig
-from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
 from lmetric.server.api.isolation import Isolation
-from lmetric.server.api.request import PASSED_PATHS, ParsedRequest, parse
+from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, StoredResponsePath, stored_response
+from lmetric.server.api.request import ParsedRequest, parse
+from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
+from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.client_load import ClientLoad
@@ -76,7 +79,8 @@ class Frontend(web.Server):
         self.refusing = False
         self._goes_on = AlreadySentResponse(True)
         self._ends = AlreadySentResponse(False)
-        self.paths = frozenset((CHAT, COMPLETIONS, *PASSED_PATHS, *config.paths))
+        self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
+        self.stored = StoredResponses(config.limits)
         self.requests = RequestReader(keys.on, token_hex(6))
         self._access = config.log.access
         self._show_engines = config.errors.show_engines
@@ -147,20 +151,26 @@ class Frontend(web.Server):
         if (broken := violation(request, target)) is not None:
             return self._reject(client, request.raw_headers, broken)
         path, _, query = target.partition("?")
-        cors = self._cors if path in self.paths or path.startswith("/v1/models") else None
+        relayed = path in self.paths
+        stored = None if relayed else stored_response(path)
+        methods = ("POST",) if relayed else stored.methods if stored is not None else ("GET",)
+        to_engine = relayed or stored is not None
+        cors = self._cors if to_engine or path.startswith("/v1/models") else None
         try:
             if cors is not None and request.method == "OPTIONS":
-                answer = cors.preflight(request, "POST" if path in self.paths else "GET")
+                answer = cors.preflight(request, ", ".join(methods))
                 if answer is not None:
                     return answer
-            if path not in self.paths:
+            if not to_engine:
                 page = await self.pages(self, request, path, query)
                 if cors is not None:
                     page.headers.update(cors.fields(request.headers.get("origin")))
                 return page
-            if request.method != "POST":
+            if request.method not in methods:
                 raise ApiError(
-                    405, f"{request.method} is not allowed on {path}; use POST", headers={"allow": "POST"}
+                    405,
+                    f"{request.method} is not allowed on {path}; use {' or '.join(methods)}",
+                    headers={"allow": ", ".join(methods)},
                 )
         except ApiError as error:
             return self._refuse(request, error, cors)
@@ -183,7 +193,10 @@ class Frontend(web.Server):
                 asked.keep_alive = False  # the rest of the body may still come
                 self._ended(asked, None, error)
             else:
-                self._serve(asked, body)
+                if stored is None:
+                    self._serve(asked, body)
+                else:
+                    self._serve_stored(asked, stored, request.method)
         try:
             return self._goes_on if await ended else self._ends
         except asyncio.CancelledError:
@@ -212,9 +225,9 @@ class Frontend(web.Server):
         return self._ends
 
     def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
-        request_id = request.headers.get("x-request-id")
-        if request_id:
-            error.headers.setdefault("x-request-id", request_id[:256])
+        if request.headers.get("x-request-id"):
+            head = self.requests.sort(b"", request.raw_headers)
+            error.headers.setdefault("x-request-id", head.request_id)
         if cors is not None:
             error.headers.update(cors.fields(request.headers.get("origin")))
         response = web.Response(
@@ -362,11 +375,13 @@ class Frontend(web.Server):
     def _serve(self, asked: ClientRequest, body: bytes) -> None:
         """Starts the request. `_ended` is called at its end."""
         try:
-            call = parse(asked.path, body)
+            call = parse(self.paths[asked.path], body)
             if asked.tenant and asked.tenant in self.isolation.tenants:
                 self.isolation.apply(asked.tenant, asked.path, call)
             pool, adapter = self.fleet.find(call.model)
             asked.pool = pool
+            if call.path.stores:
+                self._follow_response(asked, call, pool)
             in_thread = self._read_prompt(call, pool)
             if in_thread is None:
                 self._place(asked, call, pool, adapter, asked.started)
@@ -379,13 +394,70 @@ class Frontend(web.Server):
             log.exception("a request failed with an internal error", path=asked.path)
             self._ended(asked, None, ApiError(500, FAILED))
 
+    # Stored responses.
+
+    def _follow_response(self, asked: ClientRequest, call: ParsedRequest, pool: Pool) -> None:
+        """Pins a request to the engine of the response that it continues, and follows its own.
+
+        Raises ApiError (400, 404).
+        """
+        tenant, stored = asked.tenant, self.stored
+        if (previous := previous_id(call)) is not None:
+            home, engine = self._holder(tenant, previous)
+            if home is not pool:
+                raise bad(
+                    f"previous_response_id: the model of that response is {home.name!r}, not {pool.name!r}",
+                    "previous_response_id",
+                )
+            asked.pinned_to = engine.name
+        own = assign_id(call, tenants=self.keys.on or bool(self._shares))
+        if own is not None:
+            asked.on_answer = lambda engine: stored.add(tenant, own, Holder(pool.name, engine))
+
+    def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
+        """Returns the model and the engine of a stored response. Raises ApiError (404)."""
+        holder = self.stored.find(tenant, response_id)
+        pool, _ = self.fleet.names.get(holder.model, (None, None))
+        engine = pool.engines.get(holder.engine) if pool is not None else None
+        if pool is None or engine is None:
+            error = not_found(response_id, "is lost: the engine that held it was removed")
+            error.engines = holder.engine
+            raise error
+        return pool, engine
+
+    def _serve_stored(self, asked: ClientRequest, target: StoredResponsePath, method: str) -> None:
+        """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
+        tenant, response_id = asked.tenant, target.response_id
+        relay: DirectRequest | None = None
+        try:
+            asked.pool, engine = self._holder(tenant, response_id)
+            if method == "DELETE":
+                asked.on_answer = lambda _: self.stored.forget(tenant, response_id)
+            asked.keep_alive &= not self.draining
+            relay = DirectRequest(self._rules, asked, engine, method.encode(), self._ended)
+            asked.client.relay = relay
+            self.relays.add(relay)
+            if asked.client.writing_paused:
+                relay.client_slow()
+            relay.start(time.monotonic())
+        except ApiError as error:
+            self._ended(asked, None, error)
+        except Exception:
+            log.exception("a request failed with an internal error", path=asked.path)
+            if relay is None:
+                self._ended(asked, None, ApiError(500, FAILED))
+            else:
+                relay.fail()
+
+    # Placement.
+
     def _read_prompt(self, call: ParsedRequest, pool: Pool) -> Callable[[], Tokens | None] | None:
         """Tokenizes the prompt if its pool matches tokens.
 
         Returns long work as a function, for a thread.
         """
         tokenizer = pool.tokenizer
-        if tokenizer is None or call.text is None or not call.generates:
+        if tokenizer is None or call.text is None or not call.path.generates:
             return None
         if len(call.body) > LARGE_BODY:
             return partial(read_prompt, tokenizer, call)
@@ -481,10 +553,19 @@ class Frontend(web.Server):
                     unpulled is None,
                     unpulled,
                     _priority(head, call) if policies.reads_priority else None,
+                    asked.pinned_to,
                 ),
                 now=now,
             )
         except NoInstanceError as error:
+            if asked.pinned_to is not None:
+                raise ApiError(
+                    503,
+                    f"{pool.name}: the engine that holds previous_response_id accepts no request now",
+                    engines=str(error),
+                    code="no_engine",
+                    headers={"retry-after": "2"},
+                ) from None
             raise pool.no_engine_error(error) from None
         asked.priority = decision.priority
         try:
@@ -493,7 +574,7 @@ class Frontend(web.Server):
             execution = RequestExecution(
                 self._rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
             )
-            relay = RequestRunner(execution, call.generates, self._ended)
+            relay = RequestRunner(execution, call.path.generates, self._ended)
             asked.client.relay = relay
             self.relays.add(relay)
             if asked.client.writing_paused:
@@ -631,7 +712,7 @@ def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
         return 0, len(call.tokens), more
     text = call.text
     if text is None:
-        return 0, 1, 0
+        return 0, 1, call.more_tokens
     if call.more_bytes:
         return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
     return len(text), pool.ratio.tokens_of(len(text)), 0

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import difflib
+import functools
 import hmac
 import math
 import re
@@ -17,21 +19,29 @@ from pydantic import ValidationError
 
 from lmetric._core import LmetricError
 from lmetric.config import ADMIN, CONFIGURED, POLICY_KNOBS, EngineConfig, KvEvents, PolicyChange, Role
+from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import priority
-from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.home import DEBUG, debug_index, decisions, home
 from lmetric.server.observe.metrics import CONTENT_TYPE
 from lmetric.server.upstream.allowed import AllowedEngines
 
-_DEBUG_PAGES = ("/debug/engines", "/debug/indicators", "/debug/discovery", "/debug/replicas")
 _DECISIONS = "/debug/decisions/"
+# Paths that the error for an unknown path compares it with.
+_PAGES = (
+    "/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/debug", *DEBUG, "/admin/engines",
+    "/admin/policy",
+)  # fmt: skip
+LONGEST_COMPARED_PATH = 200
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
@@ -45,6 +55,9 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     body is read after the check of the request's credential.
     """
     access, headers = front.access, request.headers
+    if path == "/":
+        _only(request, path, "GET", "HEAD")
+        return home(front, request)
     if path == "/health":
         _only(request, path, "GET", "HEAD")
         for pool in front.fleet.pools:
@@ -52,14 +65,14 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
         return web.Response()
     if path == "/ready":
         _only(request, path, "GET", "HEAD")
-        if front.draining or not front.fleet.ready():
-            why = "shutting down" if front.draining else "no engine can accept requests"
-            raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"})
-        return web.Response()
+        return _ready(front, access.is_admin(headers))
     if path == "/metrics":
         _only(request, path, "GET", "HEAD")
         access.require_metrics(headers, path)
         return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    if path == "/openapi.json":
+        _only(request, path, "GET", "HEAD")
+        return _json(_openapi())
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, "POST")
         front.replicas.authorize(headers.get("authorization"))
@@ -68,14 +81,18 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
         return await _admin(front, request, path, query)
     if path.startswith(_DECISIONS):
         _only(request, path, "GET", "HEAD")
-        return _json(_record(front, request, path.removeprefix(_DECISIONS)))
-    if path in _DEBUG_PAGES:
+        return _json(_record(front, request, path.removeprefix(_DECISIONS), _full(query)))
+    if path == "/debug" or path in DEBUG:
         access.require_admin(headers, path)
     elif path == "/v1/models" or path.startswith("/v1/models/"):
         access.tenant(headers)
     else:
-        raise _unknown(front, path)
+        raise _unknown(front, path, request.method)
     _only(request, path, "GET", "HEAD")
+    if path == "/debug":
+        return debug_index(request)
+    if path == "/debug/decisions":
+        return _json(decisions(front, query))
     if path == "/v1/models":
         return _json(front.fleet.models())
     if path.startswith("/v1/models/"):
@@ -92,6 +109,19 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
 
 
+def _ready(front: Frontend, admin: bool) -> web.Response:
+    """Answers /ready. Names and addresses of engines are for administrators only."""
+    state = summary(front.fleet, names=admin)
+    if not front.draining and front.fleet.ready():
+        return _json({"ready": True, **state})
+    reasons = unusable(front.fleet.engines())
+    why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
+    if front.draining:
+        why = "shutting down"
+    more = {"ready": False, **state}
+    raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"}, more=more)
+
+
 def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
     if request.method not in methods:
         allowed = ", ".join(methods)
@@ -100,17 +130,30 @@ def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
         )
 
 
-def _unknown(front: Frontend, path: str) -> ApiError:
-    hint = "; leave out the second /v1" if path.startswith("/v1/v1/") else ""
-    for known in sorted(front.paths):
-        if known.endswith(path) or path.rstrip("/") == known:
-            hint = f"; did you mean {known}?"
+def _unknown(front: Frontend, path: str, method: str) -> ApiError:
+    paths = sorted(front.paths)
+    near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
+    if not near and len(path) <= LONGEST_COMPARED_PATH:
+        near = difflib.get_close_matches(path, [*paths, *_PAGES], n=1, cutoff=0.8)
+    if path.startswith("/v1/v1/"):
+        hint = "; leave out the second /v1"
+    elif near:
+        hint = f"; did you mean {near[0]}?"
+    else:
+        hint = (
+            "; to relay it to the engines, add it to paths in the configuration" if method == "POST" else ""
+        )
     return ApiError(404, f"unknown path {path}{hint}", code="unknown_path")
 
 
 def _json(value: Any) -> web.Response:
     body = value if isinstance(value, bytes) else orjson.dumps(value, option=_OPTIONS)
     return web.Response(body=body, content_type="application/json")
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return orjson.dumps(openapi.document(), option=_OPTIONS)
 
 
 def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
@@ -175,8 +218,18 @@ def _indicators(pool: Pool) -> dict[str, dict[str, float | None]]:
     }
 
 
-def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, Any]:
-    """Returns a decision record, for an administrator or for the tenant of the request."""
+def _full(query: str) -> bool:
+    """Returns whether a decision record shows its empty fields, too."""
+    if query not in ("", "full=0", "full=1"):
+        raise bad("the query must be empty or full=1", "full")
+    return query == "full=1"
+
+
+def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -> dict[str, Any]:
+    """Returns a decision record, for an administrator or for the tenant of the request.
+
+    ``full``: with the fields that are null.
+    """
     admin = front.access.is_admin(request.headers)
     tenant = "" if admin else front.access.tenant(request.headers)
     parts = _LABEL.fullmatch(label)
@@ -192,7 +245,7 @@ def _record(front: Frontend, request: web.BaseRequest, label: str) -> dict[str, 
             engine = pool.engines.get(record["instance"])
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
-            return shown
+            return shown if full else {name: value for name, value in shown.items() if value is not None}
     # The same answer for unknown records and for records of other tenants.
     raise ApiError(
         404, f"no record of decision {label}: it is unknown or too old (receipt_bytes limits the records)"
@@ -204,7 +257,9 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     if not front.config.admin.enabled:
         raise ApiError(403, "administration is off; set admin.enabled: true")
     if path == "/admin/engines":
-        _only(request, path, "POST")
+        _only(request, path, "POST", "GET")
+        if request.method == "GET":
+            return _json(_engines(front.fleet, front.fleet.engines()))
         return _json(await _add(front, request))
     if path == "/admin/guard":
         _only(request, path, "POST")
@@ -232,7 +287,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         removed = all(other is not engine for other in front.fleet.engines())
         return _json({**_engines(front.fleet, [engine])[0], "removed": removed})
     if verb not in ("drain", "undrain", "role", "indicators"):
-        raise _unknown(front, path)
+        raise _unknown(front, path, request.method)
     _only(request, path, "POST")
     if verb == "role":
         await _switch(front.fleet, engine, await _object(front, request, {"role", "drain"}))

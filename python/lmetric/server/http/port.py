@@ -6,6 +6,11 @@ import errno
 import os
 import socket
 
+_FIXES = {
+    errno.EADDRINUSE: "stop the process that uses the port, or set another --port",
+    errno.EACCES: "set a --port of 1024 or above, or allow the process to use lower ports",
+}
+
 
 class PortError(OSError):
     """The server cannot listen on its address. ``errno`` has the reason."""
@@ -18,7 +23,8 @@ def port_error(host: str, port: int, error: Exception) -> PortError:
     """Returns the PortError for a failed bind or listen."""
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
     reason = os.strerror(number) if number > 0 else error
-    return PortError(number, f"cannot listen on {host}:{port}: {reason}")
+    fix = _FIXES.get(number, "set --host to an address of this machine")
+    return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:

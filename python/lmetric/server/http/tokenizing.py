@@ -24,11 +24,14 @@ log = structlog.get_logger("lmetric.tokens")
 
 def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     """Returns the text that the engine will tokenize. Raises NotPredictable."""
-    if call.chat:
-        text = tokenizer.chat_text(call.request)
+    request, reader = call.request, call.path.prompt
+    if reader == "chat":
+        text = tokenizer.chat_text(request)
+    elif reader == "chat_batch":
+        text = tokenizer.chat_text({**request, "messages": request["messages"][0]})
     else:
         assert call.text is not None
-        text = tokenizer.completion_text(call.request, call.text.decode())
+        text = tokenizer.completion_text(request, call.text.decode())
     return text._replace(scope=call.scope) if call.scope else text
 
 

@@ -2,11 +2,12 @@
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import structlog
 
 from lmetric.config import Log
+from lmetric.server.observe.startup import LISTENING, startup_block
 
 _MAX_FRAMES = 20
 
@@ -14,7 +15,8 @@ _MAX_FRAMES = 20
 def processors(config: Log, colors: bool = False) -> list[structlog.typing.Processor]:
     """Returns the structlog processors that render an event as a line of JSON or text.
 
-    Tracebacks name files and lines, never values.
+    Tracebacks name files and lines, never values. The text of the event `listening` is a block of
+    several lines.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -28,10 +30,12 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
             structlog.processors.ExceptionRenderer(tracebacks),
             structlog.processors.JSONRenderer(default=str),
         ]
-    return [
-        *shared,
-        structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
-    ]
+    line = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
+
+    def text(logger: Any, name: str, event: structlog.typing.EventDict) -> str:
+        return startup_block(event) if event["event"] == LISTENING else line(logger, name, event)
+
+    return [*shared, text]
 
 
 def configure_logging(config: Log, stream: TextIO | None = None) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from lmetric._core import indicator_table
 from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
@@ -21,7 +22,7 @@ SECONDS = (
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
 )
 _TOTALS = {
-    "decisions": "requests placed",
+    "decisions": "requests placed on an instance",
     "no_instance": "requests for which no instance was left",
     "retries": "retries on the next instance of the ranking",
     "left_out": "instances left out of a decision: an indicator was absent or the score was not a number",
@@ -31,7 +32,7 @@ _TOTALS = {
     "moved_requests": "moves of running requests to another engine",
     "finished": "requests that ended without an error",
     "dropped": "requests closed without a reported outcome",
-    "prompt_tokens": "prompt tokens routed",
+    "prompt_tokens": "prompt tokens of the placed requests",
     "predicted_cached_tokens": "prompt tokens expected in the chosen instance's cache",
     "cached_tokens": "prompt tokens the engines found in their caches",
     "pulled_tokens": "prompt tokens fetched from another engine",
@@ -46,6 +47,17 @@ _GAUGES = {
     "guard_on": "1 if the hot-spot guard is on, else 0",
     "guard_suspected": "Prefixes that the hot-spot guard suspects",
     "guard_filtering": "Prefixes whose requests the hot-spot guard keeps off the engines that hold them",
+}
+
+_INSTANCE_STATE = {
+    "healthy": "1 if the instance passes its health checks, else 0",
+    "draining": "1 if the instance accepts no new requests, else 0",
+    "in_flight": "Requests placed on the instance that have not ended",
+}
+# Meanings of an instance's gauges: its state, and its indicators as declared in the core.
+_INSTANCE_GAUGES = {
+    **_INSTANCE_STATE,
+    **{row["name"]: row["about"].rstrip(".") for row in indicator_table() if row["owner"] != "declared"},
 }
 
 
@@ -231,7 +243,9 @@ class Metrics(Collector):
             for cause in ("errors", "overruns", "paused"):
                 fallbacks.add_metric((pool.name, cause), counts[cause])
         yield fallbacks
-        failed = CounterMetricFamily("lmetric_failures", "Failures by kind", labels=("model", "kind"))
+        failed = CounterMetricFamily(
+            "lmetric_failures", "Failed tries of requests at an engine, by kind", labels=("model", "kind")
+        )
         for pool, values in stats:
             for kind, count in values["failed"].items():
                 failed.add_metric((pool.name, kind), count)
@@ -334,15 +348,16 @@ class Metrics(Collector):
                         source.add_metric((pool.name, name, value), 1)
                     elif key == "role":
                         role.add_metric((pool.name, name, value), 1)
-                    elif value is not None:
+                    else:
                         family = families.get(key)
                         if family is None:
                             family = families[key] = GaugeMetricFamily(
                                 f"lmetric_instance_{key}",
-                                f"{key} of an instance as the router sees it",
+                                _INSTANCE_GAUGES[key],
                                 labels=("model", "instance"),
                             )
-                        family.add_metric((pool.name, name), float(value))
+                        if value is not None:
+                            family.add_metric((pool.name, name), float(value))
         yield placed
         yield source
         yield role

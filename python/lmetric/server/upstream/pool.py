@@ -122,11 +122,13 @@ class Upstream(Kept):
         """The number of connections that serve a request or are being opened for one."""
         return len(self._open) - len(self._idle)
 
-    def head(self, target: bytes, stream: bool) -> bytes:
-        """Returns the first lines of a POST: request line, host and the engine's key.
+    def head(self, target: bytes, stream: bool, method: bytes = b"POST") -> bytes:
+        """Returns the first lines of a request: request line, host and the engine's key.
 
-        Requests without a stream also ask for the engine's load.
+        A POST without a stream also asks for the engine's load.
         """
+        if method != b"POST":  # its target is seldom used twice
+            return b"%s %s%s HTTP/1.1\r\n%s" % (method, self._path.encode(), target, self._fixed.encode())
         heads = self._heads.get(target)
         if heads is None:
             line = b"POST %s%s HTTP/1.1\r\n" % (self._path.encode(), target)

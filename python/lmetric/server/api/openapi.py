@@ -1,0 +1,517 @@
+"""The OpenAPI document of the router's HTTP API.
+
+`document` builds it from declarations: the relayed paths of `lmetric.server.api.request`, the
+models of the configuration, and the tables in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic.json_schema import models_json_schema
+
+from lmetric._core import __version__
+from lmetric.config import EngineConfig, PolicyChange, Role
+from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.api import paths
+
+JSON = dict[str, Any]
+
+# Summaries of the relayed paths.
+SUMMARIES: Mapping[str, str] = {
+    CHAT: "Generate an answer to a chat",
+    COMPLETIONS: "Generate a completion of a prompt",
+    "/v1/responses": "Generate a response",
+    "/v1/messages": "Generate an answer to a chat (Anthropic's API)",
+    "/v1/messages/count_tokens": "Count the tokens of a chat (Anthropic's API)",
+    "/v1/embeddings": "Compute embeddings",
+    "/v1/rerank": "Rank documents by a query",
+    "/v2/rerank": "Rank documents by a query",
+    "/rerank": "Rank documents by a query",
+    "/v1/score": "Compute similarity scores of texts",
+    "/score": "Compute similarity scores of texts",
+    "/pooling": "Compute the output of a pooling model",
+    "/classify": "Classify texts",
+    "/tokenize": "Convert a text to token IDs",
+    "/detokenize": "Convert token IDs to a text",
+    f"{CHAT}/batch": "Generate answers to several chats",
+    f"{CHAT}/render": "Convert a chat to an engine's request",
+    f"{COMPLETIONS}/render": "Convert a completion request to an engine's request",
+    f"{CHAT}/derender": "Convert an engine's output to a chat answer",
+    f"{COMPLETIONS}/derender": "Convert an engine's output to a completion",
+    "/v1/messages/render": "Convert a chat (Anthropic's API) to an engine's request",
+    "/v1/responses/render": "Convert a responses request to an engine's request",
+    "/inference/v1/generate": "Generate tokens from token IDs",
+}
+
+ERROR_TYPES: Mapping[str, str] = {
+    "invalid_request_error": "400, 405, 413, 415",
+    "authentication_error": "401",
+    "permission_error": "403",
+    "not_found_error": "404",
+    "overloaded_error": "503",
+    "server_error": "other statuses",
+}
+
+# Codes of the router's own errors: statuses, and the meaning.
+ERRORS: Mapping[str, tuple[str, str]] = {
+    "invalid_api_key": ("401", "The API key is unknown."),
+    "no_admin_token": ("403", "The page is closed: `admin.token` is not set."),
+    "not_admin": ("403", "An API key does not open this page. Send the admin token."),
+    "not_isolated": ("403", "The tenant is isolated, and the path does not accept `cache_salt`."),
+    "engine_not_allowed": ("403", "`admin.allowed_engines` excludes the address of the added engine."),
+    "model_not_found": ("404", "No engine serves the model. The message lists the served models."),
+    "response_not_found": ("404", "The stored response is unknown, or another tenant made it."),
+    "unknown_path": ("404", "The path does not exist. The message may name a similar path."),
+    "no_model": ("409", "The engine's model is not known yet."),
+    "unfit": ("409", "The engine cannot have this role."),
+    "discovered": ("409", "A discovery source lists the engine and would add it again."),
+    "other_version": ("409", "The other router exchanges other load values."),
+    "body_too_large": ("413", "The body exceeds `limits.max_body_bytes`."),
+    "unsupported_content_encoding": ("415", "Send gzip, deflate or no content-encoding."),
+    "router_broken": ("500", "The core failed. Restart the router."),
+    "not_implemented": ("501", "The transfer-encoding is not supported."),
+    "refused": ("502", "The last tried engine refused the connection."),
+    "dns": ("502", "The last tried engine's host name does not resolve."),
+    "tls": ("502", "The TLS connection to the last tried engine failed."),
+    "unreachable": ("502", "The last tried engine is not reachable."),
+    "reset": ("502", "The last tried engine closed the connection."),
+    "engine_error": ("502", "The last tried engine failed, or broke off its answer."),
+    "not_ready": ("503", "No engine can accept requests, or the router shuts down."),
+    "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
+    "status": ("503", "The engines answered that they are overloaded."),
+    "resources": ("503", "The router cannot open a connection to an engine."),
+    "shutting_down": ("503", "The router shuts down."),
+    "too_many": (
+        "409, 503",
+        "`limits.max_concurrent_requests` is reached, or too many routers exchange load.",
+    ),
+    "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
+    "too_many_connections": ("503", "A limit on client connections is reached."),
+    "timeout": ("504", "A time limit passed without an answer."),
+    "http_version_not_supported": ("505", "Send HTTP/1.1."),
+    "bad_policy": ("400", "The policy or a parameter is invalid."),
+}
+
+REQUEST_HEADERS: Mapping[str, str] = {
+    "x-session-id": "Key of the policy `session_affinity`. The field `session_id` of a body works, too. "
+    "The engine receives it unchanged.",
+    "x-request-id": "ID of the request in logs, decision record and answer: visible ASCII characters, cut to "
+    "256 bytes. Default: an ID that the router makes.",
+    "x-tenant": "Tenant of the request, if the router runs without API keys and the configuration names the "
+    "tenant. Engines do not receive it.",
+    "x-vllm-priority": "Priority of the request in the engine's queue, as the field `priority`: lower first. "
+    "Dropped with API keys, and with `priority: uniboost` or `vtc`.",
+}
+
+RESPONSE_HEADERS: Mapping[str, str] = {
+    "x-lmetric-instance": "Engine that answers. Absent with `errors.show_engines: false`.",
+    "x-lmetric-decision": "ID of the decision record: `GET /debug/decisions/ID` explains the decision.",
+    "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
+    "`errors.show_engines: false`.",
+    "x-request-id": "ID of the request.",
+    "retry-after": "Seconds until a retry is worth it, with 503.",
+}
+
+OBJECT: JSON = {"type": "object"}
+ADMIN, KEY, REPLICA, OPEN = "adminToken", "apiKey", "replicaToken", None
+
+
+def _schema(name: str) -> JSON:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _answer(description: str, schema: JSON | None = None, media: str = "application/json") -> JSON:
+    if schema is None:
+        return {"description": description}
+    return {"description": description, "content": {media: {"schema": schema}}}
+
+
+def _errors(*statuses: int) -> JSON:
+    return {str(status): {"$ref": "#/components/responses/Error"} for status in statuses}
+
+
+def _security(*schemes: str | None) -> list[JSON]:
+    return [{scheme: []} if scheme else {} for scheme in schemes]
+
+
+def _in_path(name: str, description: str) -> JSON:
+    schema = {"type": "string"}
+    return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
+
+
+def _operation(
+    tag: str,
+    summary: str,
+    answer: JSON,
+    errors: tuple[int, ...],
+    access: tuple[str | None, ...],
+    *,
+    body: JSON | None = None,
+    parameters: tuple[JSON, ...] = (),
+) -> JSON:
+    shown: JSON = {"tags": [tag], "summary": summary}
+    if parameters:
+        shown["parameters"] = list(parameters)
+    if body is not None:
+        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {**shown, "responses": {"200": answer, **_errors(*errors)}, "security": _security(*access)}
+
+
+def _relayed(path: str) -> JSON:
+    """The operation of a path that the router relays to an engine."""
+    streams = path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages")
+    answer: JSON = {
+        "description": "The engine's answer, unchanged",
+        "headers": {
+            name: {"$ref": f"#/components/headers/{name}"}
+            for name in RESPONSE_HEADERS
+            if name != "retry-after"
+        },
+        "content": {"application/json": {"schema": OBJECT}},
+    }
+    if streams:
+        answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    operation = _operation(
+        "engines",
+        SUMMARIES[path],
+        answer,
+        (400, 401, 403, 404, 413, 415, 500, 502, 503, 504),
+        (KEY, OPEN),
+        body=_schema("EngineRequest"),
+        parameters=tuple({"$ref": f"#/components/parameters/{name}"} for name in REQUEST_HEADERS),
+    )
+    operation["responses"]["default"] = {"description": "The engine's own error, unchanged"}
+    return operation
+
+
+def _stored() -> JSON:
+    """The operations on a stored response, which go to the engine that holds it."""
+
+    def operation(summary: str) -> JSON:
+        return _operation(
+            "engines",
+            summary,
+            _answer("The engine's answer, unchanged", OBJECT),
+            (400, 401, 404, 502, 503, 504),
+            (KEY, OPEN),
+            parameters=(_in_path("id", "ID of a response that the same tenant made"),),
+        )
+
+    return {
+        "/v1/responses/{id}": {
+            "get": operation("Show a stored response"),
+            "delete": operation("Delete a stored response"),
+        },
+        "/v1/responses/{id}/cancel": {"post": operation("Cancel a response in the background")},
+    }
+
+
+def _own_paths() -> JSON:
+    """The router's own pages."""
+    text = {"type": "string"}
+    engines = {"type": "array", "items": _schema("Engine")}
+    name = _in_path("name", "Name of the engine; %2F for a slash")
+    page, admin = (401, 403), (401, 403, 404)
+
+    def debug(summary: str, schema: JSON) -> JSON:
+        return {"get": _operation("debug", summary, _answer("State", schema), page, (ADMIN, OPEN))}
+
+    def change(summary: str, schema: JSON, *errors: int, **more: Any) -> JSON:
+        return _operation(
+            "admin", summary, _answer("Done", schema), (400, *admin, *errors), (ADMIN, OPEN), **more
+        )
+
+    verb = {
+        each: {"post": change(f"{each.capitalize()} an engine", _schema("Engine"), parameters=(name,))}
+        for each in ("drain", "undrain")
+    }
+    role = {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(get_args(Role))},
+            "drain": {"type": "number", "minimum": 0, "maximum": 86400, "default": 0},
+        },
+    }
+    numbers = {"type": "object", "additionalProperties": {"type": ["number", "null"]}}
+    added = {
+        "allOf": [_schema("EngineConfig"), {"type": "object", "properties": {"model": {"type": "string"}}}]
+    }
+    drain = {
+        "name": "drain",
+        "in": "query",
+        "description": "Most seconds to wait until the engine is idle",
+        "schema": {"type": "number", "minimum": 0, "maximum": 86400, "default": 0},
+    }
+    switch = {"type": "object", "required": ["on"], "properties": {"on": {"type": "boolean"}}}
+    model = {"properties": {"model": {"type": "string", "description": "Default: all models"}}}
+    policies = {"type": "array", "items": OBJECT}
+    label = _in_path("id", "Value of the header x-lmetric-decision")
+    full = {
+        "name": "full",
+        "in": "query",
+        "description": "1: also the fields without a value, as null",
+        "schema": {"enum": [0, 1], "default": 0},
+    }
+    limit = {
+        "name": "limit",
+        "in": "query",
+        "description": "Decisions of each model",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 200, "default": 20},
+    }
+    index = _answer("For browsers as HTML", OBJECT)
+    index["content"]["text/html"] = {"schema": text}
+    return {
+        "/": {
+            "get": _operation(
+                "health", "State of the fleet, API paths and pages", index, (), (OPEN, KEY, ADMIN)
+            )
+        },
+        "/openapi.json": {
+            "get": _operation("health", "This document", _answer("OpenAPI document", OBJECT), (), (OPEN,))
+        },
+        "/health": {
+            "get": _operation("health", "Whether the process works", _answer("It works"), (500,), (OPEN,))
+        },
+        "/ready": {
+            "get": _operation(
+                "health",
+                "Whether an engine can accept requests; engines by mode, and warnings with their fixes",
+                _answer("Ready", _schema("Ready")),
+                (503,),
+                (OPEN, ADMIN),
+            )
+        },
+        "/metrics": {
+            "get": _operation(
+                "health",
+                "Metrics in Prometheus' text format",
+                _answer("Metrics", text, "text/plain"),
+                page,
+                (OPEN, ADMIN),
+            )
+        },
+        "/v1/models": {
+            "get": _operation(
+                "models", "List the served models", _answer("Models", _schema("Models")), (401,), (KEY, OPEN)
+            )
+        },
+        "/v1/models/{model}": {
+            "get": _operation(
+                "models",
+                "Show a model",
+                _answer("Model", _schema("Model")),
+                (401, 404),
+                (KEY, OPEN),
+                parameters=(_in_path("model", "Name of the model or of an adapter"),),
+            )
+        },
+        "/debug": {"get": _operation("debug", "List the debug pages", index, page, (ADMIN, OPEN))},
+        "/debug/decisions": {
+            "get": _operation(
+                "debug",
+                "List the latest decisions",
+                _answer("Decisions", {"type": "array", "items": OBJECT}),
+                (400, *page),
+                (ADMIN, OPEN),
+                parameters=(limit,),
+            )
+        },
+        "/debug/engines": debug("Engines with modes, capabilities and load", engines),
+        "/debug/indicators": debug("Indicators of each engine, by model", OBJECT),
+        "/debug/discovery": debug("State of the discovery sources", {"type": "array", "items": OBJECT}),
+        "/debug/replicas": debug("State of the exchange with other routers", OBJECT),
+        "/debug/decisions/{id}": {
+            "get": _operation(
+                "debug",
+                "Explain a decision",
+                _answer("Decision record", OBJECT),
+                (400, 401, 404),
+                (KEY, ADMIN, OPEN),
+                parameters=(label, full),
+            )
+        },
+        "/admin/engines": {
+            "get": _operation("admin", "List the engines", _answer("Engines", engines), page, (ADMIN, OPEN)),
+            "post": change("Add an engine", _schema("Engine"), 409, body=added),
+        },
+        "/admin/engines/{name}": {
+            "delete": change("Remove an engine", _schema("Engine"), 409, parameters=(name, drain))
+        },
+        **{f"/admin/engines/{{name}}/{each}": operations for each, operations in verb.items()},
+        "/admin/engines/{name}/role": {
+            "post": change("Change an engine's role", _schema("Engine"), 409, body=role, parameters=(name,))
+        },
+        "/admin/engines/{name}/indicators": {
+            "post": change(
+                "Push values of declared indicators; null withdraws one",
+                OBJECT,
+                409,
+                body=numbers,
+                parameters=(name,),
+            )
+        },
+        "/admin/guard": {"post": change("Turn the hot-spot guard on or off", OBJECT, body=switch)},
+        "/admin/policy": {
+            "get": _operation(
+                "admin", "Show the policies", _answer("Policies", policies), page, (ADMIN, OPEN)
+            ),
+            "put": change("Replace policies", policies, body={"allOf": [_schema("PolicyChange"), model]}),
+        },
+        "/replicas": {
+            "post": _operation(
+                "replicas",
+                "Exchange load between routers; only with `replicas.urls`",
+                _answer("Accepted", OBJECT),
+                (400, 401, 404, 409, 413),
+                (REPLICA, OPEN),
+                body=OBJECT,
+            )
+        },
+    }
+
+
+def _headers(declared: Mapping[str, str]) -> JSON:
+    return {name: {"description": about, "schema": {"type": "string"}} for name, about in declared.items()}
+
+
+def _components() -> JSON:
+    configured: list[tuple[Any, Any]] = [(EngineConfig, "validation"), (PolicyChange, "validation")]
+    _, models = models_json_schema(configured, ref_template="#/components/schemas/{model}")
+    code = {"type": ["string", "null"], "enum": [*ERRORS, None]}
+    error = {
+        "type": "object",
+        "required": ["message", "type", "param", "code"],
+        "properties": {
+            "message": {"type": "string"},
+            "type": {"type": "string", "enum": list(ERROR_TYPES)},
+            "param": {"type": ["string", "null"], "description": "Field of the request, if one is wrong"},
+            "code": code,
+        },
+    }
+    card = {
+        "type": "object",
+        "required": ["id", "object"],
+        "properties": {"id": {"type": "string"}, "object": {"const": "model"}},
+    }
+    request = {
+        "type": "object",
+        "description": "A request of the engine's API. The router reads these fields and passes all others.",
+        "properties": {
+            "model": {"type": "string", "description": "Optional if the router serves one model"},
+            "messages": {"type": "array", "items": OBJECT},
+            "prompt": {
+                "description": "Text, token IDs, or a list of either",
+                "anyOf": [{"type": "string"}, {"type": "array"}],
+            },
+            "stream": {"type": "boolean", "default": False},
+            "max_tokens": {"type": "integer", "minimum": 0},
+            "max_completion_tokens": {"type": "integer", "minimum": 0},
+            "cache_salt": {"type": "string", "description": "Separates prompts in the engines' caches"},
+            "session_id": {"type": "string", "description": "As the header x-session-id"},
+            "priority": {"type": "number", "description": "As the header x-vllm-priority"},
+        },
+    }
+    engine = {
+        "type": "object",
+        "required": ["name", "url", "mode"],
+        "properties": {
+            "name": {"type": "string"},
+            "url": {"type": "string"},
+            "model": {"type": ["string", "null"]},
+            "role": {"enum": list(get_args(Role))},
+            "healthy": {"type": "boolean"},
+            "draining": {"type": "boolean"},
+            "mode": {"enum": ["exact", "approximate", "load_only"]},
+            "mode_reason": {"type": "string"},
+        },
+    }
+    count, text = {"type": "integer", "minimum": 0}, {"type": "string"}
+    warning = {
+        "type": "object",
+        "required": ["what", "cause", "fix", "engines"],
+        "properties": {
+            "what": {"enum": ["not usable", "approximate", "load_only"]},
+            "cause": text,
+            "fix": {"type": ["string", "null"]},
+            "engines": count,
+            "reason": {**text, "description": "The cause with names and addresses, for administrators"},
+            "names": {"type": "array", "items": text, "description": "For administrators"},
+        },
+    }
+    ready = {
+        "type": "object",
+        "required": ["ready", "engines", "usable", "modes", "warnings"],
+        "properties": {
+            "ready": {"type": "boolean"},
+            "engines": count,
+            "usable": count,
+            "modes": {"type": "object", "additionalProperties": count},
+            "warnings": {"type": "array", "items": warning},
+            "models": {"type": "array", "items": OBJECT, "description": "For administrators"},
+        },
+    }
+    bearer = {"type": "http", "scheme": "bearer"}
+    return {
+        "schemas": {
+            "Error": {"type": "object", "required": ["error"], "properties": {"error": error}},
+            "EngineRequest": request,
+            "Engine": engine,
+            "Model": card,
+            "Ready": ready,
+            "Models": {
+                "type": "object",
+                "required": ["object", "data"],
+                "properties": {
+                    "object": {"const": "list"},
+                    "data": {"type": "array", "items": _schema("Model")},
+                },
+            },
+            **models["$defs"],
+        },
+        "responses": {
+            "Error": {
+                **_answer("The router's own error, in the format of OpenAI's API", _schema("Error")),
+                "headers": {
+                    name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", "retry-after")
+                },
+            }
+        },
+        "parameters": {
+            name: {"name": name, "in": "header", **declared}
+            for name, declared in _headers(REQUEST_HEADERS).items()
+        },
+        "headers": _headers(RESPONSE_HEADERS),
+        "securitySchemes": {
+            KEY: {**bearer, "description": "API key of a tenant; also as the header x-api-key"},
+            ADMIN: {**bearer, "description": "`admin.token`"},
+            REPLICA: {**bearer, "description": "`replicas.token`"},
+        },
+    }
+
+
+def document() -> JSON:
+    """Returns the OpenAPI 3.1 document of all paths that the router serves and relays."""
+    relayed = {path: {"post": _relayed(path)} for path in paths.RELAYED}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "lmetric-router",
+            "version": __version__,
+            "summary": "A request router for fleets of LLM engines",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/", "description": "The router"}],
+        "tags": [
+            {"name": "engines", "description": "Relayed to an engine that the policy picks"},
+            {"name": "models", "description": "Served models"},
+            {"name": "health", "description": "Health and metrics"},
+            {"name": "debug", "description": "State of the router and explanations of decisions"},
+            {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},
+            {"name": "replicas", "description": "Load between routers"},
+        ],
+        "paths": {**relayed, **_stored(), **_own_paths()},
+        "components": _components(),
+    }

@@ -1,0 +1,73 @@
+"""The relayed paths of engines, and how the router treats requests for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+from lmetric.engines.handover import CHAT, COMPLETIONS
+
+# The way to read the prompt in a body, by its name in `rust/wire/src/api.rs`. "input": a prompt of
+# another API. "nothing": the engine computes no prompt.
+PromptReader = Literal["chat", "chat_batch", "completion", "token_ids", "input", "nothing"]
+# How a tenant's cached prefixes are isolated. "salt": by the field `cache_salt`. "no_cache": the
+# engine caches nothing. "refused": engines accept no salt, so isolated tenants get a 403.
+IsolatedBy = Literal["salt", "no_cache", "refused"]
+
+_GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
+
+
+class RelayedPath(Struct, frozen=True, eq=False, gc=False):
+    """A path that accepts a JSON object by POST."""
+
+    prompt: PromptReader
+    isolated_by: IsolatedBy
+    # The engine may store its answer. A later request that names the answer goes to this engine.
+    stores: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether each answer has choices with a finish_reason."""
+        return self.prompt in _GENERATES
+
+
+_SALTED_INPUT = RelayedPath("input", "salt")
+_NO_PROMPT = RelayedPath("nothing", "no_cache")
+RESPONSES = "/v1/responses"
+
+# Salts were tested on vLLM 0.32. SGLang 0.5.23 reads them on chats, completions and responses.
+RELAYED: Mapping[str, RelayedPath] = {
+    CHAT: RelayedPath("chat", "salt"),
+    "/v1/chat/completions/batch": RelayedPath("chat_batch", "salt"),
+    COMPLETIONS: RelayedPath("completion", "salt"),
+    "/inference/v1/generate": RelayedPath("token_ids", "salt"),
+    RESPONSES: RelayedPath("input", "salt", stores=True),
+    "/v1/messages": RelayedPath("input", "refused"),
+    **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _SALTED_INPUT),
+    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), _SALTED_INPUT),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _NO_PROMPT),
+    **dict.fromkeys((f"{CHAT}/render", f"{COMPLETIONS}/render"), _NO_PROMPT),
+    **dict.fromkeys(("/v1/messages/render", f"{RESPONSES}/render"), _NO_PROMPT),
+    **dict.fromkeys((f"{CHAT}/derender", f"{COMPLETIONS}/derender"), _NO_PROMPT),
+}
+# A path of the configuration's `paths`.
+CONFIGURED_PATH = RelayedPath("input", "refused")
+
+
+class StoredResponsePath(Struct, frozen=True, gc=False):
+    """A path of one stored response. ``methods``: its HTTP methods."""
+
+    response_id: str
+    methods: tuple[str, ...]
+
+
+def stored_response(path: str) -> StoredResponsePath | None:
+    """Returns the stored response that a path names; None: it names none."""
+    if not path.startswith(f"{RESPONSES}/") or path in RELAYED:
+        return None
+    name, _, action = path.removeprefix(f"{RESPONSES}/").partition("/")
+    methods = {"": ("GET", "DELETE"), "cancel": ("POST",)}.get(action)
+    return StoredResponsePath(unquote(name), methods) if name and methods else None

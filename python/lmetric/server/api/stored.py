@@ -1,0 +1,123 @@
+"""Stored responses: which engine holds each of them, and which tenant made it.
+
+An engine keeps the response of a POST to /v1/responses in its own memory, under an ID. Later
+requests name this ID. The router chooses the ID: otherwise a tenant could overwrite the response of
+another tenant. So the router knows the ID before the engine answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from secrets import token_hex
+from typing import NamedTuple
+
+import orjson
+
+from lmetric.config import Limits
+from lmetric.engines.handover import with_fields
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.request import ParsedRequest
+
+# Longest ID, in characters. The router's own IDs have 37.
+MAX_ID_LENGTH = 256
+# Characters of an unknown ID in an error.
+_SHOWN = 80
+
+
+class Holder(NamedTuple):
+    """The engine of a stored response, by name, and its model."""
+
+    model: str
+    engine: str
+
+
+class StoredResponses:
+    """The holders of stored responses, by tenant and ID. Limits bound it; the oldest go first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limit = limits.max_stored_responses
+        self._tenant_limit = limits.max_stored_responses_per_tenant
+        self._all: OrderedDict[tuple[str, str], Holder] = OrderedDict()
+        self._of_tenant: dict[str, OrderedDict[str, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, tenant: str, response_id: str, holder: Holder) -> None:
+        """Adds a response as the newest one."""
+        self.forget(tenant, response_id)
+        own = self._of_tenant.setdefault(tenant, OrderedDict())
+        if len(own) >= self._tenant_limit:
+            self.forget(tenant, next(iter(own)))
+        elif len(self._all) >= self._limit:
+            self.forget(*next(iter(self._all)))
+        self._all[tenant, response_id] = holder
+        self._of_tenant.setdefault(tenant, own)[response_id] = None
+
+    def find(self, tenant: str, response_id: str) -> Holder:
+        """Returns the holder of a tenant's response.
+
+        Raises ApiError (404), equal for an unknown response and for another tenant's.
+        """
+        holder = self._all.get((tenant, response_id))
+        if holder is None:
+            raise not_found(
+                response_id,
+                "is unknown to this router: you did not create it through this router, or it is older than "
+                "the responses that the router remembers (limits.max_stored_responses)",
+            )
+        return holder
+
+    def forget(self, tenant: str, response_id: str) -> None:
+        """Removes a response, if it is known."""
+        if self._all.pop((tenant, response_id), None) is not None:
+            own = self._of_tenant[tenant]
+            del own[response_id]
+            if not own:
+                del self._of_tenant[tenant]
+
+
+def not_found(response_id: str, why: str) -> ApiError:
+    """Returns the 404 of a stored response."""
+    shown = response_id if len(response_id) <= _SHOWN else response_id[:_SHOWN] + "…"
+    return ApiError(404, f"response {shown!r} {why}", param="response_id", code="response_not_found")
+
+
+def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
+    """Gives the response of a POST to /v1/responses an ID, unless it must not be stored.
+
+    Returns the ID, or None. ``tenants``: the router serves several tenants, so clients may not
+    choose IDs. Raises ApiError (400).
+    """
+    fields = call.request
+    if not fields.get("store", True):
+        return None
+    given = fields.get("request_id")
+    if given is None:
+        response_id = f"resp_{token_hex(16)}"
+        new = {**fields, "request_id": response_id}
+        if "request_id" in fields:
+            body = orjson.dumps(new)
+        else:
+            body = with_fields(call.body, {"request_id": response_id})
+        call.replace(body, new)
+        return response_id
+    if tenants:
+        raise bad(
+            "request_id is chosen by the router if it serves several tenants; leave it out, or set "
+            "store to false",
+            "request_id",
+        )
+    if not isinstance(given, str):
+        return None  # the engine refuses it
+    if len(given) > MAX_ID_LENGTH:
+        raise bad(
+            f"request_id has {len(given)} characters; at most {MAX_ID_LENGTH} are accepted", "request_id"
+        )
+    return given
+
+
+def previous_id(call: ParsedRequest) -> str | None:
+    """Returns the ID of the response that a request continues; None: it continues none."""
+    previous = call.request.get("previous_response_id")
+    return previous if isinstance(previous, str) else None

@@ -1,0 +1,201 @@
+"""The page at /, the index of /debug, and the list of recent decisions.
+
+Browsers get HTML, other clients JSON, both made from the same object. The pages load nothing from
+other hosts and run no script. They contain only what the request's credentials may read
+(docs/how-to/access.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+from aiohttp import web
+
+from lmetric._core import __version__
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.summary import summary
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.observe.startup import sample_request, url_of
+
+ABOUT = "Routes requests of the OpenAI API to LLM engines, by their prefix caches and their load."
+DEBUG = {
+    "/debug/engines": "engines: health, mode of the KV index, capabilities, load reports",
+    "/debug/indicators": "the values that policies read, by engine",
+    "/debug/decisions": "recent decisions; /debug/decisions/ID explains one decision",
+    "/debug/discovery": "service discovery: sources and their engines",
+    "/debug/replicas": "other routers and their published load",
+}
+DECISIONS_LISTED = 20
+MAX_DECISIONS_LISTED = 200
+_LISTED = (
+    *("request_id", "policy", "instance", "prompt_tokens", "predicted_cached_tokens", "cached_tokens"),
+    *("output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+)
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; }
+th, td { padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8884; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { padding: .7rem; background: #8882; border-radius: .3rem; }
+.warning { border-left: .25rem solid #d70; padding-left: .7rem; margin: .5rem 0; }
+.muted { opacity: .7; }
+"""
+_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "vary": "accept",
+}
+
+
+def home(front: Frontend, request: web.BaseRequest) -> web.Response:
+    """Answers /: what this is, its API paths and pages, and the state of the fleet."""
+    admin = front.access.is_admin(request.headers)
+    try:
+        front.access.tenant(request.headers)
+        models = [pool.name for pool in front.fleet.pools]
+    except ApiError:  # no valid API key
+        models = None
+    pages = {"/health": "200 while the process works", "/ready": "200 while an engine accepts requests"}
+    if admin or not front.config.admin.protect_metrics:
+        pages["/metrics"] = "metrics for Prometheus"
+    if models is not None:
+        pages["/v1/models"] = "served models"
+    pages["/openapi.json"] = "OpenAPI document of all paths"
+    if admin:
+        pages["/debug"] = "engines, indicators and decisions"
+    state = summary(front.fleet, names=admin)
+    shown: dict[str, Any] = {
+        "name": "lmetric-router",
+        "about": ABOUT,
+        "ready": not front.draining and front.fleet.ready(),
+        **state,
+        "api_paths": sorted(front.paths),
+        "pages": pages,
+    }
+    if models:
+        port = request.transport.get_extra_info("sockname")[1] if request.transport else front.config.port
+        url = url_of(front.config.host, port)
+        shown["curl"] = sample_request(url, models[0], front.keys.on)
+    if admin:
+        shown["version"] = __version__
+        shown["fleet"] = [
+            {
+                "engine": engine.name,
+                "model": engine.pool.name if engine.pool else None,
+                "role": engine.role,
+                "state": "usable" if (why := engine.unusable) is None else why.reason,
+                "mode": engine.mode.name if engine.identified else None,
+                "reason": engine.mode.reason if engine.identified else None,
+                "running": engine.running,
+            }
+            for engine in front.fleet.engines()
+        ]
+    return _page(request, shown, _home(shown))
+
+
+def debug_index(request: web.BaseRequest) -> web.Response:
+    """Answers /debug: the debug pages."""
+    return _page(request, {"pages": DEBUG}, _section("Debug pages", _links(DEBUG)))
+
+
+def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
+    """Returns the latest decisions of each model, newest first. Raises ApiError (400).
+
+    ``query``: `limit=N`, the number of decisions per model.
+    """
+    given = parse_qs(query, keep_blank_values=True)
+    (text,) = given.pop("limit", [str(DECISIONS_LISTED)])[-1:]
+    if given or not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_DECISIONS_LISTED):
+        raise bad(f"the query must be empty or limit=N (1 to {MAX_DECISIONS_LISTED})", "limit")
+    return [each for pool in front.fleet.pools for each in _latest(pool, int(text))]
+
+
+def _latest(pool: Pool, limit: int) -> Iterable[dict[str, Any]]:
+    last = pool.router.stats()["decisions"]
+    for number in range(last, max(last - limit, 0), -1):
+        record: Mapping[str, Any] | None = pool.router.explain(number)
+        if record is None:
+            return  # older records are gone
+        shown = {name: record[name] for name in _LISTED if record[name] is not None}
+        yield {"id": pool.labels.label(number, ""), "model": pool.name, **shown}
+
+
+def _page(request: web.BaseRequest, data: Any, body: str) -> web.Response:
+    if "text/html" not in request.headers.get("accept", ""):
+        text = orjson.dumps(data, option=orjson.OPT_INDENT_2)
+        return web.Response(body=text, content_type="application/json", headers=_HEADERS)
+    html = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>lmetric-router</title>'
+        '<meta name="viewport" content="width=device-width">'
+        f"<style>{_STYLE}</style></head>\n<body><h1>lmetric-router</h1>\n{body}</body></html>\n"
+    )
+    return web.Response(body=html.encode(), content_type="text/html", charset="utf-8", headers=_HEADERS)
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{escape(title)}</h2>\n{body}\n"
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[Mapping[str, Any]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    cells = ("".join(f"<td>{_text(row[name])}</td>" for name in columns) for row in rows)
+    body = "".join(f"<tr>{row}</tr>\n" for row in cells)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _text(value: object) -> str:
+    return "–" if value is None else escape(str(value))
+
+
+def _links(pages: Mapping[str, str]) -> str:
+    rows = (
+        f'<tr><td><a href="{escape(path)}">{escape(path)}</a></td><td>{escape(text)}</td></tr>'
+        for path, text in pages.items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _home(shown: Mapping[str, Any]) -> str:
+    """Returns the page at / as HTML."""
+    modes = ", ".join(f"{count} {mode}" for mode, count in shown["modes"].items())
+    state = "Ready" if shown["ready"] else "Not ready"
+    parts = [
+        f'<p class="muted">{escape(shown["about"])}</p>',
+        f"<p><strong>{state}</strong>: {shown['usable']} of {shown['engines']} engines usable"
+        f"{escape(f' ({modes})') if modes else ''}.</p>",
+    ]
+    for each in shown["warnings"]:
+        who = ", ".join(each["names"]) if "names" in each else f"{each['engines']} engines"
+        fix = f"<br>Fix: {escape(each['fix'])}" if each["fix"] else ""
+        text = f"{who}: {each['what']}: {each.get('reason', each['cause'])}"
+        parts.append(f'<p class="warning">{escape(text)}{fix}</p>')
+    if "curl" in shown:
+        parts.append(_section("First request", f"<pre>{escape(shown['curl'])}</pre>"))
+    if "fleet" in shown:
+        parts.append(_section("Models", _table(("model", "policy", "guard", "tokenizer"), shown["models"])))
+        columns = ("engine", "model", "role", "state", "mode", "reason", "running")
+        parts.append(_section("Engines", _table(columns, shown["fleet"])))
+    parts.append(_section("Pages", _links(shown["pages"])))
+    parts.append(_section("API paths (POST)", f"<pre>{escape(chr(10).join(shown['api_paths']))}</pre>"))
+    parts.append(
+        _section(
+            "Documentation",
+            "<p>The folder <code>docs</code> of the project; <code>lmetric-router serve --help</code>.</p>",
+        )
+    )
+    if "version" in shown:
+        parts.append(f'<p class="muted">Version {escape(shown["version"])}</p>')
+    else:
+        parts.append('<p class="muted">With the admin token, this page also shows engines and models.</p>')
+    return "\n".join(parts)

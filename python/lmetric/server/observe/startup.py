@@ -1,0 +1,66 @@
+"""The log event at the end of the start: URL, policy, engines with their modes, a first request."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from lmetric._core import __version__
+from lmetric.config import ServerConfig
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.summary import summary
+
+LISTENING = "listening"
+NAMED = 4  # most engines named in a line of the block
+_ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def url_of(host: str, port: int) -> str:
+    """Returns the URL of the router for clients on this machine."""
+    host = _ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def sample_request(url: str, model: str, keys_needed: bool) -> str:
+    """Returns a shell command that sends one request."""
+    body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16}, ensure_ascii=False)
+    key = ' -H "authorization: Bearer $API_KEY"' if keys_needed else ""
+    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
+
+
+def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: bool) -> dict[str, Any]:
+    """Returns the fields of the event `listening`."""
+    url = url_of(config.host, port)
+    report = {"version": __version__, "url": url, "host": config.host, "port": port}
+    report |= {"policy": config.policy, **summary(fleet, names=True)}
+    report["curl"] = sample_request(url, fleet.pools[0].name, keys_needed) if fleet.pools else None
+    return report
+
+
+def startup_block(event: Mapping[str, Any]) -> str:
+    """Returns the event `listening` as lines of text."""
+    modes = ", ".join(f"{count} {mode}" for mode, count in sorted(event["modes"].items()))
+    usable = f"{event['usable']} of {event['engines']} usable"
+    rows = [("URL", event["url"])]
+    if not event["models"]:  # no engine has reported its model
+        rows.append(("policy", str(event["policy"])))
+    for model in event["models"]:
+        decode = f", decode policy {model['decode_policy']}" if model["decode_policy"] else ""
+        rows.append(("model", model["model"]))
+        rows.append(("policy", f"{model['policy']}{decode}, hot-spot guard {model['guard']}"))
+    rows.append(("engines", f"{usable}: {modes}" if modes else usable))
+    for problem in event["warnings"]:
+        names, count = problem["names"], problem["engines"]
+        more = f" and {count - NAMED} more" if count > NAMED else ""
+        rows.append(
+            ("WARNING", f"{', '.join(sorted(names)[:NAMED])}{more}: {problem['what']}: {problem['reason']}")
+        )
+        if problem["fix"] is not None:
+            rows.append(("", f"fix: {problem['fix']}"))
+    if event["curl"] is not None:
+        rows.append(("try", event["curl"]))
+    lines = [f"  {name:<8} {text}" for name, text in rows]
+    title = f"lmetric-router {event['version']} listens on {event['host'] or '*'}, port {event['port']}"
+    return "\n".join([title, *lines])
