@@ -19,7 +19,7 @@ Simulate a trace and look at the result:
 1.3
 
 A policy is a registered name (`policy_table`), an expression such as ``lm.P_TOKEN * (lm.BS + 1)``,
-a `Policy` or a `policy_function`. Guide and reference: docs/python.md.
+a `Policy` or a `policy_function`. Guide and reference: docs/reference/python.md.
 
 Names are imported on first use, so ``import lmetric`` is fast.
 """

@@ -129,6 +129,7 @@ class Request:
         allow_fetch: bool = True,
         fetch_reason: str | None = None,
         priority: float | None = None,
+        instance: str | None = None,  # the only instance that may take the request
     ) -> Request: ...
     @property
     def token_ids(self) -> NDArray[np.uint32] | None: ...
@@ -164,6 +165,8 @@ class Request:
     def fetch_reason(self) -> str | None: ...
     @property
     def tenant(self) -> str | None: ...
+    @property
+    def instance(self) -> str | None: ...
     @property
     def tenant_weight(self) -> float: ...
     @property
@@ -534,11 +537,9 @@ class BadRequestError(LmetricError):
     """
 
 def read_request(
-    path: str, body: bytes
+    reader: str, body: bytes
 ) -> tuple[
     bytes,
-    bool,
-    bool,
     str | None,
     bool,
     str | None,
@@ -550,16 +551,16 @@ def read_request(
     int,
     float | None,
 ]:
-    """Reads the fields of a request to the path ``path`` of the API.
+    """Reads the fields of a request. ``reader``: a `PromptReader` of `server/api/paths.py`.
 
-    Returns the fields of `ParsedRequest` in their order:
+    Returns the fields of `ParsedRequest` in their order, from the second:
 
-    - the body, whether it is a chat, whether it is a chat or a completion
+    - the body
     - model, whether it streams, session, cache salt, largest number of answer tokens
     - its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts
     - its ``priority`` (NaN: not a number; None: no such field)
 
-    Raises BadRequestError.
+    Raises BadRequestError, or ValueError for an unknown reader.
     """
 
 def check_object(body: bytes) -> None:
@@ -687,7 +688,7 @@ class Engine:
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
-        order: str = "fcfs",  # docs/simulator.md, local orders
+        order: str = "fcfs",  # docs/explanation/simulator.md, local orders
         order_slo_seconds: float = 0.1,  # for the order slo
         swap: tuple[float, int] | None = None,  # seconds per token each way, tokens in the host
         kv_events: bool = False,

@@ -2,13 +2,22 @@
 
 from pathlib import Path
 
+from lmetric.public_traces import PUBLIC_TRACES
+
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 """The trace in the package; data/README.md describes its origin."""
 
 
 def trace_path(name: str | Path, folder: Path = Path()) -> Path:
-    """The file of a trace: of `slice` the one in the package, else `name`, relative to `folder`."""
-    return SLICE if str(name) == "slice" else folder / name
+    """The file of a trace.
+
+    `slice` is the trace in the package. The file of a public trace is in the folder of public
+    traces, and may have to be downloaded. Other names are files, relative to `folder`.
+    """
+    if str(name) == "slice":
+        return SLICE
+    public = PUBLIC_TRACES.get(str(name))
+    return folder / name if public is None else public.path
 
 
 DEFAULT_PROFILE = "independent-sim"
@@ -20,5 +29,5 @@ ORDER_SLO = 0.1
 PLANNER = "planner"
 """The policy for decode placement and prefix fetches, which are both on by default with it.
 
-Documentation: docs/planner.md.
+Documentation: docs/explanation/planner.md.
 """

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import aiohttp
+import numpy as np
 import orjson
 
 from lmetric._core import LmetricError
@@ -23,14 +24,17 @@ from lmetric.defaults import SLICE
 from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.options import BOTH_WAYS
+from lmetric.profiles import load_profile
 from lmetric.replay import Client, Player, Record, Report, Slo, summarize
 from lmetric.sim.prompts import PromptWriter
+from lmetric.sim.run import simulate
 from lmetric.sim.synthetic import read_synthetic
 from lmetric.sim.traces import Trace, load_trace
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.5
+_OVERHEAD_SECONDS = 5.0  # to start and stop engines and router, on two cores
 # On the engines' clock, at the server's default interval.
 _SHARING_SECONDS = 0.1
 
@@ -62,6 +66,18 @@ class Setting:
         named = [policy if len(self.priorities) == 1 else f"{policy}, {order}" for policy, order in pairs]
         return [(label, *pair) for label, pair in zip(named, pairs, strict=True)]
 
+    def expected_seconds(self, trace: Trace) -> float:
+        """The expected duration of all runs in real time, from a simulation with `round_robin`."""
+        profile = load_profile(self.profile)
+        if self.max_sequences is not None:
+            profile = profile.model_copy(update={"max_sequences": self.max_sequences})
+        simulated = simulate(
+            trace.faster(1 / self.clock_speed), policy="round_robin", instances=self.engines, profile=profile
+        )
+        ends = simulated.arrival_seconds + simulated.e2e_seconds
+        seconds = float(np.nanmax(ends)) / self.clock_speed
+        return len(self.runs) * (seconds + _OVERHEAD_SECONDS)
+
     def trace(self) -> Trace:
         """The trace, with arrivals in seconds of real time."""
         trace = load_trace(SLICE) if self.source is None else named_trace(self.source)
@@ -90,12 +106,14 @@ class Moment:
     clock_speed: float
 
 
-async def run(setting: Setting, show: Callable[[Moment], None]) -> AsyncIterator[tuple[str, Report]]:
+async def run(
+    setting: Setting, trace: Trace, show: Callable[[Moment], None]
+) -> AsyncIterator[tuple[str, Report]]:
     """Runs the trace with each policy and priority, on new engines, and yields each report.
 
     After SIGINT, the report of the running policy is the last, marked as interrupted.
     """
-    trace, prompts = setting.trace(), PromptWriter()
+    prompts = PromptWriter()
     for label, policy, priority in setting.runs:
         report = await _play((label, policy, priority), setting, trace, prompts, show)
         yield label, report

@@ -38,7 +38,7 @@ else:
 """`Forecast`, a predictor file (.npz, .onnx), a reference to a Python object, a predictor, or a
 function.
 
-Documentation: docs/lengths.md.
+Documentation: docs/how-to/lengths.md.
 """
 
 Role = Literal["both", "prefill", "decode"]
@@ -51,7 +51,7 @@ Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
 """The token at which an engine can transfer a request to another engine, or receive one."""
 
 Maturity: TypeAlias = Literal["stable", "experimental", "study"]
-"""The maturity of a policy or a planner. Documentation: docs/policies.md."""
+"""The maturity of a policy or a planner. Documentation: docs/reference/policies.md."""
 Binding = Literal["early", "late"]
 """The time at which a decode instance is chosen: with the prefill instance, or after prefill."""
 
@@ -125,7 +125,7 @@ class DecodePlacement:
     """Decode a request on its prefill instance or on another: the choice with the least total
     delay.
 
-    Use it with the policy ``planner`` (docs/planner.md).
+    Use it with the policy ``planner`` (docs/explanation/planner.md).
     """
 
     core_kind: ClassVar[str] = "apart"
@@ -198,7 +198,7 @@ class SimulatedFetch(PrefixFetch):
 class UniBoost:
     """Order the engines' queues by arrival minus a boost, which is larger if less is to compute.
 
-    Source: UniBoost, section 3. Documentation: docs/priorities.md.
+    Source: UniBoost, section 3. Documentation: docs/explanation/priorities.md.
     """
 
     core_kind: ClassVar[str] = "uniboost"
@@ -254,7 +254,7 @@ class Star:
     """Whether to predict loads; False: use the current load."""
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (docs/lengths.md); other names are for simulations."""
+    Python function (docs/how-to/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
@@ -291,7 +291,7 @@ class Llumnix:
 
     forecast: ForecastLike = field(default="curve", metadata=_FORECASTS)
     """Predictor of remaining lengths: `curve` (learned from past answers), a predictor file or a
-    Python function (docs/lengths.md); other names are for simulations."""
+    Python function (docs/how-to/lengths.md); other names are for simulations."""
     forecast_seed: int = field(default=0, metadata=_SEED)
     """Seed of forecasts with random errors (simulations)."""
     repredict_tokens: int = 20
@@ -308,7 +308,7 @@ class Llumnix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """The hot-spot guard. Documentation: docs/guard.md."""
+    """The hot-spot guard. Documentation: docs/explanation/guard.md."""
 
     core_kind: ClassVar[str] = "guard"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
@@ -333,9 +333,12 @@ class Guard:
 class SplitBy:
     """Split requests with a planner of the core, by name: for planners without a class."""
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
     planner: str
+    """The planner's name, as in docs/reference/splits.md."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Settings of the planner by name; docs/splits.md lists them."""
+    """Settings of the planner by name; docs/reference/splits.md lists them."""
 
     @property
     def core_kind(self) -> str:

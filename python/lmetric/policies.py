@@ -34,8 +34,8 @@ class Policy:
             "max")``. Remaining ties are broken at random.
         `knobs`: values of the parameters in the expressions.
         name: name in logs, metrics and decision records.
-        guard: whether the hot-spot guard filters the candidates (docs/guard.md). None: if the
-            policy reads prefix hits.
+        guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
+            None: if the policy reads prefix hits.
 
     Raises:
         ExpressionError: an invalid expression, with the position and ``part`` (``score``,
@@ -250,8 +250,8 @@ def policy_function(
         fn: the function.
         reads: indicators that ``fn`` gets as one mapping (``[lm.P_TOKEN, lm.BS]`` or their names).
             None: the parameters of ``fn`` name the indicators.
-        guard: whether the hot-spot guard filters the candidates (docs/guard.md). None: if ``fn``
-            reads an indicator that depends on prefix hits.
+        guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
+            None: if ``fn`` reads an indicator that depends on prefix hits.
         fallback: policy (a name, an expression or a `Policy`) that decides if ``fn`` raises or
             exceeds the time limit. After three consecutive failures it decides for one second.
             `Router.policy_fallbacks` counts the failures. Without a fallback, failures raise
@@ -309,7 +309,7 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
     if isinstance(found, Expr | str):
         return Policy(found)
     if callable(found):
-        return policy_function(found)
+        return policy_function(found, name=text.strip())
     raise _bad(f"policy {text}", found, "a Policy, an expression or a function")
 
 

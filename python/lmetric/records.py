@@ -72,7 +72,10 @@ class DecisionRecord(TypedDict):
 
 
 class InstanceStats(TypedDict):
-    """An instance in `RouterStats`: its state, and its indicators by name (docs/indicators.md)."""
+    """An instance in `RouterStats`: its state, and its indicators by name.
+
+    docs/reference/indicators.md lists the indicators.
+    """
 
     healthy: bool
     draining: bool

@@ -1,6 +1,6 @@
 """The command line.
 
-Data goes to stdout, everything else to stderr. docs/cli.md lists the exit codes.
+Data goes to stdout, everything else to stderr. docs/reference/cli.md lists the exit codes.
 """
 
 from __future__ import annotations

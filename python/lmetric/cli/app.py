@@ -20,12 +20,15 @@ from lmetric.cli import (
     serve,
     simulate,
     study,
+    tokenizer,
     trace,
 )
+from lmetric.cli.help import Command
 
 MODULES = (
     serve,
     doctor,
+    tokenizer,
     engine,
     demo,
     replay,
@@ -57,7 +60,9 @@ def build(words: Collection[str]) -> typer.Typer:
         if hasattr(module, "group"):
             app.add_typer(module.group, name=name)
             continue
-        app.command(name)(module.build() if name in words and hasattr(module, "build") else module.command)
+        app.command(name, cls=Command)(
+            module.build() if name in words and hasattr(module, "build") else module.command
+        )
     return app
 
 

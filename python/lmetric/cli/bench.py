@@ -10,19 +10,29 @@ STAGES = ("hash", "match", "score", "commit", "total")
 
 
 def command(
-    policy: Annotated[list[str] | None, typer.Option(help="Policy name; repeatable.")] = None,
-    instances: Annotated[list[int] | None, typer.Option(help="Number of instances; repeatable.")] = None,
-    prompt_tokens: Annotated[list[int] | None, typer.Option(help="Prompt length; repeatable.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy name; repeatable.", show_default="lmetric, round_robin, vllm"),
+    ] = None,
+    instances: Annotated[
+        list[int] | None,
+        typer.Option(help="Number of instances; repeatable.", show_default="4, 16, 64, 256, 1024"),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Prompt length; repeatable.", show_default="1000, 8000, 32000, 100000"),
+    ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Decisions timed for each row.")] = 1000,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
     stored_pairs: Annotated[int, typer.Option(min=0, help="(instance, block) pairs in the index.")] = 200_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure decision latency: hash, match, score, commit, and the total.
+    """Measure the latency of routing decisions.
 
-    The benchmark times the Rust core in process, without HTTP. Every instance caches the first
-    tenth of each prompt, and one instance caches nine tenths. Defaults: lmetric, round_robin and
-    vllm over 4 to 1,024 instances and 1k to 100k prompt tokens.
+    Stages: hash, match, score, commit, and the total. The benchmark times the Rust core in
+    process, without HTTP. Every instance caches the first tenth of each prompt, and one instance
+    caches nine tenths. Defaults: lmetric, round_robin and vllm over 4 to 1,024 instances and 1k
+    to 100k prompt tokens.
     """
     from rich.progress import Progress
 
@@ -61,4 +71,4 @@ def command(
             [first["policy"], str(first["instances"]), str(first["prompt_tokens"]), *map(times.get, STAGES)]
         )
     title = f"Decision latency in us, p50 / p99 of {iterations} ({about['cpu']}, {about['cores']} cores)"
-    print_table(["policy", "instances", "prompt tokens", *STAGES], rows, title=title)
+    print_table(["policy", "instances", "prompt tokens", *STAGES], rows, title=title, keys=3)

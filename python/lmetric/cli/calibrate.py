@@ -7,52 +7,109 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmetric.cli.help import BASIC, ENGINES
 from lmetric.cli.options import check_file
 
 if TYPE_CHECKING:
     from lmetric.calibrate import Calibration, Calibrator
 
+_LIMITS = "Limits"
+
 
 def command(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Engine URL, e.g. http://10.0.0.1:8000.")],
     tokens_budget: Annotated[
-        int, typer.Option(min=1, help="Maximum number of prompt and output tokens to spend.")
+        int,
+        typer.Option(
+            min=1, help="Maximum number of prompt and output tokens to spend.", rich_help_panel=BASIC
+        ),
     ] = 200_000,
     max_batch: Annotated[
-        int, typer.Option(min=1, max=4096, help="Maximum number of concurrent requests.")
+        int,
+        typer.Option(min=1, max=4096, help="Maximum number of concurrent requests.", rich_help_panel=_LIMITS),
     ] = 32,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt, tokens [default: as model and budget allow].")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest prompt, tokens.",
+            show_default="as model and budget allow",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the profile [default: print it].")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the profile.", show_default="print it", rich_help_panel=BASIC),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model name to request [default: the only served model].")
+        str | None,
+        typer.Option(
+            help="Model name to request.", show_default="the only served model", rich_help_panel=BASIC
+        ),
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV block, if the engine does not report it.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens per KV block, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     cache_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV cache size in blocks, if the engine does not report it.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV cache size in blocks, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     max_sequences: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequence slots (max_num_seqs), if the engine does not report them."),
+        typer.Option(
+            min=1,
+            help="Sequence slots (max_num_seqs), if the engine does not report them.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens per step, if the engine does not report it.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum tokens per step, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     clock_speed: Annotated[
-        float, typer.Option(help="Emulated engines: the engine's clock runs N times as fast as real time.")
+        float,
+        typer.Option(
+            help="Emulated engines: the engine's clock runs N times as fast as real time.",
+            rich_help_panel=ENGINES,
+        ),
     ] = 1.0,
     timeout: Annotated[
-        float, typer.Option(help="Fail after S seconds without data from the engine.")
+        float,
+        typer.Option(help="Fail after S seconds without data from the engine.", rich_help_panel=_LIMITS),
     ] = 120.0,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
-    force: Annotated[bool, typer.Option(help="Continue even if the engine has other traffic.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Bearer token.", show_default="none", rich_help_panel=BASIC
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Continue even if the engine has other traffic.", rich_help_panel=_LIMITS)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=BASIC)
+    ] = False,
 ) -> None:
-    """Probe a running engine within a token budget and fit a profile of its step times.
+    """Fit a profile of step times to a running engine.
 
+    The command probes the engine within a token budget.
     `simulate --profile FILE` and `serve --profile FILE` load the profile. The command prints the
     cost of the probes before it sends them. It refuses an engine with other traffic, unless you
     pass --force. Ctrl-C stops the probes; nothing is written.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmetric.cli.help import BASIC, ENGINES, EXPERIMENTAL, TRACE
 from lmetric.defaults import DEFAULT_PROFILE
 
 if TYPE_CHECKING:
@@ -18,47 +20,88 @@ if TYPE_CHECKING:
 def command(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy to compare; repeatable [default: round_robin, vllm, lmetric]."),
+        typer.Option(
+            help="Policy to compare; repeatable.",
+            show_default="round_robin, vllm, lmetric",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
     priority: Annotated[
         list[str] | None,
-        typer.Option(help="Request order: none, uniboost or vtc; repeatable [default: none]."),
+        typer.Option(
+            help="Request order: none, uniboost or vtc; repeatable.",
+            show_default="none",
+            rich_help_panel=EXPERIMENTAL,
+        ),
     ] = None,
     trace: Annotated[
-        str | None, typer.Option(help="Trace file, or '{synthetic: …}' [default: the shipped slice].")
+        str | None,
+        typer.Option(
+            help="Trace file or name, or '{synthetic: …}'.",
+            show_default="the shipped slice",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
-    engines: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated engines.")] = 4,
+    engines: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of emulated engines.", rich_help_panel=BASIC)
+    ] = 4,
     requests: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Send the first N requests; the shipped slice has 1,000.")
-    ] = 500,
+        int,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Send the first N requests; the shipped slice has 1,000.",
+            rich_help_panel=BASIC,
+        ),
+    ] = 160,
     speed: Annotated[
-        float, typer.Option(help="Arrival rate relative to the trace, on the engines' clock.")
-    ] = 0.65,
+        float,
+        typer.Option(
+            help="Arrival rate relative to the trace, on the engines' clock.", rich_help_panel=BASIC
+        ),
+    ] = 0.8,
     clock_speed: Annotated[
-        float, typer.Option(max=1000, help="Speed of the engines' clock relative to real time.")
+        float,
+        typer.Option(
+            max=1000, help="Speed of the engines' clock relative to real time.", rich_help_panel=ENGINES
+        ),
     ] = 8.0,
     max_input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Skip requests with longer prompts.")
+        int | None,
+        typer.Option(
+            min=1, help="Skip requests with longer prompts.", show_default="no limit", rich_help_panel=TRACE
+        ),
     ] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Requests in an engine's batch [default: as in the profile].")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests in an engine's batch.",
+            show_default="as in the profile",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     routers: Annotated[
-        int, typer.Option(min=1, max=16, help="Number of routers; they exchange their load.")
+        int,
+        typer.Option(
+            min=1, max=16, help="Number of routers; they exchange their load.", rich_help_panel=ENGINES
+        ),
     ] = 1,
     profile: Annotated[
-        str, typer.Option(help="Engine profile: a shipped name or a YAML file.")
+        str, typer.Option(help="Engine profile: a shipped name or a YAML file.", rich_help_panel=ENGINES)
     ] = DEFAULT_PROFILE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the reports as JSON.", rich_help_panel=BASIC)
+    ] = False,
 ) -> None:
-    """Compare policies or priorities on a slice of a real trace, with emulated engines.
+    """Compare policies on a real trace, with emulated engines.
 
     Each run gets the same arrivals and new engines with empty caches. The engines model the step
     times of a GPU on a clock that runs faster than real time. TTFT and TPOT are in seconds of that
     clock.
     """
     from lmetric import LmetricError, Policy, Router
-    from lmetric.cli.show import note, print_json, stdout
+    from lmetric.cli.show import note, print_json, print_text, stdout
     from lmetric.demo import Setting
     from lmetric.options import served
 
@@ -89,8 +132,11 @@ def command(
     reports = _watch(setting)
     if as_json:
         print_json({"setting": setting, "reports": reports})
+        note(_verdict(reports))
     else:
-        stdout().print(_summary(setting, reports), soft_wrap=True)
+        console = stdout()
+        console.print(_summary(setting, reports, console.width))
+        print_text(_verdict(reports))
     from lmetric.cli.replay import lag_warning
 
     for name, report in reports.items():
@@ -115,12 +161,16 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
     reports: dict[str, Report] = {}
     console = stderr()
+    trace = setting.trace()
+    count = len(setting.runs)
+    seconds = 5 * math.ceil(setting.expected_seconds(trace) / 5)
+    note(f"The demo plays about {seconds} s: {count} run{'s' * (count > 1)} of {len(trace)} requests.")
 
     async def play(live: Live) -> None:
         def show(moment: Moment) -> None:
-            live.update(Group(_summary(setting, reports), _view(moment)), refresh=True)
+            live.update(Group(_summary(setting, reports, console.width), _view(moment)), refresh=True)
 
-        async for policy, report in demo.run(setting, show):
+        async for policy, report in demo.run(setting, trace, show):
             reports[policy] = report
             if not console.is_terminal:
                 note(f"{policy}: {report.completed} of {report.requests} requests, {_ttft(report)}")
@@ -167,46 +217,32 @@ def _row(index: int, state: EngineState | None) -> list[str]:
     return [f"engine {index}", str(state.running), str(state.waiting), f"{state.kv_usage:.0%}", hit]
 
 
-def _summary(setting: Setting, reports: dict[str, Report]) -> RenderableType:
+def _summary(setting: Setting, reports: dict[str, Report], width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from lmetric.cli.show import table
+    from lmetric.cli.show import tables
 
-    columns = [
-        "policy",
-        "TTFT mean",
-        "p50",
-        "p90",
-        "p99",
-        "TPOT mean",
-        "p99",
-        "E2E mean",
-        "p99",
-        "hit rate",
-        "failed",
-    ]
+    columns = ["policy", "TTFT, s", "p50", "p90", "p99", "TPOT, ms", "p99", "E2E, s", "hit %"]
     rows = [_figures(name, report) for name, report in reports.items()]
-    return Group(Text(describe(setting)), table(columns, rows) if rows else "")
+    return Group(Text(describe(setting)), *(tables(columns, rows, width) if rows else ()))
 
 
 def _figures(name: str, report: Report) -> list[str]:
     first, each = report.ttft_seconds, report.tpot_seconds
-    ttft = (
-        [f"{value:.2f} s" for value in (first.mean, first.p50, first.p90, first.p99)] if first else ["–"] * 4
-    )
-    tpot = [f"{value * 1e3:.1f} ms" for value in (each.mean, each.p99)] if each else ["–"] * 2
+    ttft = [f"{value:.2f}" for value in (first.mean, first.p50, first.p90, first.p99)] if first else ["–"] * 4
+    tpot = [f"{value * 1e3:.1f}" for value in (each.mean, each.p99)] if each else ["–"] * 2
     whole = report.e2e_seconds
-    e2e = [f"{value:.2f} s" for value in (whole.mean, whole.p99)] if whole else ["–"] * 2
-    hit = "–" if report.hit_rate is None else f"{report.hit_rate:.1%}"
-    return [
-        name + (" (interrupted)" if report.interrupted else ""),
-        *ttft,
-        *tpot,
-        *e2e,
-        hit,
-        str(report.failed),
-    ]
+    e2e = f"{whole.mean:.2f}" if whole else "–"
+    hit = "–" if report.hit_rate is None else f"{report.hit_rate * 100:.1f}"
+    return [name + (" (interrupted)" if report.interrupted else ""), *ttft, *tpot, e2e, hit]
+
+
+def _verdict(reports: dict[str, Report]) -> str:
+    from lmetric.cli.replay import entry
+    from lmetric.cli.verdict import sentence
+
+    return sentence([entry(label, report) for label, report in reports.items()])
 
 
 def _ttft(report: Report) -> str:

@@ -10,7 +10,6 @@ import typer
 if TYPE_CHECKING:
     from lmetric.doctor import Examination, Level, Target, Verdict
 
-_WIDTH = 80  # columns of the table if neither a terminal nor COLUMNS gives the width
 _MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
 
 
@@ -18,7 +17,9 @@ def command(
     url: Annotated[
         list[str] | None, typer.Argument(help="Engine URLs [default: engines of the configuration].")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML), as for serve.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration file (YAML), as for serve.", show_default="none")
+    ] = None,
     require: Annotated[
         Literal["exact", "approximate", "load"], typer.Option(help="Level that every engine must reach.")
     ] = "exact",
@@ -26,7 +27,8 @@ def command(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="Tokenizer folder [default: as configured, else the engine's model].",
+            help="Tokenizer folder or Hub repository.",
+            show_default="as configured, else the engine's model",
         ),
     ] = None,
     thorough: Annotated[
@@ -41,11 +43,11 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Test engine features with real requests: load reports, cache events, tokens, cancellation.
+    """Test engine features with real requests.
 
-    Each engine gets a few dozen short requests and a long request, which is canceled. Exit code 1:
-    an engine does not reach the level of --require. The report gives the causes and the flags to
-    set.
+    Features: load reports, cache events, tokens, cancellation. Each engine gets a few dozen short
+    requests and a long request, which is canceled. Exit code 1: an engine does not reach the
+    level of --require. The report gives the causes and the flags to set.
     """
     import asyncio
 
@@ -69,13 +71,14 @@ def command(
 
 
 def _shortfalls(found: list[Examination], level: Level) -> list[str]:
-    """The reasons why engines miss the required level. Engines with equal reasons share a line."""
+    """The level of the engines that miss the required one. Equal engines share a line."""
     engines: dict[tuple[str, Level | None], list[str]] = {}
     for examination in found:
         if wanting := examination.wanting(level):
             engines.setdefault((", ".join(wanting), examination.level), []).append(examination.engine)
     return [
-        f"{', '.join(names)}: not `{level}`: {wanting}" + (f"; use --require {best}" if best else "")
+        f"{', '.join(names)}: good for {best or 'nothing'}; {level} required, missing: {wanting}"
+        + (f" (or pass --require {best})" if best else "")
         for (wanting, best), names in engines.items()
     ]
 
@@ -123,7 +126,7 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
     from lmetric.cli.show import stdout, table
     from lmetric.doctor import CHECKS
 
-    console = stdout(_WIDTH)
+    console = stdout()
     for group in _side_by_side(found, console.width):
         rows = table(["check", *(examination.engine for examination in group)], [])
         for name in CHECKS:
@@ -141,31 +144,36 @@ def _show(found: list[Examination], level: Level, verbose: bool) -> None:
             console.print(Text(examination.engine, style="bold"))
         for verdict in shown:
             wanted = verdict.check in examination.wanting(level)
-            console.print(_told(verdict, wanted), soft_wrap=True)
+            console.print(_told(verdict, wanted, console.width), soft_wrap=True)
 
 
 def _side_by_side(found: list[Examination], width: int) -> list[list[Examination]]:
     """Groups of engines whose columns fit beside the column of checks."""
+    from lmetric.cli.show import EDGES, GAP
     from lmetric.doctor import CHECKS
 
-    gap, edges = 3, 2  # columns: between two cells, and at the borders
     groups: list[list[Examination]] = []
     left = 0
     for examination in found:
-        needed = max(len(examination.engine), len("approximate")) + gap
+        needed = max(len(examination.engine), len("approximate")) + GAP
         if not groups or needed > left:
             groups.append([])
-            left = width - max(map(len, CHECKS)) - edges
+            left = width - max(map(len, CHECKS)) - EDGES
         groups[-1].append(examination)
         left -= needed
     return groups
 
 
-def _told(verdict: Verdict, wanted: bool) -> Any:
+def _told(verdict: Verdict, wanted: bool, width: int) -> Any:
     from rich.text import Text
 
-    text = Text(f"  {_MARKS[verdict.outcome]:<4} ", style="bold red" if wanted else "")
-    text.append(f"{verdict.check}: {verdict.seen}", style="default not bold")
+    from lmetric.cli.show import wrapped
+
+    mark = f"  {_MARKS[verdict.outcome]:<4} "
+    shown = wrapped(f"{verdict.check}: {verdict.seen}", width, head=mark)
     if verdict.remedy:
-        text.append(f"\n       set: {verdict.remedy}", style="default not bold")
+        shown += "\n" + wrapped(f"fix: {verdict.remedy}", width, head=" " * len(mark))
+    text = Text(shown)
+    if wanted:
+        text.stylize("bold red", 0, len(mark))
     return text

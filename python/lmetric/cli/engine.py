@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 
 def command() -> None:
-    """Run one emulated engine: the HTTP API, metrics and KV events of vLLM, without a GPU.
+    """Run one emulated engine, without a GPU.
 
-    Step times come from a profile. The engine's clock can run faster than real time. Flags disable
-    features or cause failures, to test clients and routers. When the engine is ready, it prints one
-    JSON line with its address. SIGTERM and Ctrl-C stop it.
+    It has the HTTP API, metrics and KV events of vLLM. Step times come from a profile. The
+    engine's clock can run faster than real time. Flags disable features or cause failures, to
+    test clients and routers. When the engine is ready, it prints one JSON line with its address.
+    SIGTERM and Ctrl-C stop it.
 
     With --api sglang, it has the endpoints, metrics and events of SGLang. They follow the SGLang
     sources and were never compared with a running SGLang.

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
 
-M = TypeVar("M", bound="BaseModel")
+    from lmetric.engines.emulated import EngineOptions
 
 
-def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Callable[..., None]:
-    """A typer command with one option for each field of `model`. It calls `run` with the valid
-    model."""
+def command_for(
+    model: type[EngineOptions], run: Callable[[EngineOptions], None], doc: str | None
+) -> Callable[..., None]:
+    """A typer command with one option for each field of `model`, in the groups of `help_of`.
+
+    It calls `run` with the valid model.
+    """
     from pydantic import ValidationError
 
     def command(**given: Any) -> None:
@@ -28,7 +32,9 @@ def command_for(model: type[M], run: Callable[[M], None], doc: str | None) -> Ca
 
     parameters = []
     for name, field in model.model_fields.items():
-        option = typer.Option(help=field.description)
+        group, text, default = model.help_of(name)
+        words = default if field.default in (None, "") else True
+        option = typer.Option(help=text, rich_help_panel=group, show_default=words)
         annotation = Annotated[field.annotation, option]  # type: ignore[name-defined]
         parameters.append(
             inspect.Parameter(

@@ -6,13 +6,15 @@ import typer
 
 
 def command(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
-    """List the indicators that score expressions can read: unit, owner, meaning."""
+    """List the indicators that score expressions can read."""
     from lmetric._core import indicator_table
-    from lmetric.cli.show import print_json, print_table
+    from lmetric.cli.show import print_json, print_text
 
     rows = indicator_table()
     if as_json:
         print_json(rows)
         return
-    columns = list(rows[0])
-    print_table(columns, [[row[column] for column in columns] for row in rows])
+    for row in rows:
+        print_text(f"{row['name']}: {row['unit']} ({row['scope']}, from {row['owner']})")
+        print_text(row["about"], head="    ")
+        print_text(f"Freshness: {row['freshness']}. Absent: {row['absent']}.", head="    ")

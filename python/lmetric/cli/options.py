@@ -7,31 +7,65 @@ from typing import Annotated
 
 import typer
 
+from lmetric.cli.help import BASIC, RESULTS, TRACE
 from lmetric.defaults import trace_path
 
+TRACE_HELP = (
+    "Trace file (Mooncake, Qwen-Bailian or Azure format, also .gz); slice: the trace in the package; or a "
+    "public trace from `lmetric-router trace list`."
+)
 TraceFile = Annotated[
     Path,
     typer.Option(
         parser=trace_path,
         metavar="FILE",
         show_default="slice",
-        help="Trace file: Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
+        help=TRACE_HELP,
+        rich_help_panel=BASIC,
     ),
 ]
-Format = Annotated[str | None, typer.Option(help="Format of the trace [default: detected].")]
+Format = Annotated[
+    str | None, typer.Option(help="Format of the trace.", show_default="detected", rich_help_panel=TRACE)
+]
 ClosedLoop = Annotated[
-    bool | None, typer.Option(help="Send a turn only after the previous answer [default: as in the trace].")
+    bool | None,
+    typer.Option(
+        help="Send a turn only after the previous answer.",
+        show_default="as in the trace",
+        rich_help_panel=TRACE,
+    ),
 ]
 BlockTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per hash ID [default: from the file or format].")
+    int | None,
+    typer.Option(
+        min=1, help="Tokens per hash ID.", show_default="from the file or format", rich_help_panel=TRACE
+    ),
 ]
-SloTtft = Annotated[float | None, typer.Option(help="Goodput: maximum TTFT, seconds.")]
-SloTpot = Annotated[float | None, typer.Option(help="Goodput: maximum TPOT, seconds.")]
-Requests = Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")]
-MaxInputTokens = Annotated[int | None, typer.Option(min=1, help="Skip requests with longer prompts.")]
-Start = Annotated[float, typer.Option(min=0, help="Skip the first S seconds of the trace.")]
-Speed = Annotated[float, typer.Option(help="Arrival rate relative to the trace.")]
-SkipBadLines = Annotated[bool, typer.Option(help="Skip and count invalid lines instead of failing.")]
+SloTtft = Annotated[
+    float | None,
+    typer.Option(help="Goodput: maximum TTFT, seconds.", show_default="no SLO", rich_help_panel=RESULTS),
+]
+SloTpot = Annotated[
+    float | None,
+    typer.Option(help="Goodput: maximum TPOT, seconds.", show_default="no SLO", rich_help_panel=RESULTS),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(min=1, help="Use only the first N requests.", show_default="all", rich_help_panel=TRACE),
+]
+MaxInputTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Skip requests with longer prompts.", show_default="no limit", rich_help_panel=TRACE
+    ),
+]
+Start = Annotated[
+    float, typer.Option(min=0, help="Skip the first S seconds of the trace.", rich_help_panel=TRACE)
+]
+Speed = Annotated[float, typer.Option(help="Arrival rate relative to the trace.", rich_help_panel=BASIC)]
+SkipBadLines = Annotated[
+    bool, typer.Option(help="Skip and count invalid lines instead of failing.", rich_help_panel=TRACE)
+]
 
 
 def check_file(flag: str, path: Path | None) -> None:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def command(
     name: Annotated[str | None, typer.Argument(help="Show this policy with its parameters.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the policies with their maturity and formulas, or show one with its parameters and
-    source.
+    """List the policies, or show one.
 
+    The list has maturity and formula. One policy also has parameters, indicators and source.
     `serve` accepts stable policies, and experimental policies with `--experimental`. The others are
     for studies.
     """
     from lmetric._core import policy_table
-    from lmetric.cli.show import print_json, stdout
+    from lmetric.cli.show import print_json, print_text
 
     rows = {row["name"]: row for row in policy_table()}
     if name is not None and name not in rows:
@@ -29,11 +26,11 @@ def command(
     if as_json:
         print_json(rows[name] if name is not None else list(rows.values()))
     elif name is not None:
-        _show(stdout(), rows[name])
+        _show(rows[name])
     else:
         width = max(map(len, rows)) + 2
         for row in rows.values():
-            _print(stdout(), f"{row['name']:<{width}}{row['maturity']:<14}", row["formula"])
+            print_text(row["formula"], head=f"{row['name']:<{width}}{row['maturity']:<14}")
 
 
 def _hint(name: str, known: dict[str, Any]) -> str:
@@ -43,25 +40,17 @@ def _hint(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; `lmetric-router policies` lists them"
 
 
-def _show(console: Console, row: dict[str, Any]) -> None:
-    _print(console, "policy      ", row["name"])
-    _print(console, "formula     ", row["formula"])
-    _print(console, "reads       ", ", ".join(row["reads"]) or "no indicator")
-    _print(console, "maturity    ", row["maturity"])
-    _print(console, "source      ", row["source"])
+def _show(row: dict[str, Any]) -> None:
+    from lmetric.cli.show import print_text
+
+    print_text(row["name"], head="policy      ")
+    print_text(row["formula"], head="formula     ")
+    print_text(", ".join(row["reads"]) or "no indicator", head="reads       ")
+    print_text(row["maturity"], head="maturity    ")
+    print_text(row["source"], head="source      ")
     for parameter in row["knobs"]:
         default = f"{parameter['default']:.12g}"
         bounds = f"{parameter['min']:.12g} to {parameter['max']:.12g}"
         studies = " (for studies)" if parameter["study"] else ""
         text = f"{parameter['name']}{studies} = {default} ({bounds}): {parameter['about']}"
-        _print(console, "parameter   ", text)
-
-
-def _print(console: Console, head: str, text: str) -> None:
-    """Prints `text` after `head`. Further lines are indented to the start of the text."""
-    import textwrap
-
-    width = max(console.width, len(head) + 20)
-    for line in textwrap.wrap(text, width - len(head), break_on_hyphens=False):
-        print(head + line)
-        head = " " * len(head)
+        print_text(text, head="parameter   ")

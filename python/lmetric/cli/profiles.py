@@ -11,7 +11,7 @@ def command(
     name: Annotated[str | None, typer.Argument(help="Print this profile as YAML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the profiles of engines with the sizes of their caches, or print one.
+    """List the engine profiles, or print one.
 
     A profile has the step times of a model on a GPU. simulate, study, demo and emulated engines
     use profiles.
@@ -29,7 +29,8 @@ def command(
         if as_json:
             print_json(content)
         else:
-            print(yaml.safe_dump(content, sort_keys=False, width=100), end="")
+            # YAML breaks a line at the first space behind `width`.
+            print(yaml.safe_dump(content, sort_keys=False, width=50), end="")
         return
     profiles = {each: load_profile(each) for each in shipped_profiles()}
     rows = [

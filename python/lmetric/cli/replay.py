@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmetric.cli.help import BASIC, ENGINES
 from lmetric.cli.options import (
     ClosedLoop,
     Format,
@@ -22,16 +23,26 @@ from lmetric.cli.options import (
 from lmetric.defaults import SLICE
 
 if TYPE_CHECKING:
+    from lmetric.cli.verdict import Entry
     from lmetric.replay import Player, Report
+    from lmetric.sim.summary import Goodput, Spread
     from lmetric.sim.traces import Trace
+
+_CLIENT = "Client"
 
 
 def command(
-    target: Annotated[str, typer.Option(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.")],
+    target: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.", rich_help_panel=BASIC),
+    ],
     trace: TraceFile = SLICE,
     speed: Speed = 1.0,
     model: Annotated[
-        str | None, typer.Option(help="Model name to request [default: the only served model].")
+        str | None,
+        typer.Option(
+            help="Model name to request.", show_default="the only served model", rich_help_panel=BASIC
+        ),
     ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
@@ -41,27 +52,49 @@ def command(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     clock_speed: Annotated[
-        float, typer.Option(help="Emulated engines: their clock runs N times as fast; report times on it.")
+        float,
+        typer.Option(
+            help="Emulated engines: their clock runs N times as fast; report times on it.",
+            rich_help_panel=ENGINES,
+        ),
     ] = 1.0,
-    chat: Annotated[bool, typer.Option(help="Use /v1/chat/completions instead of /v1/completions.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(help="Use /v1/chat/completions instead of /v1/completions.", rich_help_panel=_CLIENT),
+    ] = False,
     ignore_eos: Annotated[
-        bool, typer.Option(help="Request exactly the output length of the trace (vLLM's ignore_eos).")
+        bool,
+        typer.Option(
+            help="Request exactly the output length of the trace (vLLM's ignore_eos).",
+            rich_help_panel=_CLIENT,
+        ),
     ] = True,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
-    timeout: Annotated[float, typer.Option(help="Abort a request after S seconds without data.")] = 300.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt texts.")] = 0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Bearer token.", show_default="none", rich_help_panel=_CLIENT
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Abort a request after S seconds without data.", rich_help_panel=_CLIENT)
+    ] = 300.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompt texts.", rich_help_panel=_CLIENT)] = 0,
     skip_bad_lines: SkipBadLines = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=BASIC)
+    ] = False,
 ) -> None:
-    """Send a trace to a server at its arrival times; print latencies, hit rate, goodput and errors.
+    """Send a trace to a server, timed as recorded.
 
+    The report has latencies, hit rate, goodput and errors.
     Requests are sent at their trace times, even if earlier requests failed or still run (open
     loop). In a closed-loop trace, a turn is sent after the previous answer. Prompts are built from
     the trace's block
     IDs: equal IDs give equal text. Ctrl-C prints the results so far and exits with 130.
     """
-    from lmetric.cli.show import note, print_json
+    from lmetric.cli.show import note, print_json, print_text
     from lmetric.cli.trace import report_bad_lines
+    from lmetric.cli.verdict import sentence
     from lmetric.replay import Client, Slo, summarize
     from lmetric.sim.traces import load_trace
 
@@ -104,8 +137,10 @@ def command(
     }
     if as_json:
         print_json({**setting, "report": report})
+        note(sentence([entry(client.base_url, report)]))
     else:
         _print(report, setting)
+        print_text(sentence([entry(client.base_url, report)]))
     if warning := lag_warning(report):
         note(f"warning: {warning}")
     if player.interrupted:
@@ -149,6 +184,22 @@ def _play(trace: Trace, client: object, seed: int) -> Player:
     return uvloop.run(play())
 
 
+def entry(label: str, report: Report) -> Entry:
+    """The report for the verdict."""
+    from lmetric.cli.verdict import Entry
+
+    def span(spread: Spread | None) -> tuple[float, float, float] | None:
+        return None if spread is None else (spread.mean, spread.mean, spread.mean)
+
+    return Entry(
+        label,
+        span(report.ttft_seconds),
+        span(report.tpot_seconds),
+        requests=report.requests,
+        unfinished=report.requests - report.completed,
+    )
+
+
 def lag_warning(report: Report) -> str | None:
     """A warning if the load generator was late: the load then differs from the trace."""
     from lmetric.replay.report import LATE_SECONDS
@@ -177,15 +228,6 @@ def _print(report: Report, setting: dict[str, object]) -> None:
     ]
     title = f"{report.completed} of {report.requests} requests done in {report.duration_seconds:.1f} s{clock}"
     print_table(["seconds", "mean", "p50", "p90", "p99", "max"], rows, title=title)
-    good = report.goodput
-    rates = (
-        f"{good.requests_per_second:.2f} requests/s, {good.tokens_per_second:.0f} tokens/s, {good.share:.1%}"
-    )
-    bounds = [
-        f"{name} <= {bound:g} s"
-        for name, bound in (("TTFT", good.slo_ttft_seconds), ("TPOT", good.slo_tpot_seconds))
-        if bound is not None
-    ]
     hit = (
         "not reported by the server" if report.hit_rate is None else f"{report.hit_rate:.1%} of prompt tokens"
     )
@@ -195,7 +237,7 @@ def _print(report: Report, setting: dict[str, object]) -> None:
             "throughput",
             f"{report.requests_per_second:.2f} requests/s, {report.tokens_per_second:.0f} tokens/s",
         ],
-        [f"goodput ({', '.join(bounds) or 'no SLO given'})", rates],
+        *_goodput(report.goodput),
         ["failed", str(report.failed)],
         *([f"  {kind}", f"{error.count}: {error.example}"] for kind, error in report.errors.items()),
     ]
@@ -205,3 +247,14 @@ def _print(report: Report, setting: dict[str, object]) -> None:
         lag = report.lag_seconds
         facts.append(["sent late by (wall time)", f"p50 {lag.p50 * 1e3:.1f} ms, max {lag.max * 1e3:.1f} ms"])
     print_table(["", ""], facts)
+
+
+def _goodput(good: Goodput) -> list[list[str]]:
+    """The row of the goodput; none without an SLO."""
+    bounds = [
+        f"{name} <= {bound:g} s"
+        for name, bound in (("TTFT", good.slo_ttft_seconds), ("TPOT", good.slo_tpot_seconds))
+        if bound is not None
+    ]
+    rates = f"{good.requests_per_second:.2f} requests/s, {good.tokens_per_second:.0f} tokens/s"
+    return [[f"goodput ({', '.join(bounds)})", f"{rates}, {good.share:.1%}"]] if bounds else []

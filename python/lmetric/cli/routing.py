@@ -5,39 +5,53 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import wraps
+from dataclasses import MISSING, Field, fields
+from functools import partial, wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from lmetric import options
+from lmetric.cli.help import DISAGGREGATION, EXPERIMENTAL, POLICY
+from lmetric.defaults import PLANNER
 
+# The help of each option's flag, and its group.
 _HELP = {
-    "split": "Whether requests are split between instances",
-    "prefix_fetch": "Whether instances fetch cached prefixes from each other",
-    "rebalance": "Whether running requests move between instances",
-    "priority": "How requests are ordered in the engines' queues",
-    "guard": "Hot-spot guard",
-}
-_DEFAULTS = {
-    "split": "none; with planner: apart",
-    "prefix_fetch": "none; with planner: on",
-    "guard": "as the policy declares",
+    "split": ("Whether requests are split between instances", DISAGGREGATION),
+    "prefix_fetch": ("Whether instances fetch cached prefixes from each other", DISAGGREGATION),
+    "rebalance": ("Whether running requests move between instances", EXPERIMENTAL),
+    "priority": ("How requests are ordered in the engines' queues", POLICY),
+    "guard": ("Hot-spot guard", POLICY),
 }
 # Options that accept several values in simulations; each value gets its own runs.
 SWEPT = ("split", "rebalance")
 
 
 def _settings_of(what: str, *, server: bool) -> str:
-    """The settings of each kind, for the help text."""
-    told = []
+    """The settings of each kind with their defaults, for the help text."""
+    described = []
     classes = options.served(what) if server else options.classes(what)
     for cls in dict.fromkeys(classes.values()):
-        names = [each.name for each in fields(cls) if not (server and options.is_study(each))]
-        if names := [name for name in names if name != "enabled"]:
-            told.append(f"{cls.core_kind}: {', '.join(names)}" if len(classes) > 1 else ", ".join(names))
-    return "; ".join(told)
+        own = [each for each in fields(cls) if not (server and options.is_study(each))]
+        if shown := [_setting(each, server=server) for each in own if each.name != "enabled"]:
+            described.append(f"{cls.core_kind}: {', '.join(shown)}" if len(classes) > 1 else ", ".join(shown))
+    return "; ".join(described)
+
+
+def _setting(each: Field[Any], *, server: bool) -> str:
+    """A setting as NAME=DEFAULT, or its name if it has no plain default."""
+    value = each.metadata.get("server", each.default) if server else each.default
+    if value is MISSING or value is None:
+        return each.name
+    return f"{each.name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _default(what: str) -> str:
+    """The default of an option in words, with the default under `planner` if it differs."""
+    if what == "guard":
+        return "as the policy declares"
+    usual, planned = (options.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))
+    return usual if usual == planned else f"{usual}; with {PLANNER}: {planned}"
 
 
 def parameters(*, server: bool) -> list[inspect.Parameter]:
@@ -51,17 +65,18 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
     for what in options.OPTIONS:
         flag = "--" + what.replace("_", "-")
         kinds = ["none", *(options.served(what) if server else options.classes(what))]
-        default = f"[default: {_DEFAULTS.get(what, 'none')}]"
-        text = f"{_HELP[what]} {default}."
+        text, panel = _HELP[what]
+        option = partial(typer.Option, rich_help_panel=panel, show_default=_default(what))
         if what == "guard":
-            kind: Any = Annotated[bool | None, typer.Option("--guard/--no-guard", help=text)]
+            kind: Any = Annotated[bool | None, option("--guard/--no-guard", help=f"{text}.")]
         elif what in SWEPT and not server:
-            help_ = f"{_HELP[what]}: {', '.join(kinds)}; settings in parentheses {default}."
-            kind = Annotated[list[str] | None, typer.Option(flag, metavar="A,B,…", help=help_)]
+            help_ = f"{text}: {', '.join(kinds)}; settings in parentheses."
+            kind = Annotated[list[str] | None, option(flag, metavar="A,B,…", help=help_)]
         else:
-            kind = Annotated[str | None, typer.Option(flag, metavar="|".join(kinds), help=text)]
-        help_ = f"Settings of {flag}: {_settings_of(what, server=server)}."
-        settings = Annotated[str | None, typer.Option(f"{flag}-settings", metavar="NAME=VALUE,…", help=help_)]
+            kind = Annotated[str | None, option(flag, metavar="|".join(kinds), help=f"{text}.")]
+        help_ = f"Settings of {flag}, with defaults. {_settings_of(what, server=server)}."
+        option = partial(typer.Option, rich_help_panel=panel)
+        settings = Annotated[str | None, option(f"{flag}-settings", metavar="NAME=VALUE,…", help=help_)]
         for name, annotation in ((what, kind), (f"{what}_settings", settings)):
             made.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

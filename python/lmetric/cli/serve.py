@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmetric.cli.settings import command_with_settings
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmetric.config import ServerConfig
+
+
+def command() -> None:
+    """Route OpenAI API requests to engines.
+
+    Precedence of settings: flags, environment (LMETRIC_...), file (--config), defaults. SIGTERM and
+    Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads policies, API
+    keys, tenants and the engines' API keys. SIGUSR1 and SIGUSR2 are ignored.
+    """
+
+
+def build() -> Callable[..., None]:
+    """The command with its options. Their defaults come from the configuration (slow import)."""
+    from lmetric.cli.settings import command_with_settings
+
+    return command_with_settings(_run, command.__doc__)
 
 
 def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
@@ -17,14 +31,3 @@ def _run(config: ServerConfig, reread: Callable[[], ServerConfig]) -> None:
 
     if code := run_server(config, reread):
         raise SystemExit(code)
-
-
-command = command_with_settings(
-    _run,
-    """Route OpenAI API requests to engines.
-
-    Precedence of settings: flags, environment (LMETRIC_...), file (--config), defaults. SIGTERM and Ctrl-C
-    drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads policies, API keys, tenants and
-    the engines' API keys. SIGUSR1 and SIGUSR2 are ignored.
-    """,
-)

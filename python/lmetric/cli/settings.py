@@ -2,7 +2,7 @@
 order."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli import routing
+from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, POLICY
 
 if TYPE_CHECKING:
     from lmetric.config import ServerConfig
 
 
+_ACCESS = "Access and logs"
+# The configuration key of each parameter of `_read`. The help shows the key's default.
+_KEYS = {
+    "host": "host",
+    "port": "port",
+    "engine": "engines",
+    "embedded": "embedded",
+    "model": "model",
+    "experimental": "experimental",
+    "policy": "policy",
+    "knob": "knobs",
+    "decode_policy": "decode_policy",
+    "migration_by": "migration_by",
+    "profile": "profile",
+    "api_keys": "auth.keys_file",
+    "log_level": "log.level",
+    "log_json": "log.json",
+}
 # Flags with deprecated names: the old configuration key, the flag and its type.
 _OLD = {
     "split_force_at": ("--split-force-at", float),
@@ -24,59 +43,65 @@ _OLD = {
 }
 
 
+def _option(group: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=group, **more)
+
+
 def _read(
-    config: Annotated[Path | None, typer.Option(help="Configuration file (YAML).")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0: any free port [default: 8080].")] = None,
-    engine: Annotated[list[str] | None, typer.Option(metavar="URL", help="Engine URL; repeatable.")] = None,
+    config: Annotated[
+        Path | None, _option(BASIC, show_default="none", help="Configuration file (YAML).")
+    ] = None,
+    host: Annotated[str | None, _option(BASIC, help="Address to listen on.")] = None,
+    port: Annotated[int | None, _option(BASIC, help="Port; 0: any free port.")] = None,
+    engine: Annotated[list[str] | None, _option(BASIC, metavar="URL", help="Engine URL; repeatable.")] = None,
     embedded: Annotated[
         str | None,
-        typer.Option(
-            metavar="N", help="Start N emulated engines, or e.g. 2P4D: 2 prefill and 4 decode engines."
+        _option(
+            BASIC,
+            metavar="N",
+            help="Start N emulated engines, or e.g. 2P4D: 2 prefill and 4 decode engines.",
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model of the engines [default: as they report].")] = None,
+    model: Annotated[str | None, _option(BASIC, help="Model of the engines.")] = None,
     experimental: Annotated[
         bool | None,
-        typer.Option("--experimental", help="Accept experimental policies and planners."),
+        _option(EXPERIMENTAL, "--experimental", help="Accept experimental policies and planners."),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME_OR_EXPRESSION", help="Policy name, or a score to minimize [default: lmetric]."
-        ),
+        _option(BASIC, metavar="NAME_OR_EXPRESSION", help="Policy name, or a score to minimize."),
     ] = None,
     knob: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Parameter of the policy; repeatable.")
+        list[str] | None,
+        _option(POLICY, metavar="NAME=VALUE", help="Parameter of the policy; repeatable."),
     ] = None,
     decode_policy: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            DISAGGREGATION,
             metavar="NAME_OR_EXPRESSION",
-            help="Policy for decode engines under prefill/decode disaggregation [default: least_requests].",
+            help="Policy for decode engines under prefill/decode disaggregation.",
         ),
     ] = None,
     migration_by: Annotated[
         str | None,
-        typer.Option(
-            metavar="recompute|pull|legs", help="How running requests migrate [default: recompute]."
-        ),
+        _option(EXPERIMENTAL, metavar="recompute|pull|legs", help="How running requests migrate."),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Step times for predictions: a shipped profile or a YAML file.")
+        str | None, _option(POLICY, help="Step times for predictions: a shipped profile or a YAML file.")
     ] = None,
-    api_keys: Annotated[Path | None, typer.Option(help="YAML file with API keys and tenants.")] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error [default: info].")
-    ] = None,
+    api_keys: Annotated[Path | None, _option(_ACCESS, help="YAML file with API keys and tenants.")] = None,
+    log_level: Annotated[str | None, _option(_ACCESS, help="debug, info, warning or error.")] = None,
     log_json: Annotated[
-        bool | None, typer.Option("--log-json/--log-text", help="Log JSON lines [default: text].")
+        bool | None, _option(_ACCESS, "--log-json/--log-text", help="Log JSON lines.")
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
+            BASIC,
             "--set",
             metavar="KEY=VALUE",
+            show_default="none",
             help="Any setting, e.g. timeouts.connect=1; repeatable. Other users of the machine see flags: "
             "set secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
         ),
@@ -85,22 +110,14 @@ def _read(
 ) -> "ServerConfig":
     from lmetric.config import load_config
 
-    flags: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "engines": [{"url": url} for url in engine] if engine else None,
-        "embedded": embedded,
-        "model": model,
-        "experimental": experimental,
-        "policy": policy,
-        "knobs": dict(_pair("--knob", text) for text in knob) if knob else None,
-        "decode_policy": decode_policy,
-        "migration_by": migration_by,
-        "profile": profile,
-        "auth.keys_file": api_keys,
-        "log.level": log_level,
-        "log.json": log_json,
-    }
+    given = {
+        "host": host, "port": port, "embedded": embedded, "model": model, "experimental": experimental,
+        "policy": policy, "decode_policy": decode_policy, "migration_by": migration_by, "profile": profile,
+        "api_keys": api_keys, "log_level": log_level, "log_json": log_json,
+        "engine": [{"url": url} for url in engine] if engine else None,
+        "knob": dict(_pair("--knob", text) for text in knob) if knob else None,
+    }  # fmt: skip
+    flags: dict[str, Any] = {_KEYS[name]: value for name, value in given.items()}
     flags |= routing.overrides(more) | more
     return load_config(config, flags | dict(_pair("--set", text) for text in set_ or []))
 
@@ -112,19 +129,47 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
     return key.strip(), value.strip()
 
 
+def _default(key: str) -> str:
+    """The default of a configuration key in words."""
+    from lmetric.config import ServerConfig
+
+    section: Any = ServerConfig
+    for part in key.split("."):
+        names = {field.alias or name: field for name, field in section.model_fields.items()}
+        field = names[part]
+        section = field.annotation
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return "text" if key == "log.json" and not value else str(value).lower()
+    if value not in (None, [], {}):
+        return str(value)
+    # A description ends with the meaning of an unset key.
+    _, found, words = (field.description or "").rpartition("default: ")
+    return str(words).partition(";")[0] if found else "none"
+
+
 def command_with_settings(
-    run: "Callable[[ServerConfig, Callable[[], ServerConfig]], None]", doc: str
+    run: Callable[..., None],
+    doc: str | None,
+    extra: Sequence[inspect.Parameter] = (),
 ) -> Callable[..., None]:
     """A typer command with the options of `_read`.
 
-    It calls `run` with the valid configuration and a function that reads it again from its sources.
+    It calls `run` with the valid configuration, a function that reads it again from its sources,
+    and the `extra` parameters as keywords.
     """
+    names = [each.name for each in extra]
 
     def command(**given: Any) -> None:
-        run(_read(**given), partial(_read, **given))
+        own = {name: given.pop(name) for name in names}
+        run(_read(**given), partial(_read, **given), **own)
 
     *parameters, _ = inspect.signature(_read).parameters.values()
-    parameters += [*routing.parameters(server=True), *routing.old_parameters(_OLD)]
+    for each in parameters:
+        (option,) = each.annotation.__metadata__
+        if each.name in _KEYS:
+            option.show_default = _default(_KEYS[each.name])
+    parameters += [*routing.parameters(server=True), *extra, *routing.old_parameters(_OLD)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = doc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,18 +21,16 @@ if TYPE_CHECKING:
     from lmetric.sim.max_load import MaxLoad
     from lmetric.sim.setups import Result
 
+_PIPED_WIDTH = 80  # columns if neither a terminal nor COLUMNS gives the width
+_TEXT_WIDTH = 24  # columns; texts in tables wrap at or above this width
+GAP, EDGES = 2, 2  # columns between two cells, and at the borders of a table
 _JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
-def stdout(piped_width: int = 4096) -> Console:
-    """A console for data, as wide as the terminal or as COLUMNS says.
-
-    Args:
-        piped_width: columns if neither is known. The default does not wrap: programs read whole
-            rows.
-    """
+def stdout() -> Console:
+    """A console for data, as wide as the terminal or as COLUMNS says, else 80 columns."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(width=None if known else piped_width, highlight=False)
+    return Console(width=None if known else _PIPED_WIDTH, highlight=False)
 
 
 def stderr() -> Console:
@@ -40,23 +39,83 @@ def stderr() -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A plain table. Columns whose cells all begin with a digit, sign or dash are right-aligned."""
+    """A plain table. Columns of numbers are right-aligned and never wrapped."""
     rows = [list(row) for row in rows]
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
-    for index, column in enumerate(columns):
-        cells = [row[index] for row in rows if row[index]]
-        number = bool(cells) and all(cell[0].isdigit() or cell[0] in "+-–" for cell in cells)
-        shown.add_column(column, justify="right" if number else "left", overflow="fold")
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_header=any(columns))
+    for column, number in zip(columns, _numeric(columns, rows), strict=True):
+        shown.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in rows:
         shown.add_row(*row)
     return shown
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table with its title on stdout."""
+def tables(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], width: int, *, keys: int = 1
+) -> list[Table]:
+    """The tables of these columns that fit `width`. Each begins with the first `keys` columns.
+
+    Columns of text wrap; columns of numbers do not.
+    """
+    rows = [list(row) for row in rows]
+    needed = []
+    for index, number in enumerate(_numeric(columns, rows)):
+        natural = max([len(columns[index]), *(len(row[index]) for row in rows)])
+        needed.append(GAP + (natural if number else min(natural, _TEXT_WIDTH)))
+    parts: list[list[int]] = [[]]
+    left = free = width - EDGES - sum(needed[:keys])
+    for index in range(keys, len(columns)):
+        if parts[-1] and needed[index] > left:
+            parts.append([])
+            left = free
+        parts[-1].append(index)
+        left -= needed[index]
+    chosen = [[*range(keys), *part] for part in parts]
+    return [
+        table([columns[index] for index in part], [[row[index] for index in part] for row in rows])
+        for part in chosen
+    ]
+
+
+def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Whether all cells of each column begin with a digit, sign or dash, in a table with a head."""
+    cells = [[row[index] for row in rows if row[index]] for index in range(len(columns))]
+    return [
+        any(columns) and bool(own) and all(cell[0].isdigit() or cell[0] in "+-–" for cell in own)
+        for own in cells
+    ]
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, keys: int = 1
+) -> None:
+    """Print a table with its title on stdout, as several tables if it is wider than the console."""
+    console = stdout()
     if title is not None:
-        print(title)
-    stdout().print(table(columns, rows))
+        print_text(title, console)
+    for each in tables(columns, rows, console.width, keys=keys):
+        console.print(each)
+
+
+def print_text(text: str, console: Console | None = None, *, head: str = "") -> None:
+    """Print `text` on stdout in lines of the console's width.
+
+    Args:
+        head: text before it. Further lines are indented to the start of the text.
+    """
+    width = max((console or stdout()).width, len(head) + 20)
+    print(wrapped(text, width, head=head))
+
+
+def wrapped(text: str, width: int, *, head: str = "") -> str:
+    """`text` after `head` in lines of at most `width` columns. Long words are not broken."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def print_json(value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli import routing
+from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, POLICY, RESULTS, TRACE
 from lmetric.cli.options import (
     ClosedLoop,
     Format,
@@ -37,6 +38,7 @@ Binding = StrEnum("Binding", {"early": "early", "late": "late"})
 Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
 
 
+_SIGNALS = "Load reports and routers"
 # Flags with deprecated names: the old key of a study's settings, the flag and its type.
 _OLD: dict[str, tuple[str, Any]] = {
     "pull": ("--pull", str),
@@ -56,142 +58,248 @@ def _command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Policy names, linear(lam=0.7), scores, or all; repeatable [default: vllm, lmetric].",
+            help="Policy names, linear(lam=0.7), scores, or all; repeatable.",
+            show_default="vllm, lmetric",
+            rich_help_panel=BASIC,
         ),
     ] = None,
     instances: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of engines [default: 16, or as --profile gives]."),
+        typer.Option(
+            min=1, help="Number of engines.", show_default="16, or as --profile gives", rich_help_panel=BASIC
+        ),
     ] = None,
     roles: Annotated[
         str | None,
-        typer.Option(metavar="16P64D", help="Prefill and decode pools, instead of --instances."),
+        typer.Option(
+            metavar="16P64D",
+            help="Prefill and decode pools, instead of --instances.",
+            show_default="none",
+            rich_help_panel=DISAGGREGATION,
+        ),
     ] = None,
     decode_policy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="X,Y,…",
-            help="With --roles: decode policies, combined with each --policy [default: least_requests].",
+            help="With --roles: decode policies, combined with each --policy.",
+            show_default="least_requests",
+            rich_help_panel=DISAGGREGATION,
         ),
     ] = None,
     binding: Annotated[
         Binding | None,
         typer.Option(
-            help="With --roles: choose the decode engine on arrival or after prefill [default: early]."
+            help="With --roles: choose the decode engine on arrival or after prefill.",
+            show_default="early",
+            rich_help_panel=DISAGGREGATION,
         ),
     ] = None,
     prefill: Annotated[
         Prefill | None,
-        typer.Option(help="With --roles: prompts queue, or each takes only its own time [default: queues]."),
+        typer.Option(
+            help="With --roles: prompts queue, or each takes only its own time.",
+            show_default="queues",
+            rich_help_panel=DISAGGREGATION,
+        ),
     ] = None,
     transfer: Annotated[
         str | None,
         typer.Option(
             metavar="GB/S[,layers]",
-            help="Bandwidth of KV transfers, also with fixed=SECONDS per transfer; or none [default: 50].",
+            help="Bandwidth of KV transfers, also with fixed=SECONDS per transfer; or none.",
+            show_default="50",
+            rich_help_panel=DISAGGREGATION,
         ),
     ] = None,
     profile: Annotated[
         str,
-        typer.Option(help="Step times: a shipped profile or a YAML file; mixed fleets: '8 NAME + 8 NAME'."),
+        typer.Option(
+            help="Step times: a shipped profile or a YAML file; mixed fleets: '8 NAME + 8 NAME'.",
+            rich_help_panel=BASIC,
+        ),
     ] = DEFAULT_PROFILE,
     decode_profile: Annotated[
-        str | None, typer.Option(help="With --roles: profile of decode instances [default: --profile].")
+        str | None,
+        typer.Option(
+            help="With --roles: profile of decode instances.",
+            show_default="--profile",
+            rich_help_panel=DISAGGREGATION,
+        ),
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per KV block [default: from the profile].")
+        int | None,
+        typer.Option(
+            min=1, help="Tokens per KV block.", show_default="from the profile", rich_help_panel=ENGINES
+        ),
     ] = None,
     speed: Speed = 1.0,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, with seeds 0 to N - 1.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs per policy, with seeds 0 to N - 1.", rich_help_panel=BASIC)
+    ] = 1,
     signals: Annotated[
-        Signals, typer.Option(help="How current the engine state is that policies read.")
+        Signals,
+        typer.Option(help="How current the engine state is that policies read.", rich_help_panel=_SIGNALS),
     ] = Signals.exact,
-    admission: Annotated[Admission, typer.Option(help="How engines admit requests.")] = Admission.reserve,
+    admission: Annotated[
+        Admission, typer.Option(help="How engines admit requests.", rich_help_panel=ENGINES)
+    ] = Admission.reserve,
     local_order: Annotated[
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Order inside an engine (docs/local_orders.md); settings in parentheses: "
-            "uniboost(gamma=0.2) [default: fcfs].",
+            help="Order inside an engine (docs/reference/local_orders.md); settings in "
+            "parentheses: uniboost(gamma=0.2).",
+            show_default="fcfs",
+            rich_help_panel=ENGINES,
         ),
     ] = None,
     order_slo: Annotated[
-        float | None, typer.Option(help="Order slo: maximum seconds of a step with decodes [default: 0.1].")
+        float | None,
+        typer.Option(
+            help="Order slo: maximum seconds of a step with decodes.",
+            show_default="0.1",
+            rich_help_panel=ENGINES,
+        ),
     ] = None,
     order_think_slo: Annotated[
         float | None,
         typer.Option(
-            help="Order slo: maximum seconds of a step with only reasoning tokens [default: --order-slo]."
+            help="Order slo: maximum seconds of a step with only reasoning tokens.",
+            show_default="--order-slo",
+            rich_help_panel=ENGINES,
         ),
     ] = None,
     think_slo: Annotated[
-        float | None, typer.Option(help="Goodput: maximum seconds before a reasoning token [default: 0.1].")
+        float | None,
+        typer.Option(
+            help="Goodput: maximum seconds before a reasoning token.",
+            show_default="0.1",
+            rich_help_panel=RESULTS,
+        ),
     ] = None,
     preempt: Annotated[
         str | None,
         typer.Option(
             metavar="HOW",
-            help="How preempted requests get their KV back: recompute, or swap:GB/S[,host=GB] "
-            "[default: recompute].",
+            help="How preempted requests get their KV back: recompute, or swap:GB/S[,host=GB].",
+            show_default="recompute",
+            rich_help_panel=ENGINES,
         ),
     ] = None,
     index: Annotated[
-        Index, typer.Option(help="Source of the KV index: the engines' events, or the sent prompts.")
+        Index,
+        typer.Option(
+            help="Source of the KV index: the engines' events, or the sent prompts.", rich_help_panel=_SIGNALS
+        ),
     ] = Index.exact,
     report_period: Annotated[
-        float | None, typer.Option(help="Delayed signals: seconds between load reports.")
+        float | None,
+        typer.Option(
+            help="Delayed signals: seconds between load reports.", show_default="1", rich_help_panel=_SIGNALS
+        ),
     ] = None,
     event_delay: Annotated[
-        float | None, typer.Option(help="Delayed signals: seconds until a cache event arrives.")
+        float | None,
+        typer.Option(
+            help="Delayed signals: seconds until a cache event arrives.",
+            show_default="0.02",
+            rich_help_panel=_SIGNALS,
+        ),
     ] = None,
     token_stride: Annotated[
-        int | None, typer.Option(min=1, help="Engine steps between token reports to the router [default: 1].")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Engine steps between token reports to the router.",
+            show_default="1",
+            rich_help_panel=_SIGNALS,
+        ),
     ] = None,
     routers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of routers; each request arrives at one of them [default: 1]."),
+        typer.Option(
+            min=1,
+            help="Number of routers; each request arrives at one of them.",
+            show_default="1",
+            rich_help_panel=_SIGNALS,
+        ),
     ] = None,
     sharing: Annotated[
         float | None,
-        typer.Option(help="Seconds between load messages among the routers [default: never]."),
+        typer.Option(
+            help="Seconds between load messages among the routers.",
+            show_default="never",
+            rich_help_panel=_SIGNALS,
+        ),
     ] = None,
     predictor: Annotated[
-        str | None, typer.Option(help="Profile for TTFT predictions [default: the engines' own].")
+        str | None,
+        typer.Option(
+            help="Profile for TTFT predictions.", show_default="the engines' own", rich_help_panel=POLICY
+        ),
     ] = None,
     measure: Annotated[
-        str, typer.Option(metavar="A:B", help="Part of the requests to measure, e.g. 0.1:0.9.")
+        str,
+        typer.Option(
+            metavar="A:B", help="Part of the requests to measure, e.g. 0.1:0.9.", rich_help_panel=RESULTS
+        ),
     ] = "0:1",
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     start: Start = 0.0,
-    duration: Annotated[float | None, typer.Option(help="Use S seconds of the trace.")] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Use S seconds of the trace.", show_default="all", rich_help_panel=TRACE),
+    ] = None,
     requests: Requests = None,
     max_input_tokens: MaxInputTokens = None,
     format: Format = None,
     closed_loop: ClosedLoop = None,
     prefixes: Annotated[
-        bool, typer.Option("--prefixes/--no-prefixes", help="Whether requests share prefixes.")
+        bool,
+        typer.Option(
+            "--prefixes/--no-prefixes", help="Whether requests share prefixes.", rich_help_panel=TRACE
+        ),
     ] = True,
     skip_bad_lines: SkipBadLines = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent runs [default: number of cores].")
+        int | None,
+        typer.Option(min=1, help="Concurrent runs.", show_default="number of cores", rich_help_panel=RESULTS),
     ] = None,
     json_: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="File for the results as JSON; -: stdout.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="OUT",
+            help="File for the results as JSON; -: stdout.",
+            show_default="none",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="OUT", help="Write an HTML report.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="Write an HTML report.", show_default="none", rich_help_panel=BASIC),
+    ] = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for the report's figures as PNG files.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for the report's figures as PNG files.",
+            show_default="none",
+            rich_help_panel=RESULTS,
+        ),
     ] = None,
     **more: Any,
 ) -> None:
-    """Simulate policies on a trace; print latencies, hit rates, goodput and imbalance.
+    """Simulate policies on a trace.
 
+    The report has latencies, hit rates, goodput and load imbalance.
     The simulator runs the server's router core and policies. An hour of trace takes about a second.
     The same command always gives the same figures. Ctrl-C prints nothing and exits with 130.
     """
     from lmetric import options
-    from lmetric.cli.show import note, warn_unscored
+    from lmetric.cli.show import note, print_text, warn_unscored
     from lmetric.queueing import Swap
     from lmetric.sim.pools import Roles, Transfer
     from lmetric.sim.run import resolve_fleet
@@ -277,8 +385,11 @@ def _command(
     warn_unscored(results)
     if to_stdout or json_ is not None:
         _write_json(results, None if to_stdout else json_)
-    if not to_stdout:
+    if to_stdout:
+        note(_verdict(results))
+    else:
         _print(results)
+        print_text(_verdict(results))
     if report is not None or figures is not None:
         from lmetric.cli.show import write_report
 
@@ -423,13 +534,14 @@ def _write_json(results: list[Result], path: Path | None) -> None:
 
 
 def _print(results: list[Result]) -> None:
+    from lmetric.cli.show import print_text
     from lmetric.sim.study import cells
 
     first = results[0]
     wall = sum(result.figures.wall_seconds for result in results)
     seeds = 1 + max(result.setup.seed for result in results)
     spread = f"mean over {seeds} seeds ± half their range; " if seeds > 1 else ""
-    print(
+    print_text(
         f"{first.figures.requests} requests measured, {first.arrivals_per_second:.2f} requests/s, "
         f"{first.setup.roles or first.setup.instances} instances of {first.setup.profile}; {spread}"
         f"{len(results)} runs in {wall:.2f} s of run time"
@@ -442,16 +554,12 @@ def print_tables(cells: list[Cell]) -> None:
     from lmetric.cli.show import print_table
     from lmetric.sim.table import rows, table_of
 
-    table = table_of(result for cell in cells for result in cell.results)
-    values = rows(cells, table)
     slo = str(cells[0].results[0].setup.slo)
-    firsts = [cell.results[0] for cell in cells]
-    columns_by_name = {
-        figure: [_way(each, figure, setting) for each in firsts]
-        for figure, setting in (("local_order", ""), ("split", "split"), ("reschedule", "rebalance"))
-    }
-    told = [names for names in columns_by_name.values() if len(set(names)) > 1]
-    labels = [", ".join([cell.policy, *each]) for cell, *each in zip(cells, *told, strict=True)]
+    table = table_of(result for cell in cells for result in cell.results)
+    if not slo:
+        table = tuple((head, columns) for head, columns in table if head != "goodput")
+    values = rows(cells, table)
+    labels = _labels(cells)
     position = 0
     merged = []
     for head, columns in table:
@@ -467,7 +575,40 @@ def print_tables(cells: list[Cell]) -> None:
         [label, *(text for _, _, part in merged for text in _cells(part[index]))]
         for index, label in enumerate(labels)
     ]
-    print_table([f"goodput: {slo or 'no SLO given'}", *titles], body)
+    print_table([f"goodput: {slo}" if slo else "", *titles], body)
+
+
+def _verdict(results: list[Result]) -> str:
+    from functools import partial
+
+    from lmetric.cli.verdict import Entry, sentence
+    from lmetric.sim.study import cells, latency
+
+    found = cells(results)
+    return sentence(
+        [
+            Entry(
+                label,
+                cell.over_seeds(partial(latency, name="ttft_seconds", part="mean")),
+                cell.over_seeds(partial(latency, name="tpot_seconds", part="mean")),
+                requests=sum(result.figures.requests for result in cell.results),
+                unfinished=sum(result.figures.failed for result in cell.results),
+                seeds=len(cell.results),
+            )
+            for label, cell in zip(_labels(found), found, strict=True)
+        ]
+    )
+
+
+def _labels(cells: list[Cell]) -> list[str]:
+    """The policy of each cell, with the settings that differ between the cells."""
+    firsts = [cell.results[0] for cell in cells]
+    columns = [
+        [_way(each, figure, setting) for each in firsts]
+        for figure, setting in (("local_order", ""), ("split", "split"), ("reschedule", "rebalance"))
+    ]
+    shown = [names for names in columns if len(set(names)) > 1]
+    return [", ".join([cell.policy, *each]) for cell, *each in zip(cells, *shown, strict=True)]
 
 
 def _way(result: Result, figure: str, setting: str) -> str:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmetric.cli.help import BASIC, RESULTS
+
 if TYPE_CHECKING:
     from lmetric.sim.backends import Backend
     from lmetric.sim.store import Store
     from lmetric.sim.study import Outcome
     from lmetric.sim.study_file import Study
 
+_EXECUTION = "Execution"
 BackendName = StrEnum("BackendName", {"threads": "threads", "ray": "ray"})
 
 
@@ -27,40 +30,75 @@ def command(
         typer.Option(
             metavar="A,B,…",
             help="Replace the policies of the file: names, scores, mine.py:score; repeatable.",
+            show_default="as in FILE",
+            rich_help_panel=BASIC,
         ),
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="A,B,…", help="Policies to compare with --policy, or all; repeatable."),
+        typer.Option(
+            metavar="A,B,…",
+            help="Policies to compare with --policy, or all; repeatable.",
+            show_default="none",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
     trace: Annotated[
-        list[Path] | None, typer.Option(help="Replace the traces of the file; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Replace the traces of the file; repeatable.",
+            show_default="as in FILE",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory for results [default: NAME-results, from FILE's name]."),
+        typer.Option(
+            metavar="DIR",
+            help="Directory for results.",
+            show_default="NAME-results, from FILE's name",
+            rich_help_panel=BASIC,
+        ),
     ] = None,
     backend: Annotated[
-        BackendName, typer.Option(help="Run on this machine's cores, or on a Ray cluster.")
+        BackendName,
+        typer.Option(help="Run on this machine's cores, or on a Ray cluster.", rich_help_panel=_EXECUTION),
     ] = BackendName.threads,
     ray_address: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Address of the Ray cluster [default: start one here]."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address of the Ray cluster.",
+            show_default="start one here",
+            rich_help_panel=_EXECUTION,
+        ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent runs [default: number of cores].")
+        int | None,
+        typer.Option(
+            min=1, help="Concurrent runs.", show_default="number of cores", rich_help_panel=_EXECUTION
+        ),
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write report.html (needs matplotlib).")
+        bool,
+        typer.Option(
+            "--report/--no-report", help="Write report.html (needs matplotlib).", rich_help_panel=RESULTS
+        ),
     ] = True,
-    figures: Annotated[bool, typer.Option("--figures", help="Also write the figures as PNG files.")] = False,
-    parquet: Annotated[
-        bool, typer.Option("--parquet", help="Also write runs.parquet (needs pyarrow).")
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Also write the figures as PNG files.", rich_help_panel=RESULTS)
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    parquet: Annotated[
+        bool,
+        typer.Option("--parquet", help="Also write runs.parquet (needs pyarrow).", rich_help_panel=RESULTS),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=BASIC)
+    ] = False,
 ) -> None:
-    """Simulate all combinations of policies, parameters, loads, seeds, traces and fleets in a file.
+    """Run a grid of simulations from a file, and write a report.
 
+    The grid has all combinations of policies, parameters, loads, seeds, traces and fleets.
     DIR gets the results: runs.jsonl (one line per finished run), summary.json, runs.csv and
     report.html. If you repeat the command, it runs only missing combinations. That helps after
     Ctrl-C (exit code 130) or a change of the file.
@@ -144,11 +182,11 @@ def _print(outcome: Outcome) -> None:
     """Prints mean TTFT and TPOT by policy and load; the files have the other figures."""
     from functools import partial
 
-    from lmetric.cli.show import print_table
+    from lmetric.cli.show import print_table, print_text
     from lmetric.sim.study import cells, latency
 
     for load in outcome.max_loads:
-        print(
+        print_text(
             f"{', '.join(filter(None, load.setup.group))}: {load.setup.choice.label} sustains "
             f"{load.arrivals_per_second:.2f} requests/s (speed {load.speed:.3g})"
         )

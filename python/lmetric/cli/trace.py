@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmetric.cli.options import BlockTokens, ClosedLoop, Format, SkipBadLines
+from lmetric.cli.help import Command
+from lmetric.cli.options import TRACE_HELP, BlockTokens, ClosedLoop, Format, SkipBadLines
 from lmetric.defaults import trace_path
 
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
 
-group = typer.Typer(help="Describe a trace, or generate a synthetic one.", no_args_is_help=True)
+group = typer.Typer(help="Describe a trace, list traces, or make a synthetic one.", no_args_is_help=True)
 
 
-@group.command()
+@group.command(cls=Command)
 def show(
     file: Annotated[
         Path,
         typer.Argument(
             parser=trace_path,
             metavar="FILE",
-            help="Trace: Mooncake, Qwen-Bailian or Azure format, also .gz; slice: the trace in the package.",
+            help=TRACE_HELP,
         ),
     ],
     format: Format = None,
@@ -52,13 +53,16 @@ def show(
         _print(summary)
 
 
-@group.command()
+@group.command(cls=Command)
 def make(
     description: Annotated[
         str, typer.Argument(help="YAML file or YAML text: '{synthetic: sessions, rate: 3, ...}'.")
     ],
     out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz: compressed.")],
-    seed: Annotated[int | None, typer.Option(min=0, help="Replaces the seed of the description.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Replaces the seed of the description.", show_default="as described"),
+    ] = None,
 ) -> None:
     """Write a synthetic trace. Equal descriptions give identical files."""
     from lmetric.cli.show import note
@@ -71,6 +75,29 @@ def make(
     trace = synthetic.make()
     write_trace(trace, out)
     note(f"{out}: {len(trace)} requests over {trace.duration_seconds:.0f} s")
+
+
+@group.command("list", cls=Command)
+def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the traces with a name: the trace in the package, and public traces.
+
+    A public trace is downloaded on first use into the folder LMETRIC_TRACE_DIR (by default, a
+    folder in the user's cache), and its checksum is verified.
+    """
+    from dataclasses import asdict
+
+    from lmetric.cli.show import print_json, print_text
+    from lmetric.public_traces import PUBLIC_TRACES
+
+    if as_json:
+        print_json([{**asdict(each), "path": str(each.path)} for each in PUBLIC_TRACES.values()])
+        return
+    print_text("slice: 1,000 requests of mooncake-conversation (in the package)")
+    for each in PUBLIC_TRACES.values():
+        print_text(f"{each.name}: {each.about} License: {each.license}.")
+        where = each.path if each.path.exists() else f"not downloaded yet, to {each.path}"
+        for line in (*each.facts().splitlines(), f"file: {where}"):
+            print(f"    {line}")  # addresses and paths are not wrapped
 
 
 def report_bad_lines(bad_lines: tuple[BadLine, ...], note: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ defaults. Errors name the source of the value, its key path, the value, and the 
 
 from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
 from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint
-from lmetric.config.load import ENV_PREFIX, load_config, render
+from lmetric.config.load import ENV_PREFIX, json_schema, load_config, render, render_changed
 from lmetric.config.problems import explain
 from lmetric.config.schema import (
     ADMIN,
@@ -69,9 +69,11 @@ __all__ = [
     "UniqueKeys",
     "ZmqEndpoint",
     "explain",
+    "json_schema",
     "load_config",
     "read_secret",
     "read_yaml_mapping",
     "reading",
     "render",
+    "render_changed",
 ]

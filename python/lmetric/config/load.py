@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, read_yaml_mapping
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
+from lmetric.public_traces import FOLDER_VARIABLE
 
 ENV_PREFIX = "LMETRIC_"
 
@@ -45,7 +46,7 @@ def load_config(
     if file is not None:
         take(str(file), _read_yaml(Path(file)))
     for name, value in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name != FOLDER_VARIABLE:
             take(name, _nested(name.removeprefix(ENV_PREFIX).lower().split("__"), _value(name, value)))
     for key, value in (overrides or {}).items():
         if value is not None:
@@ -56,6 +57,7 @@ def load_config(
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
     config._deprecated = tuple(old.messages)
+    config._origin = origin
     return config
 
 
@@ -134,6 +136,46 @@ def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: s
 def render(config: ServerConfig) -> str:
     """The whole configuration as YAML, defaults included, secrets masked."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+
+def render_changed(config: ServerConfig) -> str:
+    """The settings that differ from the defaults as YAML, each with its source, secrets masked."""
+    changed = config.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return "".join(_changed(changed, config._origin, ())) or "{}\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of configuration files."""
+    schema = ServerConfig.model_json_schema()
+    for key, field in SHORTHANDS.items():
+        if key not in options.OPTIONS:
+            section = schema["properties"][key]
+            name = section["$ref"].rpartition("/")[2]
+            value = schema["$defs"][name]["properties"][field]
+            plain = {word: value[word] for word in ("type", "anyOf") if word in value}
+            about = {word: section.pop(word) for word in ("description", "default") if word in section}
+            schema["properties"][key] = {"anyOf": [section, plain], **about}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _changed(
+    values: Mapping[str, Any], origin: Mapping[tuple[str, ...], str], path: tuple[str, ...]
+) -> Iterator[str]:
+    indent = "  " * len(path)
+    for key, value in values.items():
+        here = (*path, key)
+        below = [other for other in origin if other[: len(here)] == here]
+        if not below:
+            continue  # a default of an option that has other settings
+        if isinstance(value, dict) and any(len(other) > len(here) for other in below):
+            yield f"{indent}{key}:\n"
+            yield from _changed(value, origin, here)
+            continue
+        # One line for each scalar: a comment cannot stand inside a folded one.
+        text = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=float("inf"))
+        first, *rest = text.splitlines()
+        yield f"{indent}{first}  # {', '.join(dict.fromkeys(origin[other] for other in below))}\n"
+        yield from (f"{indent}{line}\n" for line in rest)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

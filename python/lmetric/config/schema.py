@@ -175,13 +175,14 @@ class PoolSettings(Strict):
 
     experimental: bool = Field(
         False,
-        description="accept experimental policies (docs/policies.md) and planners (docs/splits.md)",
+        description="accept experimental policies (docs/reference/policies.md) and planners "
+        "(docs/reference/splits.md)",
     )
     policy: str | dict[str, Any] = Field(
         "lmetric",
         description="policy name, score expression, mapping with filter, score, prefer and then, or Python "
         "object. A Python object is file.py:name, package.module:name, or the name of an entry point "
-        "(docs/extending.md)",
+        "(docs/how-to/extending.md)",
     )
     knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
     decode_policy: str | dict[str, Any] = Field(
@@ -298,9 +299,21 @@ class PoolSettings(Strict):
     tokenizer: Annotated[str, OFF_IS_A_WORD] | None = Field(
         None,
         min_length=1,
-        description="folder with the model's tokenizer.json and chat template, to match prompts by tokens. "
-        "off: match by text. null: the folder that the engine reports as its model, if it exists on this "
-        "machine",
+        description="folder with the model's tokenizer.json and chat template, or Hub repository OWNER/NAME, "
+        "to match prompts by tokens. off: match by text. null: the folder or repository that the engine "
+        "reports as its model, if it exists on this machine or in its Hugging Face cache",
+    )
+    tokenizer_revision: str | None = Field(
+        None,
+        min_length=1,
+        description="branch, tag or commit of the tokenizer's Hub repository; default: main; as "
+        "--tokenizer-revision of the engines",
+    )
+    tokenizer_download: Annotated[Literal["off", "configured", "any"], OFF_IS_A_WORD] = Field(
+        "configured",
+        description="downloads from the Hugging Face Hub of tokenizers that are not in the local cache. off: "
+        "none. configured: only the repository in `tokenizer`. any: also repositories that engines report. "
+        "HF_HUB_OFFLINE=1 forbids all",
     )
     chat_template: str | None = Field(
         None,
@@ -315,8 +328,8 @@ class PoolSettings(Strict):
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
     guard: Annotated[Guard, Option("guard")] = Field(
         default_factory=Guard,
-        description="hot-spot guard (docs/guard.md): on, off, or a mapping: {window_seconds: 30}. auto: as "
-        "the policy declares, on for expressions that read prefix hits",
+        description="hot-spot guard (docs/explanation/guard.md): on, off, or a mapping: "
+        "{window_seconds: 30}. auto: as the policy declares, on for expressions that read prefix hits",
     )
     profile: str | None = Field(
         None,
@@ -559,6 +572,14 @@ class Limits(Strict):
     max_connections_per_engine: Positive = Field(
         2048, description="maximum number of connections per engine; further requests go to the next engine"
     )
+    max_stored_responses: Positive = Field(
+        100_000,
+        description="number of stored responses (/v1/responses) whose engines the router remembers; beyond "
+        "it, the oldest are forgotten",
+    )
+    max_stored_responses_per_tenant: Positive = Field(
+        20_000, description="as max_stored_responses, per tenant; without tenants, the lower limit holds"
+    )
     idle_seconds: Seconds = Field(
         4.0,
         description="close unused engine connections after this long; must be below the engine's own limit",
@@ -743,6 +764,13 @@ class ServerConfig(PoolSettings):
     log: Log = Field(default_factory=Log, description="logs")
 
     _deprecated: tuple[str, ...] = PrivateAttr(())
+    _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the settings are equal, from whatever sources."""
+        return isinstance(other, ServerConfig) and self.__dict__ == other.__dict__
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def deprecated(self) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ def _shared_tokens(trace: Trace, before: int, index: int) -> int:
 
 def command(
     trace: Annotated[
-        Path, typer.Argument(help="Trace file in Mooncake, Qwen-Bailian or Azure format, also .gz.")
+        Path, typer.Argument(help="Trace file (Mooncake, Qwen-Bailian or Azure format, also .gz), or slice.")
     ],
     out: Annotated[Path, typer.Option(help="Output file with samples, .npz.")],
     every: Annotated[int, typer.Option(min=1, help="Generated tokens between two samples.")] = 20,

@@ -1,9 +1,10 @@
 """Profiles from a model's shape and a GPU's data sheet, if there is no measurement.
 
 ``python -m lmetric.profiles.roofline --model qwen3-32b --gpu a100 --gpus 2`` prints one as YAML;
-`SHIPPED` lists those in this directory, which ``scripts/make_profiles`` writes. The method, with F
-the FLOP/s and W the bytes/s that are reached (data sheet x `MFU` or `EXPERTS_MFU`, and x `MBU`;
-both chosen by the tables in docs/profiles.md):
+`SHIPPED` lists those in this directory, which ``scripts/make_profiles`` writes.
+
+F is the FLOP/s and W the bytes/s that are reached: data sheet x `MFU` or `EXPERTS_MFU`, and x
+`MBU`. The tables in docs/reference/profiles.md chose both. The method:
 
 * prefill: 2 FLOP x parameters that a token passes / F a token; 4 FLOP x query heads x head
   dimension x layers / F an attention pair (scores and values).
@@ -220,7 +221,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
             f"--model {model.name} --gpu {gpu.name} --gpus {gpus}."
         ),
         note=(
-            f"Not a measurement; method and deviations: docs/profiles.md. The cache holds "
+            f"Not a measurement; method and deviations: docs/reference/profiles.md. The cache holds "
             f"{cache_blocks * BLOCK_TOKENS} tokens (BF16, {model.kv_bytes_per_token} bytes each, beside "
             f"{_BYTES * model.parameters / 1e9:.1f} GB of weights). max_batch_tokens, max_sequences and "
             "block_tokens are settings: vLLM's defaults for a server on most GPUs."

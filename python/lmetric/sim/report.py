@@ -13,11 +13,13 @@ from lmetric.profiles import Profile
 from lmetric.sim import figures
 from lmetric.sim.figures import LEADER, Drawing, Styles, shown
 from lmetric.sim.max_load import MaxLoad
+from lmetric.sim.ranking import equal, ranking
 from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
 from lmetric.sim.table import TABLE, Table, Value, rows, table_of
 
+_BEST = 10  # policies of the first table, and rows of a load's table that show at once
 _BURST_SECONDS = 400.0  # as in the paper's Figures 10 and 27
 
 
@@ -36,7 +38,17 @@ class Load:
     arrivals_per_second: float
     speed: float
     focus: bool
-    rows: list[Row]
+    rows: list[Row]  # best first
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """One of the best policies: its place, and the values of `_WHOLE`."""
+
+    place: int
+    policy: str
+    colour: str
+    values: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,9 @@ class Section:
     subtitle: str
     focus: str
     loads: list[Load]
+    of: int  # policies at this load
+    best: list[Best]
+    equal: list[list[str]]
     verdicts: list[Verdict]
     cdfs: list[Drawing]
     latencies: list[Drawing]
@@ -121,6 +136,8 @@ def build(
         slo=str(setups[0].slo),
         rule=max_loads[0].rule if max_loads else None,
         leader=LEADER,
+        most=_BEST,
+        whole=[title for title, _ in _WHOLE],
         window=WINDOW_SECONDS,
         burst=_BURST_SECONDS,
         wall=sum(result.figures.wall_seconds for result in results),
@@ -170,6 +187,9 @@ def _section(
             for load in loads
             if (each := _at(members, load))
         ],
+        of=len(here),
+        best=_best(here, styles),
+        equal=equal(here),
         verdicts=_verdicts(here),
         cdfs=[
             figures.cdf(lines, styles, "ttft_seconds", "TTFT"),
@@ -219,7 +239,39 @@ def _leader(members: list[Cell]) -> Cell | None:
     return next((cell for cell in members if cell.policy == LEADER), None)
 
 
+# The columns of the table of whole policies, from `TABLE`.
+_WHOLE = (
+    ("mean TTFT, s", TABLE[0][1][0]),
+    ("P99 TTFT, s", TABLE[0][1][3]),
+    ("mean TPOT, ms", TABLE[1][1][0]),
+    ("P99 TPOT, ms", TABLE[1][1][3]),
+    ("hits, %", TABLE[2][1][0]),
+)
+
+
+def _best(members: list[Cell], styles: Styles) -> list[Best]:
+    """The best whole policies, and `LEADER` if it is not among them."""
+    placed = list(enumerate(ranking(members), start=1))
+    kept = [each for each in placed if each[0] <= _BEST or each[1].cell.policy == LEADER]
+    return [
+        Best(
+            place,
+            standing.cell.policy,
+            styles.colour(standing.cell),
+            [
+                "–" if standing.latency is None else f"{standing.latency:.2f}",
+                *(
+                    "–" if (found := standing.cell.over_seeds(column.of)) is None else column.shows(found[0])
+                    for _, column in _WHOLE
+                ),
+            ],
+        )
+        for place, standing in kept
+    ]
+
+
 def _rows(members: list[Cell], styles: Styles, table: Table) -> list[Row]:
+    members = [standing.cell for standing in ranking(members)]
     made = zip(members, rows(members, table), strict=True)
     return [Row(cell.policy, styles.colour(cell), values) for cell, values in made]
 

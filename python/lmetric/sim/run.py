@@ -412,8 +412,8 @@ def simulate(
             preempt the last request if no block is free.
         index: source of the KV index: ``"exact"``: cache events of the engines; ``"approximate"``:
             placed requests.
-        guard: the hot-spot guard (docs/guard.md): True, False, or ``{"window_seconds": 30}``; None:
-            as the policy declares.
+        guard: the hot-spot guard (docs/explanation/guard.md): True, False, or
+            ``{"window_seconds": 30}``; None: as the policy declares.
         predictor: profile for `predicted_ttft_seconds`; None: the engines' own.
         output_known: whether the router knows the length of each answer.
         timeline_seconds: length of the timeline's buckets.
@@ -433,7 +433,7 @@ def simulate(
             from `seed`), ``"las"`` (least attained service). ``"slo"``: by arrival, in steps within
             `order_slo`. ``"priority"``: by the numbers from `priority`. ``"distboost"``,
             ``"uniboost"`` and others can have settings: ``"uniboost(gamma=0.2, bin_tokens=64)"``.
-            Documentation: docs/simulator.md.
+            Documentation: docs/explanation/simulator.md.
         order_slo: for ``"slo"``: maximum seconds of a step with decodes.
         order_think_slo: for ``"slo"``: maximum seconds of a step with only reasoning tokens; None:
             as `order_slo`.

@@ -19,6 +19,7 @@ from lmetric.defaults import DEFAULT_PROFILE, PLANNER
 from lmetric.options import OPTIONS, SELECTORS, shown
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
+from lmetric.public_traces import available
 from lmetric.sim.summary import RunFigures, Slo, figures, measured, prefill_windows
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class TraceChoice:
         path."""
         if self.synthetic is not None:
             return hashlib.sha256(self.synthetic.encode()).hexdigest()
-        with Path(self.path).open("rb") as file:
+        with available(Path(self.path)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 

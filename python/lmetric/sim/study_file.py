@@ -96,7 +96,9 @@ class TraceEntry(Strict):
 
     path: str | None = Field(None, description="path of the file, relative to the study file")
     label: str | None = Field(None, description="name in tables; default: the file name")
-    synthetic: dict[str, Any] | None = Field(None, description="sessions or requests; see docs/traces.md")
+    synthetic: dict[str, Any] | None = Field(
+        None, description="sessions or requests; see docs/reference/traces.md"
+    )
     format: str | None = Field(None, description="mooncake, ...; default: detected")
     block_tokens: Count | None = Field(None, description="tokens per hash ID; default: from the file")
     closed_loop: bool | None = Field(None, description="turns wait for answers; default: as in the file")
@@ -195,7 +197,8 @@ class SettingsEntry(Strict):
         None, description="how engines admit requests"
     )
     local_order: Annotated[list[Annotated[str, AfterValidator(checked_order)]], Listed] | None = Field(
-        None, description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/simulator.md)"
+        None,
+        description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/explanation/simulator.md)",
     )
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
         None, description="KV cache of preempted requests: recompute, or swap:GB/S"
@@ -230,7 +233,7 @@ class SettingsEntry(Strict):
     )
     guard: Annotated[list[Any], _option("guard")] | None = Field(
         None,
-        description="hot-spot guard (docs/guard.md): true, false, or {window_seconds: [15, 60]}; "
+        description="hot-spot guard (docs/explanation/guard.md): true, false, or {window_seconds: [15, 60]}; "
         "default: as the policy declares",
     )
     migration_by: Annotated[list[Literal["kv", "recompute"]], Listed] | None = Field(
@@ -291,7 +294,8 @@ class SettingsEntry(Strict):
     )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
         None,
-        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none (docs/simulator.md)",
+        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none "
+        "(docs/explanation/simulator.md)",
     )
 
     def combinations(self) -> Iterator[dict[str, Value]]:

@@ -21,6 +21,7 @@ import orjson
 from numpy.typing import NDArray
 
 from lmetric.defaults import trace_path
+from lmetric.public_traces import available
 from lmetric.sim.traces.formats import FORMATS, Row, TraceFormat, recognise_line
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
 
@@ -47,7 +48,8 @@ def load_trace(
     A file without `hash_ids` in all lines has no shared prefixes.
 
     Args:
-        path: the trace file, or ``"slice"``: the recorded trace in the package.
+        path: the trace file, ``"slice"`` (the recorded trace in the package), or the name of a
+            public trace (`lmetric.public_traces`), which is downloaded once.
         format: a name in `FORMATS`; None: detected from the content.
         on_bad_line: ``"stop"``: an invalid line raises; ``"skip"``: it is skipped and kept in
             `Trace.bad_lines`.
@@ -60,11 +62,11 @@ def load_trace(
             False: no request waits. None: as in the file (`write_trace` stores it), else False.
 
     Raises:
-        TraceError: an unknown format, an invalid line, no request, or `closed_loop` for a file
-            without conversations.
+        TraceError: an unknown format, an invalid line, no request, `closed_loop` for a file
+            without conversations, or a public trace that cannot be downloaded.
         OSError: the file is missing or unreadable.
     """
-    path = trace_path(path)
+    path = available(trace_path(path))
     recognised, own_block_tokens = recognise(path)
     if format is None:
         if recognised is None:

@@ -1,0 +1,79 @@
+"""The sentence that ends ``simulate``, ``demo`` and ``replay``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Span = tuple[float, float, float]
+"""Mean, minimum and maximum over seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The results of one policy.
+
+    Attributes:
+        ttft_seconds: mean TTFT; None: no request got a token.
+        tpot_seconds: mean TPOT; None: no answer has two tokens.
+        requests: number of requests, over all seeds.
+        unfinished: number of requests without a complete answer.
+        seeds: number of runs.
+    """
+
+    label: str
+    ttft_seconds: Span | None
+    tpot_seconds: Span | None
+    requests: int
+    unfinished: int = 0
+    seeds: int = 1
+
+
+def sentence(entries: Sequence[Entry]) -> str:
+    """The entry with the lowest mean TTFT, compared with the second lowest.
+
+    Entries with unfinished requests come last: their means leave out the requests that failed.
+    """
+    ranked = sorted(
+        (entry for entry in entries if entry.ttft_seconds is not None),
+        key=lambda entry: (entry.unfinished > 0, entry.ttft_seconds),
+    )
+    parts = []
+    if ranked:
+        best, rival = ranked[0], ranked[1] if len(ranked) > 1 else None
+        for name in ("TTFT", "TPOT"):
+            own = _span(best, name)
+            if own is not None:
+                other = None if rival is None else _span(rival, name)
+                told = _compared(own, other, rival.label) if rival and other else _over_seeds(own, best.seeds)
+                parts.append(f"mean {name} {shown(own[0])}{told}")
+        parts[0] = f"{best.label}: {parts[0]}"
+    for entry in entries:
+        if entry.unfinished:
+            label = f"{entry.label}: " if len(entries) > 1 or not ranked else ""
+            parts.append(f"{label}{entry.unfinished} of {entry.requests} requests did not finish")
+    return "; ".join(parts or ["No request got a token"]) + "."
+
+
+def shown(seconds: float) -> str:
+    """A time with its unit: seconds, or milliseconds below one second."""
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def _span(entry: Entry, name: str) -> Span | None:
+    return entry.ttft_seconds if name == "TTFT" else entry.tpot_seconds
+
+
+def _over_seeds(own: Span, seeds: int) -> str:
+    return f" ({shown(own[1])} to {shown(own[2])} over {seeds} seeds)" if seeds > 1 else ""
+
+
+def _compared(own: Span, other: Span, label: str) -> str:
+    difference = own[0] / other[0] - 1 if other[0] else 0.0
+    if own == other:
+        return f", the same as {label}"
+    where = "below" if difference < 0 else "above"
+    amount = f"{abs(difference):.0%}" if abs(difference) >= 0.005 else "less than 1%"
+    several = own[1] < own[2] or other[1] < other[2]
+    overlap = several and own[1] <= other[2] and other[1] <= own[2]
+    return f", {amount} {where} {label}" + (" (within the spread over seeds)" if overlap else "")
