@@ -1,4 +1,4 @@
-"""Renders the newest raw files of `bench/results` into the tables of `docs/performance.md`.
+"""Renders the newest raw files of `bench/results` into `docs/explanation/performance.md`.
 
     python bench/report.py [--check]
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from common import ROOT
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "explanation" / "performance.md"
 Figures = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ def machine(results: dict[str, tuple[str, Figures]]) -> str:
         loads = [load[0] for load in result["load_average"]]
         lines.append(
             [
-                f"[{what}](../bench/results/{name})",
+                f"[{what}](../../bench/results/{name})",
                 result["date"],
                 result["commit"],
                 f"{min(loads):.1f}-{max(loads):.1f}",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures all figures of docs/performance.md, in about twelve minutes: bench/run_all.sh [DIR of the
+# Measures all figures of docs/explanation/performance.md, in about twelve minutes: bench/run_all.sh [DIR of the
 # rivals [TRACE]]. Run it on an idle machine; the raw files note its load. The memory curve does not
 # depend on the machine and takes minutes more: bench/core.py memory.
 set -euo pipefail

@@ -38,6 +38,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, tra
 from common import ROOT, about, median_range, write_result
 from lmetric._core import FAST_TOKENIZER, Request, Router
 from lmetric.engines.handover import CHAT
+from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from lmetric.tokens import PromptTokenizer
 
@@ -160,7 +161,7 @@ def measure(folder: Path, sizes: list[int], turns: int) -> tuple[dict[str, Any],
 
     def decide(body: bytes) -> int:
         at = [time.thread_time_ns()]
-        request = parse(CHAT, body).request
+        request = parse(RELAYED[CHAT], body).request
         at.append(time.thread_time_ns())
         text = tokenizer.chat_text(request)
         at.append(time.thread_time_ns())

@@ -1,4 +1,4 @@
-"""Renders the verdicts: `docs/reproduction.md` and the explanations in `docs/studies`.
+"""Renders the verdicts: `reproduction.md` and `studies` in `docs/explanation`.
 
     python bench/verdicts.py            # writes the pages
     python bench/verdicts.py --check    # fails if a page differs from the results
@@ -38,7 +38,7 @@ from result_files import read_figure, read_index
 # `verdict_figures.py` imports this module by this name.
 sys.modules.setdefault("verdicts", sys.modules[__name__])
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "explanation"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
 MARKED = re.compile(r"(<!-- verdicts (\w+)(?: (\w+))? -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
 PART = re.compile(r"^<!-- part (\w+) -->\n", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Draws docs/planner.png: the work of each instance under whole requests, fixed roles, and the
+"""Draws docs/images/planner.png: the work of each instance with whole requests, fixed roles, and
 planner.
 
 python bench/planner/picture.py [--traces DIR]
@@ -70,7 +70,7 @@ def main() -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("requests in the batch")
     figure.supxlabel("one dot: one of 16 instances in half a minute", fontsize=9)
-    figure.savefig(ROOT / "docs" / "planner.png", dpi=120, metadata={"Software": None})
+    figure.savefig(ROOT / "docs" / "images" / "planner.png", dpi=120, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Reruns the LMETRIC paper's study in the simulator and writes the tables of
-docs/studies/lmetric.md."""
+docs/explanation/studies/lmetric.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def world(options: argparse.Namespace) -> World:
         try:
             scenarios[label] = read_scenario(path)
         except OSError as error:
-            sys.exit(f"run.py: --scenario {path}: {error.strerror}; expected a trace file (docs/traces.md)")
+            sys.exit(
+                f"run.py: --scenario {path}: {error.strerror}; expected a trace file "
+                "(docs/reference/traces.md)"
+            )
         except TraceError as error:
             sys.exit(f"run.py: --scenario: {error}")
     try:
@@ -58,8 +61,8 @@ def main() -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a trace file in place of the study's own scenarios (docs/traces.md lists the formats);\n"
-        "may be repeated; nothing is written without --results",
+        help="a trace file in place of the study's own scenarios; docs/reference/traces.md lists the\n"
+        "formats. May be repeated; nothing is written without --results",
     )
     parser.add_argument(
         "--profile",

@@ -1,0 +1,240 @@
+"""Costs of a router process without requests: start-up time, memory and CPU.
+
+    python bench/deployment.py [--seconds 15] [--rounds 3]   measure, then write the pages
+    python bench/deployment.py --report [--check]            only write the pages, or compare them
+
+Engines are mock engines of one process (`bench/http/mock.py`). Their /metrics page has as many
+lines as vLLM 0.32's. The router checks their health and reads their load at the default
+intervals. CPU times include all threads and children of the router.
+
+The results go to `bench/results`, and from there into the reports beside the deployment pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, about, median_range, write_result
+from report import newest, table
+
+sys.path.insert(0, str(ROOT / "bench" / "http"))
+from proc import cpu_seconds, rss_mib, tree
+
+ENGINES = (4, 64, 256)
+FIRST_PORT, ROUTER = 23000, 22990
+SHOWN_PROMPTS = (10_000, 100_000, 1_000_000)
+METRIC_LINES = 374  # Lines that begin with vllm: on the page of vLLM 0.32.
+MOCK = """
+import sys
+sys.path.insert(0, "bench/http")
+import mock
+line = b'vllm:request_seconds_bucket{engine="0",le="%d.0",model_name="mock"} 0.0\\n'
+page = mock.METRICS + b"".join(line % i for i in range(LINES))
+mock.PAGES[b"/metrics"] = (mock.PAGES[b"/metrics"][0], page)
+mock.uvloop.run(mock.main([int(port) for port in sys.argv[1:]]))
+"""
+PAGES = {
+    "sizing": ROOT / "docs" / "how-to" / "sizing_report.md",
+    "deploying": ROOT / "docs" / "how-to" / "deploying_report.md",
+}
+
+
+@contextmanager
+def running(argv: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone afterwards."""
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def is_ready(path: str = "/ready", port: int = ROUTER) -> bool:
+    """Whether a page answers with 200."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def wait_until_ready(path: str = "/ready", port: int = ROUTER, seconds: float = 60) -> None:
+    """Waits for a page. Raises TimeoutError."""
+    end = time.monotonic() + seconds
+    while not is_ready(path, port):
+        if time.monotonic() > end:
+            raise TimeoutError(f"deployment.py: no answer of port {port}{path} in {seconds} s")
+        time.sleep(0.02)
+
+
+def measured(engines: int, seconds: float) -> dict[str, float]:
+    """Start-up, idle CPU and memory of one router in front of idle engines."""
+    ports = [str(port) for port in range(FIRST_PORT, FIRST_PORT + engines)]
+    program = str(Path(sys.executable).parent / "lmetric-router")
+    flags = [word for port in ports for word in ("--engine", f"http://127.0.0.1:{port}")]
+    with running([sys.executable, "-c", MOCK.replace("LINES", str(METRIC_LINES)), *ports]):
+        wait_until_ready("/health", FIRST_PORT)
+        began = time.monotonic()
+        with running([program, "serve", "--port", str(ROUTER), *flags]) as router:
+            wait_until_ready()
+            ready = time.monotonic() - began
+            time.sleep(5)  # The first reports, and what the start left behind.
+            pids = tree(router.pid)
+            before, clock = cpu_seconds(pids), time.monotonic()
+            time.sleep(seconds)
+            idle = (cpu_seconds(pids) - before) / (time.monotonic() - clock)
+            memory = rss_mib(pids)
+            ended = time.monotonic()
+            router.send_signal(signal.SIGTERM)
+            router.wait(30)
+            return {
+                "ready_seconds": ready,
+                "idle_cores": idle,
+                "rss_mib": memory,
+                "stop_seconds": time.monotonic() - ended,
+            }
+
+
+def cell(figure: list[float], digits: int, factor: float = 1) -> str:
+    """Median [least-greatest]."""
+    middle, low, high, count = figure
+    text = f"{middle * factor:.{digits}f}"
+    return f"{text} [{low * factor:.{digits}f}-{high * factor:.{digits}f}]" if count > 1 else f"{text} (1)"
+
+
+def source(name: str, result: dict[str, Any]) -> str:
+    """The raw file, its machine and the load of the machine."""
+    machine, loads = result["machine"], [load[0] for load in result["load_average"]]
+    return (
+        f"[{name}](../../bench/results/{name}): {result['date'][:10]}, commit {result['commit']}, "
+        f"{machine['cpu']}, {machine['cores']} cores, load average {min(loads):.1f} to {max(loads):.1f}."
+    )
+
+
+def sizing(own: dict[str, Any], http: dict[str, Any], memory: dict[str, Any]) -> dict[str, str]:
+    """Tables of the sizing report."""
+    summary = http["summary"]
+    names = [n for n in ("nginx", "sglang-ca", "smg-ca", "vllm-ca", "lmetric") if n in summary]
+    cells = {"1 KB, us": "c32_1k", "32 KB, us": "c32_32k", "256 connections, 1 KB, us": "c256_1k"}
+    requests = [
+        [
+            n,
+            *(cell(summary[n][c]["cpu_us"], 0) for c in cells.values()),
+            cell(summary[n]["s200"]["cpu_us"], 1),
+        ]
+        for n in names
+    ]
+    idle = [
+        [
+            count,
+            cell(row["idle_cores"], 2, 100),
+            cell(row["idle_cores"], 2, 1000 / int(count)),
+            cell(row["rss_mib"], 0),
+        ]
+        for count, row in own["summary"].items()
+    ]
+    blocks = [
+        [feed, *(f"{row[name]:,.0f}" for name in ("prompts", "pairs", "evicted")), f"{row['a_pair']:.0f}",
+         f"{row['a_name']:.0f}", f"{row['resident'] / 2**20:.0f}"]
+        for feed, rows in memory["index_memory"].items()
+        for row in rows
+        if row["prompts"] in SHOWN_PROMPTS
+    ]  # fmt: skip
+    return {
+        "requests": table(["router", *cells, "chunk of a stream, us"], requests),
+        "idle": table(["engines", "% of a core", "thousandths of a core per engine", "resident MiB"], idle),
+        "index": table(
+            [
+                "index",
+                "distinct prompts",
+                "pairs held",
+                "pairs evicted",
+                "bytes a pair",
+                "map, bytes an entry",
+                "MiB",
+            ],
+            blocks,
+        ),
+    }
+
+
+def deploying(own: dict[str, Any]) -> dict[str, str]:
+    """Tables of the deployment report."""
+    rows = [
+        [count, cell(row["ready_seconds"], 2), cell(row["stop_seconds"], 2), cell(row["rss_mib"], 0)]
+        for count, row in own["summary"].items()
+    ]
+    return {"starts": table(["engines", "start to ready, s", "SIGTERM to end, s", "resident MiB"], rows)}
+
+
+def render(check: bool) -> None:
+    """Writes the tables into the pages, or compares them."""
+    files = {what: newest(what) for what in ("deployment", "http", "memory")}
+    own = files["deployment"][1]
+    parts = {
+        "sizing": sizing(own, files["http"][1], files["memory"][1])
+        | {f"{what}-source": source(*file) for what, file in files.items()},
+        "deploying": deploying(own) | {"deployment-source": source(*files["deployment"])},
+    }
+    for page, texts in parts.items():
+        path = PAGES[page]
+        old = text = path.read_text()
+        for name, made in texts.items():
+            pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
+            text, count = pattern.subn(lambda match, made=made: f"{match[1]}\n{made}\n\n{match[2]}", text)
+            if count != 1:
+                sys.exit(f"deployment.py: {path.relative_to(ROOT)} has {count} pairs of {name} marks, not 1")
+        if check and text != old:
+            sys.exit(f"deployment.py: {path.relative_to(ROOT)} differs from the raw files: run --report")
+        if not check:
+            path.write_text(text)
+
+
+def main() -> None:
+    """Measures, unless only the pages are wanted."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=15, help="time without requests, seconds")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--report", action="store_true", help="only write the pages")
+    parser.add_argument("--check", action="store_true", help="with --report: compare the pages")
+    given = parser.parse_args()
+    if not given.report:
+        result = about(None, [])
+        loads, runs = [], []
+        for round_ in range(given.rounds):
+            for engines in ENGINES:
+                loads.append(list(os.getloadavg()))
+                runs.append({"engines": engines, "round": round_, **measured(engines, given.seconds)})
+                print(json.dumps(runs[-1]), file=sys.stderr)
+        figures = ("ready_seconds", "idle_cores", "rss_mib", "stop_seconds")
+        summary = {
+            str(engines): {
+                name: median_range([run[name] for run in runs if run["engines"] == engines])
+                for name in figures
+            }
+            for engines in ENGINES
+        }
+        setting = {"seconds": given.seconds, "rounds": given.rounds, "metric_lines": METRIC_LINES}
+        result |= {"load_average": loads, "setting": setting, "summary": summary, "runs": runs}
+        print(write_result(result, "deployment"))
+    render(given.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""docs/reference/metrics.md, from the metrics that a server declares."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.core import Metric
+
+from lmetric import indicator_table
+from lmetric.config import EngineConfig, ServerConfig
+from lmetric.server.app import Server
+
+HEAD = """\
+# Metrics
+
+`scripts/make_reference metrics` generates this page from the declarations in the server. `GET /metrics` returns
+these metrics in Prometheus' text format. [Access](../how-to/access.md) describes who may read it.
+
+A counter's name ends in `_total`. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`. Names state the unit:
+`_seconds`, `_bytes`, `_tokens`. Counters start at 0 when the router starts. A metric without a value has no sample.
+
+| label | value |
+| --- | --- |
+| `model` | name of the model |
+| `instance` | name of the engine in the configuration; its host:port by default |
+| `tenant` | tenant of the API key; empty without API keys |
+
+Scrape configuration of Prometheus:
+
+```yaml
+scrape_configs:
+  - job_name: lmetric-router
+    static_configs: [{targets: ["127.0.0.1:8080"]}]
+```
+"""
+
+GROUPS = {
+    "Requests": ("requests", "time_", "request_seconds", "client_", "failures", "retries", "no_instance"),
+    "Engines and instances": (
+        "engine_",
+        "instance_",
+        "load_reports",
+        "indicator",
+        "discovery",
+        "kv_events",
+        "engines_",
+    ),
+    "Routing and cache": ("",),
+}
+
+
+def families() -> list[Metric]:
+    """Returns all metric families of a server with one engine, which is never contacted."""
+
+    async def collect() -> list[Metric]:
+        engine = EngineConfig(url="http://127.0.0.1:9")
+        server = Server(ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1"))
+        await server.start()
+        try:
+            return list(server.metrics.collect())
+        finally:
+            await server.stop()
+
+    return asyncio.run(collect())
+
+
+UNITS = {"seconds": "s", "per_second": "1/s", "bytes": "bytes", "tokens": "tokens", "requests": "requests"}
+INDICATOR_UNITS = {f"lmetric_instance_{row['name']}": row["unit"] for row in indicator_table()}
+
+
+def unit(name: str) -> str:
+    """Returns the unit of a metric: as its indicator declares it, or by the end of its name."""
+    if name in INDICATOR_UNITS:
+        return INDICATOR_UNITS[name]
+    return next((text for end, text in UNITS.items() if name.endswith(f"_{end}")), "")
+
+
+def row(metric: Metric) -> str:
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+    return f"| `{name}` | {metric.type} | {unit(metric.name)} | {labels} | {metric.documentation.replace('|', chr(92) + '|')} |\n"
+
+
+def files() -> dict[str, str]:
+    """Returns the page."""
+    groups: dict[str, list[str]] = {title: [] for title in GROUPS}
+    for metric in families():
+        short = metric.name.removeprefix("lmetric_")
+        title = next(title for title, starts in GROUPS.items() if short.startswith(starts))
+        groups[title].append(row(metric))
+    page = HEAD
+    for title, rows in groups.items():
+        page += (
+            f"\n## {title}\n\n| metric | type | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n"
+        )
+        page += "".join(sorted(rows, key=lambda row: row.split("`")[1]))
+    return {"docs/reference/metrics.md": page}
