@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+import structlog
 import uvloop
 from hypothesis import settings
 
@@ -32,6 +33,14 @@ def pytest_asyncio_loop_factories(
     if "test_server" in item.nodeid and os.environ.get("TEST_LOOP") != "asyncio":
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Commands that run in the tests' process write logs to a stream that ends with the test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(autouse=True)

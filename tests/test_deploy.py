@@ -43,6 +43,12 @@ def container() -> dict[str, Any]:
     return found
 
 
+def init_container() -> dict[str, Any]:
+    (only,) = pod()["initContainers"]
+    found: dict[str, Any] = only
+    return found
+
+
 def unit() -> dict[str, list[str]]:
     """The settings of the unit's [Service] section; a repeated setting has several values."""
     section = (DEPLOY / "lmetric-router.service").read_text().split("[Service]")[1].split("[Install]")[0]
@@ -73,17 +79,39 @@ def test_the_pod_keeps_the_restricted_profile() -> None:
     security = pod()["securityContext"]
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert security["runAsNonRoot"] is True
-    assert container()["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    for each in (container(), init_container()):
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
 
 
 def test_the_image_is_one_version() -> None:
     """Reliability M8: the manifest names the release's image, never a tag that moves."""
     version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
     assert container()["image"] == f"lmetric-router:{version}"
+    assert init_container()["image"] == f"lmetric-router-tokenizer:{version}"
+
+
+def test_the_init_container_exports_the_configured_tokenizer() -> None:
+    """The router reads the folder that the init container writes, on a read-only root."""
+    command, _, option, folder = init_container()["args"]
+    config = yaml.safe_load(of_kind("ConfigMap")["data"]["router.yaml"])
+    assert (command, option, folder) == ("tokenizer", "--out", config["tokenizer"])
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    mounts = {mount["name"]: mount for mount in init_container()["volumeMounts"]}
+    assert all("emptyDir" in volumes[name] for name in mounts)
+    assert folder.startswith(mounts["tokenizers"]["mountPath"] + "/")
+    values = {entry["name"]: entry.get("value") for entry in init_container()["env"]}
+    assert str(values["HF_HOME"]).startswith(mounts["tmp"]["mountPath"] + "/")
+    (read,) = (mount for mount in container()["volumeMounts"] if mount["name"] == "tokenizers")
+    assert read == {**mounts["tokenizers"], "readOnly": True}
+    (token,) = (
+        entry["valueFrom"]["secretKeyRef"] for entry in init_container()["env"] if "valueFrom" in entry
+    )
+    assert token["optional"] is True
+    assert f"--from-literal={token['key']}=" in (DEPLOY / "kubernetes.yaml").read_text()
 
 
 def test_a_drained_or_lost_node_takes_one_router() -> None:
@@ -169,10 +197,13 @@ def test_the_unit_gives_the_service_its_own_copy_of_the_keys() -> None:
         "router.yaml:/etc/lmetric/router.yaml",
         "keys.yaml:/etc/lmetric/keys.yaml",
     ]
-    assert settings["Environment"] == ["LMETRIC_AUTH__KEYS_FILE=%d/keys.yaml"]
+    keys, cache = settings["Environment"]
+    assert keys == "LMETRIC_AUTH__KEYS_FILE=%d/keys.yaml"
+    (folder,) = settings["CacheDirectory"]  # the only folder that the service can write
+    assert cache == f"HF_HOME=%C/{folder}"
     (command,) = settings["ExecStart"]
     assert command.endswith("serve --config %d/router.yaml")
-    name, _, path = settings["Environment"][0].partition("=")
+    name, _, path = keys.partition("=")
     assert str(load_config(environ={name: path}).auth.keys_file) == path
 
 
@@ -209,21 +240,43 @@ def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
     assert wanted <= runtime
     assert runtime & developers == set()
     assert {"pytest", "mypy", "onnxruntime"} <= developers
-    for file in ("requirements-runtime.lock", "requirements-build.lock"):
-        assert locked(file) <= locked("requirements.lock"), f"run scripts/lock: {file} has other versions"
+    tokenizer = {name for name, _ in locked("requirements-tokenizer.lock")}
+    assert "transformers" in tokenizer - runtime
+    assert "torch" not in tokenizer
+    everything = dict(locked("requirements.lock"))
+    for file in ("requirements-runtime.lock", "requirements-tokenizer.lock", "requirements-build.lock"):
         text = (ROOT / file).read_text()
         assert text.count("==") <= text.count("--hash=sha256:")
         assert "://" not in text
+        if file != "requirements-build.lock":
+            assert locked(file) <= locked("requirements.lock"), f"run scripts/lock: {file} differs"
+        else:  # Zig and uv are for releases only
+            assert dict(locked(file))["maturin"] == everything["maturin"], f"run scripts/lock: {file} differs"
 
 
-def test_the_image_is_built_from_the_locks_on_named_bases() -> None:
-    """Reliability M8: base images can be pinned by digest; only locked packages are installed."""
+def test_the_image_holds_the_runtime_lock_and_a_wheel_only() -> None:
+    """Reliability M8: the build image can be pinned by digest, the image itself has no base, and
+    only locked packages with hashes and the wheel are installed."""
     text = (DEPLOY / "Dockerfile").read_text()
-    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${RUST_IMAGE}", "${BASE_IMAGE}"]
-    assert set(re.findall(r"-r (\S+\.lock)", text)) == {
-        "requirements-build.lock",
-        "requirements-runtime.lock",
-    }
-    steps = [step for step in re.split(r"&&|\n", text) if "pip install" in step]
-    assert all("--require-hashes" in step or "--no-deps" in step for step in steps)
+    assert re.findall(r"^FROM (?:--platform=\S+ )?(\S+)(?: AS (\S+))?", text, re.MULTILINE) == [
+        ("${BUILD_IMAGE}", "build"),
+        ("build", "build-tokenizer"),
+        ("build", "build-router"),
+        ("scratch", "base"),
+        ("base", "tokenizer"),
+        ("base", ""),
+    ]
+    locks = ("requirements-runtime.lock", "requirements-tokenizer.lock")
+    copied = set(" ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split())
+    assert copied == {*locks, "deploy/make_rootfs", "dist/*.whl"}
+    context = (ROOT / ".dockerignore").read_text().split()
+    assert context == ["*", *(f"!{path}" for path in (*locks, "deploy/make_rootfs", "dist/*.whl"))]
+    assert re.findall(r"^RUN deploy/make_rootfs (.*)$", text, re.MULTILINE) == [
+        '"$TARGETARCH" target/*.whl /rootfs requirements-tokenizer.lock',
+        '"$TARGETARCH" target/*.whl /rootfs',
+    ]
+    make = (DEPLOY / "make_rootfs").read_text()
+    steps = re.findall(r'^"\$\{pip\[@\]\}" (.*)$', make, re.MULTILINE)
+    assert steps == ['--require-hashes -r "$lock"', '--no-deps --upgrade "$wheel"']
+    assert "requirements-runtime.lock" in make
     assert int(re.findall(r"^USER (\d+)", text, re.MULTILINE)[0]) == pod()["securityContext"]["runAsUser"]

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +32,14 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> Iterator[str]:
-    """Command lines of a page: all lines of `sh` blocks, and prompt lines of `console` blocks."""
-    for block in blocks(path, "console"):
-        for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("$ "):
+    """Command lines of a page, in order: lines of `sh` blocks, prompts of `console` blocks."""
+    fences = re.compile(r"^( *)```(console|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+    for _, language, block in fences.findall(path.read_text()):
+        for line in textwrap.dedent(block).replace("\\\n", " ").splitlines():
+            if language == "sh" and line:
+                yield line
+            elif line.startswith("$ "):
                 yield line[2:]
-    for block in blocks(path, "sh"):
-        yield from filter(None, block.replace("\\\n", " ").splitlines())
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
@@ -78,7 +80,7 @@ def test_the_readmes_score_expressions_run() -> None:
 
 
 def test_the_shown_way_through_a_trace_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "docs" / "traces.md"
+    path = ROOT / "docs" / "reference" / "traces.md"
     (shown,) = blocks(path, "python")
     exec(compile(shown, "traces.md", "exec"), {})
     assert 0 < float(capsys.readouterr().out) < 1
@@ -88,12 +90,16 @@ def test_the_shown_way_through_a_trace_runs(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_configuration_page_is_what_the_declarations_make() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "make_config_page"))["page"]()
-    assert (ROOT / "docs" / "configuration.md").read_text() == made, "run scripts/make_config_page"
+    assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == made, (
+        "run scripts/make_config_page"
+    )
 
 
 def test_the_transition_table_is_what_the_executor_checks() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "make_transition_table"))["page"]()
-    assert (ROOT / "docs" / "architecture.md").read_text() == made, "run scripts/make_transition_table"
+    assert (ROOT / "docs" / "explanation" / "architecture.md").read_text() == made, (
+        "run scripts/make_transition_table"
+    )
 
 
 def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_path: Path) -> None:
@@ -103,10 +109,12 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     by_kind = {document["kind"]: document for document in manifest}
     (others,) = [each for each in manifest if each["kind"] == "Service" and each is not by_kind["Service"]]
     container = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    (init,) = by_kind["Deployment"]["spec"]["template"]["spec"]["initContainers"]
     for words in (
         shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))[1:],
         json.loads(next(line for line in dockerfile.splitlines() if line.startswith("CMD "))[4:]),
         container["args"],
+        init["args"],
     ):
         GROUP.commands[words[0]].make_context(words[0], words[1:])
     (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])

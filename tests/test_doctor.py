@@ -45,14 +45,14 @@ def cases(other: Path, busy: str) -> dict[str, Case]:
     """By name. `other` is another model's folder, `busy` an address without a listener."""
     return {
         "good": Case([]),
-        "no events": Case(EVENTS_RED, "--kv-events-config", {"kv_events": False}),
+        "no events": Case(EVENTS_RED, "--kv-events-endpoint", {"kv_events": False}),
         "events unwanted": Case(EVENTS_RED, "off in the configuration", settings={"kv_events": "off"}),
         "other topic": Case(EVENTS_RED, "topic '', not 'other'", settings={"kv_events": {"topic": "other"}}),
         "other port": Case(EVENTS_RED, "no connection to", settings={"kv_events": {"endpoint": busy}}),
         "connects": Case(EVENTS_RED, busy, {"kv_events_endpoint": busy}),
         "block size": Case(["block_hashes"], "16 tokens", settings={"block_size": 32}),
-        "untold": Case(["cached_tokens"], "--enable-prompt-tokens-details", {"cached_tokens": False}),
-        "no metrics": Case(["load", "cancel"], "--disable-log-stats", {"metrics": False}),
+        "untold": Case(["cached_tokens"], "--no-cached-tokens", {"cached_tokens": False}),
+        "no metrics": Case(["load", "cancel"], "--no-metrics", {"metrics": False}),
         "stale metrics": Case(["load", "cancel"], "did not show", {"metrics_every_seconds": 60}),
         "no tokenizer": Case(["tokenizer"], "off", settings={"tokenizer": "off"}),
         "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
@@ -203,7 +203,7 @@ async def test_two_engines_that_hand_over() -> None:
     assert [verdict.outcome for verdict in verdicts] == outcomes, verdicts
     assert "the answer equals the answer of one engine" in verdicts[0].seen
     assert "no second engine is given" in verdicts[2].seen
-    assert "--kv-transfer-config" in str(verdicts[-1].remedy)
+    assert "--kv-connector nixl" in str(verdicts[-1].remedy)
     assert "handover" in found[-1].wanting(Level.LOAD)
     assert "handover" not in found[2].wanting(Level.LOAD)
 
@@ -293,8 +293,9 @@ async def test_the_exit_code_is_explained(dead: str) -> None:
         code, said = await asyncio.to_thread(shown, *engines.urls, dead)
         names = ", ".join(url.removeprefix("http://") for url in engines.urls)
         assert code == 1
-        assert f"\n{names}: not `exact`: kv_events, block_hashes; use --require approximate\n" in said
-        assert f"\n{host}: not `exact`: reachable, model, role," in said
+        missing = "exact required, missing: kv_events, block_hashes (or pass --require approximate)"
+        assert f"\n{names}: good for approximate; {missing}\n" in said
+        assert f"\n{host}: good for nothing; exact required, missing: reachable, model, role," in said
         assert said.count("--require") == 1
         code, said = await asyncio.to_thread(shown, engines.urls[0], "--require", "approximate")
-        assert (code, "not `" in said) == (0, False)
+        assert (code, "required" in said) == (0, False)

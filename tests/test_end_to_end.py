@@ -193,6 +193,10 @@ def test_a_short_demo() -> None:
             assert report["completed"] == 10
             assert report["clock_speed"] == 50
         assert "50x real time" in done.stderr
+        assert re.search(
+            r"^The demo plays about \d+ s: \d runs? of 10 requests\.$", done.stderr, re.MULTILINE
+        )
+        assert done.stderr.splitlines()[-1].startswith(("round_robin: mean TTFT", "lmetric: mean TTFT"))
 
 
 def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:

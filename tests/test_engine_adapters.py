@@ -78,7 +78,7 @@ async def test_sglang_as_its_sources_have_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "sources", "why"),
     [
-        ({"kv_events": None, "kv_events_config": None}, (), "--kv-events-config"),
+        ({"kv_events": None, "kv_events_config": None}, (), "KV events are off"),
         (
             {"kv_events": None, "kv_events_config": '{"publisher": "zmq", "endpoint": "ipc:///kv"}'},
             (EventSource(0, "ipc:///kv"),),

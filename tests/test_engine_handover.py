@@ -291,7 +291,7 @@ async def test_neither_half_waits_for_one_that_left() -> None:
 def test_options_that_do_not_go_together() -> None:
     for wrong, why in (
         ({"kv_connector": "none", "role": "prefill"}, "needs kv_connector nixl"),
-        ({"api": "sglang"}, "kv_connector is vLLM's"),
+        ({"api": "sglang"}, "kv_connector is a setting of vLLM"),
     ):
         with pytest.raises(ValidationError, match=why):
             options(**wrong)

@@ -39,6 +39,7 @@ from lmetric.config import EngineConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.engines.emulated.protocol import Shape, StreamOptions
 from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
+from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from lmetric.server.execution import attempt as attempt_module
 from lmetric.server.execution.attempt import EngineAttempt
@@ -596,7 +597,7 @@ class Driver:
         asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head, True, True, lambda _: None)
         asked.started = self.clock.now
         asked.pool = pool
-        call = parse(ask.path, body)
+        call = parse(RELAYED[ask.path], body)
         call.tokens = tokenizer().encode(prompt_text(tokenizer(), call))
         assert call.tokens is not None
         uncut = pool.uncut(ask.path, call) if pool.joins else None
@@ -704,7 +705,8 @@ class Driver:
             assert not self.counts["begin"]
             assert not self.counts["commit"], "a second answer passes to the client"
             self.counts["commit"] += 1
-            self.asked.pass_on(attempt.reader, self.execution.head_lines(attempt.step.engine.name))
+            name = attempt.step.engine.name
+            self.asked.pass_on(attempt.reader, self.execution.head_lines(name), name)
 
     # Called by attempts.
 

@@ -105,7 +105,7 @@ def test_an_entry_point_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "[lmetric.policies]\nsold_score = sold:score\nbroken = sold:none\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert fleet("sold_score").stats()["policy"] == "score"
+    assert fleet("sold_score").stats()["policy"] == "sold_score"
     assert isinstance(lm.Policy.from_config("sold_score"), lm.PolicyFunction)
     with pytest.raises(lm.UnknownNameError):
         lm.Policy.from_config("sold_score", references=False)
@@ -370,7 +370,7 @@ async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
 
     async with world(2, policy=f"{mine}:score") as w:
         stats = w.server.fleet.pools[0].router.stats
-        assert stats()["policy"] == "score"
+        assert stats()["policy"] == f"{mine}:score"
         write("import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.until(lambda: stats()["policy"] == "second")
         write("def score(:")

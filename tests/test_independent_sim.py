@@ -1,4 +1,4 @@
-"""The simulator against its rules in plain Python: bench/plain_simulator.py; see docs/trust.md."""
+"""The simulator against its rules in plain Python: bench/plain_simulator.py; see trust.md."""
 
 from __future__ import annotations
 

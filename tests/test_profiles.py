@@ -40,7 +40,9 @@ def test_files_and_page_are_what_the_script_makes(made: dict[str, Any]) -> None:
     for name, text in files.items():
         path = ROOT / "python" / "lmetric" / "profiles" / f"{name}.yaml"
         assert path.read_text() == text, "run scripts/make_profiles"
-    assert (ROOT / "docs" / "profiles.md").read_text() == made["page"](), "run scripts/make_profiles"
+    assert (ROOT / "docs" / "reference" / "profiles.md").read_text() == made["page"](), (
+        "run scripts/make_profiles"
+    )
 
 
 # As the models' cards give them: all parameters, those without embeddings, in billions.

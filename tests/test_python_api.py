@@ -426,7 +426,8 @@ def test_old_keywords_are_checked() -> None:
 
 # -- the page --------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
+PAGES = Path(__file__).parent.parent / "docs" / "reference"
+PAGE, API = (PAGES / "python.md").read_text(), (PAGES / "api.md").read_text()
 
 
 def test_a_planner_can_be_named() -> None:
@@ -443,9 +444,9 @@ def test_the_page_has_every_option_with_its_default() -> None:
         option = getattr(lm.options, name)
         if not (isinstance(option, type) and dataclasses.is_dataclass(option)):
             continue
-        section = PAGE.partition(f"### `{name}` (")[2].partition("\n#")[0]
+        section = re.search(rf"^### `(?:options\.)?{name}`\n(.*?)(?:^#|\Z)", API, re.MULTILINE | re.DOTALL)
         assert section, name
-        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| [\w`]", section, re.MULTILINE))
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| [\w`]", section[1], re.MULTILINE))
         assert rows == {
             each.name: "" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
             for each in dataclasses.fields(option)
@@ -466,5 +467,5 @@ def test_the_page_has_every_name_that_changed() -> None:
 
 def test_the_page_has_every_field_of_a_request() -> None:
     fields = [name for name in lm.Request.__dict__ if not name.startswith("_")]
-    assert len(fields) == 20
+    assert len(fields) == 21
     assert [name for name in fields if f"`{name}`" not in PAGE] == []

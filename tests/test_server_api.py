@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lmetric._core import INTERNAL_FIELDS, BadRequestError, check_object
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.errors import ApiError
+from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
 
@@ -88,7 +89,7 @@ async def test_bad_bodies_are_told_apart(path: str, body: Any, says_so: str, par
 
 def test_what_the_engine_judges_passes() -> None:
     nothing = dict.fromkeys(("model", "stream", "cache_salt", "vllm_xargs", "user", "max_tokens"))
-    call = parse(CHAT, orjson.dumps(CHAT_BODY | nothing))
+    call = parse(RELAYED[CHAT], orjson.dumps(CHAT_BODY | nothing))
     assert (call.model, call.stream, call.salt, call.session, call.max_tokens) == (
         None,
         False,
@@ -97,12 +98,15 @@ def test_what_the_engine_judges_passes() -> None:
         None,
     )
     call = parse(
-        COMPLETIONS, orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7})
+        RELAYED[COMPLETIONS],
+        orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7}),
     )
     assert (call.text, call.more_bytes, call.session, call.max_tokens) == (b"a", 2, None, 7)
     # A limit that another limit replaces.
     limits = {"max_output_tokens": [], "max_tokens": "x", "max_completion_tokens": 5}
-    assert parse("/v1/responses", orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
+    assert (
+        parse(RELAYED["/v1/responses"], orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
+    )
 
 
 _VALUES = st.recursive(
@@ -134,7 +138,7 @@ def test_what_is_read_in_rust_can_be_read_in_python_and_the_reverse(
 
 @pytest.mark.parametrize("name", sorted(INTERNAL_FIELDS))
 def test_no_internal_field_reaches_an_engine(name: str) -> None:
-    for path in (CHAT, COMPLETIONS, "/v1/responses"):
+    for path in RELAYED.values():
         with pytest.raises(ApiError, match=name):
             parse(
                 path, orjson.dumps({"prompt": "a", "messages": [{"role": "user", "content": ""}], name: {}})
@@ -143,7 +147,7 @@ def test_no_internal_field_reaches_an_engine(name: str) -> None:
 
 def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
     def key(*messages: dict[str, Any], **more: Any) -> str:
-        text = parse(CHAT, orjson.dumps({"messages": messages, **more})).text
+        text = parse(RELAYED[CHAT], orjson.dumps({"messages": messages, **more})).text
         assert text is not None
         return text.decode()
 
@@ -163,8 +167,8 @@ def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
     assert key({"role": "user", "content": parts}) != image
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert key(call) != key(call | {"tool_calls": [{"id": "2"}]})
-    assert parse(COMPLETIONS, b'{"prompt": [1, 2, 3]}').tokens.tolist() == [1, 2, 3]
-    batch = parse(COMPLETIONS, b'{"prompt": [[1, 2], [3, 4, 5]]}')
+    assert parse(RELAYED[COMPLETIONS], b'{"prompt": [1, 2, 3]}').tokens.tolist() == [1, 2, 3]
+    batch = parse(RELAYED[COMPLETIONS], b'{"prompt": [[1, 2], [3, 4, 5]]}')
     assert (list(batch.tokens), batch.more_tokens) == ([1, 2], 3)
 
 

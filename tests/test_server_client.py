@@ -333,8 +333,8 @@ async def test_targets_with_a_scheme_and_a_host_are_taken() -> None:
             assert w.engines[0].requests[-1].path == path
         for first, expected in (
             ("GET http://router/health HTTP/1.1", 200),
-            ("GET http://router HTTP/1.1", 404),
-            ("GET http://router?/health HTTP/1.1", 404),
+            ("GET http://router HTTP/1.1", 200),
+            ("GET http://router?/health HTTP/1.1", 200),
             ("GET ftp://router/health HTTP/1.1", 404),
         ):
             await c.send(head(first, "host: x", body=b""))
@@ -364,7 +364,7 @@ async def test_connection_names_no_field_that_is_for_the_engine_or_the_client() 
 
 
 async def test_a_client_that_closes_its_half_has_left() -> None:
-    """Reliability L: a half-closed connection counts as closed (docs/engines.md)."""
+    """Reliability L: a half-closed connection counts as closed (docs/reference/engines.md)."""
     async with world([FakeEngine(behave=hang)]) as w, client(w) as c:
         await c.send(post())
         await w.engines[0].asked(1)
@@ -383,7 +383,7 @@ async def test_a_client_that_closes_its_half_has_left() -> None:
     ],
 )
 async def test_an_engines_answer_passes_whatever_it_is(status: int, kind: bytes, extra: bytes) -> None:
-    """Reliability L: redirects, cookies, CORS fields and pages pass (docs/engines.md)."""
+    """Reliability L: redirects, cookies, CORS fields and pages pass (docs/reference/engines.md)."""
     body = b"<p>hello</p>"
     sent = HEAD % (status, kind) + extra + b"content-length: %d\r\n\r\n" % len(body) + body
     async with world([FakeEngine(behave=says(sent, then="keep"))]) as w, client(w) as c:

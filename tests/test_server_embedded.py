@@ -143,7 +143,7 @@ async def streamed(
 
             got = await asyncio.gather(*(chat(prompt) for prompt in prompts))
             receipts = [
-                orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}", cast_to=str))
+                orjson.loads(await client.get(f"{r.url}/debug/decisions/{decision}?full=1", cast_to=str))
                 for *_, decision in got
             ]
             page = await client.get(f"{r.url}/metrics", cast_to=str)

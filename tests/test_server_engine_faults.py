@@ -173,8 +173,8 @@ async def test_output_and_cached_tokens_that_cannot_be_are_dropped(stream: bool)
         status, headers, _ = await it.post(request)
         assert status == 200
         record = orjson.loads((await it.get(f"/debug/decisions/{headers['x-lmetric-decision']}"))[1])
-        assert record["cached_tokens"] is None
-        assert record["output_tokens"] == (1 if stream else None)
+        assert "cached_tokens" not in record
+        assert record.get("output_tokens") == (1 if stream else None)
         stats = it.server.fleet.pools[0].router.stats()
         assert stats["cached_tokens"] == 0
         assert stats["output_tokens"] <= 1

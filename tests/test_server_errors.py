@@ -39,6 +39,13 @@ async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
     dead = FakeEngine(port=await port_without_engine(), model="tiny")
     engines = [{"url": dead.url, "name": "dead"}]
     async with world(0, engines=engines, **QUICK) as it:
+        [start] = [each for each in logs if each["event"] == "listening"]
+        [problem] = start["warnings"]
+        assert (start["log_level"], problem["names"], problem["cause"]) == (
+            "warning",
+            ["dead"],
+            "connection refused",
+        )
         await it.until(lambda: len(reminders(logs)) >= 3)
         first = reminders(logs)[0]
         assert (first["log_level"], first["reason"].split(": ")[0]) == ("warning", "dead")
@@ -61,7 +68,8 @@ async def test_reminders_come_at_most_every_30_seconds(logs: list[structlog.typi
     async with world(0, engines=[{"url": url}], health={"interval": 0.01}) as it:
         engine = it.server.fleet.unplaced[0]
         await it.until(lambda: engine.failures > 5)
-    assert len(reminders(logs)) == 1
+    assert not reminders(logs)
+    assert [each["usable"] for each in logs if each["event"] == "listening"] == [0]
     assert health.REMINDER_SECONDS == 30
 
 
@@ -79,12 +87,13 @@ async def test_the_503_says_why_no_engine_is_usable(show: bool) -> None:
     async with world(0, engines=engines, errors={"show_engines": show}) as it:
         status, message = await refusal(it)
         assert status == 503
+        known = "no usable engine: connection refused (7 of 7 engines)"
         if show:
-            assert message.startswith("no usable engine (gpu-0: no connection: ")
+            assert message.startswith(f"{known} (gpu-0: no connection: ")
             assert message.endswith("; and 2 more)")
             assert "gpu-5" not in message
         else:
-            assert message == "no usable engine"
+            assert message == known
 
 
 async def test_the_503_of_a_known_model_says_why() -> None:
@@ -95,7 +104,8 @@ async def test_the_503_of_a_known_model_says_why() -> None:
         async with it.client.post(it.url + "/admin/engines/e1/drain") as response:
             assert response.status == 200
         _, message = await refusal(it)
-        assert message.startswith("tiny: no usable engine (e0: no connection: ")
+        summary = "connection refused (1 of 2 engines); draining (1 of 2 engines)"
+        assert message.startswith(f"tiny: no usable engine: {summary} (e0: no connection: ")
         assert message.endswith("; e1: draining)")
 
 

@@ -98,8 +98,8 @@ async def test_the_log_says_at_the_start_whether_the_guard_is_on(
     with structlog.testing.capture_logs() as logs:
         async with world(1, **config):
             pass
-    told = [entry for entry in logs if entry["event"] == "hot-spot guard setting"]
-    assert [(entry["guard"], entry["why"], entry["log_level"]) for entry in told] == [(guard, why, "info")]
+    [start] = [entry for entry in logs if entry["event"] == "listening"]
+    assert [(model["guard"], model["guard_reason"]) for model in start["models"]] == [(guard, why)]
 
 
 async def test_settings_of_the_guard_come_from_the_configuration() -> None:

@@ -237,7 +237,7 @@ def test_names_that_are_taken_are_told(name: str, message: str) -> None:
 
 
 def test_the_documented_declarations_can_be_used() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "how-to" / "extending.md").read_text()
     shown = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "indicators:" in block]
     assert len(shown) == 2
     for block in shown:

@@ -45,12 +45,15 @@ async def tenants(
 
 
 async def sent(it: World, headers: dict[str, str], body: Any, path: str = COMPLETIONS) -> dict[str, Any]:
-    """Returns the body that an engine gets for a request."""
+    """Returns the body that an engine gets for a request, without the ID of a stored response."""
     status, _, answer = await it.post(body, path, headers)
     assert status == 200, answer
     request = next(engine.requests.pop() for engine in it.engines if engine.requests)
     assert request.body.count(b'"cache_salt"') <= 1
-    return request.json
+    got = request.json
+    if path == "/v1/responses":
+        assert got.pop("request_id").startswith("resp_")
+    return got
 
 
 # Requests at engines.

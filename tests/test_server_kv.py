@@ -197,7 +197,7 @@ async def test_an_endpoint_that_nobody_listens_at_is_no_exact_mode(monkeypatch: 
         async with routed(entry) as w:
             [known] = w.server.fleet.engines()
             await w.until(lambda: known.mode.name == "approximate")
-            assert "no connection to its KV events at tcp://127.0.0.1:9" in known.mode.reason
+            assert "no connection to its KV events: tcp://127.0.0.1:9" in known.mode.reason
             # Without events, sent prompts count as cached.
             await through(w, prompt(1))
             assert (await through(w, prompt(1)))[1:] == (192, 192)
@@ -231,7 +231,7 @@ async def test_engines_may_connect_to_the_router() -> None:
         async with routed(one, two) as w:
             for engine in w.server.fleet.engines():
                 assert engine.mode.name == "approximate"
-                assert "so that the router listens" in engine.mode.reason
+                assert "so that the router listens" in str(engine.mode.fix)
         bound = {**IDS, "endpoint": address, "bind": True}
         async with routed(one, two, kv_events=bound) as w:
             assert {engine.mode.name for engine in w.server.fleet.engines()} == {"exact"}

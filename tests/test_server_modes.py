@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -37,18 +38,26 @@ def test_exact_where_all_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "setting", "pool", "name", "why"),
+    ("change", "setting", "pool", "name", "why", "fix"),
     [
-        ({"prefix_caching": False}, "auto", POOL, "load_only", "prefix cache is off"),
-        ({}, "off", POOL, "approximate", "off in the configuration"),
-        ({"event_sources": (), "no_events": "start it so"}, "auto", POOL, "approximate", "start it so"),
-        ({}, "auto", replace(POOL, knows_tokens=False), "approximate", "tokenizer is not known"),
-        ({"block_size": 32}, "auto", POOL, "approximate", "32 tokens, its model's index 16 (by e0)"),
+        ({"prefix_caching": False}, "auto", POOL, "load_only", "prefix cache is off", "--cache"),
+        ({}, "off", POOL, "approximate", "off in the configuration", "remove kv_events"),
+        ({"event_sources": (), "no_events": "are off"}, "auto", POOL, "approximate", "are off", "--events"),
+        ({"event_sources": (), "events_fix": "set x"}, "auto", POOL, "approximate", "no KV events", "set x"),
+        (
+            *({}, "auto", replace(POOL, knows_tokens=False)),
+            *("approximate", "tokenizer is not known", "set tokenizer (doctor: --tokenizer)"),
+        ),
+        (
+            *({"block_size": 32}, "auto", POOL),
+            *("approximate", "32 tokens, its model's index 16 (by e0)", "set one block size"),
+        ),
         (
             {"event_sources": (EventSource(0, "tcp://10.0.0.9:5557", connects=True),)},
             "auto",
             POOL,
             "approximate",
+            "it connects to tcp://10.0.0.9:5557",
             "so that the router listens",
         ),
         (
@@ -57,13 +66,20 @@ def test_exact_where_all_fits() -> None:
             POOL,
             "approximate",
             "only its own machine",
+            "tcp://*:5557",
         ),
     ],
 )
-def test_why_not_exact(change: dict[str, Any], setting: Any, pool: PoolFacts, name: str, why: str) -> None:
-    mode, heard = choose(replace(TOLD, **change), HOST, setting, pool)
+def test_why_not_exact(
+    change: dict[str, Any], setting: Any, pool: PoolFacts, name: str, why: str, fix: str
+) -> None:
+    flags = {"prefix_cache": "--cache", "kv_events": "--events"}
+    mode, heard = choose(replace(TOLD, **change), HOST, setting, pool, flags=flags)
     assert (mode.name, heard) == (name, ())
     assert why in mode.reason
+    assert fix in str(mode.fix)
+    # Clients without credentials may see the cause: it has no address and no engine's name.
+    assert not re.search(r"tcp://|[0-9]|e0", mode.cause)
 
 
 def test_the_configuration_has_the_last_word_on_where_events_are() -> None:

@@ -271,7 +271,7 @@ async def test_an_engine_without_a_connector_is_found_at_the_start() -> None:
     async with pd(plain_engine, nixl("prefill"), nixl("decode"), roles=given) as w:
         engines = w.server.fleet.pools[0].engines
         assert not engines["b0"].healthy
-        assert "--kv-transfer-config" in str(engines["b0"].last_error)
+        assert "--kv-connector nixl" in str(engines["b0"].last_error)
         for _ in range(3):
             status, headers, _ = await w.post()
             assert (status, headers["x-lmetric-prefill"]) == (200, "p0")
@@ -310,7 +310,7 @@ async def test_roles_change_while_it_runs() -> None:
         url = f"{w.url}/admin/engines/b0/role"
         async with w.client.post(url, json={"role": "decode"}) as response:
             assert response.status == 409
-            assert "--kv-transfer-config" in (await response.json())["error"]["message"]
+            assert "--kv-connector nixl" in (await response.json())["error"]["message"]
         assert (await w.post())[0] == 200  # it continues unchanged
 
 

@@ -173,7 +173,10 @@ async def test_a_port_in_use() -> None:
                 assert await r.ended() == 3
                 said = "".join(r.log)
                 address = f"127.0.0.1:{other.port}"
-                assert said == f"lmetric-router: cannot listen on {address}: Address already in use\n"
+                assert said == (
+                    f"lmetric-router: cannot listen on {address}: Address already in use; "
+                    "stop the process that uses the port, or set another --port\n"
+                )
         assert fake.connections == other.connections == 0
 
 

@@ -159,7 +159,9 @@ async def test_engines_of_another_model_take_nothing_over() -> None:
         for model in ("emulated", "other"):
             status, headers, _ = await w.post(body_of(COMPLETIONS, model=model))
             assert status == 200
-            async with w.client.get(f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}") as response:
+            async with w.client.get(
+                f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}?full=1"
+            ) as response:
                 receipt = await response.json()
             assert (receipt["cuts"], receipt["uncut"]) == ([], "no second instance is available")
         assert w.outcomes == {}

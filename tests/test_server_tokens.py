@@ -123,8 +123,8 @@ async def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, folder: Path) -> 
         await pool.set_tokenizer(str(tmp_path))
         assert pool.tokenizer is None
         assert "no tokenizer.json" in str(pool.tokenizer_note)
-        await pool.set_tokenizer("owner/name")
-        assert "'owner/name' is not a folder of this machine; set tokenizer" in str(pool.tokenizer_note)
+        await pool.set_tokenizer("a model")
+        assert "'a model' is not a folder of this machine; set tokenizer" in str(pool.tokenizer_note)
         await pool.set_tokenizer(str(folder))
         assert pool.tokenizer is not None
         assert pool.tokenizer_note is None

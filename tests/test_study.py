@@ -493,7 +493,8 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     assert float(rows[0]["ttft_seconds_p99"]) > 0
     page = (directory / "report.html").read_text()
     for heading in (
-        "Best policy per figure", "All figures", "Distributions of TTFT and TPOT", "Latency against load",
+        "Best policies", "Best policy per figure", "All figures", "Distributions of TTFT and TPOT",
+        "Latency against load",
         "Hit ratio", "Load imbalance over time", "Parameter sweeps", "Maximum load", "Setup", "Definitions",
     ):  # fmt: skip
         assert heading in page
@@ -522,6 +523,31 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     }
     assert wanted | {"over_time_lmetric.png", "sweep_linear_lam.png"} <= names
     assert (directory / "figures" / "hits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_report_ranks_whole_policies_and_names_equal_ones(tmp_path: Path) -> None:
+    """UX 24: the best policies first, ten rows at once, a hint for a policy without its data."""
+    text = STUDY.replace("requests: 80", "requests: 400").replace("seeds: 2", "seeds: 1")
+    write(tmp_path / "s.yaml", text.replace("loads: [1, 2]", "loads: 2"))
+    done = study("s.yaml", "--policy", "all", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "s-results" / "report.html").read_text()
+    first = page[page.index("<h3>Best policies") : page.index("<h3>Best policy per figure")]
+    cells = list(csv.DictReader((tmp_path / "s-results" / "runs.csv").open()))
+    latency = {
+        row["policy"]: float(row["ttft_seconds_mean"]) * float(row["tpot_seconds_mean"]) for row in cells
+    }
+    shown = re.findall(r'</i>([^<]*?)(?: <span class="lead">★</span>)?</th>', first)
+    shown = [name.replace("\u200b", "").strip() for name in shown]
+    best = sorted(latency, key=lambda name: latency[name])[:10]
+    assert [latency[name] for name in shown[:10]] == [latency[name] for name in best]
+    assert "lmetric" in shown
+    assert first.count("★</span>") == 1
+    (equal,) = (
+        line for line in first.split("<p") if "session_affinity, " in line or ", session_affinity" in line
+    )
+    assert "least_requests" in equal
+    assert f"{len(latency) - 10} more policies" in page
 
 
 def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
@@ -359,7 +360,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "absent: no such folder")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "tekken.json").touch()
-    refused(tmp_path / "empty", r"no tokenizer.json \(tekken.json cannot be used\)")
+    refused(tmp_path / "empty", r"no tokenizer.json \(tekken.json cannot be used; lmetric-router tokenizer")
     (tmp_path / "empty" / "tokenizer.json").write_text('{"model": 3}')
     refused(tmp_path / "empty", "empty/tokenizer.json: ")
     folder = write_folder(tmp_path / "m", metaspace(), "{% for %}")
@@ -384,14 +385,16 @@ def test_without_a_template_completions_work(tmp_path: Path) -> None:
 
 
 def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     repository = tmp_path / "hub" / "models--Owner--Name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
     assert find_folder("Owner/Name") is None
-    (repository / "snapshots" / "abc").mkdir(parents=True)
-    assert find_folder("Owner/Name") == repository / "snapshots" / "abc"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert find_folder("Owner/Name") is None, "no tokenizer.json"
+    (snapshot / "tokenizer.json").touch()
+    assert find_folder("Owner/Name") == snapshot
     assert find_folder(str(tmp_path)) == tmp_path
     for other in ("Owner/Other", "Name", "../Name", "a/b/c", ""):
         assert find_folder(other) is None

@@ -1,4 +1,4 @@
-"""Live engines against the simulator (docs/trust.md). bench/trust/run.py compares everything."""
+"""Live engines against the simulator (trust.md). bench/trust/run.py compares everything."""
 
 import asyncio
 import json

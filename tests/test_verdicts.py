@@ -1,4 +1,4 @@
-"""The verdicts of docs/reproduction.md: numbers from the results, words that leave nothing out."""
+"""The verdicts of reproduction.md: numbers from the results, words that leave nothing out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from studies import Study, result_files
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "explanation"
 PAGE = Path("reproduction.md")
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
 # A figure of each study and a column that a verdict quotes.
@@ -155,9 +155,9 @@ def test_the_performance_page_is_what_the_raw_files_make() -> None:
 
 def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
     """Fidelity 1: a trained predictor decides moves, and the page does not promise that it pays."""
-    text = (ROOT / "docs" / "lengths.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "lengths.md").read_text()
     assert "forecast: predictor.npz" in text.partition("```python")[0]
-    assert "(studies/star.md#what-a-trained-predictor-is-worth)" in text
+    assert "(../explanation/studies/star.md#the-value-of-a-trained-predictor)" in text
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class Served:
         """The decision record of an answer, once the outcome is in it."""
         async with asyncio.timeout(30):
             while True:
-                receipt: dict[str, Any] = await self.page(f"/debug/decisions/{headers['x-lmetric-decision']}")
+                receipt: dict[str, Any] = await self.page(
+                    f"/debug/decisions/{headers['x-lmetric-decision']}?full=1"
+                )
                 if receipt.get("outcome"):
                     return receipt
                 await asyncio.sleep(0.01)

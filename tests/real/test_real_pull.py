@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 Start = Callable[..., list[VllmEngine]]
 BOTH_WAYS = BIDIRECTIONAL["kv_connector_extra_config"]
-# Failed fetches of a prompt's start: with "recompute" vLLM 0.32 waits for ever (docs/engines.md).
+# Failed fetches of a prompt's start: with "recompute" vLLM 0.32 waits for ever, see
+# docs/reference/engines.md.
 WHERE_IT_FAILS = {"kv_load_failure_policy": "fail"}
 PAIR = NIXL | WHERE_IT_FAILS | {"kv_connector_extra_config": BOTH_WAYS}
 # Computing is said to take so long that a pull pays, however long two crowded cores take for one.

@@ -25,7 +25,7 @@ NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM",
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
-# The flags that docs/engines.md asks operators to set, and flags that make the engine small.
+# The flags that docs/reference/engines.md asks operators to set, and flags that make it small.
 FLAGS: dict[str, Any] = {
     "served_model_name": MODEL,
     "dtype": "float32",
@@ -43,7 +43,7 @@ FLAGS: dict[str, Any] = {
     "tool_call_parser": "hermes",
     "uvicorn_log_level": "warning",
 }
-# NIXL between engines on CPU, over TCP; docs/engines.md tells it with what GPUs need.
+# NIXL between engines on CPU, over TCP; docs/reference/engines.md tells it with what GPUs need.
 NIXL: dict[str, Any] = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",

@@ -1,0 +1,163 @@
+"""``--help``: groups, defaults and width, of every command."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+import lmetric
+from lmetric.cli.app import MODULES, build
+from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL
+from lmetric.config import ServerConfig
+from lmetric.engines.emulated import EngineOptions
+
+NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]
+GROUP: Any = typer.main.get_command(build(NAMES))
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    for name, command in GROUP.commands.items():
+        nested = getattr(command, "commands", None)
+        if nested is None:
+            yield name, command
+        else:
+            yield from ((f"{name} {inner}", each) for inner, each in nested.items())
+
+
+COMMANDS = dict(commands())
+
+
+def help_of(name: str) -> str:
+    command = COMMANDS[name]
+    with command.make_context(name, [], resilient_parsing=True) as context:
+        return str(command.get_help(context))
+
+
+def entries(text: str) -> dict[str, str]:
+    """The option entries of a help text, by first flag, each in one line."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("  -"):
+            flag = re.split(r"[\s,]", line.strip())[0]
+            found[flag] = line.strip()
+        elif found and line.startswith(" " * 10):
+            found[flag] += " " + line.strip()
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_shows_each_default(name: str) -> None:
+    text = help_of(name)
+    assert max(map(len, text.splitlines())) <= 80
+    switches = {
+        opt
+        for param in COMMANDS[name].params
+        for opt in param.opts
+        if getattr(param, "is_flag", False) and not param.secondary_opts
+    }
+    shown = entries(text)
+    assert shown
+    for flag, entry in shown.items():
+        if flag not in switches | {"-h", "--help"}:
+            assert re.search(r"\[.*(default: |required)", entry) or "with defaults" in entry, entry
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_long_help_has_groups_with_the_basics_first(name: str) -> None:
+    text = help_of(name)
+    sections = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    options = [section for section in sections if section != "Arguments"]
+    if len(entries(text)) <= 10:
+        return
+    assert options[0] == BASIC
+    assert "Options" not in options
+    last = [section for section in options if section in (DISAGGREGATION, EXPERIMENTAL)]
+    assert options[len(options) - len(last) :] == last
+
+
+def test_the_list_of_commands_is_not_cut() -> None:
+    """UX C12: most lines ended in "..."."""
+    with GROUP.make_context("lmetric-router", [], resilient_parsing=True) as context:
+        text = str(GROUP.get_help(context))
+    listed = text.partition("Commands:")[2].partition("Exit codes")[0]
+    assert all(f"\n  {name} " in listed for name in GROUP.commands)
+    assert "..." not in listed
+
+
+def test_serve_shows_the_defaults_of_the_configuration() -> None:
+    shown = entries(help_of("serve"))
+    config = ServerConfig()
+    for flag, value in (
+        ("--host", config.host),
+        ("--port", config.port),
+        ("--policy", config.policy),
+        ("--decode-policy", config.decode_policy),
+        ("--migration-by", config.migration_by),
+        ("--log-level", config.log.level),
+    ):
+        assert shown[flag].endswith(f"[default: {value}]")
+    assert "max_kv_usage=0.8" in shown["--prefix-fetch-settings"]  # the default of servers
+    assert "max_kv_usage=1.0" in entries(help_of("simulate"))["--prefix-fetch-settings"]
+
+
+def test_simulate_shows_the_defaults_of_the_function() -> None:
+    """The flags are None if not given, so their help texts state the defaults of the function."""
+    shown = entries(help_of("simulate"))
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(lmetric.simulate).parameters.items()
+        if parameter.default not in (None, inspect.Parameter.empty)
+    }
+    for flag, name in (
+        ("--binding", "binding"),
+        ("--prefill", "prefill"),
+        ("--local-order", "local_order"),
+        ("--order-slo", "order_slo"),
+        ("--preempt", "preempt"),
+        ("--report-period", "report_period_seconds"),
+        ("--event-delay", "event_delay_seconds"),
+        ("--token-stride", "token_stride"),
+        ("--routers", "routers"),
+        ("--signals", "signals"),
+        ("--admission", "admission"),
+        ("--index", "index"),
+        ("--profile", "profile"),
+        ("--rebalance", "rebalance"),
+        ("--priority", "priority"),
+    ):
+        value = defaults[name]
+        words = f"{value:g}" if isinstance(value, float) else str(value)
+        assert re.search(rf"\[default: {re.escape(words)}[;\]]", shown[flag]), shown[flag]
+
+
+def test_engine_has_a_group_and_a_default_for_each_field() -> None:
+    text = help_of("engine")
+    shown = entries(text)
+    for name, field in EngineOptions.model_fields.items():
+        group, about, default = EngineOptions.help_of(name)
+        entry = shown["--" + name.replace("_", "-")]
+        assert f"{group}:\n" in text
+        assert "".join(about.split()) in "".join(entry.split())
+        if not isinstance(field.default, bool):
+            assert f"[default:{''.join(default.split())}" in "".join(entry.split())
+
+
+def test_help_takes_less_than_300_ms_of_cpu() -> None:
+    code = (
+        "import resource, subprocess, sys; "
+        "command = [sys.executable, '-m', 'lmetric.cli', '--help']; "
+        "subprocess.run(command, stdout=subprocess.DEVNULL, check=True); "
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(seconds) < 0.3, seconds

@@ -1,0 +1,84 @@
+"""`config --changed` and `config --schema`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lmetric.cli.app import build
+from lmetric.config import ServerConfig, json_schema, load_config, render, render_changed
+
+FILE = """
+policy: linear
+knobs: {lam: 0.5}
+experimental: true
+split: {kind: libra, min_tokens: 64}
+engines: [{url: 'http://10.0.0.1:8000', name: first}]
+timeouts: {connect: 1, drain: 30}
+admin: true
+"""
+
+
+def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(FILE)
+    environ = {
+        "LMETRIC_LOG__LEVEL": "debug",
+        "LMETRIC_TIMEOUTS__BODY": "9",
+        "LMETRIC_ADMIN__TOKEN": "secret-1",
+    }
+    config = load_config(file, {"port": 9000, "knobs": {"lam": 0.25}}, environ)
+    text = render_changed(config)
+    assert yaml.safe_load(text) == {
+        "policy": "linear",
+        "knobs": {"lam": 0.25},
+        "experimental": True,
+        "split": {"kind": "libra", "min_tokens": 64},
+        "port": 9000,
+        "engines": [{"url": "http://10.0.0.1:8000", "name": "first"}],
+        "timeouts": {"connect": 1.0, "body": 9.0},  # drain has its default
+        "admin": {"enabled": True, "token": "**********"},
+        "log": {"level": "debug"},
+    }
+    for line in (
+        f"policy: linear  # {file}",
+        "  lam: 0.25  # command line",
+        "port: 9000  # command line",
+        "  body: 9.0  # LMETRIC_TIMEOUTS__BODY",
+        "  level: debug  # LMETRIC_LOG__LEVEL",
+    ):
+        assert line in text.splitlines(), text
+    del environ["LMETRIC_ADMIN__TOKEN"]
+    plain = load_config(file, {"port": 9000, "knobs": {"lam": 0.25}, "admin.enabled": False}, environ)
+    (tmp_path / "again.yaml").write_text(render_changed(plain))
+    assert render(load_config(tmp_path / "again.yaml", environ={})) == render(plain)
+    assert render_changed(load_config(environ={})) == "{}\n"
+
+
+def test_changed_checks_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = build(["config"])
+    done = CliRunner().invoke(app, ["config", "--changed", "--policy", "lmetrik"])
+    assert (done.exit_code, done.stdout) == (1, "")  # main() turns the error into exit code 2
+    assert "did you mean the policy 'lmetric'?" in str(done.exception)
+    done = CliRunner().invoke(app, ["config", "--changed", "--port", "0"])
+    assert done.stdout == "port: 0  # command line\n"
+
+
+def test_the_schema_has_each_key_and_the_short_forms() -> None:
+    done = CliRunner().invoke(build(["config"]), ["config", "--schema", "--policy", "lmetrik"])
+    assert done.exit_code == 0
+    schema = json.loads(done.stdout)
+    assert schema == json.loads(json.dumps(json_schema()))
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == {
+        field.alias or name for name, field in ServerConfig.model_fields.items()
+    }
+    assert all(each.get("description") for each in schema["properties"].values())
+    assert schema["properties"]["port"]["default"] == 8080
+    admin = schema["properties"]["admin"]["anyOf"]
+    assert any(each.get("$ref") == "#/$defs/Admin" for each in admin)
+    assert {"type": "boolean"} in admin or any({"type": "boolean"} in each.get("anyOf", []) for each in admin)

@@ -1,0 +1,356 @@
+"""The commands that documents show: they run in a temporary folder, in the order of their page.
+
+`lmetric-router serve` and `engine` stay in the background until the page ends. Ports are replaced
+by free ones, and engines at addresses such as 10.0.0.1:8000 by emulated engines on this machine.
+A client of an address without a server gets a server there. tests/docs_commands.yaml lists the
+commands that run nightly or never, with the reason. Commands that never run are checked for syntax
+and flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands
+
+TREATMENT: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "docs_commands.yaml").read_text())
+SHOWN = {name: list(commands(path)) for name, path in zip(NAMES, DOCUMENTS, strict=True)}
+PAGES = [name for name, lines in SHOWN.items() if lines]
+LINKED = ("bench", "deploy", "docs", "examples", "python", "scripts", "tests")
+SERVER_SECONDS, COMMAND_SECONDS = 60, 900
+ADDRESS = re.compile(r"\b(127\.0\.0\.1|localhost|10(?:\.\d{1,3}){3}|[ab])(:)(\d{4,5})\b")
+OTHER_PORTS = re.compile(r"(--port[ =]|tcp://\*:|\bport: )(\d{4,5})\b")
+
+
+def normal(line: str) -> str:
+    return " ".join(line.split())
+
+
+def treatment(page: str, line: str) -> dict[str, Any]:
+    """The entry of a command: of its page, else of its program, else none."""
+    for start, entry in TREATMENT["pages"].get(page, {}).get("commands", {}).items():
+        if normal(line).startswith(start):
+            return dict(entry)
+    for start, entry in TREATMENT["programs"].items():
+        if normal(line).startswith(start):
+            return dict(entry)
+    return {}
+
+
+class Page:
+    """A folder, its servers, and the shell variables of the commands of one page."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.ports: dict[str, int] = {}
+        self.servers: dict[int, subprocess.Popen[bytes]] = {}
+        tools = folder / "tools"
+        tools.mkdir()
+        for tool, line in (
+            ("lmetric-router", f'{shlex.quote(sys.executable)} -m lmetric.cli "$@"'),
+            ("python", f'{shlex.quote(sys.executable)} "$@"'),
+            ("curl", f'{shutil.which("curl")} --silent --show-error --fail-with-body --max-time 60 "$@"'),
+        ):
+            (tools / tool).write_text(f"#!/bin/sh\nexec {line}\n")
+            (tools / tool).chmod(0o755)
+        (folder / "home").mkdir()
+        self.work = folder / "work"
+        self.work.mkdir()
+        for each in LINKED:
+            (self.work / each).symlink_to(ROOT / each)
+        for file, content in files_of(name).items():
+            (self.work / file).write_text(self.local(content))
+        self.env = {
+            **os.environ,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "python"),
+            "HOME": str(folder / "home"),
+            "COLUMNS": "120",
+        }
+
+    def port(self, key: str) -> int:
+        if key not in self.ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.ports[key] = probe.getsockname()[1]
+        return self.ports[key]
+
+    def local(self, text: str) -> str:
+        """The text with free ports, and with addresses of this machine."""
+
+        def address(found: re.Match[str]) -> str:
+            here = found[1] in ("127.0.0.1", "localhost")
+            return f"127.0.0.1:{self.port(found[3] if here else found[0])}"
+
+        def port(found: re.Match[str]) -> str:
+            return f"{found[1]}{self.port(found[2])}"
+
+        return OTHER_PORTS.sub(port, ADDRESS.sub(address, text))
+
+    def start(self, line: str, port: int) -> None:
+        """Starts a server and waits until it answers."""
+        self.stop(port)
+        log = self.folder / f"server-{port}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {line}"],
+                cwd=self.work,
+                env=self.env,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        self.servers[port] = process
+        deadline = time.monotonic() + SERVER_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                pass
+            assert process.poll() is None, f"{self.name}: {line}\n{log.read_text()}"
+            assert time.monotonic() < deadline, f"{self.name}: no answer: {line}\n{log.read_text()}"
+            time.sleep(0.1)
+
+    def stop(self, port: int) -> None:
+        process = self.servers.pop(port, None)
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def emulated(self, port: int) -> None:
+        events, replay = self.port(f"events {port}"), self.port(f"replay {port}")
+        self.start(
+            f"lmetric-router engine --port {port} --kv-events-endpoint 'tcp://*:{events}' "
+            f"--kv-events-replay-endpoint 'tcp://*:{replay}' --clock-speed 20",
+            port,
+        )
+
+    def run(self, line: str, expected: int) -> None:
+        """Runs a command. Starts what it needs first."""
+        serves = re.match(r"lmetric-router (serve|engine)\b", line)
+        text = line
+        if serves:
+            config = re.search(r"--config (\S+)", line)
+            own = "port:" in (self.work / config[1]).read_text() if config else False
+            if "--port" not in line and not own:
+                text += " --port 1000000"
+                self.ports.pop("1000000", None)
+        # Engines that the command names but the page does not start.
+        files = "".join(content for file, content in files_of(self.name).items() if file in line)
+        for found in ADDRESS.finditer(f"{line}\n{files}"):
+            here = found[1] in ("127.0.0.1", "localhost")
+            port = self.port(found[3] if here else found[0])
+            if port in self.servers:
+                continue
+            if not here or serves or "doctor" in line or "calibrate" in line:
+                self.emulated(port)
+            else:
+                self.start(f"lmetric-router serve --embedded 2 --port {port}", port)
+        text = re.sub(r"--port 1000000\b", lambda _: f"--port {self.port('1000000')}", self.local(text))
+        if serves:
+            flag = re.search(r"--port[ =](\d+)", text)
+            if flag is None:
+                assert config is not None
+                flag = re.search(r"\bport: (\d+)", (self.work / config[1]).read_text())
+            assert flag is not None, line
+            self.start(text, int(flag[1]))
+            if "--port" not in line and not own:  # no later command knows this port
+                self.stop(int(flag[1]))
+            return
+        state = self.folder / "variables"
+        state.touch()
+        keep = f"declare -px | grep -v ' PATH=' >{state}"
+        script = f"set -a -o pipefail; . {state}; {text}\ncode=$?; {keep}; exit $code"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.work,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
+        shown = f"{self.name}: {text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == expected, f"exit {done.returncode}, expected {expected}: {shown}"
+
+    def close(self) -> None:
+        for port in list(self.servers):
+            self.stop(port)
+
+
+def files_of(page: str) -> dict[str, str]:
+    """The files that a page assumes: texts of docs_commands.yaml, or blocks of the page."""
+    made = {}
+    for file, content in TREATMENT["pages"].get(page, {}).get("files", {}).items():
+        shown = (
+            content if isinstance(content, str) else blocks(ROOT / page, content["block"])[content["number"]]
+        )
+        made[file] = shown
+    return made
+
+
+def played(name: str, folder: Path, whens: tuple[str, ...]) -> None:
+    page = Page(name, folder)
+    runs: Counter[str] = Counter()
+    try:
+        for line in SHOWN[name]:
+            entry = treatment(name, line)
+            expected, text = entry.get("exit", 0), normal(line.partition(" #")[0])
+            if isinstance(expected, list):  # one exit code for each time that the page shows it
+                expected = expected[runs[text]]
+            runs[text] += 1
+            if entry.get("when", "gate") in whens:
+                page.run(text, expected)
+    finally:
+        page.close()
+
+
+def has(name: str, when: str) -> bool:
+    return any(treatment(name, line).get("when", "gate") == when for line in SHOWN[name])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [page for page in PAGES if has(page, "gate")])
+def test_shown_commands_run(name: str, tmp_path: Path) -> None:
+    played(name, tmp_path, ("gate",))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [page for page in PAGES if has(page, "nightly")])
+def test_long_commands_run(name: str, tmp_path: Path) -> None:
+    played(name, tmp_path, ("gate", "nightly"))
+
+
+# Commands that do not run here
+
+
+def excluded() -> Iterator[tuple[str, str]]:
+    """Commands that never run, and blocks that start vLLM or SGLang."""
+    for page, lines in SHOWN.items():
+        yield from ((page, normal(line)) for line in lines if treatment(page, line).get("when") == "never")
+    for name, path in zip(NAMES, DOCUMENTS, strict=True):
+        for block in re.findall(r"^```\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+            text = normal(block.replace("\\\n", " "))
+            if re.match(r"(\w+=\S+ )*(vllm serve|python -m (vllm|sglang))\b", text):
+                yield name, text
+
+
+def bare(line: str) -> str:
+    """The command without the variables before it."""
+    return re.sub(r"^(?:[A-Z_0-9]+=\S* )+", "", line)
+
+
+def flags(line: str) -> list[str]:
+    return [word.partition("=")[0] for word in shlex.split(line) if re.match(r"-{1,2}[a-zA-Z]", word)]
+
+
+def test_commands_for_clusters_containers_and_gpus_have_known_flags() -> None:
+    checked = 0
+    for page, line in excluded():
+        syntax = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, check=False)
+        assert syntax.returncode == 0, f"{page}: {line}: {syntax.stderr}"
+        command = bare(line).partition(" -- ")[0]  # behind it stands a command of the container
+        if not re.match(r"docker|kubectl|vllm|python -m (vllm|sglang)", command):
+            continue
+        known = [entry for start, entry in TREATMENT["flags"].items() if command.startswith(f"{start} ")]
+        assert known, f"{page}: {line}: no list of flags for this command in docs_commands.yaml"
+        unknown = [flag for flag in flags(command) if not any(flag in entry for entry in known)]
+        assert not unknown, f"{page}: {line}: unknown flags {unknown}"
+        words = shlex.split(command)
+        for word in words:
+            if word.startswith("{") and not word.startswith("{{"):
+                json.loads(word)
+        for flag, word in pairwise(words):
+            if flag in ("-f", "-k") and "kubectl logs" not in command:
+                assert (ROOT / word).exists(), f"{page}: {line}: {word} is not in the repository"
+        checked += 1
+    assert checked > 5
+
+
+def test_scripts_of_benchmarks_have_the_flags_that_are_shown() -> None:
+    for page, line in excluded():
+        found = re.match(r"(?:python )?(bench/\S+)", line)
+        if found is None:
+            continue
+        script = ROOT / found[1]
+        assert script.exists(), f"{page}: {line}"
+        sources = "".join(path.read_text() for path in [script, *(ROOT / "bench").glob("*.py")])
+        for flag in flags(line):
+            assert flag in sources, f"{page}: {line}: {flag}"
+
+
+def test_extras_that_are_shown_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page, line in excluded():
+        for found in re.findall(r"lmetric[-_]router\S*?\[([\w,]+)\]", line):
+            assert set(found.split(",")) <= set(extras), f"{page}: {line}"
+
+
+@pytest.mark.nightly
+def test_flags_of_vllm_are_those_of_its_parser() -> None:
+    venv = os.environ.get("LMETRIC_VLLM_VENV")
+    if venv is None:
+        pytest.skip("LMETRIC_VLLM_VENV names no environment with vLLM")
+    program = (
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser as P\n"
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "print(' '.join(make_arg_parser(P())._option_string_actions))"
+    )
+    done = subprocess.run(
+        [f"{venv}/bin/python", "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(TREATMENT["flags"]["vllm serve"]) <= set(done.stdout.split())
+
+
+def test_a_command_or_server_that_fails_is_an_error(tmp_path: Path) -> None:
+    page = Page("README.md", tmp_path)
+    try:
+        with pytest.raises(AssertionError, match="p_tokne"):
+            page.run("lmetric-router config --policy p_tokne", 0)
+        with pytest.raises(AssertionError, match="p_tokne"):
+            page.run("lmetric-router serve --embedded 1 --policy p_tokne --port 8000", 0)
+        page.run("ONE=1", 0)
+        page.run('test "$ONE" = 1', 0)
+    finally:
+        page.close()
+
+
+def test_every_exclusion_has_a_reason_and_fits_a_command() -> None:
+    for entry in TREATMENT["programs"].values():
+        assert set(entry) == {"when", "reason"}, entry
+    for page, own in TREATMENT["pages"].items():
+        assert set(own) <= {"files", "commands"}, page
+        for start, entry in own.get("commands", {}).items():
+            assert any(normal(line).startswith(start) for line in SHOWN[page]), (
+                f"{page}: {start}: no such command"
+            )
+            assert entry.get("when") in (None, "nightly", "never"), start
+            assert entry.get("when") is None or entry.get("reason"), start
+            assert "exit" in entry or "when" in entry, start

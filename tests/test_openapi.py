@@ -1,0 +1,99 @@
+"""The OpenAPI document: valid, complete, and what a running router answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+from openapi_spec_validator import validate
+
+from lmetric.server.api import openapi, paths
+from server_world import answer, world
+
+ROOT = Path(__file__).parent.parent
+SERVER = ROOT / "python" / "lmetric" / "server"
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions/batch": {"model": "tiny", "messages": [[{"role": "user", "content": "a"}]]},
+    "/inference/v1/generate": {"model": "tiny", "token_ids": [1, 2], "sampling_params": {"max_tokens": 2}},
+    "/admin/engines": {"url": "http://127.0.0.1:9", "name": "added"},
+    "/admin/engines/{name}/role": {"role": "both"},
+    "/admin/guard": {"on": True},
+    "/admin/policy": {"policy": "lmetric"},
+}
+
+
+def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the document's components, for a validator of JSON schemas."""
+    return {**schema, "components": document["components"]}
+
+
+def test_the_document_is_valid_and_has_every_relayed_path() -> None:
+    assert set(paths.RELAYED) <= set(openapi.SUMMARIES), "add a summary to SUMMARIES"
+    document = openapi.document()
+    validate(document)
+    assert set(paths.RELAYED) <= set(document["paths"])
+
+
+def test_every_code_of_an_error_is_in_the_document() -> None:
+    sources = "".join(path.read_text() for path in SERVER.rglob("*.py") if path.name != "openapi.py")
+    codes = set(re.findall(r'code="(\w+)"', sources))
+    kinds = re.search(r"^STATUSES = \{\n(.*?)^\}", sources, re.MULTILINE | re.DOTALL)
+    assert kinds is not None
+    codes |= set(re.findall(r'"(\w+)"', kinds[1]))
+    assert len(codes) > 25
+    assert codes == set(openapi.ERRORS)
+
+
+def test_every_own_page_in_the_sources_is_in_the_document() -> None:
+    source = (SERVER / "http" / "pages.py").read_text()
+    pages = set(re.findall(r'(?:path == |")"?(/[a-z][a-z/_-]*)"', source))
+    assert {"/health", "/admin/engines", "/debug/engines", "/admin/policy"} <= pages
+    paths = openapi.document()["paths"]
+    for page in pages:
+        assert any(path == page or path.startswith(page.rstrip("/") + "/") for path in paths), page
+
+
+async def test_a_running_router_answers_as_the_document_states() -> None:
+    document = openapi.document()
+    async with world(1, admin=True, policy="lmetric") as w:
+        w.engines[0].behave = answer
+        record = (await w.post())[1]["x-lmetric-decision"]
+        names = {"{model}": "tiny", "{id}": record, "{name}": "e0"}
+        asked = 0
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                if path.startswith("/v1/responses/{id}"):
+                    continue  # tests/test_server_passthrough.py
+                if path == "/replicas" or (method, path) == ("delete", "/admin/engines/{name}"):
+                    continue  # closed without replicas.urls; removes the engine
+                url = re.sub(r"\{\w+\}", lambda found: names[found[0]], path)
+                body = BODIES.get(path, {"model": "tiny", "prompt": "a", "messages": [{"role": "user"}]})
+                body = {} if path.endswith("/indicators") else body
+                data = orjson.dumps(body) if "requestBody" in operation else None
+                async with w.client.request(method, w.url + url, data=data) as response:
+                    content = await response.read()
+                    shown = f"{method} {url}: {response.status} {content[:200]!r}"
+                    assert response.status == 200, shown
+                    expected = operation["responses"]["200"]
+                    media = expected.get("content", {})
+                    if media:
+                        assert response.content_type in media, shown
+                    schema = media.get("application/json", {}).get("schema")
+                    if schema is not None:
+                        jsonschema.validate(orjson.loads(content), resolved(document, schema))
+                    if operation["tags"] == ["engines"]:
+                        given = set(response.headers) & {"x-lmetric-instance", "x-lmetric-decision"}
+                        assert len(given) == 2, shown
+                asked += 1
+        assert asked > 30
+        for url in ("/v1/nothing", "/admin/engines/nobody/drain"):
+            status, _, error = await w.post({}, path=url)
+            assert status == 404
+            jsonschema.validate(error, resolved(document, document["components"]["schemas"]["Error"]))
+        status, _ = await w.get("/replicas")
+        assert status == 404
+        async with w.client.delete(w.url + "/admin/engines/e0?drain=0") as response:
+            assert response.status == 200, await response.read()
