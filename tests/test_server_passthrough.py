@@ -546,11 +546,11 @@ async def test_a_server_that_stops_ends_requests_for_stored_responses() -> None:
 
     async with world([Endless()]) as w:
         one = await created(w)
-        task = asyncio.create_task(ask(w, "GET", f"{RESPONSES}/{one['id']}?stream=true"))
-        await w.engines[0].asked(2)
-        await w.server.stop()
-        with pytest.raises(aiohttp.ClientError):
-            await task
+        async with w.client.get(f"{w.url}{RESPONSES}/{one['id']}?stream=true") as response:
+            assert b"response.created" in await response.content.readany()
+            await w.server.stop()
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
         await w.until(lambda: w.engines[0].left)
 
 
