@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -147,6 +148,7 @@ class FakeEngine:
     port: int = 0
     host: str = "127.0.0.1"
     _server: asyncio.Server | None = None
+    _kept: socket.socket | None = None  # bound, never listens
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _readers: dict[int, asyncio.StreamReader] = field(default_factory=dict)
 
@@ -155,8 +157,13 @@ class FakeEngine:
         return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, self.host, self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        """Listens on its port. It keeps the port when it stops, so that nobody else gets it."""
+        if self._kept is None:
+            self._kept = socket.socket()
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._kept.bind((self.host, self.port))
+            self.port = self._kept.getsockname()[1]
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, reuse_port=True)
 
     async def stop(self) -> None:
         """Refuses new connections and breaks the open ones."""

@@ -61,6 +61,7 @@ def test_seeds_show_whether_a_difference_is_more_than_chance() -> None:
 def test_simulate_ends_with_the_sentence() -> None:
     words = ["simulate", "--policy", "round_robin,vllm,lmetric", "--instances", "4", "--speed", "0.65"]
     done = CliRunner().invoke(build(["simulate"]), words, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, (done.stderr, done.exception)
     last = done.stdout.splitlines()[-1]
     assert last == "lmetric: mean TTFT 2.18 s, 52% below vllm; mean TPOT 50.7 ms, 39% below vllm."
     assert "goodput" not in done.stdout

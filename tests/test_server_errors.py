@@ -24,11 +24,12 @@ def reminders(logs: list[structlog.typing.EventDict]) -> list[structlog.typing.E
     return [each for each in logs if each["event"] == "no usable engine"]
 
 
-async def port_without_engine() -> int:
-    engine = FakeEngine()
+async def engine_that_refuses() -> FakeEngine:
+    """An engine that refuses connections, until it is started."""
+    engine = FakeEngine(model="tiny")
     await engine.start()
     await engine.stop()
-    return engine.port
+    return engine
 
 
 async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
@@ -36,7 +37,7 @@ async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
 ) -> None:
     """UX C8: dead engines caused one warning, and then no further one."""
     monkeypatch.setattr(health, "REMINDER_SECONDS", 0.05)
-    dead = FakeEngine(port=await port_without_engine(), model="tiny")
+    dead = await engine_that_refuses()
     engines = [{"url": dead.url, "name": "dead"}]
     async with world(0, engines=engines, **QUICK) as it:
         [start] = [each for each in logs if each["event"] == "listening"]
@@ -64,8 +65,8 @@ async def test_no_usable_engine_is_logged_again_and_again_with_its_reason(
 
 async def test_reminders_come_at_most_every_30_seconds(logs: list[structlog.typing.EventDict]) -> None:
     """UX C8: reminders follow the clock, not the health checks."""
-    url = f"http://127.0.0.1:{await port_without_engine()}"
-    async with world(0, engines=[{"url": url}], health={"interval": 0.01}) as it:
+    dead = await engine_that_refuses()
+    async with world(0, engines=[{"url": dead.url}], health={"interval": 0.01}) as it:
         engine = it.server.fleet.unplaced[0]
         await it.until(lambda: engine.failures > 5)
     assert not reminders(logs)
@@ -82,8 +83,8 @@ async def refusal(it: World, **body: Any) -> tuple[int, str]:
 @pytest.mark.parametrize("show", [True, False])
 async def test_the_503_says_why_no_engine_is_usable(show: bool) -> None:
     """UX C8: `503 no engine has told its model yet` hid the known reason."""
-    port = await port_without_engine()
-    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"gpu-{n}"} for n in range(7)]
+    dead = await engine_that_refuses()
+    engines = [{"url": dead.url, "name": f"gpu-{n}"} for n in range(7)]
     async with world(0, engines=engines, errors={"show_engines": show}) as it:
         status, message = await refusal(it)
         assert status == 503
