@@ -185,7 +185,7 @@ class Api:
     ) -> web.StreamResponse:
         options = self._options
         if options.fail_status is not None:
-            raise ApiError(options.fail_status, "This engine was told to fail.")
+            raise ApiError(options.fail_status, "This engine is set to fail.")
         if self._dead:
             raise ApiError(500, _DIED)
         body.refuse_unsupported()

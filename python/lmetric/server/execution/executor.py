@@ -133,7 +133,7 @@ class RequestExecution(Progress):
             self.call = call
             self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
             mover = pool.mover if moves else None
-            self.mover = mover if mover is None or call.stream or mover.by == "legs" else None
+            self.mover = mover if mover is None or call.stream or mover.by == "segments" else None
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -489,7 +489,7 @@ class RequestExecution(Progress):
             outcome = "refused"
         else:
             fetch.kv.accept(attempt.step.engine, bytes(attempt.answer), fetch.tokens, now)
-            outcome = "pulled" if fetch.kv.available else "missing"
+            outcome = "fetched" if fetch.kv.available else "missing"
         self._fetched(fetch, outcome, now)
 
     def _fetched(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
@@ -505,7 +505,7 @@ class RequestExecution(Progress):
     def _fetch_over(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
         """Reports the result of the prefix fetch to the core router."""
         self.fetch = None
-        came = fetch.tokens - fetch.from_token if outcome == "pulled" else 0
+        came = fetch.tokens - fetch.from_token if outcome == "fetched" else 0
         # No engine reports its transfer time, so that is configured; the time until now is
         # measured.
         seconds = now - fetch.began + came * self.pool.transfer_seconds_per_token
@@ -883,7 +883,7 @@ class RequestExecution(Progress):
         if self.observing is not None:
             self.merged().observe(self.observing.reader)
 
-    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
+    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "migrated") -> bool:
         """Stops the running attempts and continues the request on the migration's target.
 
         Returns whether it did so, or the request has ended.

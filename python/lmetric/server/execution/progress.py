@@ -56,7 +56,7 @@ class Progress:
     @property
     def sliced(self) -> bool:
         """Whether it runs in slices, if its engine allows it."""
-        return self.mover is not None and self.mover.by == "legs"
+        return self.mover is not None and self.mover.by == "segments"
 
     @property
     def observed(self) -> bool:

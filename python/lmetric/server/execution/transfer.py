@@ -16,7 +16,7 @@ from lmetric.engines.handover import HandoverError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 
-log = structlog.get_logger("lmetric.handed")
+log = structlog.get_logger("lmetric.transfer")
 
 WHOLE_PROMPT = sys.maxsize  # `tokens` of a transfer of the whole prompt
 
@@ -124,7 +124,7 @@ class KvTransfer:
         The source frees a fetched cache, so a second fetch would get other data.
         """
         self._fields, self._sent = None, True
-        self._pool.handovers["handed_over"] += 1
+        self._pool.handovers["transferred"] += 1
 
     def forget(self, outcome: str, reason: str) -> None:
         """Drops a stored transfer that cannot be used."""

@@ -284,7 +284,7 @@ class Pool:
 
     def uncut(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must neither be split nor moved; None: it may."""
-        legs = self.mover is not None and self.mover.by == "legs"
+        legs = self.mover is not None and self.mover.by == "segments"
         if not call.stream and not self.splits and not legs:
             return "its answer is not streamed, so its tokens are not known before its end"
         if why := split_ineligibility(path, call.request, tokens=call.tokens is not None):

@@ -76,7 +76,7 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, "POST")
         front.replicas.authorize(headers.get("authorization"))
-        return _json(front.replicas.hear(await front.read_body(request, PAGE_BODY_BYTES)))
+        return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path.startswith(_DECISIONS):
