@@ -8,7 +8,7 @@ A server runs before four emulated engines that can transfer KV caches (the defa
 time, all in this process). Each round plays the same requests at once in each way: prompts of their
 own, answers of the same length. Each request moves once, to the next engine, when a third of its
 tokens is known here. In slices, that is right after the end of a slice, so it waits for a whole
-slice. `none` moves nothing. `legs of n, unmoved` is the cost of slices alone.
+slice. `none` moves nothing. `segments of n, unmoved` is the cost of slices alone.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
         )
         stats = pool.router.stats()
         return {
-            "migrated": stats["migrated"] / given.requests,
+            "moved": stats["migrated"] / given.requests,
             "first_token_ms": percentile(sorted(heard.first), 0.5) * 1e3,
             "gap_p50_ms": percentile(sorted(heard.gaps), 0.5) * 1e3,
             "gap_p99_ms": percentile(sorted(heard.gaps), 0.99) * 1e3,

@@ -600,25 +600,25 @@ class Driver:
         call = parse(RELAYED[ask.path], body)
         call.tokens = tokenizer().encode(prompt_text(tokenizer(), call))
         assert call.tokens is not None
-        uncut = pool.uncut(ask.path, call) if pool.joins else None
-        unpulled = pool.unpulled(ask.path, call) if pool.pulls else None
-        moves = pool.joins and uncut is None
+        split_reason = pool.split_reason(ask.path, call) if pool.joins else None
+        fetch_reason = pool.fetch_reason(ask.path, call) if pool.fetches_prefixes else None
+        moves = pool.joins and split_reason is None
         decision, ticket = pool.router.route(
             Request(
                 token_ids=call.tokens,
                 prompt_tokens=len(call.tokens),
                 max_tokens=call.max_tokens,
                 length_class="a" if pool.splits else None,
-                allow_split=uncut is None,
-                split_reason=uncut,
-                allow_fetch=unpulled is None,
-                fetch_reason=unpulled,
+                allow_split=split_reason is None,
+                split_reason=split_reason,
+                allow_fetch=fetch_reason is None,
+                fetch_reason=fetch_reason,
             ),
             now=self.clock.now,
         )
         self.ticket: Ticket = ticket
         self.rules = Rules.of(setup.config())
-        fetches = pool.pulls and unpulled is None
+        fetches = pool.fetches_prefixes and fetch_reason is None
         self.execution = Recorded(
             self.rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
         )
@@ -1401,7 +1401,7 @@ def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
 def test_it_moves_between_two_slices(clock: Clock, stream: bool) -> None:
     it = held_between_slices(clock, stream)
     finish(it)
-    assert it.pool.handovers == {"transferred": 1}
+    assert it.pool.kv_transfers == {"transferred": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])

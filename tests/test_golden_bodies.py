@@ -311,7 +311,7 @@ def pool(w: World) -> Pool:
 
 
 def handovers(w: World) -> dict[str, int]:
-    return dict(pool(w).handovers)
+    return dict(pool(w).kv_transfers)
 
 
 def mover(w: World) -> Rebalancer:
@@ -498,7 +498,7 @@ async def priority_is_not_nothing(g: Golden, w: World) -> None:
     if g.path == CHAT:
         short = {"messages": [{"role": "user", "content": "a"}]}
     await g.ask(w, **short)
-    pool(w).handovers.clear()
+    pool(w).kv_transfers.clear()
     g.forget()
 
 
@@ -761,7 +761,7 @@ async def pulls(g: Golden, w: World, **outcomes: int) -> None:
     g.forget()
     receipt = await g.ask(w)
     assert (first["answered"], receipt["answered"], receipt["fetch_instance"]) == ("e0", "e1", "e0")
-    assert pool(w).pull_outcomes == outcomes
+    assert pool(w).fetch_outcomes == outcomes
     assert [each["engine"] for each in g.sent][:2] == ["e0", "e1"]
     blocks = receipt["count"] // BLOCK_TOKENS if "fetched" in outcomes else 0
     assert receipt["fetched_tokens"] == blocks * BLOCK_TOKENS

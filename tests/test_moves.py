@@ -67,7 +67,8 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     ticket.segment_done(now=3.0)
     assert router.stats()["migrated"] == 1
     receipts = [router.explain(number) for number in range(1, 5)]
-    assert [each["moves"] for each in receipts if each and each["moves"]] == [[(1010, move["target"])]]
+    migrations = [each["migrations"] for each in receipts if each and each["migrations"]]
+    assert migrations == [[(1010, move["target"])]]
     for each in tickets:
         if each.open:
             each.segment_done(now=4.0)

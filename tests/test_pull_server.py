@@ -36,7 +36,7 @@ async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
 
 
 def outcomes(w: Pd) -> dict[str, int]:
-    return dict(w.server.fleet.pools[0].pull_outcomes)
+    return dict(w.server.fleet.pools[0].fetch_outcomes)
 
 
 def stats(w: Pd) -> dict[str, Any]:
@@ -245,10 +245,10 @@ def test_what_is_pulled_goes_with_the_policy_unless_it_is_said(given: dict[str, 
     def fetches(settings: PoolSettings) -> bool:
         return settings.routing.prefix_fetch is not None
 
-    assert (fetches(config.pool_settings()), config.pulls) == (expected, expected)
+    assert (fetches(config.pool_settings()), config.fetches_prefixes) == (expected, expected)
     own = ServerConfig.model_validate({"models": [{"name": "a", **given}]})
     assert fetches(own.pool_settings(own.models[0])) is expected
-    assert (own.pulls, fetches(own.pool_settings())) == (expected, False)
+    assert (own.fetches_prefixes, fetches(own.pool_settings())) == (expected, False)
 
 
 def test_pull_that_there_is_not() -> None:

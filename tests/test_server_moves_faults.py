@@ -365,7 +365,7 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
             began, said, _ = await told_in_two(w, 10)
             assert (began, said["text"]) == (True, STORY_TEXT)
         assert True in fetches
-        outcomes = w.server.fleet.pools[0].handovers
+        outcomes = w.server.fleet.pools[0].kv_transfers
         assert (outcomes["transferred"], outcomes["spent"]) == (len(fetches), fetches.count(True))
 
 

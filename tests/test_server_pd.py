@@ -137,7 +137,7 @@ async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
         assert {sent.headers["x-request-id"] for sent in (first, then)} == {"rid-1"}
         assert then.body.endswith(raw[1:])
         assert then.json.get("kv_transfer_params") == (params if outcome == "transferred" else None)
-        assert dict(w.server.fleet.pools[0].handovers) == {outcome: 1}
+        assert dict(w.server.fleet.pools[0].kv_transfers) == {outcome: 1}
         # The client's own fields would kill an engine.
         status, _, said = await w.post({"model": "tiny", "prompt": "a", "kv_transfer_params": PARAMS})
         assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
@@ -158,7 +158,7 @@ async def test_what_was_sent_once_is_not_sent_again() -> None:
             assert (status, headers["x-lmetric-instance"]) == (200, "e2")
         assert "kv_transfer_params" in bad.requests[0].json
         assert "kv_transfer_params" not in good.requests[-1].json
-        assert w.server.fleet.pools[0].handovers["spent"] == 1
+        assert w.server.fleet.pools[0].kv_transfers["spent"] == 1
         # An unreachable engine has fetched nothing.
         await bad.stop()
         before = len(good.requests)
@@ -180,7 +180,7 @@ async def test_a_transfer_that_breaks_costs_no_answer(streamed: bool) -> None:
             body = {"model": "emulated", "prompt": PROMPT, "max_tokens": 3, "stream": streamed}
             status, headers, _ = await w.post(body)
             assert (status, headers["x-lmetric-instance"]) == (200, "d")
-            assert dict(w.server.fleet.pools[0].handovers) == {"transferred": 1, "broken": 1}
+            assert dict(w.server.fleet.pools[0].kv_transfers) == {"transferred": 1, "broken": 1}
     await prefill.stop()
 
 
@@ -324,7 +324,7 @@ async def test_requests_that_cannot_be_cut() -> None:
             status, headers, _ = await w.post(body, path)
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
             assert "x-lmetric-prefill" not in headers  # no other engine has computed tokens
-        assert (len(prefill.requests), w.server.fleet.pools[0].handovers["not_cut"]) == (0, 2)
+        assert (len(prefill.requests), w.server.fleet.pools[0].kv_transfers["not_cut"]) == (0, 2)
     for engine in (prefill, decode):
         await engine.stop()
 

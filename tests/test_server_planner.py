@@ -57,8 +57,8 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
         all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
-        pulled = pool.pull_outcomes["fetched"]
-        assert pool.pull_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
+        pulled = pool.fetch_outcomes["fetched"]
+        assert pool.fetch_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
         assert w.outcomes == {"transferred": all_cut + pulled}
         assert pool.router.stats()["in_flight"] == 0
 

@@ -390,7 +390,7 @@ async def test_a_seam_inside_a_character(stream: bool) -> None:
             receipt = pool.router.explain(decision_id(headers))
             assert receipt is not None
             assert receipt["cuts"] == [30 + cut]
-        assert dict(pool.handovers) == {"transferred": 38}
+        assert dict(pool.kv_transfers) == {"transferred": 38}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -417,7 +417,7 @@ async def test_a_leg_that_fails_is_done_again(
         status, _, got = await w.post({**ASKED, "stream": stream})
         assert (status, said_in(got)) == (200, STORY_TEXT)
         if outcomes is not None:
-            assert dict(w.server.fleet.pools[0].handovers) == outcomes
+            assert dict(w.server.fleet.pools[0].kv_transfers) == outcomes
         for fake in w.engines:
             for request in legs_at(fake):
                 fields = request.json.get("kv_transfer_params") or {}
@@ -552,7 +552,7 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
         return await tells(engine, request, writer)
 
     async with faulty(closes_kept, number=2) as w:
-        outcomes = w.server.fleet.pools[0].handovers
+        outcomes = w.server.fleet.pools[0].kv_transfers
         for _ in range(4):
             status, _, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)

@@ -63,7 +63,7 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
                 f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
             )
             assert came >= prompt + FIRST
-        handovers = here.server.fleet.pools[0].handovers
+        handovers = here.server.fleet.pools[0].kv_transfers
         print(dict(here.mover.outcomes), dict(handovers))
         assert set(here.mover.outcomes) <= HARMLESS
         assert set(handovers) == {"transferred"}
@@ -113,4 +113,4 @@ async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start, b
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.
         assert set(here.mover.outcomes) <= {"migrated", "source_failed"}, here.mover.outcomes
-        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["moves"]
+        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["migrations"]

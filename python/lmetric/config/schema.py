@@ -848,7 +848,7 @@ class ServerConfig(PoolSettings):
         return any(pool.routing.split is not None for pool in self._pools)
 
     @property
-    def pulls(self) -> bool:
+    def fetches_prefixes(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
         return any(pool.routing.prefix_fetch is not None for pool in self._pools)
 

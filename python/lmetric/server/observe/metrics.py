@@ -199,7 +199,7 @@ class Metrics(Collector):
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
-            for outcome, count in pool.handovers.items():
+            for outcome, count in pool.kv_transfers.items():
                 transfers.add_metric((pool.name, outcome), count)
         yield transfers
         fetches = CounterMetricFamily(
@@ -208,7 +208,7 @@ class Metrics(Collector):
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
-            for outcome, count in pool.pull_outcomes.items():
+            for outcome, count in pool.fetch_outcomes.items():
                 fetches.add_metric((pool.name, outcome), count)
         yield fetches
         migrations = CounterMetricFamily(
