@@ -8,7 +8,7 @@ A server runs before four emulated engines that can transfer KV caches (the defa
 time, all in this process). Each round plays the same requests at once in each way: prompts of their
 own, answers of the same length. Each request moves once, to the next engine, when a third of its
 tokens is known here. In slices, that is right after the end of a slice, so it waits for a whole
-slice. `none` moves nothing. `legs of n, unmoved` is the cost of slices alone.
+slice. `none` moves nothing. `segments of n, unmoved` is the cost of slices alone.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Way:
 WAYS = (
     Way("none", "recompute", moves=False),
     Way("recompute", "recompute"),
-    Way("pull", "pull"),
-    *(Way(f"legs of {leg}", "legs", leg) for leg in (8, 32, 128)),
-    Way("legs, length chosen", "legs"),
-    *(Way(f"legs of {leg}, unmoved", "legs", leg, moves=False) for leg in (8, 32)),
+    Way("fetch", "fetch"),
+    *(Way(f"segments of {leg}", "segments", leg) for leg in (8, 32, 128)),
+    Way("segments, length chosen", "segments"),
+    *(Way(f"segments of {leg}, unmoved", "segments", leg, moves=False) for leg in (8, 32)),
 )
 
 
@@ -119,7 +119,7 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
             "load": {"interval": None},
             "rebalance": {"kind": "star", "period_seconds": 3600.0},
             "migration_by": way.by,
-            "migration_leg_tokens": way.leg,
+            "migration_segment_tokens": way.leg,
             "migration_max_concurrent": given.requests,
             "migration_max_gap_seconds": MAX_GAP_SECONDS if way.leg is None else 60.0,
         }
@@ -157,14 +157,14 @@ async def played(way: Way, prompt_tokens: int, given: argparse.Namespace) -> dic
         )
         stats = pool.router.stats()
         return {
-            "moved": stats["moved"] / given.requests,
+            "moved": stats["migrated"] / given.requests,
             "first_token_ms": percentile(sorted(heard.first), 0.5) * 1e3,
             "gap_p50_ms": percentile(sorted(heard.gaps), 0.5) * 1e3,
             "gap_p99_ms": percentile(sorted(heard.gaps), 0.99) * 1e3,
             "largest_gap_p50_ms": percentile(sorted(heard.largest), 0.5) * 1e3,
             "largest_gap_ms": max(heard.largest) * 1e3,
             "computed_again": computed / given.requests - prompt_tokens,
-            "pulled": sum(load["pulled_prompt_tokens"] for load in loads) / given.requests,
+            "fetched": sum(load["pulled_prompt_tokens"] for load in loads) / given.requests,
             "tokens_per_second": tokens / seconds,
         }
 

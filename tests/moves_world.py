@@ -107,4 +107,4 @@ async def shoved(w: Pd, path: str, body: dict[str, Any], moves: list[int]) -> in
     shoving.cancel()
     await asyncio.gather(shoving, return_exceptions=True)
     equal(said, expected)
-    return len(said["receipt"]["moves"])
+    return len(said["receipt"]["migrations"])

@@ -47,7 +47,7 @@ class Pd:
     @property
     def outcomes(self) -> dict[str, int]:
         """The outcomes of KV transfers."""
-        return dict(self.server.fleet.pools[0].handovers)
+        return dict(self.server.fleet.pools[0].kv_transfers)
 
     async def post(
         self, body: Any = BODY, path: str = "/v1/completions", url: str | None = None

@@ -58,7 +58,7 @@ def cases(other: Path, busy: str) -> dict[str, Case]:
         "other tokenizer": Case(["tokenizer"], str(other), settings={"tokenizer": str(other)}),
         "no tokenize": Case([], options={"tokenize": False}),
         "a stand-in for SGLang": Case([], options={"api": "sglang", "order": "priority"}),
-        "fails": Case(list(CHECKS)[1:10], "told to fail", {"fail_status": 500}),
+        "fails": Case(list(CHECKS)[1:10], "set to fail", {"fail_status": 500}),
     }
 
 

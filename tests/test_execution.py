@@ -183,7 +183,7 @@ def _config(of: Setup) -> ServerConfig:
         values |= {
             "rebalance": "star",
             "migration_by": of.moves,
-            "migration_leg_tokens": of.slice_tokens,
+            "migration_segment_tokens": of.slice_tokens,
             "migration_max_gap_seconds": 1e-9 if of.long_gaps else 80_000.0,
         }
     if of.split_at is not None:
@@ -202,7 +202,7 @@ def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:
 SETUPS = st.builds(
     Setup,
     roles=st.sampled_from(["both", "both", "both", "nixl", "nixl", "sglang"]),
-    moves=st.sampled_from(["recompute", "pull", "legs", "legs", None]),
+    moves=st.sampled_from(["recompute", "fetch", "segments", "segments", None]),
     slice_tokens=st.sampled_from([3, 1, None]),
     split_at=st.sampled_from([None, None, None, 0.4, 0.93]),
     pulls=st.sampled_from([False, False, True]),
@@ -600,25 +600,25 @@ class Driver:
         call = parse(RELAYED[ask.path], body)
         call.tokens = tokenizer().encode(prompt_text(tokenizer(), call))
         assert call.tokens is not None
-        uncut = pool.uncut(ask.path, call) if pool.joins else None
-        unpulled = pool.unpulled(ask.path, call) if pool.pulls else None
-        moves = pool.joins and uncut is None
+        split_reason = pool.split_reason(ask.path, call) if pool.joins else None
+        fetch_reason = pool.fetch_reason(ask.path, call) if pool.fetches_prefixes else None
+        moves = pool.joins and split_reason is None
         decision, ticket = pool.router.route(
             Request(
                 token_ids=call.tokens,
                 prompt_tokens=len(call.tokens),
                 max_tokens=call.max_tokens,
                 length_class="a" if pool.splits else None,
-                allow_split=uncut is None,
-                split_reason=uncut,
-                allow_fetch=unpulled is None,
-                fetch_reason=unpulled,
+                allow_split=split_reason is None,
+                split_reason=split_reason,
+                allow_fetch=fetch_reason is None,
+                fetch_reason=fetch_reason,
             ),
             now=self.clock.now,
         )
         self.ticket: Ticket = ticket
         self.rules = Rules.of(setup.config())
-        fetches = pool.pulls and unpulled is None
+        fetches = pool.fetches_prefixes and fetch_reason is None
         self.execution = Recorded(
             self.rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
         )
@@ -1387,7 +1387,7 @@ def lose(it: Driver, slot: Slot) -> None:
 
 def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
     """Returns a request between two slices, while its engine prepares a transfer."""
-    it = driver(clock, Setup(moves="legs", slice_tokens=2), Ask(stream=stream))
+    it = driver(clock, Setup(moves="segments", slice_tokens=2), Ask(stream=stream))
     it.say(it.open[Slot.MAIN], 1000)
     assert it.pool.mover is not None
     assert it.pool.mover.begin(it.ticket.id, "e1", clock.now)
@@ -1401,7 +1401,7 @@ def held_between_slices(clock: Clock, stream: bool = True) -> Driver:
 def test_it_moves_between_two_slices(clock: Clock, stream: bool) -> None:
     it = held_between_slices(clock, stream)
     finish(it)
-    assert it.pool.handovers == {"handed_over": 1}
+    assert it.pool.kv_transfers == {"transferred": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1441,7 +1441,7 @@ def test_what_is_held_is_of_no_use_where_the_target_is_gone(clock: Clock, slow: 
 
 def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
     """The answer is not streamed: its first slices are merged with one answer that has the rest."""
-    it = driver(clock, Setup(moves="legs", slice_tokens=2, cached=1), Ask(stream=False))
+    it = driver(clock, Setup(moves="segments", slice_tokens=2, cached=1), Ask(stream=False))
     it.say(it.open[Slot.MAIN], 1000)
     lose(it, Slot.MAIN)
     it.check()
@@ -1452,7 +1452,7 @@ def test_an_engine_without_a_prefix_cache_takes_the_rest(clock: Clock) -> None:
 
 def test_it_is_answered_whole_where_slices_cannot_be_merged(clock: Clock) -> None:
     """The tokens of the forwarded answer are unknown, so the rebalancer must not see it."""
-    it = driver(clock, Setup(moves="legs"), Ask(other_text=True))
+    it = driver(clock, Setup(moves="segments"), Ask(other_text=True))
     it.say(it.open[Slot.MAIN], 1000)
     it.say(it.open[Slot.MAIN], 5)
     assert it.execution.state == "STREAMING"

@@ -311,7 +311,7 @@ def pool(w: World) -> Pool:
 
 
 def handovers(w: World) -> dict[str, int]:
-    return dict(pool(w).handovers)
+    return dict(pool(w).kv_transfers)
 
 
 def mover(w: World) -> Rebalancer:
@@ -386,13 +386,13 @@ async def _(g: Golden) -> None:
 PD_WAYS: dict[str, dict[str, Any]] = {
     "pool without rescheduling": {},
     "pool with rescheduling": MOVES,
-    "pool with rescheduling by legs": MOVES | {"migration_by": "legs", "migration_leg_tokens": 4},
+    "pool with rescheduling by legs": MOVES | {"migration_by": "segments", "migration_segment_tokens": 4},
 }
 
 
 def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     """Declares the scenarios of one way."""
-    legs = config.get("migration_by") == "legs"
+    legs = config.get("migration_by") == "segments"
 
     def name(what: str) -> str:
         return f"prefill/decode, {way}{what and ', '}{what}"
@@ -409,7 +409,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(), **config) as w:
             receipt = await g.ask(w)
-            assert (receipt["answered"], handovers(w)) == ("d0", {"handed_over": 1})
+            assert (receipt["answered"], handovers(w)) == ("d0", {"transferred": 1})
             assert [each["engine"] for each in g.sent][:2] == ["p0 (prefill)", "d0 (decode)"]
             assert followed(g) is chained(g)
 
@@ -417,7 +417,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     async def _(g: Golden) -> None:
         async with g.router(prefill(**BOTH_WAYS), decode(**BOTH_WAYS), **config) as w:
             await g.ask(w)
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
 
     @scenario(name("fields that keep it from moving"))
     async def _(g: Golden) -> None:
@@ -425,7 +425,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
             tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
             more = {"n": 1, "seed": 3, "stop": ["zzz"], **(tools if g.path == CHAT else {"echo": False})}
             await g.ask(w, **more)
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
             assert not followed(g)
 
     @scenario(name("fields that shape the answer"))
@@ -436,19 +436,19 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
             more["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         async with g.router(prefill(), decode(), **config) as w:
             await g.ask(w, **more)
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
 
     @scenario(name("the decode engine cannot fetch"))
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(behave=refuses(500)), **config) as w:
             await g.ask(w)
-            assert handovers(w) == {"handed_over": 1, "broken": 1}
+            assert handovers(w) == {"transferred": 1, "broken": 1}
 
     @scenario(name("the decode engine refuses"))
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(behave=refuses(503)), decode(), **config) as w:
             receipt = await g.ask(w)
-            assert (receipt["answered"], handovers(w)["handed_over"]) == ("d1", 1)
+            assert (receipt["answered"], handovers(w)["transferred"]) == ("d1", 1)
             # With slices, an unfetched transfer does not count as spent.
             assert handovers(w).get("spent") == (None if legs else 1)
 
@@ -468,7 +468,7 @@ def pd_scenarios(way: str, config: dict[str, Any]) -> None:
     async def _(g: Golden) -> None:
         async with with_all(g, prefill(), decode(), **config) as w:
             await g.ask(w, priority=5)
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
 
 
 for _way, _config in PD_WAYS.items():
@@ -498,7 +498,7 @@ async def priority_is_not_nothing(g: Golden, w: World) -> None:
     if g.path == CHAT:
         short = {"messages": [{"role": "user", "content": "a"}]}
     await g.ask(w, **short)
-    pool(w).handovers.clear()
+    pool(w).kv_transfers.clear()
     g.forget()
 
 
@@ -562,21 +562,21 @@ def split_scenarios(what: str, at: float) -> None:
     async def _(g: Golden) -> None:
         async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **split_config(at)) as w:
             cut_well(await g.ask(w))
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
 
     @scenario(f"split, {what}, the second engine cannot fetch")
     async def _(g: Golden) -> None:
         second = Engine(behave=refuses(500), **BOTH_WAYS)
         async with g.router(Engine(**BOTH_WAYS), second, **split_config(at)) as w:
             cut_well(await g.ask(w))
-            assert handovers(w) == {"handed_over": 1, "broken": 1}
+            assert handovers(w) == {"transferred": 1, "broken": 1}
 
     @scenario(f"split, {what}, priority, salt, key and backfill")
     async def _(g: Golden) -> None:
         engines = [Engine(**BOTH_WAYS), Engine(**BOTH_WAYS)]
         async with with_all(g, *engines, **split_config(at)) as w:
             cut_well(await g.ask(w, priority=5))
-            assert handovers(w) == {"handed_over": 1}
+            assert handovers(w) == {"transferred": 1}
 
 
 split_scenarios("inside the prompt", 0.5)
@@ -588,7 +588,7 @@ async def _(g: Golden) -> None:
     async with g.router(Engine(), Engine(), **split_config(0.5)) as w:
         receipt = await g.ask(w)
         assert receipt["cuts"] == [receipt["count"]]
-        assert handovers(w) == {"handed_over": 1}
+        assert handovers(w) == {"transferred": 1}
 
 
 @scenario("split, behind the prompt without the bidirectional mode")
@@ -596,7 +596,7 @@ async def _(g: Golden) -> None:
     async with g.router(Engine(), Engine(), **split_config(0.9)) as w:
         receipt = await g.ask(w)
         assert receipt["cuts"][0] > receipt["count"]
-        assert handovers(w) == {"handed_over": 1}
+        assert handovers(w) == {"transferred": 1}
 
 
 @scenario("split, behind the prompt without a connector")
@@ -618,9 +618,9 @@ def move_scenarios(by: str) -> None:
         asking = asyncio.create_task(g.ask(w, **changes))
         begin_move(w, await at_token(w, HELD_AT), target)
         receipt = await asking
-        assert receipt["moves"] == [(receipt["count"] + HELD_AT, target)]
+        assert receipt["migrations"] == [(receipt["count"] + HELD_AT, target)]
         assert receipt["answered"] == source
-        assert mover(w).outcomes == {"moved": 1}
+        assert mover(w).outcomes == {"migrated": 1}
 
     config = MOVES | {"migration_by": by}
 
@@ -628,7 +628,7 @@ def move_scenarios(by: str) -> None:
     async def _(g: Golden) -> None:
         async with g.router(Engine(held_at=HELD_AT), Engine(), **config) as w:
             await moves(g, w, "e0", "e1")
-            assert handovers(w) == ({"handed_over": 1} if by == "pull" else {})
+            assert handovers(w) == ({"transferred": 1} if by == "fetch" else {})
 
     @scenario(f"a stream moves ({by}), priority, salt, key and backfill", streams=(True,))
     async def _(g: Golden) -> None:
@@ -640,10 +640,10 @@ def move_scenarios(by: str) -> None:
     async def _(g: Golden) -> None:
         async with g.router(prefill(), decode(held_at=HELD_AT), decode(), **config) as w:
             await moves(g, w, "d0", "d1")
-            assert handovers(w) == {"handed_over": 2 if by == "pull" else 1}
+            assert handovers(w) == {"transferred": 2 if by == "fetch" else 1}
 
 
-for _by in ("recompute", "pull"):
+for _by in ("recompute", "fetch"):
     move_scenarios(_by)
 
 
@@ -654,18 +654,18 @@ async def _(g: Golden) -> None:
         await at_token(w, HELD_AT)
         await g.engines["e0"].stop()
         receipt = await asking
-        assert receipt["moves"] == [(receipt["count"] + HELD_AT, "e1")]
+        assert receipt["migrations"] == [(receipt["count"] + HELD_AT, "e1")]
         assert mover(w).outcomes == {"source_failed": 1}
 
 
-LEGS: dict[str, Any] = MOVES | {"migration_by": "legs", "migration_leg_tokens": 4}
+LEGS: dict[str, Any] = MOVES | {"migration_by": "segments", "migration_segment_tokens": 4}
 
 
 @scenario("in legs")
 async def _(g: Golden) -> None:
     async with g.router(Engine(), Engine(), **LEGS) as w:
         receipt = await g.ask(w)
-        assert receipt["moves"] == []
+        assert receipt["migrations"] == []
         assert [each["body"]["max_tokens"] for each in g.sent] == [1, 4, 4, 3]
 
 
@@ -694,8 +694,8 @@ async def _(g: Golden) -> None:
             await g.engines["e0"].asked(2)
             begin_move(w, await at_token(w, 1), "e1")
         receipt = await asking
-        assert receipt["moves"] == [(receipt["count"] + 5, "e1")]
-        assert (mover(w).outcomes, handovers(w)) == ({"moved": 1}, {"handed_over": 1})
+        assert receipt["migrations"] == [(receipt["count"] + 5, "e1")]
+        assert (mover(w).outcomes, handovers(w)) == ({"migrated": 1}, {"transferred": 1})
 
 
 @scenario("in legs, and it moves between engines that hand nothing over")
@@ -706,8 +706,8 @@ async def _(g: Golden) -> None:
             await g.engines["e0"].asked(2)
             begin_move(w, await at_token(w, 1), "e1")
         receipt = await asking
-        assert receipt["moves"] == [(receipt["count"] + 5, "e1")]
-        assert (mover(w).outcomes, handovers(w)) == ({"moved": 1}, {})
+        assert receipt["migrations"] == [(receipt["count"] + 5, "e1")]
+        assert (mover(w).outcomes, handovers(w)) == ({"migrated": 1}, {})
 
 
 @scenario("in legs, and an engine dies in one")
@@ -719,7 +719,7 @@ async def _(g: Golden) -> None:
             await at_token(w, 1)
             await g.engines["e0"].stop()
         receipt = await asking
-        assert receipt["moves"] == [(receipt["count"] + 1, "e1")]
+        assert receipt["migrations"] == [(receipt["count"] + 1, "e1")]
         assert mover(w).outcomes == {"source_failed": 1}
 
 
@@ -727,7 +727,7 @@ async def _(g: Golden) -> None:
 async def _(g: Golden) -> None:
     async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **LEGS, **split_config(0.5)) as w:
         assert len((await g.ask(w))["cuts"]) == 1
-        assert handovers(w) == {"handed_over": 1}
+        assert handovers(w) == {"transferred": 1}
 
 
 # Failover.
@@ -760,32 +760,32 @@ async def pulls(g: Golden, w: World, **outcomes: int) -> None:
     first = await g.ask(w)
     g.forget()
     receipt = await g.ask(w)
-    assert (first["answered"], receipt["answered"], receipt["pull_instance"]) == ("e0", "e1", "e0")
-    assert pool(w).pull_outcomes == outcomes
+    assert (first["answered"], receipt["answered"], receipt["fetch_instance"]) == ("e0", "e1", "e0")
+    assert pool(w).fetch_outcomes == outcomes
     assert [each["engine"] for each in g.sent][:2] == ["e0", "e1"]
-    blocks = receipt["count"] // BLOCK_TOKENS if "pulled" in outcomes else 0
-    assert receipt["pulled_tokens"] == blocks * BLOCK_TOKENS
+    blocks = receipt["count"] // BLOCK_TOKENS if "fetched" in outcomes else 0
+    assert receipt["fetched_tokens"] == blocks * BLOCK_TOKENS
 
 
 @scenario("the prompt's front is fetched")
 async def _(g: Golden) -> None:
     async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **PULLS) as w:
-        await pulls(g, w, pulled=1)
-        assert handovers(w) == {"handed_over": 1}
+        await pulls(g, w, fetched=1)
+        assert handovers(w) == {"transferred": 1}
 
 
 @scenario("the prompt's front is fetched, and the request may move")
 async def _(g: Golden) -> None:
     async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **PULLS, **MOVES) as w:
-        await pulls(g, w, pulled=1)
-        assert handovers(w) == {"handed_over": 1}
+        await pulls(g, w, fetched=1)
+        assert handovers(w) == {"transferred": 1}
 
 
 @scenario("the prompt's front is fetched, and the request runs in legs")
 async def _(g: Golden) -> None:
     async with g.router(Engine(**BOTH_WAYS), Engine(**BOTH_WAYS), **PULLS, **LEGS) as w:
-        await pulls(g, w, pulled=1)
-        assert handovers(w) == {"handed_over": 1}
+        await pulls(g, w, fetched=1)
+        assert handovers(w) == {"transferred": 1}
 
 
 @scenario("the prompt's front is not there any more")

@@ -65,9 +65,10 @@ def test_a_round_names_the_move_that_makes_loads_even_and_the_ticket_makes_it() 
     assert router.indicators(2.0)["queued_prefill_tokens"][slots.index(move["target"])] == 1010
     ticket.first_token(2.2)
     ticket.segment_done(now=3.0)
-    assert router.stats()["moved"] == 1
+    assert router.stats()["migrated"] == 1
     receipts = [router.explain(number) for number in range(1, 5)]
-    assert [each["moves"] for each in receipts if each and each["moves"]] == [[(1010, move["target"])]]
+    migrations = [each["migrations"] for each in receipts if each and each["migrations"]]
+    assert migrations == [[(1010, move["target"])]]
     for each in tickets:
         if each.open:
             each.segment_done(now=4.0)
@@ -120,11 +121,11 @@ def test_what_must_not_be_cut_does_not_move_either_and_its_receipt_says_why() ->
         )
         receipt = router.explain(decision.id)
         assert receipt is not None
-        assert receipt["uncut"] == why
+        assert receipt["split_reason"] == why
         decision, other = router.route(Request(prompt_tokens=10), now=0.0)
         receipt = router.explain(decision.id)
         assert receipt is not None
-        assert receipt["uncut"] is None
+        assert receipt["split_reason"] is None
         ticket.segment_done()
         other.segment_done()
 

@@ -37,7 +37,7 @@ def test_a_request_goes_from_prefill_to_decode() -> None:
     receipt = router.explain(decision.id)
     assert receipt is not None
     assert (receipt["instance"], receipt["decode_instance"]) == ("p", bound)
-    assert receipt["handed_over_seconds"] == pytest.approx(0.2)
+    assert receipt["handoff_seconds"] == pytest.approx(0.2)
 
 
 def test_late_binding_and_an_expression() -> None:

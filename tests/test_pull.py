@@ -41,17 +41,17 @@ def test_nothing_is_pulled_for_a_request_that_must_not_be() -> None:
     assert (decision.instance, decision.fetch, ticket.fetch) == ("e1", None, None)
     receipt = router.explain(decision.id)
     assert receipt is not None
-    assert (receipt["unpulled"], receipt["pull_instance"]) == ("it says why", None)
+    assert (receipt["fetch_reason"], receipt["fetch_instance"]) == ("it says why", None)
     router.add_instance("e2")  # nor where it goes when that fails
     assert ticket.failed("refused", now=1.1) == "e2"
-    assert (ticket.fetch, router.stats()["pulls"]) == (None, 0)
+    assert (ticket.fetch, router.stats()["fetches"]) == (None, 0)
     router.configure(prefix_fetch=None)
     decision, _ = router.route(
         lm.Request(token_ids=PROMPT, allow_fetch=False, fetch_reason="it says why"), now=2.0
     )
     receipt = router.explain(decision.id)
     assert receipt is not None
-    assert receipt["unpulled"] is None
+    assert receipt["fetch_reason"] is None
 
 
 def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
@@ -66,14 +66,14 @@ def test_a_decision_names_what_to_pull_and_the_ticket_tells_of_it() -> None:
     assert router.indicators(now=1.02)["pulls"].tolist() == [0, 0]
     receipt = router.explain(decision.id)
     assert receipt is not None
-    told = {name: receipt[name] for name in receipt if "pull" in name}
-    assert told.pop("expected_pull_seconds") == pytest.approx(0.018)
+    told = {name: receipt[name] for name in receipt if "fetch" in name}
+    assert told.pop("expected_fetch_seconds") == pytest.approx(0.018)
     assert told == {
-        "pull_instance": "e0", "pull_from_token": 0, "pull_to_token": 1600, "pulled_tokens": 1600,
-        "pull_seconds": 0.02, "unpulled": None,
+        "fetch_instance": "e0", "fetch_from_token": 0, "fetch_to_token": 1600, "fetched_tokens": 1600,
+        "fetch_seconds": 0.02, "fetch_reason": None,
     }  # fmt: skip
     stats = router.stats()
-    assert (stats["pulls"], stats["pulled_tokens"]) == (1, 1600)
+    assert (stats["fetches"], stats["fetched_tokens"]) == (1, 1600)
     learned = router.learned()
     assert learned["fetches"] == 1
     assert learned["fetch_fixed_seconds"] + 1600 * learned["fetch_seconds_per_token"] > 0.018

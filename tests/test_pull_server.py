@@ -36,7 +36,7 @@ async def pulling(*options: EngineOptions, **config: Any) -> AsyncIterator[Pd]:
 
 
 def outcomes(w: Pd) -> dict[str, int]:
-    return dict(w.server.fleet.pools[0].pull_outcomes)
+    return dict(w.server.fleet.pools[0].fetch_outcomes)
 
 
 def stats(w: Pd) -> dict[str, Any]:
@@ -68,20 +68,20 @@ async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
         receipt = said["receipt"]
         target = said["headers"]["x-lmetric-instance"]
         assert target != holder
-        assert (receipt["pull_instance"], said["headers"]["x-lmetric-prefill"]) == (holder, holder)
-        pulled = receipt["pulled_tokens"]
+        assert (receipt["fetch_instance"], said["headers"]["x-lmetric-prefill"]) == (holder, holder)
+        pulled = receipt["fetched_tokens"]
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt - 64 < pulled < prompt
         assert pulled % 16 == 0
-        assert receipt["unpulled"] is None
+        assert receipt["fetch_reason"] is None
         load = w.load(target)
         assert load["pulled_prompt_tokens"] == pulled
         assert computed(load) == prompt - pulled
-        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1})
-        assert (stats(w)["pulls"], stats(w)["pulled_tokens"]) == (1, pulled)
+        assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1})
+        assert (stats(w)["fetches"], stats(w)["fetched_tokens"]) == (1, pulled)
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
-        assert 'lmetric_pulls_total{model="emulated",outcome="pulled"} 1.0' in page
-        assert f'lmetric_pulled_tokens_total{{model="emulated"}} {pulled}.0' in page
+        assert 'lmetric_prefix_fetches_total{model="emulated",outcome="fetched"} 1.0' in page
+        assert f'lmetric_prefix_fetched_tokens_total{{model="emulated"}} {pulled}.0' in page
 
 
 async def test_any_request_whose_front_another_holds() -> None:
@@ -120,8 +120,8 @@ async def test_any_request_whose_front_another_holds() -> None:
             asyncio.run_coroutine_threadsafe(tried(case), loop).result(20)
 
         await asyncio.to_thread(check)
-        assert outcomes(w)["pulled"] > 4
-        assert w.outcomes == {"handed_over": outcomes(w)["pulled"]}
+        assert outcomes(w)["fetched"] > 4
+        assert w.outcomes == {"transferred": outcomes(w)["fetched"]}
 
 
 async def test_many_at_once() -> None:
@@ -134,8 +134,8 @@ async def test_many_at_once() -> None:
         said = await asyncio.gather(*(asked(w, path, body) for path, body in bodies))
         for (path, body), heard in list(zip(bodies, said, strict=True))[::4]:
             equal(heard, await alone(w, path, body))
-        assert set(outcomes(w)) == {"pulled"}
-        assert w.outcomes == {"handed_over": outcomes(w)["pulled"]}
+        assert set(outcomes(w)) == {"fetched"}
+        assert w.outcomes == {"transferred": outcomes(w)["fetched"]}
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ async def test_what_cannot_be_cut_can_be_pulled_for(fields: dict[str, Any]) -> N
         await asked(w, CHAT, body)
         said = await asked(w, CHAT, body)
         equal(said, expected)
-        assert said["receipt"]["pulled_tokens"] > 1000
-        assert outcomes(w) == {"pulled": 1}
+        assert said["receipt"]["fetched_tokens"] > 1000
+        assert outcomes(w) == {"fetched": 1}
 
 
 @pytest.mark.parametrize(
     ("fields", "config", "why"),
     [
-        ({"n": 2}, {}, "handed over to several answers"),
+        ({"n": 2}, {}, "cannot serve several answers"),
         ({"echo": True}, {}, "(echo)"),
         ({"prompt": [LONG, LONG]}, {}, "several prompts"),
         ({}, {"tokenizer": "off"}, "not known as token ids"),
@@ -176,9 +176,9 @@ async def test_what_is_not_pulled_for_says_why(
             assert status == (200 if config else 400)  # these engines have one answer to one prompt
             receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
             assert receipt is not None
-            assert why in receipt["unpulled"]
-            assert receipt["pull_instance"] is None
-        assert (outcomes(w), stats(w)["pulls"]) == ({}, 0)
+            assert why in receipt["fetch_reason"]
+            assert receipt["fetch_instance"] is None
+        assert (outcomes(w), stats(w)["fetches"]) == ({}, 0)
 
 
 @pytest.mark.parametrize("kind", [both(clock_speed=2.0, kv_bidirectional=False), plain()])
@@ -187,10 +187,10 @@ async def test_engines_that_cannot_be_cut_inside_a_prompt_compute(kind: EngineOp
         await heated(w)
         said = await asked(w, COMPLETIONS, body := body_of(COMPLETIONS, LONG))
         equal(said, await alone(w, COMPLETIONS, body))
-        assert (said["receipt"]["pull_instance"], stats(w)["pulls"]) == (None, 0)
+        assert (said["receipt"]["fetch_instance"], stats(w)["fetches"]) == (None, 0)
 
 
-@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+@pytest.mark.parametrize("by", ["recompute", "fetch", "segments"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> None:
@@ -201,7 +201,7 @@ async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> 
         said = await asked(w, path, body)
         equal(said, expected)
         assert w.load(said["headers"]["x-lmetric-instance"])["pulled_prompt_tokens"] > 1000
-        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1})
+        assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1})
 
 
 async def test_a_stream_that_was_pulled_for_moves() -> None:
@@ -214,7 +214,7 @@ async def test_a_stream_that_was_pulled_for_moves() -> None:
         assert await move(w, 10)
         said = await task
         equal(said, expected)
-        assert (len(said["receipt"]["moves"]), outcomes(w)) == (1, {"pulled": 1})
+        assert (len(said["receipt"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
 
 
 async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
@@ -224,8 +224,8 @@ async def test_prefill_and_decode_engines_are_not_pulled_to() -> None:
     async with pulling(kind("prefill"), kind("prefill"), kind("decode")) as w:
         for _ in range(2):
             said = await asked(w, COMPLETIONS, body_of(COMPLETIONS, LONG, stream=True))
-            assert said["receipt"]["pull_instance"] is None
-        assert w.outcomes == {"handed_over": 2}
+            assert said["receipt"]["fetch_instance"] is None
+        assert w.outcomes == {"transferred": 2}
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_what_is_pulled_goes_with_the_policy_unless_it_is_said(given: dict[str, 
     def fetches(settings: PoolSettings) -> bool:
         return settings.routing.prefix_fetch is not None
 
-    assert (fetches(config.pool_settings()), config.pulls) == (expected, expected)
+    assert (fetches(config.pool_settings()), config.fetches_prefixes) == (expected, expected)
     own = ServerConfig.model_validate({"models": [{"name": "a", **given}]})
     assert fetches(own.pool_settings(own.models[0])) is expected
-    assert (own.pulls, fetches(own.pool_settings())) == (expected, False)
+    assert (own.fetches_prefixes, fetches(own.pool_settings())) == (expected, False)
 
 
 def test_pull_that_there_is_not() -> None:

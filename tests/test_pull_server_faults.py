@@ -52,7 +52,7 @@ async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
         await w.kill(holder)
         said = await asked(w, path, body)
         equal(said, expected)
-        assert (said["receipt"]["pull_instance"], said["receipt"]["pulled_tokens"]) == (holder, 0)
+        assert (said["receipt"]["fetch_instance"], said["receipt"]["fetched_tokens"]) == (holder, 0)
         assert "x-lmetric-prefill" not in said["headers"]
         assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {})
         load = w.load(said["headers"]["x-lmetric-instance"])
@@ -83,8 +83,8 @@ async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
             assert w.busy(holder) == 1
         equal(said, expected)
         receipt = said["receipt"]
-        assert receipt["pulled_tokens"] == 0
-        assert 0.1 <= receipt["pull_seconds"] < 2
+        assert receipt["fetched_tokens"] == 0
+        assert 0.1 <= receipt["fetch_seconds"] < 2
         assert (outcomes(w), w.outcomes) == ({"late": 1}, {})
         assert computed(w.load(said["headers"]["x-lmetric-instance"])) == receipt["prompt_tokens"]
 
@@ -97,8 +97,8 @@ async def test_by_default_it_is_waited_for_as_long_as_computing_takes() -> None:
         pool = w.server.fleet.pools[0]
         target = pool.engines[said["headers"]["x-lmetric-instance"]]
         # It had computed nothing yet: as the router assumes of such.
-        tokens = said["receipt"]["pull_to_token"]
-        assert said["receipt"]["pull_seconds"] == pytest.approx(tokens / 8_000, abs=0.1)
+        tokens = said["receipt"]["fetch_to_token"]
+        assert said["receipt"]["fetch_seconds"] == pytest.approx(tokens / 8_000, abs=0.1)
         assert outcomes(w) == {"late": 1}
         assert pool.prefill_seconds(target, 1000) > 0
 
@@ -120,9 +120,9 @@ async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:
         before = computed(w.load(holder))
         said = await asked(w, COMPLETIONS, BODY)
         equal(said, await alone(w, COMPLETIONS, BODY))
-        pulled = said["receipt"]["pulled_tokens"]
+        pulled = said["receipt"]["fetched_tokens"]
         assert computed(w.load(holder)) - before == pulled > 0
-        assert outcomes(w) == {"pulled": 1}
+        assert outcomes(w) == {"fetched": 1}
 
 
 async def test_what_is_held_too_long_is_not_fetched() -> None:
@@ -144,8 +144,8 @@ async def test_a_target_that_cannot_fetch_computes(policy: str, path: str, strea
         holder = await heated(w, path)
         await w.engines[holder]._api._nixl.channel.stop()  # type: ignore[union-attr]
         equal(await asked(w, path, body), expected)
-        assert outcomes(w) == {"pulled": 1}
-        assert w.outcomes == {"handed_over": 1} | ({"broken": 1} if policy == "fail" else {})
+        assert outcomes(w) == {"fetched": 1}
+        assert w.outcomes == {"transferred": 1} | ({"broken": 1} if policy == "fail" else {})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -163,7 +163,7 @@ async def test_the_target_is_gone_when_it_is_its_turn(path: str, stream: bool) -
         assert said["receipt"]["outcome"] == "finished"
         # Pulled for the first, and again for the next unless that is the holder itself.
         again = said["headers"]["x-lmetric-instance"] != holder
-        assert outcomes(w) == {"pulled": 1 + again}
+        assert outcomes(w) == {"fetched": 1 + again}
 
 
 async def test_a_target_taken_out_meanwhile() -> None:
@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_meanwhile(stream: bool) -> None:
             await w.until(lambda: not waiting(w, holder))
             assert not router.indicators()["pulls"].any()
         assert outcomes(w) == {"ended": 1}
-        assert stats(w)["pulled_tokens"] == 0
+        assert stats(w)["fetched_tokens"] == 0
 
 
 async def test_a_server_that_stops_meanwhile() -> None:
@@ -221,10 +221,10 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
             renders_otherwise(w, name)
         body = body_of(CHAT, LONG, stream=stream)
         first, said, again = [await asked(w, CHAT, body) for _ in range(3)]
-        assert said["receipt"]["pull_instance"]
-        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 1, "other_tokens": 1})
+        assert said["receipt"]["fetch_instance"]
+        assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 1, "other_tokens": 1})
         equal(said, first)
-        assert "tokenizes a chat differently" in again["receipt"]["unpulled"]
+        assert "tokenizes a chat differently" in again["receipt"]["fetch_reason"]
 
 
 async def test_engines_of_other_blocks_compute() -> None:
@@ -245,7 +245,7 @@ async def test_many_at_once_while_the_holder_dies() -> None:
         holder = await heated(w)
         bodies = [body_of(COMPLETIONS, f"{LONG} {n}", max_tokens=20) for n in range(24)]
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for body in bodies]
-        await w.until(lambda: outcomes(w).get("pulled"))
+        await w.until(lambda: outcomes(w).get("fetched"))
         await w.kill(holder)
         for body, said in zip(bodies, await asyncio.gather(*tasks), strict=True):
             assert said["receipt"]["outcome"] == "finished"

@@ -209,7 +209,7 @@ def test_the_decision_record_says_why_a_request_is_not_split() -> None:
         decision, _ticket = router.route(lm.Request(TOKENS, allow_split=False, **fields))
         record = router.explain(decision.id)
         assert record is not None
-        assert record["uncut"] == reason
+        assert record["split_reason"] == reason
 
 
 # -- instances and options -------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_a_program_with_the_old_names_still_runs() -> None:
         )
         assert (decision.index, decision.predicted_hit_tokens, ticket.follows) == (0, 0, False)
         ticket.sent()
-        assert router.receipt(decision.id)["uncut"] == "a seed"
+        assert router.receipt(decision.id)["split_reason"] == "a seed"
         assert router.hit_tokens(tokens=np.array(TOKENS, np.uint32), adapter="sql", salt="s").tolist() == [48]
         assert router.score_batch(np.arange(9), np.array([0, 4, 9])).shape == (2, 1)
         assert ticket.finished() is None

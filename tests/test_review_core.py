@@ -58,7 +58,7 @@ def test_a_second_segment_counts_the_instances_that_may_take_it() -> None:
     router.configure(split=lm.SplitAt(fraction=0.5))
     decision, _ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
     receipt = told(router, decision)
-    assert receipt["uncut"] is None
+    assert receipt["split_reason"] is None
     assert receipt["cuts"] == [550]
     assert receipt["decode_instance"] not in (None, decision.instance)
 
@@ -303,17 +303,17 @@ def test_a_retry_says_why_the_request_is_not_cut_now() -> None:
     router = fleet(n=2)
     router.configure(split=lm.SplitAt(fraction=0.5))
     decision, ticket = router.route(lm.Request(prompt_tokens=1000, max_tokens=100))
-    assert told(router, decision)["uncut"] is None
+    assert told(router, decision)["split_reason"] is None
     assert ticket.failed("refused") is not None
     receipt = told(router, decision)
     assert receipt["cuts"] == []
-    assert receipt["uncut"] == "no second instance is available"
+    assert receipt["split_reason"] == "no second instance is available"
     # A request that its caller keeps whole keeps the caller's reason.
     decision, ticket = router.route(
         lm.Request(prompt_tokens=1000, allow_split=False, split_reason="it has a seed")
     )
     assert ticket.failed("refused") is not None
-    assert told(router, decision)["uncut"] == "it has a seed"
+    assert told(router, decision)["split_reason"] == "it has a seed"
 
 
 def test_the_longest_prompt_leaves_room_for_its_answer() -> None:

@@ -165,7 +165,7 @@ async def test_cut_requests_say_what_whole_ones_say() -> None:
     cut, receipts, counted = await streamed(counter, prompts, *forced)
     assert cut == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
-    assert all(receipt["uncut"] for receipt in receipts if not receipt["cuts"])
+    assert all(receipt["split_reason"] for receipt in receipts if not receipt["cuts"])
 
 
 async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
@@ -180,8 +180,8 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
     assert planned == whole
     assert counted == sum(bool(receipt["cuts"]) for receipt in receipts) > 0
     for receipt in receipts:
-        stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
-        assert (apart < stay) == bool(receipt["cuts"]) == (receipt["uncut"] is None)
+        stay, apart = receipt["stay_seconds"], receipt["decode_placement_seconds"]
+        assert (apart < stay) == bool(receipt["cuts"]) == (receipt["split_reason"] is None)
     for flags in (["--experimental", "--split", "none"], [*gains[:4], f"{gains[4]}=1e5"]):
         _, receipts, counted = await streamed(counter, prompts[:8], "--policy", "planner", *flags)
         assert (counted, [receipt["cuts"] for receipt in receipts]) == (0, [[]] * 8)
@@ -190,13 +190,13 @@ async def test_planner_cuts_embedded_engines_requests_out_of_the_box() -> None:
 async def test_moved_requests_say_what_others_say() -> None:
     # One session, so they all begin on one engine.
     prompts = [f"Of river {n}, its banks and its bridges. " * (1 + n) for n in range(12)]
-    counter = "lmetric_moved_requests_total"
+    counter = "lmetric_migrated_requests_total"
     flags = ["--policy", "session_affinity"]
     whole, _, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert counted == 0
     flags += ["--rebalance", "star", "--rebalance-settings", "period_seconds=0.1"]
     moved, receipts, counted = await streamed(counter, prompts, *flags, max_tokens=400, session="rivers")
     assert moved == whole
-    assert counted == sum(len(receipt["moves"]) for receipt in receipts) > 0
+    assert counted == sum(len(receipt["migrations"]) for receipt in receipts) > 0
     assert len({receipt["instance"] for receipt in receipts}) == 1
-    assert len({target for receipt in receipts for _, target in receipt["moves"]}) > 1
+    assert len({target for receipt in receipts for _, target in receipt["migrations"]}) > 1

@@ -19,7 +19,7 @@ from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both,
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
-BY_LEGS: dict[str, Any] = {"migration_by": "legs", "migration_leg_tokens": 8}
+BY_LEGS: dict[str, Any] = {"migration_by": "segments", "migration_segment_tokens": 8}
 GENEROUS: dict[str, Any] = BY_LEGS | {"migration_max_gap_seconds": 60.0}
 
 
@@ -45,14 +45,14 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, ids: bool) -> 
         assert await move(w, 10) is True
         said = await task
         equal(said, expected)
-        ((token, target),) = said["receipt"]["moves"]
+        ((token, target),) = said["receipt"]["migrations"]
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt + 10 <= token < prompt + 120
         assert target != source
         # It moved at the end of a slice: 1 token, then 8 at a time.
         assert (token - prompt - 1) % 8 == 0
         assert said["headers"]["x-lmetric-instance"] == (source if stream else target)
-        assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {"handed_over": 1})
+        assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {"transferred": 1})
         assert w.load(target)["pulled_prompt_tokens"] == token - 1  # the last is computed
         stats = w.server.fleet.pools[0].router.stats()
         assert (stats["output_tokens"], stats["finished"]) == (120, 1)
@@ -77,7 +77,7 @@ async def test_any_request_moved_anywhere() -> None:
         moved: list[int] = []
 
         async def tried(case: dict[str, Any]) -> None:
-            mover(w).leg_tokens = case["leg"]
+            mover(w).segment_tokens = case["leg"]
             usage = {"stream_options": USAGE | {"continuous_usage_stats": case["continuous"]}}
             body = body_of(
                 case["path"],
@@ -98,12 +98,12 @@ async def test_any_request_moved_anywhere() -> None:
         await asyncio.to_thread(check)
         assert sum(moved) > 10
         assert max(moved) > 1
-        assert w.outcomes["handed_over"] > 5
+        assert w.outcomes["transferred"] > 5
 
 
 async def test_no_leg_longer_than_a_client_may_wait() -> None:
     speed, gap = 1.0, 0.3
-    given = {"migration_by": "legs", "migration_max_gap_seconds": gap}
+    given = {"migration_by": "segments", "migration_max_gap_seconds": gap}
     async with moving(*engines(speed), **given) as w:
         body = request(COMPLETIONS, stream=True, max_tokens=300)
         arrivals: list[float] = []
@@ -125,18 +125,18 @@ async def test_no_gap_longer_than_allowed() -> None:
             assert await move(w, 10) is False
             said = await task
             equal(said, await alone(w, CHAT, body))
-            assert said["receipt"]["moves"] == []
+            assert said["receipt"]["migrations"] == []
             assert mover(w).outcomes == {"long_gap": 1}
 
 
 async def test_one_slow_fetch_stops_no_move_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async with moving(*engines(), **BY_LEGS) as w:
         body = request(COMPLETIONS, stream=True)
-        for remembered, outcome in ((60.0, "long_gap"), (0.0, "moved")):
+        for remembered, outcome in ((60.0, "long_gap"), (0.0, "migrated")):
             monkeypatch.setattr("lmetric.server.fleet.rebalancer.REMEMBERED_SECONDS", remembered)
             mover(w).fetched(1, 30.0)
             task = asyncio.create_task(asked(w, COMPLETIONS, body))
-            assert await move(w, 10) is (outcome == "moved")
+            assert await move(w, 10) is (outcome == "migrated")
             equal(await task, await alone(w, COMPLETIONS, body))
             assert mover(w).outcomes[outcome] == 1
 
@@ -149,8 +149,8 @@ async def test_engines_that_hand_nothing_over(stream: bool) -> None:
         assert await move(w, 10)
         said = await task
         equal(said, await alone(w, CHAT, body))
-        assert len(said["receipt"]["moves"]) == 1
-        assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {})
+        assert len(said["receipt"]["migrations"]) == 1
+        assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {})
 
 
 async def test_engines_without_a_prefix_cache_run_no_legs() -> None:
@@ -162,10 +162,10 @@ async def test_engines_without_a_prefix_cache_run_no_legs() -> None:
                 assert await move(w, 10)
             said = await task
             equal(said, await alone(w, COMPLETIONS, body))
-            assert len(said["receipt"]["moves"]) == stream
+            assert len(said["receipt"]["migrations"]) == stream
         # One request each, and one for the moved one: no slices.
         assert sum(w.load(name)["prompt_tokens"] for name in w.engines) < 3.5 * len(LONG.split())
-        assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {})
+        assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -179,7 +179,7 @@ async def test_the_source_dies_in_a_leg(path: str, stream: bool) -> None:
         await w.kill(source)
         said = await task
         equal(said, expected)
-        ((token, target),) = said["receipt"]["moves"]
+        ((token, target),) = said["receipt"]["migrations"]
         assert target != source
         # Only the slice is lost.
         assert (token - expected["usage"]["prompt_tokens"] - 1) % 8 == 0
@@ -196,7 +196,7 @@ async def test_all_die_but_one(stream: bool) -> None:
             await w.kill(place(await at_token(w, count)))
         said = await task
         equal(said, expected)
-        assert len({to for _, to in said["receipt"]["moves"]}) == 2
+        assert len({to for _, to in said["receipt"]["migrations"]}) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -218,7 +218,7 @@ async def test_an_engine_that_has_no_room_for_the_next_leg(stream: bool) -> None
         said = await task
         await other
         equal(said, expected)
-        assert mover(w).outcomes["source_failed"] == len(said["receipt"]["moves"]) == 1
+        assert mover(w).outcomes["source_failed"] == len(said["receipt"]["migrations"]) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,7 +260,7 @@ async def test_an_engine_dies_between_two_legs(stream: bool, which: str) -> None
         said = await task
         equal(said, expected)
         assert said["receipt"]["outcome"] == "finished"
-        assert mover(w).outcomes == ({"source_failed": 1} if which == "source" else {"moved": 1})
+        assert mover(w).outcomes == ({"source_failed": 1} if which == "source" else {"migrated": 1})
 
 
 @pytest.mark.parametrize("when", ["leg", "between", "behind"])
@@ -274,7 +274,7 @@ async def test_a_client_that_leaves(when: str) -> None:
             await at_token(w, 5)
             if when == "behind":
                 await move(w, 5)
-                await w.until(lambda: mover(w).outcomes == {"moved": 1})
+                await w.until(lambda: mover(w).outcomes == {"migrated": 1})
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
@@ -294,8 +294,8 @@ async def test_a_target_that_cannot_fetch(policy: str) -> None:
         await move(w, 5)
         said = await task
         equal(said, expected)
-        assert len(said["receipt"]["moves"]) == 1
-        assert w.outcomes == {"handed_over": 1} | ({"broken": 1} if policy == "fail" else {})
+        assert len(said["receipt"]["migrations"]) == 1
+        assert w.outcomes == {"transferred": 1} | ({"broken": 1} if policy == "fail" else {})
 
 
 async def test_a_lease_that_is_over() -> None:
@@ -305,7 +305,7 @@ async def test_a_lease_that_is_over() -> None:
         await move(w, 5)
         said = await task
         equal(said, await alone(w, COMPLETIONS, body))
-        assert len(said["receipt"]["moves"]) == 1
+        assert len(said["receipt"]["migrations"]) == 1
         assert w.outcomes == {"late": 1}
 
 
@@ -331,8 +331,8 @@ async def test_decodes_move_between_decode_engines() -> None:
                 assert await move(w, 10, {"d0": "d1", "d1": "d0"}[place(await at_token(w, 10))])
                 said = await task
                 equal(said, await alone(w, path, body))
-                assert len(said["receipt"]["moves"]) == 1
-        assert w.outcomes == {"handed_over": 8}
+                assert len(said["receipt"]["migrations"]) == 1
+        assert w.outcomes == {"transferred": 8}
 
 
 async def test_a_client_that_reads_slowly_gets_no_further_leg() -> None:

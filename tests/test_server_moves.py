@@ -36,18 +36,18 @@ async def test_the_answer_is_one_engines(path: str, ids: bool, cache: bool) -> N
         said = await task
         equal(said, expected)
         assert said["roles"] == (path == CHAT)
-        ((token, target),) = said["receipt"]["moves"]
+        ((token, target),) = said["receipt"]["migrations"]
         prompt = expected["usage"]["prompt_tokens"]
         assert prompt + 10 <= token < prompt + 120
         assert target != source
         assert said["headers"]["x-lmetric-instance"] == source
-        assert mover(w).outcomes == {"moved": 1}
+        assert mover(w).outcomes == {"migrated": 1}
         # Tokens computed ahead are not computed in the gap.
         cached = w.load(target)["cached_prompt_tokens"]
         assert (cached > prompt - 32) is cache
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
-        assert 'lmetric_moved_requests_total{model="emulated"} 1.0' in page
-        assert 'lmetric_moves_total{model="emulated",outcome="moved"} 1.0' in page
+        assert 'lmetric_migrated_requests_total{model="emulated"} 1.0' in page
+        assert 'lmetric_migrations_total{model="emulated",outcome="migrated"} 1.0' in page
         assert w.server.fleet.pools[0].router.stats()["output_tokens"] == 120
 
 
@@ -90,13 +90,13 @@ async def test_any_stream_moved_anywhere() -> None:
         assert max(moved) > 1
 
 
-@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+@pytest.mark.parametrize("by", ["recompute", "fetch", "segments"])
 async def test_star_moves_what_piles_up(by: str) -> None:
     kinds = [nixl("both", clock_speed=1.0) for _ in range(3)]
     given = {
         "rebalance": {"kind": "star", "period_seconds": 0.05},
         "migration_max_concurrent": 3,
-        "migration_leg_tokens": 16,
+        "migration_segment_tokens": 16,
     }
     async with moving(*kinds, migration_by=by, **given) as w:
         engines = w.server.fleet.pools[0].engines
@@ -116,7 +116,7 @@ async def test_star_moves_what_piles_up(by: str) -> None:
             most = max(most, len(mover(w).moves))
             await asyncio.sleep(0.001)
         said = await asyncio.gather(*tasks)
-        moves = [heard["receipt"]["moves"] for heard in said]
+        moves = [heard["receipt"]["migrations"] for heard in said]
         assert sum(map(len, moves)) >= 4
         assert {target for each in moves for _, target in each} >= {"b1", "b2"}
         assert 0 < most <= 3
@@ -136,9 +136,9 @@ async def test_decodes_move_between_decode_engines() -> None:
             assert await move(w, 10, target)
             said = await task
             equal(said, expected)
-            assert [to for _, to in said["receipt"]["moves"]] == [target]
+            assert [to for _, to in said["receipt"]["migrations"]] == [target]
             assert said["headers"]["x-lmetric-prefill"] == "p0"
-        assert w.outcomes == {"handed_over": 2}
+        assert w.outcomes == {"transferred": 2}
 
 
 @pytest.mark.parametrize("at", [0.5, 0.8])
@@ -153,7 +153,7 @@ async def test_what_was_cut_moves_too(at: float) -> None:
             said = await task
             equal(said, await alone(w, path, body))
             assert len(said["receipt"]["cuts"]) == 1
-            assert len(said["receipt"]["moves"]) == 1
+            assert len(said["receipt"]["migrations"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ async def test_what_stays_says_why(fields: dict[str, Any], why: str) -> None:
     async with moving(plain(clock_speed=50.0, max_model_len=2048)) as w:
         body = stream_of(CHAT, "a river") | fields
         said = await asked(w, CHAT, body)
-        assert why in said["receipt"]["uncut"]
-        assert said["receipt"]["moves"] == []
+        assert why in said["receipt"]["split_reason"]
+        assert said["receipt"]["migrations"] == []
 
 
 async def test_no_gap_longer_than_allowed() -> None:
@@ -180,7 +180,7 @@ async def test_no_gap_longer_than_allowed() -> None:
             assert await move(w, 10) is cache
             said = await task
             equal(said, await alone(w, CHAT, body))
-            assert said["receipt"]["moves"] == []
+            assert said["receipt"]["migrations"] == []
             assert mover(w).outcomes == {"long_gap": 1}
 
 
@@ -196,7 +196,7 @@ async def test_a_slow_target_that_knows_the_prompt_is_no_long_gap() -> None:
             assert place(await at_token(w, 10)) == "b0"
             assert await move(w, 10, "b1")
             await at_token(w, 11)
-            assert mover(w).outcomes == {"moved": 1}
+            assert mover(w).outcomes == {"migrated": 1}
         await w.until(lambda: not mover(w).running)
 
 
@@ -213,7 +213,7 @@ async def test_one_move_at_a_time() -> None:
         assert not mover(w).begin(one.execution.ticket.id, target, now)
         assert not mover(w).begin(other.execution.ticket.id, target, now)
         said = await asyncio.gather(*tasks)
-        assert mover(w).outcomes == {"too_many": 1, "moved": 1}
+        assert mover(w).outcomes == {"too_many": 1, "migrated": 1}
         expected = await alone(w, COMPLETIONS, body)
         for each in said:
             equal(each, expected)

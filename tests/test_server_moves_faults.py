@@ -58,7 +58,7 @@ async def test_the_target_dies_while_it_computes_ahead(path: str) -> None:
         assert await move(w, 12, third)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["moves"]] == [third]
+        assert [to for _, to in said["receipt"]["migrations"]] == [third]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -68,7 +68,7 @@ async def test_the_source_dies_while_the_target_computes_ahead(path: str) -> Non
         await w.kill(source)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["moves"]] == [target]
+        assert [to for _, to in said["receipt"]["migrations"]] == [target]
         assert mover(w).outcomes == {"source_failed": 1}
 
 
@@ -82,7 +82,7 @@ async def test_source_and_target_die(path: str) -> None:
         said = await task
         equal(said, expected)
         assert said["receipt"]["outcome"] == "finished"
-        assert w.server.fleet.pools[0].router.stats()["moved"] == 1
+        assert w.server.fleet.pools[0].router.stats()["migrated"] == 1
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -99,7 +99,7 @@ async def test_the_target_dies_in_the_gap(path: str) -> None:
         await w.kill(target)
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["moves"]] == [target]
+        assert [to for _, to in said["receipt"]["migrations"]] == [target]
         assert w.server.fleet.pools[0].router.stats()["retries"] == 1
 
 
@@ -113,7 +113,7 @@ async def test_a_client_that_leaves(when: str) -> None:
             await move(w, 5)
             if when == "behind":
                 await at_token(w, 40)
-                assert mover(w).outcomes == {"moved": 1}
+                assert mover(w).outcomes == {"migrated": 1}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
@@ -138,10 +138,10 @@ async def test_a_target_that_is_full(cache: bool) -> None:
         stats = w.server.fleet.pools[0].router.stats()
         if cache:
             assert mover(w).outcomes == {"target_refused": 1}
-            assert stats["moved"] == 0
+            assert stats["migrated"] == 0
         else:  # it has returned to its first engine
-            assert mover(w).outcomes == {"moved": 1}
-            assert (stats["moved"], stats["retries"]) == (1, 1)
+            assert mover(w).outcomes == {"migrated": 1}
+            assert (stats["migrated"], stats["retries"]) == (1, 1)
 
 
 async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
@@ -155,7 +155,7 @@ async def test_a_stream_that_ends_while_its_target_computes_ahead() -> None:
         assert await move(w, 3, "b1")
         said = await task
         equal(said, expected)
-        assert said["receipt"]["moves"] == []
+        assert said["receipt"]["migrations"] == []
         assert mover(w).outcomes == {"ended": 1}
 
 
@@ -241,7 +241,7 @@ async def test_a_seam_inside_a_character() -> None:
             began, said, receipt = await told_in_two(w, count)
             assert began
             assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
-            tokens += [token - len(START) for token, _ in receipt["moves"]]
+            tokens += [token - len(START) for token, _ in receipt["migrations"]]
         halves = [n for n in tokens if TOKENIZER.decode(STORY[:n]).endswith("\N{REPLACEMENT CHARACTER}")]
         assert len(tokens) > 9
         assert halves
@@ -251,7 +251,7 @@ async def test_a_stream_that_has_said_its_last_token_stays() -> None:
     async with tellers(tale(lingers=0.1)) as w:
         began, said, receipt = await told_in_two(w, len(STORY))
         assert not began
-        assert (said["text"], said["finish"], receipt["moves"]) == (STORY_TEXT, "length", [])
+        assert (said["text"], said["finish"], receipt["migrations"]) == (STORY_TEXT, "length", [])
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ async def test_a_stream_that_has_said_its_last_token_stays() -> None:
 async def test_what_cannot_be_joined_stays(behave: Behaviour, why: str) -> None:
     async with tellers(behave) as w:
         began, said, receipt = await told_in_two(w, 5)
-        assert (began, said["finish"], receipt["moves"]) == (False, "length", [])
+        assert (began, said["finish"], receipt["migrations"]) == (False, "length", [])
         assert said["text"] == (STORY_TEXT if why.startswith("does") else "something else" * len(STORY))
         # From now on, such requests are forwarded unchanged, with the reason in their decision
         # records.
         body = {"model": "tiny", "prompt": START, "max_tokens": len(STORY), "stream": True}
         _, headers, _ = await w.post(body)
         receipt = w.server.fleet.pools[0].router.explain(decision_id(headers)) or {}
-        assert why in receipt["uncut"]
+        assert why in receipt["split_reason"]
         last = [fake.requests[-1].json for fake in w.engines if fake.requests]
         assert any("return_token_ids" not in asked for asked in last)
 
@@ -358,15 +358,15 @@ async def test_a_move_does_not_send_a_kv_transfer_twice_on_a_stale_connection() 
         await asyncio.sleep(0.005)
         return await tells(engine, request, writer)
 
-    given: dict[str, Any] = {"migration_by": "legs", "migration_leg_tokens": 2}
+    given: dict[str, Any] = {"migration_by": "segments", "migration_segment_tokens": 2}
     async with tellers(closes_kept, metrics=NIXL_PAGE, **given) as w:
         await w.until(lambda: all(e.connector for e in w.server.fleet.pools[0].engines.values()))
         for _ in range(4):
             began, said, _ = await told_in_two(w, 10)
             assert (began, said["text"]) == (True, STORY_TEXT)
         assert True in fetches
-        outcomes = w.server.fleet.pools[0].handovers
-        assert (outcomes["handed_over"], outcomes["spent"]) == (len(fetches), fetches.count(True))
+        outcomes = w.server.fleet.pools[0].kv_transfers
+        assert (outcomes["transferred"], outcomes["spent"]) == (len(fetches), fetches.count(True))
 
 
 async def test_a_stream_that_may_move_keeps_four_bytes_a_token() -> None:

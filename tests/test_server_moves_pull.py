@@ -16,7 +16,7 @@ from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both,
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
-PULL: dict[str, Any] = {"migration_by": "pull"}
+PULL: dict[str, Any] = {"migration_by": "fetch"}
 
 
 def engines(speed: float = 2.0, **changes: Any) -> list[EngineOptions]:
@@ -40,8 +40,8 @@ async def test_the_answer_is_one_engines(path: str, two_ways: bool) -> None:
         assert await move(w, 10) is True
         said = await task
         equal(said, expected)
-        ((_, target),) = said["receipt"]["moves"]
-        assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {"handed_over": 1})
+        ((_, target),) = said["receipt"]["migrations"]
+        assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {"transferred": 1})
         # The source finds the fetched tokens in its cache, and no engine computes a prompt token
         # twice.
         prompt = expected["usage"]["prompt_tokens"]
@@ -79,7 +79,7 @@ async def test_any_stream_moved_anywhere() -> None:
 
         await asyncio.to_thread(check)
         assert sum(moved) > 10
-        assert w.outcomes["handed_over"] > 5
+        assert w.outcomes["transferred"] > 5
 
 
 @pytest.mark.parametrize("which", ["source", "target"])
@@ -95,7 +95,7 @@ async def test_an_engine_dies_meanwhile(path: str, which: str) -> None:
         await w.kill({"source": source, "target": target}[which])
         said = await task
         equal(said, expected)
-        assert [to for _, to in said["receipt"]["moves"]] == ([target] if which == "source" else [])
+        assert [to for _, to in said["receipt"]["migrations"]] == ([target] if which == "source" else [])
         assert mover(w).outcomes == ({"source_failed": 1} if which == "source" else {"target_failed": 1})
 
 
@@ -111,8 +111,8 @@ async def test_a_target_that_cannot_fetch_computes(policy: str) -> None:
         assert await move(w, 5)
         said = await task
         equal(said, expected)
-        assert len(said["receipt"]["moves"]) == 1
-        assert w.outcomes == {"handed_over": 1} | ({"broken": 1} if policy == "fail" else {})
+        assert len(said["receipt"]["migrations"]) == 1
+        assert w.outcomes == {"transferred": 1} | ({"broken": 1} if policy == "fail" else {})
 
 
 async def test_a_source_that_is_full_is_not_fetched_from() -> None:
@@ -123,7 +123,7 @@ async def test_a_source_that_is_full_is_not_fetched_from() -> None:
         assert await move(w, 5)
         said = await task
         equal(said, await alone(w, COMPLETIONS, body))
-        assert (mover(w).outcomes, w.outcomes) == ({"moved": 1}, {"missing": 1})
+        assert (mover(w).outcomes, w.outcomes) == ({"migrated": 1}, {"missing": 1})
 
 
 async def test_what_is_late_is_not_fetched() -> None:
@@ -133,7 +133,7 @@ async def test_what_is_late_is_not_fetched() -> None:
         assert await move(w, 5)
         said = await task
         equal(said, await alone(w, COMPLETIONS, body))
-        assert len(said["receipt"]["moves"]) == 1
+        assert len(said["receipt"]["migrations"]) == 1
         assert w.outcomes == {"late": 1}
 
 
@@ -153,7 +153,7 @@ async def test_a_stream_whose_engine_dies_goes_on_elsewhere(path: str, given: di
             await w.kill(gone[-1])
         said = await task
         equal(said, expected)
-        assert len({to for _, to in said["receipt"]["moves"]} - {gone[0]}) == 2
+        assert len({to for _, to in said["receipt"]["migrations"]} - {gone[0]}) == 2
         assert mover(w).outcomes == {"source_failed": 2}
         assert said["receipt"]["outcome"] == "finished"
 

@@ -41,13 +41,13 @@ async def test_the_answer_is_one_engines(binding: str) -> None:
         assert pulled > 0
         assert sum(w.load(name)["generation_tokens"] for name in ("p0", "p1")) == 4
         assert sum(w.load(name)["generation_tokens"] for name in ("d0", "d1")) == 80
-        assert w.outcomes == {"handed_over": 4}
+        assert w.outcomes == {"transferred": 4}
         chat = {"model": "emulated", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
         status, headers, said = await w.post(chat, "/v1/chat/completions")
         assert (status, said["usage"]["completion_tokens"]) == (200, 5)
-        assert w.outcomes == {"handed_over": 5}
+        assert w.outcomes == {"transferred": 5}
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
-        assert 'lmetric_handovers_total{model="emulated",outcome="handed_over"} 5.0' in page
+        assert 'lmetric_kv_transfers_total{model="emulated",outcome="transferred"} 5.0' in page
 
 
 async def test_many_at_once() -> None:
@@ -58,7 +58,7 @@ async def test_many_at_once() -> None:
             *((w.stream if n % 2 else w.text)(BODY | {"prompt": prompt}) for n, prompt in enumerate(prompts))
         )
         assert texts[:3] == alone
-        assert w.outcomes == {"handed_over": 20}
+        assert w.outcomes == {"transferred": 20}
 
 
 async def test_what_is_late_is_computed_again() -> None:
@@ -76,7 +76,7 @@ async def test_what_is_late_is_computed_again() -> None:
 
 @pytest.mark.parametrize(
     ("change", "path"),
-    [({"n": 1, "prompt": ["a b c"]}, "handed_over"), ({"prompt_logprobs": None}, "handed_over")],
+    [({"n": 1, "prompt": ["a b c"]}, "transferred"), ({"prompt_logprobs": None}, "transferred")],
 )
 async def test_what_can_be_cut(change: dict[str, Any], path: str) -> None:
     async with pd(nixl("prefill"), nixl("decode")) as w:
@@ -123,7 +123,7 @@ async def fakes(*engines: FakeEngine) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("params", "outcome"),
-    [(None, "missing"), ({"do_remote_prefill": True}, "missing"), (PARAMS, "handed_over")],
+    [(None, "missing"), ({"do_remote_prefill": True}, "missing"), (PARAMS, "transferred")],
 )
 async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
     prefill, decode = FakeEngine(behave=second(params)), FakeEngine()
@@ -136,8 +136,8 @@ async def test_what_the_second_leg_is_sent(params: Any, outcome: str) -> None:
         assert first.json["kv_transfer_params"]["do_remote_decode"] is True
         assert {sent.headers["x-request-id"] for sent in (first, then)} == {"rid-1"}
         assert then.body.endswith(raw[1:])
-        assert then.json.get("kv_transfer_params") == (params if outcome == "handed_over" else None)
-        assert dict(w.server.fleet.pools[0].handovers) == {outcome: 1}
+        assert then.json.get("kv_transfer_params") == (params if outcome == "transferred" else None)
+        assert dict(w.server.fleet.pools[0].kv_transfers) == {outcome: 1}
         # The client's own fields would kill an engine.
         status, _, said = await w.post({"model": "tiny", "prompt": "a", "kv_transfer_params": PARAMS})
         assert (status, said["error"]["param"]) == (400, "kv_transfer_params")
@@ -158,7 +158,7 @@ async def test_what_was_sent_once_is_not_sent_again() -> None:
             assert (status, headers["x-lmetric-instance"]) == (200, "e2")
         assert "kv_transfer_params" in bad.requests[0].json
         assert "kv_transfer_params" not in good.requests[-1].json
-        assert w.server.fleet.pools[0].handovers["spent"] == 1
+        assert w.server.fleet.pools[0].kv_transfers["spent"] == 1
         # An unreachable engine has fetched nothing.
         await bad.stop()
         before = len(good.requests)
@@ -180,7 +180,7 @@ async def test_a_transfer_that_breaks_costs_no_answer(streamed: bool) -> None:
             body = {"model": "emulated", "prompt": PROMPT, "max_tokens": 3, "stream": streamed}
             status, headers, _ = await w.post(body)
             assert (status, headers["x-lmetric-instance"]) == (200, "d")
-            assert dict(w.server.fleet.pools[0].handovers) == {"handed_over": 1, "broken": 1}
+            assert dict(w.server.fleet.pools[0].kv_transfers) == {"transferred": 1, "broken": 1}
     await prefill.stop()
 
 
@@ -324,7 +324,7 @@ async def test_requests_that_cannot_be_cut() -> None:
             status, headers, _ = await w.post(body, path)
             assert (status, headers["x-lmetric-instance"]) == (200, "e1")
             assert "x-lmetric-prefill" not in headers  # no other engine has computed tokens
-        assert (len(prefill.requests), w.server.fleet.pools[0].handovers["not_cut"]) == (0, 2)
+        assert (len(prefill.requests), w.server.fleet.pools[0].kv_transfers["not_cut"]) == (0, 2)
     for engine in (prefill, decode):
         await engine.stop()
 

@@ -39,7 +39,7 @@ async def test_the_answer_is_one_engines(path: str, stream: bool) -> None:
             assert said["headers"]["x-lmetric-prefill"] == "p0"
             assert said["headers"]["x-lmetric-instance"].startswith("d")
             assert said["receipt"]["outcome"] == "finished"
-        assert w.outcomes == {"handed_over": 2}
+        assert w.outcomes == {"transferred": 2}
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -49,7 +49,7 @@ async def test_a_transfer_that_breaks_costs_no_answer(policy: str) -> None:
         await identified(w)
         await w.engines["p0"]._api._nixl.channel.stop()  # type: ignore[union-attr]
         equal(await asked(w, COMPLETIONS, body), await alone(w, COMPLETIONS, body))
-        assert w.outcomes == {"handed_over": 1} | ({"broken": 1} if policy == "fail" else {})
+        assert w.outcomes == {"transferred": 1} | ({"broken": 1} if policy == "fail" else {})
 
 
 async def test_a_decode_engine_that_dies_and_one_that_refuses() -> None:
@@ -61,7 +61,7 @@ async def test_a_decode_engine_that_dies_and_one_that_refuses() -> None:
         await w.until(lambda: w.busy("d0") + w.busy("d1"))
         await w.kill("d0" if w.busy("d0") else "d1")
         equal(await task, expected)
-        assert w.outcomes == {"handed_over": 1, "spent": 1}
+        assert w.outcomes == {"transferred": 1, "spent": 1}
     async with pd(*engines(max_model_len=400)) as w:
         await identified(w)
         status, _, said = await w.post(body | {"max_tokens": 399})

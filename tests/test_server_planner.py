@@ -34,7 +34,7 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         told = pool.router.stats()
         assert (told["policy"], pool.splits) == ("planner", True)
         first = await asked(w, COMPLETIONS, bodies(1)[0])
-        assert first["receipt"]["uncut"] == "the speed of the instances is unknown"
+        assert first["receipt"]["split_reason"] == "the speed of the instances is unknown"
         assert first["receipt"]["stay_seconds"] is None
         # Until its step times are known.
         before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
@@ -44,22 +44,22 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         assert 0 < len(cut) < len(heard)
         for said in heard:
             receipt = said["receipt"]
-            stay, apart = receipt["stay_seconds"], receipt["apart_seconds"]
+            stay, apart = receipt["stay_seconds"], receipt["decode_placement_seconds"]
             if receipt["cuts"]:
                 # The prefill produces the first token: these settings make a KV transfer free.
                 assert receipt["cuts"] == [receipt["prompt_tokens"] + 1]
                 assert receipt["decode_instance"] != receipt["instance"]
-                assert (receipt["uncut"], receipt["decode_score"]) == (None, apart)
+                assert (receipt["split_reason"], receipt["decode_score"]) == (None, apart)
                 assert 0 < apart < stay
             else:
-                assert receipt["uncut"] == "a decode on another instance gains too little"
+                assert receipt["split_reason"] == "a decode on another instance gains too little"
                 assert 0 < stay <= apart
         for (path, body), said in list(zip(asking, heard, strict=True))[::4]:
             equal(said, await alone(w, path, body))
         all_cut = len(cut) + sum(bool(said["receipt"]["cuts"]) for said in before)
-        pulled = pool.pull_outcomes["pulled"]
-        assert pool.pull_outcomes.keys() <= {"pulled", "late"}  # the clock is fast, waits are not
-        assert w.outcomes == {"handed_over": all_cut + pulled}
+        pulled = pool.fetch_outcomes["fetched"]
+        assert pool.fetch_outcomes.keys() <= {"fetched", "late"}  # the clock is fast, waits are not
+        assert w.outcomes == {"transferred": all_cut + pulled}
         assert pool.router.stats()["in_flight"] == 0
 
 
@@ -70,7 +70,7 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
             said = await asked(w, COMPLETIONS, body)
             equal(said, await alone(w, COMPLETIONS, body))
             receipt = said["receipt"]
-            assert (receipt["cuts"], receipt["uncut"]) == ([], "its instance cannot transfer KV")
+            assert (receipt["cuts"], receipt["split_reason"]) == ([], "its instance cannot transfer KV")
         assert not w.outcomes
 
 

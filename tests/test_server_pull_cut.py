@@ -72,9 +72,9 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, tokens: int) -
         said = await asked(w, path, body)
         equal(said, expected)
         receipt, prompt = said["receipt"], said["receipt"]["prompt_tokens"]
-        first, last, pulled = receipt["instance"], receipt["decode_instance"], receipt["pulled_tokens"]
+        first, last, pulled = receipt["instance"], receipt["decode_instance"], receipt["fetched_tokens"]
         assert len({first, holder}) == len({first, last}) == 2
-        assert (receipt["pull_instance"], receipt["cuts"]) == (holder, [prompt + tokens])
+        assert (receipt["fetch_instance"], receipt["cuts"]) == (holder, [prompt + tokens])
         assert prompt - 64 < pulled < prompt
         # The prefix was fetched, the rest computed, and everything transferred.
         assert w.load(first)["pulled_prompt_tokens"] == pulled
@@ -82,11 +82,11 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, tokens: int) -
         assert (said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]) == (first, last)
         if last != holder:  # it has most tokens in its own cache
             assert w.load(last)["pulled_prompt_tokens"] == prompt + tokens
-        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 2})
-        assert (stats(w)["pulls"], stats(w)["pulled_tokens"], stats(w)["split"]) == (1, pulled, 1)
+        assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 2})
+        assert (stats(w)["fetches"], stats(w)["fetched_tokens"], stats(w)["split"]) == (1, pulled, 1)
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
-        assert 'lmetric_pulls_total{model="emulated",outcome="pulled"} 1.0' in page
-        assert 'lmetric_handovers_total{model="emulated",outcome="handed_over"} 2.0' in page
+        assert 'lmetric_prefix_fetches_total{model="emulated",outcome="fetched"} 1.0' in page
+        assert 'lmetric_kv_transfers_total{model="emulated",outcome="transferred"} 2.0' in page
 
 
 async def test_a_cut_inside_the_prompt_pulls_nothing() -> None:
@@ -97,8 +97,8 @@ async def test_a_cut_inside_the_prompt_pulls_nothing() -> None:
         said = await asked(w, COMPLETIONS, body)
         equal(said, expected)
         assert said["receipt"]["cuts"][0] < said["receipt"]["prompt_tokens"]
-        assert said["receipt"]["pull_instance"] is None
-        assert (outcomes(w), w.outcomes) == ({}, {"handed_over": 1})
+        assert said["receipt"]["fetch_instance"] is None
+        assert (outcomes(w), w.outcomes) == ({}, {"transferred": 1})
 
 
 async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
@@ -139,7 +139,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
             cut_at(w, (prompt + case["at"] * (most - 1) - 0.5) / (prompt + most))
             said = await asked(w, path, body)
             equal(said, await alone(w, path, body))
-            both_ways.append(bool(said["receipt"]["cuts"] and said["receipt"]["pulled_tokens"]))
+            both_ways.append(bool(said["receipt"]["cuts"] and said["receipt"]["fetched_tokens"]))
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
@@ -148,7 +148,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
 
         await asyncio.to_thread(check)
         assert sum(both_ways) > 10
-        assert set(w.outcomes) == {"handed_over"}
+        assert set(w.outcomes) == {"transferred"}
 
 
 @pytest.mark.parametrize(
@@ -174,31 +174,31 @@ async def test_many_at_once(config: dict[str, Any]) -> None:
             equal(heard, await alone(w, path, body))
         cut, pulled = [
             {n for n, heard in enumerate(said) if heard["receipt"][name]}
-            for name in ("cuts", "pulled_tokens")
+            for name in ("cuts", "fetched_tokens")
         ]
         inside = config["split"]["kind"] == "libra"  # it splits inside the prompts
         assert cut & pulled or inside
         assert cut
         assert pulled or inside
-        assert set(outcomes(w)) <= {"pulled"}
-        assert set(w.outcomes) == {"handed_over"}
-        assert w.outcomes["handed_over"] >= len(cut) + len(pulled)  # and the first transfers
+        assert set(outcomes(w)) <= {"fetched"}
+        assert set(w.outcomes) == {"transferred"}
+        assert w.outcomes["transferred"] >= len(cut) + len(pulled)  # and the first transfers
 
 
-@pytest.mark.parametrize("by", ["recompute", "pull", "legs"])
+@pytest.mark.parametrize("by", ["recompute", "fetch", "segments"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_and_then_it_moves(by: str, path: str) -> None:
     body = body_at(path, stream=True, max_tokens=150)
     star = {"rebalance": {"kind": "star", "period_seconds": 3600.0}, "migration_by": by}
-    gap = {"migration_leg_tokens": 16, "migration_max_gap_seconds": 30.0} if by == "legs" else {}
+    gap = {"migration_segment_tokens": 16, "migration_max_gap_seconds": 30.0} if by == "segments" else {}
     async with pulling(*engines(), **CUT, **star, **gap) as w:
         _, expected = await ready(w, path, body)
         task = asyncio.create_task(asked(w, path, body))
         assert await move(w, 10), mover(w).outcomes
         said = await task
         equal(said, expected)
-        assert (len(said["receipt"]["moves"]), outcomes(w)) == (1, {"pulled": 1})
-        assert mover(w).outcomes == {"moved": 1}
+        assert (len(said["receipt"]["migrations"]), outcomes(w)) == (1, {"fetched": 1})
+        assert mover(w).outcomes == {"migrated": 1}
 
 
 # Failures.
@@ -214,9 +214,9 @@ async def test_a_holder_that_is_gone(path: str, stream: bool) -> None:
         said = await asked(w, path, body)
         equal(said, expected)
         receipt = said["receipt"]
-        assert (receipt["pull_instance"], receipt["pulled_tokens"]) == (holder, 0)
+        assert (receipt["fetch_instance"], receipt["fetched_tokens"]) == (holder, 0)
         assert computed(w.load(receipt["instance"])) == expected["usage"]["prompt_tokens"]
-        assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {"handed_over": 1})
+        assert (outcomes(w), w.outcomes) == ({"holder_failed": 1}, {"transferred": 1})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -229,7 +229,7 @@ async def test_a_slow_holder_is_waited_for_only_so_long(path: str) -> None:
             await w.until(lambda: waiting(w, holder))
             await w.until(lambda: outcomes(w))  # its last segment may wait there, too
         equal(await task, expected)
-        assert (outcomes(w), w.outcomes) == ({"late": 1}, {"handed_over": 1})
+        assert (outcomes(w), w.outcomes) == ({"late": 1}, {"transferred": 1})
 
 
 async def test_a_full_holder_refuses() -> None:
@@ -251,7 +251,7 @@ async def test_a_holder_that_has_evicted_the_prompt_computes_it() -> None:
             assert response.status == 200
         said = await asked(w, COMPLETIONS, body)
         equal(said, expected)
-        assert (outcomes(w), w.outcomes) == ({"pulled": 1}, {"handed_over": 2})
+        assert (outcomes(w), w.outcomes) == ({"fetched": 1}, {"transferred": 2})
 
 
 async def test_what_is_held_too_long_is_not_fetched() -> None:
@@ -275,8 +275,8 @@ async def test_an_engine_that_cannot_fetch_computes_and_hands_on(
         await w.engines[holder]._api._nixl.channel.stop()  # type: ignore[union-attr]
         said = await asked(w, path, body)
         equal(said, expected)
-        assert outcomes(w) == {"pulled": 1}
-        assert w.outcomes == {"handed_over": 2} | ({"broken": 1} if policy == "fail" else {})
+        assert outcomes(w) == {"fetched": 1}
+        assert w.outcomes == {"transferred": 2} | ({"broken": 1} if policy == "fail" else {})
         first = said["receipt"]["instance"]
         assert computed(w.load(first)) == said["receipt"]["prompt_tokens"]
 
@@ -295,7 +295,7 @@ async def test_the_first_engine_is_gone_when_it_is_its_turn(path: str, stream: b
         assert receipt["tried"] == [first, receipt["instance"]]
         assert receipt["outcome"] == "finished"
         # Fetched for the first segment, and again for the next unless that runs on the holder.
-        assert outcomes(w) == {"pulled": 1 + (receipt["instance"] != holder)}
+        assert outcomes(w) == {"fetched": 1 + (receipt["instance"] != holder)}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -310,7 +310,7 @@ async def test_the_first_engine_dies_in_its_leg(path: str) -> None:
         said = await task
         equal(said, expected)
         assert said["receipt"]["outcome"] == "finished"
-        assert outcomes(w)["pulled"] >= 1
+        assert outcomes(w)["fetched"] >= 1
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -350,13 +350,13 @@ async def test_a_client_that_leaves(when: str, stream: bool) -> None:
             task = asyncio.create_task(asked(w, CHAT, body))
             await w.until(lambda: busy(w, others))
             if when == "last leg":
-                await w.until(lambda: w.outcomes == {"handed_over": 2})
+                await w.until(lambda: w.outcomes == {"transferred": 2})
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not busy(w, w.engines))
         await w.until(lambda: not w.in_flight())
         assert stats(w)["failed"]["cancelled"] == 1
-        assert outcomes(w) == {"ended" if when == "pull" else "pulled": 1}
+        assert outcomes(w) == {"ended" if when == "pull" else "fetched": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -372,10 +372,10 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool, tokens: int
         prompt = whole["receipt"]["prompt_tokens"]
         cut_at(w, (prompt + tokens - 0.5) / (prompt + body["max_tokens"]))
         said, again = [await asked(w, CHAT, body) for _ in range(2)]
-        assert said["receipt"]["pull_instance"]
-        assert outcomes(w)["pulled"] == 1
+        assert said["receipt"]["fetch_instance"]
+        assert outcomes(w)["fetched"] == 1
         assert w.outcomes["other_tokens"] == 1
         equal(said, whole)
-        assert "tokenizes a chat differently" in again["receipt"]["unpulled"]
-        assert "tokenizes a chat differently" in again["receipt"]["uncut"]
+        assert "tokenizes a chat differently" in again["receipt"]["fetch_reason"]
+        assert "tokenizes a chat differently" in again["receipt"]["split_reason"]
         equal(again, whole)

@@ -40,7 +40,7 @@ async def two(
     async with world(engines, **given, port=ports[0]) as a:
         named = [{"url": engine.url, "name": engine.name} for engine in engines]
         async with world([], **given, port=ports[1], engines=named) as b:
-            await until(lambda: a.server.front.replicas.heard and b.server.front.replicas.heard)
+            await until(lambda: a.server.front.replicas.received and b.server.front.replicas.received)
             yield a, b
 
 
@@ -62,16 +62,16 @@ async def test_the_next_request_goes_where_the_other_router_has_none() -> None:
         assert bs(a) == [3, 3]
         assert [len(engine.requests) for engine in engines] == [3, 3]
         state = orjson.loads((await a.get("/debug/replicas"))[1])
-        assert sorted((each["itself"], each["reached"]) for each in state["tells"]) == [
+        assert sorted((each["itself"], each["reached"]) for each in state["sent_to"]) == [
             (False, True),
             (True, None),
         ]
-        (heard,) = state["hears"]
-        assert heard["router"] == b.server.front.replicas.id
-        assert heard["age_seconds"] < 5
+        (source,) = state["received_from"]
+        assert source["router"] == b.server.front.replicas.id
+        assert source["age_seconds"] < 5
         page = (await a.get("/metrics"))[1].decode()
         assert "lmetric_replicas 1.0" in page
-        assert 'lmetric_replica_messages_total{direction="told",outcome="taken_in"}' in page
+        assert 'lmetric_replica_messages_total{direction="sent",outcome="accepted"}' in page
         for task in asking:
             task.cancel()
         await until(lambda: bs(a) == bs(b) == [0, 0])
@@ -83,7 +83,7 @@ async def test_a_router_that_is_gone_counts_no_longer_and_back_again_it_does() -
         asking = asyncio.create_task(b.post())
         await until(lambda: bs(a) == [1])
         await b.server.front.replicas.stop()  # its messages stop; its request continues
-        await until(lambda: not a.server.front.replicas.heard)
+        await until(lambda: not a.server.front.replicas.received)
         assert bs(a) == [0]
         assert b.in_flight() == 1
         await b.server.front.replicas.start()
@@ -99,10 +99,10 @@ async def test_one_that_stops_is_not_reached_and_requests_go_on() -> None:
     async with world(engines, replicas=replicas, port=ports[0]) as a:
         named = [{"url": engines[0].url, "name": "e0"}]
         async with world([], replicas=replicas, port=ports[1], engines=named) as b:
-            await until(lambda: a.server.front.replicas.heard and b.server.front.replicas.heard)
-        await until(lambda: not a.server.front.replicas.heard)
+            await until(lambda: a.server.front.replicas.received and b.server.front.replicas.received)
+        await until(lambda: not a.server.front.replicas.received)
         state = a.server.front.replicas.state()
-        (other,) = [each for each in state["tells"] if not each["itself"]]
+        (other,) = [each for each in state["sent_to"] if not each["itself"]]
         assert (other["reached"], bool(other["error"])) == (False, True)
         status, _, _ = await a.post()
         assert status == 200
@@ -118,14 +118,14 @@ async def test_with_a_token_only_routers_are_heard(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"replicas\.token is needed because there are API keys"):
         load_config(None, {"replicas.urls": told["urls"], "auth.keys_file": str(keys)}, environ={})
     async with two([FakeEngine()], {"token": "among-us"}, auth=auth) as (a, b):
-        assert (a.server.front.replicas.heard, b.server.front.replicas.heard) != ({}, {})
+        assert (a.server.front.replicas.received, b.server.front.replicas.received) != ({}, {})
         for headers in ({}, {"authorization": "Bearer sk-client"}, {"authorization": "among-us"}):
             status, _, answer = await a.post(TOLD, PATH, headers)
             assert (status, answer["error"]["message"]) == (
                 401,
                 "wrong replica token; set the same replicas.token on all routers",
             )
-        assert list(a.server.front.replicas.heard) == [b.server.front.replicas.id]
+        assert list(a.server.front.replicas.received) == [b.server.front.replicas.id]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ async def test_what_no_router_says_is_refused_and_changes_nothing(told: Any, sta
         got, _, answer = await a.post(told, PATH)
         assert got == status
         assert part in answer["error"]["message"]
-        assert (a.server.front.replicas.heard, bs(a)) == ({}, [0])
+        assert (a.server.front.replicas.received, bs(a)) == ({}, [0])
 
 
 async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> None:
@@ -180,7 +180,7 @@ async def test_alone_it_neither_tells_nor_hears() -> None:
         status, _, answer = await a.post(TOLD, PATH)
         assert (status, answer["error"]["code"]) == (404, "unknown_path")
         state = orjson.loads((await a.get("/debug/replicas"))[1])
-        assert (state["tells"], state["hears"]) == ([], [])
+        assert (state["sent_to"], state["received_from"]) == ([], [])
 
 
 async def test_a_name_without_addresses_is_told_of_and_looked_up_again(

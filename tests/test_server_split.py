@@ -30,9 +30,9 @@ async def test_the_answer_is_one_engines(path: str, stream: bool, at: float) -> 
             equal(said, expected)
             receipt = said["receipt"]
             assert receipt["cuts"] == [math.ceil(at * (expected["usage"]["prompt_tokens"] + 24))]
-            assert (receipt["uncut"], receipt["outcome"]) == (None, "finished")
+            assert (receipt["split_reason"], receipt["outcome"]) == (None, "finished")
             assert said["headers"]["x-lmetric-prefill"] != said["headers"]["x-lmetric-instance"]
-        assert w.outcomes == {"handed_over": 2}
+        assert w.outcomes == {"transferred": 2}
         if stream:  # without streaming, the router gets no tokens before the end
             assert w.server.fleet.pools[0].router.stats()["output_tokens"] == 48
         page = (await (await w.client.get(f"{w.url}/metrics")).text()).splitlines()
@@ -72,7 +72,7 @@ async def test_any_request_cut_anywhere() -> None:
             said = await asked(w, case["path"], body)
             equal(said, await alone(w, case["path"], body))
             cuts.extend(said["receipt"]["cuts"])
-            assert said["receipt"]["cuts"] or said["receipt"]["uncut"]
+            assert said["receipt"]["cuts"] or said["receipt"]["split_reason"]
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         @given(cases)
@@ -81,7 +81,7 @@ async def test_any_request_cut_anywhere() -> None:
 
         await asyncio.to_thread(check)
         assert len(cuts) > 10
-        assert set(w.outcomes) == {"handed_over"}
+        assert set(w.outcomes) == {"transferred"}
 
 
 async def test_many_at_once() -> None:
@@ -96,7 +96,7 @@ async def test_many_at_once() -> None:
         said = await asyncio.gather(*(asked(w, path, body) for path, body in bodies))
         for (path, body), heard in list(zip(bodies, said, strict=True))[::5]:
             equal(heard, await alone(w, path, body))
-        assert w.outcomes == {"handed_over": 40}
+        assert w.outcomes == {"transferred": 40}
 
 
 @pytest.mark.parametrize(
@@ -113,16 +113,16 @@ async def test_what_stays_whole_says_why(fields: dict[str, Any], why: str) -> No
         said = await asked(w, CHAT, body)
         equal(said, await alone(w, CHAT, body))
         assert said["receipt"]["cuts"] == []
-        assert why in said["receipt"]["uncut"]
+        assert why in said["receipt"]["split_reason"]
         assert "x-lmetric-prefill" not in said["headers"]
 
 
 async def test_without_a_tokenizer_nothing_is_cut() -> None:
     async with split(tokenizer="off") as w:
         said = await asked(w, COMPLETIONS, body_of(COMPLETIONS))
-        assert said["receipt"]["uncut"] == "its prompt is not known as token ids"
+        assert said["receipt"]["split_reason"] == "its prompt is not known as token ids"
         said = await asked(w, COMPLETIONS, body_of(COMPLETIONS) | {"prompt": [7] * 30})
-        assert "tokenizer is not known" in said["receipt"]["uncut"]
+        assert "tokenizer is not known" in said["receipt"]["split_reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -148,7 +148,7 @@ async def test_an_answer_that_ends_before_its_cut(path: str, stream: bool) -> No
         w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=(prompt + 4) / (prompt + 40)))
         said = await asked(w, path, stopping)
         equal(said, await alone(w, path, stopping))
-        assert w.outcomes == {"handed_over": 1}
+        assert w.outcomes == {"transferred": 1}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -164,7 +164,7 @@ async def test_engines_without_a_connector(recompute: bool, at: float) -> None:
                 if recompute:
                     assert said["receipt"]["cuts"]
                 else:
-                    assert said["receipt"]["uncut"] == "its instance cannot transfer KV"
+                    assert said["receipt"]["split_reason"] == "its instance cannot transfer KV"
         assert w.outcomes == ({"no_connector": 4} if recompute else {})
 
 
@@ -178,7 +178,7 @@ async def test_only_the_output_is_cut_without_the_bidirectional_mode() -> None:
         assert said["receipt"]["cuts"] == [expected["usage"]["prompt_tokens"]]
         w.server.fleet.pools[0].router.configure(split=SplitAt(fraction=0.95))
         equal(await asked(w, COMPLETIONS, body), expected)
-        assert w.outcomes == {"handed_over": 2}
+        assert w.outcomes == {"transferred": 2}
 
 
 async def test_what_is_late_is_computed_again() -> None:
@@ -202,4 +202,4 @@ async def test_clients_of_http_1_0() -> None:
         assert b"transfer-encoding" not in head
         assert said.endswith(b"data: [DONE]\n\n")
         writer.close()
-        assert w.outcomes == {"handed_over": 1}
+        assert w.outcomes == {"transferred": 1}

@@ -123,7 +123,7 @@ async def test_a_client_that_leaves(when: str, stream: bool) -> None:
         if when == "first leg":
             await w.until(lambda: any(w.busy(name) for name in w.engines))
         else:
-            await w.until(lambda: w.outcomes == {"handed_over": 1} and held(w) == 0)
+            await w.until(lambda: w.outcomes == {"transferred": 1} and held(w) == 0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await w.until(lambda: not any(w.busy(name) for name in w.engines))
@@ -163,7 +163,7 @@ async def test_engines_of_another_model_take_nothing_over() -> None:
                 f"{w.url}/debug/decisions/{headers['x-lmetric-decision']}?full=1"
             ) as response:
                 receipt = await response.json()
-            assert (receipt["cuts"], receipt["uncut"]) == ([], "no second instance is available")
+            assert (receipt["cuts"], receipt["split_reason"]) == ([], "no second instance is available")
         assert w.outcomes == {}
 
 
@@ -195,7 +195,7 @@ async def test_the_server_stops_in_the_middle() -> None:
         body = body_of(COMPLETIONS, max_tokens=400)
         await cut_after(w, COMPLETIONS, body, 20)
         task = asyncio.create_task(raw_stream(w, COMPLETIONS, body))
-        await w.until(lambda: w.outcomes == {"handed_over": 1})
+        await w.until(lambda: w.outcomes == {"transferred": 1})
         await w.until(lambda: any(relay.committed for relay in w.server.front.relays))
         for relay in list(w.server.front.relays):
             relay.stop()
@@ -390,23 +390,23 @@ async def test_a_seam_inside_a_character(stream: bool) -> None:
             receipt = pool.router.explain(decision_id(headers))
             assert receipt is not None
             assert receipt["cuts"] == [30 + cut]
-        assert dict(pool.handovers) == {"handed_over": 38}
+        assert dict(pool.kv_transfers) == {"transferred": 38}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fault", "outcomes"),
     [
-        (lambda: but(writes(plain(503, BUSY))), {"handed_over": 1, "spent": 1}),
-        (lambda: but(writes(plain(500, ERROR))), {"handed_over": 1, "broken": 1}),
+        (lambda: but(writes(plain(503, BUSY))), {"transferred": 1, "spent": 1}),
+        (lambda: but(writes(plain(500, ERROR))), {"transferred": 1, "broken": 1}),
         (lambda: but(writes(STREAM_HEAD, chunk(event(ERROR)), chunk(event(b"[DONE]")), b"0\r\n\r\n")), None),
         (lambda: but(writes(STREAM_HEAD, chunk(event(b"[DONE]")), b"0\r\n\r\n")), None),
-        (lambda: but(writes(STREAM_HEAD, reset=True)), {"handed_over": 1, "spent": 1}),
-        (lambda: but(writes(reset=True)), {"handed_over": 1, "spent": 1}),
-        (lambda: but(writes(b"nonsense\r\n\r\n")), {"handed_over": 1, "spent": 1}),
-        (lambda: but(changed(finish_reason="abort"), first=True), {"handed_over": 1}),
-        (lambda: but(writes(reset=True), first=True), {"handed_over": 1}),
-        (lambda: but(writes(plain(503, BUSY)), first=True), {"handed_over": 1}),
+        (lambda: but(writes(STREAM_HEAD, reset=True)), {"transferred": 1, "spent": 1}),
+        (lambda: but(writes(reset=True)), {"transferred": 1, "spent": 1}),
+        (lambda: but(writes(b"nonsense\r\n\r\n")), {"transferred": 1, "spent": 1}),
+        (lambda: but(changed(finish_reason="abort"), first=True), {"transferred": 1}),
+        (lambda: but(writes(reset=True), first=True), {"transferred": 1}),
+        (lambda: but(writes(plain(503, BUSY)), first=True), {"transferred": 1}),
         (lambda: but(miscounts, first=True), {"missing": 1}),
     ],
 )
@@ -417,7 +417,7 @@ async def test_a_leg_that_fails_is_done_again(
         status, _, got = await w.post({**ASKED, "stream": stream})
         assert (status, said_in(got)) == (200, STORY_TEXT)
         if outcomes is not None:
-            assert dict(w.server.fleet.pools[0].handovers) == outcomes
+            assert dict(w.server.fleet.pools[0].kv_transfers) == outcomes
         for fake in w.engines:
             for request in legs_at(fake):
                 fields = request.json.get("kv_transfer_params") or {}
@@ -472,7 +472,7 @@ async def test_what_cannot_be_joined_is_asked_for_whole(change: Any, why: str, s
         _, headers, _ = await w.post(ASKED)
         receipt = w.server.fleet.pools[0].router.explain(decision_id(headers))
         assert receipt is not None
-        assert why in receipt["uncut"]
+        assert why in receipt["split_reason"]
 
 
 async def test_a_last_leg_that_says_nothing() -> None:
@@ -514,11 +514,11 @@ async def test_a_chat_that_an_engine_renders_otherwise(stream: bool) -> None:
         body = body_of(CHAT, stream=stream)
         said = await asked(w, CHAT, body)
         assert said["receipt"]["cuts"]
-        assert w.outcomes == {"handed_over": 1, "other_tokens": 1}
+        assert w.outcomes == {"transferred": 1, "other_tokens": 1}
         # As without a split.
         again = await asked(w, CHAT, body)
         equal(said, again)
-        assert "it tokenizes a chat differently from the router" in again["receipt"]["uncut"]
+        assert "it tokenizes a chat differently from the router" in again["receipt"]["split_reason"]
         async with w.client.post(w.engines["b0"].url + CHAT, json=body) as response:
             raw = await response.read()
         assert said["text"] == (heard(raw) if stream else told(orjson.loads(raw)))["text"]
@@ -552,7 +552,7 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
         return await tells(engine, request, writer)
 
     async with faulty(closes_kept, number=2) as w:
-        outcomes = w.server.fleet.pools[0].handovers
+        outcomes = w.server.fleet.pools[0].kv_transfers
         for _ in range(4):
             status, _, got = await w.post({**ASKED, "stream": stream})
             assert (status, said_in(got)) == (200, STORY_TEXT)
@@ -564,7 +564,7 @@ async def test_a_kv_transfer_is_not_sent_twice_on_a_stale_connection(stream: boo
             for request in legs_at(fake)
             if (request.json.get("kv_transfer_params") or {}).get("do_remote_prefill")
         ]
-        assert len(fetches) == outcomes["handed_over"]
+        assert len(fetches) == outcomes["transferred"]
         assert w.server.fleet.pools[0].router.stats()["retries"] == 0
 
 
@@ -576,7 +576,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         for _ in range(2):
             _, headers, _ = await w.post(ASKED)
             receipt = router.explain(decision_id(headers)) or {}
-            cuts.append((receipt["cuts"], receipt["uncut"]))
+            cuts.append((receipt["cuts"], receipt["split_reason"]))
         assert cuts[0] == ([40], None)
         assert "the engine's text differs from the text of its tokens" in cuts[1][1]
         pool = w.server.fleet.pools[0]
@@ -586,7 +586,7 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         status, headers, got = await w.post(ASKED)
         assert (status, said_in(got)) == (200, STORY_TEXT)
         receipt = router.explain(decision_id(headers)) or {}
-        assert (receipt["cuts"], receipt["uncut"]) == ([40], None)
+        assert (receipt["cuts"], receipt["split_reason"]) == ([40], None)
         # A changed engine allows a new try at once.
         pool.not_joinable(COMPLETIONS, "as a test wants")
         engine = pool.engines["e0"]
@@ -595,4 +595,4 @@ async def test_requests_are_cut_again_after_an_odd_answer() -> None:
         await w.server._monitor.check([engine])
         _, headers, _ = await w.post(ASKED)
         receipt = router.explain(decision_id(headers)) or {}
-        assert receipt["uncut"] is None
+        assert receipt["split_reason"] is None

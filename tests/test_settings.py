@@ -51,8 +51,8 @@ prefix_fetch: {min_tokens: 5, max_fetches: 3}
 prefix_fetch_timeout_seconds: 3
 priority: {kind: uniboost, min_gamma: 0.01, max_boost_seconds: 9}
 rebalance: {kind: star, max_moves: 2, threshold: 0.2, period_seconds: 0.1}
-migration_by: legs
-migration_leg_tokens: 7
+migration_by: segments
+migration_segment_tokens: 7
 migration_max_gap_seconds: 2
 migration_max_concurrent: 3
 guard: {enabled: off, window_seconds: 15, classes: 8}
@@ -79,6 +79,34 @@ def test_the_old_shape_is_the_new_one_and_warns_with_it(tmp_path: Path) -> None:
     keys = [key for key in _deprecated.SETTINGS if f"{key}:" in OLD]
     assert len(keys) == 14
     assert all(f"`{key}`" in mentioned for key in keys)
+
+
+def test_old_values_of_settings_are_the_present_ones_and_warn(tmp_path: Path) -> None:
+    for old, new in _deprecated.VALUES["migration_by"].items():
+        config = load(f"migration_by: {old}", tmp_path)
+        assert (config.migration_by, len(config.deprecated)) == (new, 1)
+        assert f"`migration_by: {old}` is deprecated" in config.deprecated[0]
+        assert config.deprecated[0].endswith(f"use `migration_by: {new}`")
+        flagged = load("port: 0", tmp_path, {"migration_by": old})
+        assert (flagged.migration_by, len(flagged.deprecated)) == (new, 1)
+        assert load("port: 0", tmp_path, LMETRIC_MIGRATION_BY=old).migration_by == new
+        model = load(f"models: [{{name: a, migration_by: {old}, migration_leg_tokens: 7}}]", tmp_path)
+        assert model.pool_settings(model.models[0]).migration_by == new
+        assert model.pool_settings(model.models[0]).migration_segment_tokens == 7
+        assert [message.partition("`")[2].partition("`")[0] for message in model.deprecated] == [
+            "models[0].migration_leg_tokens",
+            f"models[0].migration_by: {old}",
+        ]
+    assert not load("migration_by: recompute", tmp_path).deprecated
+    # Studies and simulations read the same table. They have no such method, under either name.
+    assert _deprecated.settings({"migration_by": ["kv", "legs"]}) == (
+        {"migration_by": ["kv", "segments"]},
+        {"migration_by": ["migration_by: legs"]},
+    )
+    with pytest.raises(
+        ConfigError, match=r"migration_leg_tokens: it is an old name of migration_segment_tokens"
+    ):
+        load("migration_leg_tokens: 7\nmigration_segment_tokens: 8", tmp_path)
 
 
 def test_sources_add_to_an_option_and_another_kind_replaces_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Deprecated names of the Python API and keys of files. They work for one release and warn.
+"""Deprecated names of the Python API and of files. They work for one release and warn.
 
 The tables in this module are the only place with these names. Remove an entry to remove the name.
 """
@@ -45,15 +45,18 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "reschedule_settings": ("rebalance", "*"),
     "reschedule_period_seconds": ("rebalance", "period_seconds"),
     "reschedule_by": ("migration_by", ""),
-    "reschedule_leg_tokens": ("migration_leg_tokens", ""),
+    "reschedule_leg_tokens": ("migration_segment_tokens", ""),
+    "migration_leg_tokens": ("migration_segment_tokens", ""),
     "reschedule_max_gap_seconds": ("migration_max_gap_seconds", ""),
     "reschedule_at_once": ("migration_max_concurrent", ""),
     **{f"guard_{name}": ("guard", name) for name in _GUARD},
 }
+# Old values of these settings, by current key.
+VALUES: dict[str, dict[str, str]] = {"migration_by": {"legs": "segments", "pull": "fetch"}}
 
 
 def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Settings with current keys, and the old keys in use by current key.
+    """Settings with current keys and values, and the old keys and values in use by current key.
 
     A list stands for several values, as in study files.
 
@@ -76,6 +79,14 @@ def settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[s
             base = new.get(present)
             each = [_with(present, name, value, one) for one in (base if isinstance(base, list) else [base])]
             new[present] = each if isinstance(base, list) else each[0]
+    for key, names in VALUES.items():
+        value = new.get(key)
+        values = value if isinstance(value, list) else [value]
+        used = [one for one in values if isinstance(one, str) and one in names]
+        if used:
+            current = [names.get(one, one) if isinstance(one, str) else one for one in values]
+            new[key] = current if isinstance(value, list) else current[0]
+            old.setdefault(key, [f"{key}: {one}" for one in used])
     return new, old
 
 
@@ -119,7 +130,7 @@ def simulate_keywords(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def settings_message(old: list[str], key: str, value: Any) -> str:
-    """The warning about deprecated keys, with the current spelling."""
+    """The warning about deprecated keys or values, with the current spelling."""
     import yaml
 
     text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10_000)

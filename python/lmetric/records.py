@@ -44,28 +44,28 @@ class DecisionRecord(TypedDict):
     decode_score: float | None
     expected_handoff_seconds: float | None
     cuts: list[int]  # tokens at which segments end
-    uncut: str | None  # reason why the request was not split
+    split_reason: str | None  # reason why the request was not split
     priority: int | None  # priority from the router, lower first
     boost_seconds: float | None
-    unpulled: str | None  # reason why no prefix was fetched
-    pull_instance: str | None
-    pull_from_token: int | None
-    pull_to_token: int | None
-    expected_pull_seconds: float | None
-    pulled_tokens: int | None
-    pull_seconds: float | None
+    fetch_reason: str | None  # reason why no prefix was fetched
+    fetch_instance: str | None
+    fetch_from_token: int | None
+    fetch_to_token: int | None
+    expected_fetch_seconds: float | None
+    fetched_tokens: int | None
+    fetch_seconds: float | None
     balance_first_seconds: float | None
     balance_second_seconds: float | None
     balance_third_seconds: float | None
     balance_cut_seconds: float | None
     balance_whole_seconds: float | None
     stay_seconds: float | None
-    apart_seconds: float | None
-    moves: list[tuple[int, str]]  # token and target instance of each migration
+    decode_placement_seconds: float | None
+    migrations: list[tuple[int, str]]  # token and target instance of each migration
     predicted_cached_tokens: int
     cached_tokens: int | None
     output_tokens: int | None
-    handed_over_seconds: float | None
+    handoff_seconds: float | None
     ttft_seconds: float | None
     e2e_seconds: float | None
     outcome: str  # running, finished, dropped, or the kind of failure
@@ -121,9 +121,9 @@ class RouterStats(TypedDict):
     unscored: int
     filter_waived: int
     split: int
-    moved: int
-    pulls: int
-    pulled_tokens: int
+    migrated: int
+    fetches: int
+    fetched_tokens: int
     finished: int
     dropped: int
     prompt_tokens: int

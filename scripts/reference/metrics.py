@@ -45,6 +45,7 @@ GROUPS = {
         "kv_events",
         "engines_",
     ),
+    "Process": ("process_",),
     "Routing and cache": ("",),
 }
 
@@ -57,7 +58,7 @@ def families() -> list[Metric]:
         server = Server(ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1"))
         await server.start()
         try:
-            return list(server.metrics.collect())
+            return list(server.metrics.families())
         finally:
             await server.stop()
 

@@ -31,7 +31,7 @@ Start = Callable[..., list[VllmEngine]]
 # operation on first use, for seconds: a stream may then end before it moves, and the test retries.
 TOKENS, FIRST, SECOND, ATTEMPTS = 3000, 20, 200, 16
 # Slow engines; the last where a stream was to move on before it had a token where it went.
-HARMLESS = {"moved", "ended", "long_gap", "not_movable"}
+HARMLESS = {"migrated", "ended", "long_gap", "not_movable"}
 USAGE = {"include_usage": True}
 # On two cores that four processes want, a token of a busy engine may take a second.
 PATIENT: dict[str, Any] = {
@@ -102,9 +102,9 @@ class Here:
             said = await stream
             equal(said, want)
             receipt = self.receipt(said)
-            if len(receipt["moves"]) == len(counts):
+            if len(receipt["migrations"]) == len(counts):
                 return said, receipt
-            print("not moved:", receipt["moves"], dict(self.mover.outcomes))
+            print("not moved:", receipt["migrations"], dict(self.mover.outcomes))
         raise AssertionError(f"not moved {len(counts)} times in {ATTEMPTS} attempts: {self.mover.outcomes}")
 
     def receipt(self, said: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ async def test_to_and_fro(vllm_engines: Start, flags: dict[str, Any]) -> None:
         for number, (path, body) in enumerate(bodies):
             want = await alone(here, engines[number % 2], path, body)
             said, receipt = await here.moved(path, body, want, FIRST, SECOND)
-            (first, to), (second, back) = receipt["moves"]
+            (first, to), (second, back) = receipt["migrations"]
             assert {to, back} == {engine.name for engine in engines}
             assert (said["headers"]["x-lmetric-instance"], receipt["outcome"]) == (back, "finished")
             prompt = receipt["prompt_tokens"]
@@ -262,12 +262,16 @@ async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, An
             equal(said, one)
             receipt = await world.receipt(said["headers"])
             assert said["headers"]["x-lmetric-instance"] == engines[0].name
-            moves += len(receipt["moves"])
-            print("moves", receipt["moves"], f"longest gap {said['gap'] * 1e3:.0f} ms")
+            moves += len(receipt["migrations"])
+            print("moves", receipt["migrations"], f"longest gap {said['gap'] * 1e3:.0f} ms")
         page = (await world.page("/metrics")).splitlines()
-        counts = [line for line in page if line.startswith(("lmetric_moved_requests", "lmetric_moves_total"))]
+        counts = [
+            line
+            for line in page
+            if line.startswith(("lmetric_migrated_requests", "lmetric_migrations_total"))
+        ]
         print(counts)
-        assert f'lmetric_moved_requests_total{{model="tiny"}} {float(moves)}' in counts
+        assert f'lmetric_migrated_requests_total{{model="tiny"}} {float(moves)}' in counts
         assert moves > 0
 
 
@@ -289,5 +293,5 @@ async def test_a_source_that_dies_while_its_stream_moves(vllm_engines: Start, fl
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.
-        assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
+        assert set(here.mover.outcomes) <= {"migrated", "source_failed"}, here.mover.outcomes
         assert sum(here.mover.outcomes.values()) == 1

@@ -28,11 +28,11 @@ from vllm_process import NIXL
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 BY: dict[str, dict[str, Any]] = {
-    "pull": {"migration_by": "pull"},
-    "legs": {"migration_by": "legs", "migration_leg_tokens": 32},
+    "fetch": {"migration_by": "fetch"},
+    "segments": {"migration_by": "segments", "migration_segment_tokens": 32},
 }
 # A request in segments waits for its move; a stream may end before.
-LONGEST = {"pull": TOKENS, "legs": 600}
+LONGEST = {"fetch": TOKENS, "segments": 600}
 
 
 @pytest.mark.parametrize("words", [20, 900])
@@ -43,7 +43,7 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
     tokens = LONGEST[by]
     async with moving(engines, **BY[by]) as here:
         bodies = streams(words, tokens)
-        if by == "legs":
+        if by == "segments":
             bodies += [
                 (path, {name: value for name, value in body.items() if not name.startswith("stream")})
                 for path, body in streams(words, tokens)
@@ -52,7 +52,7 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
             want = await alone(here, engines[number % 2], path, body)
             before = await fetched(engines)
             said, receipt = await here.moved(path, body, want, FIRST, SECOND)
-            (first, to), (second, back) = receipt["moves"]
+            (first, to), (second, back) = receipt["migrations"]
             assert {to, back} == {engine.name for engine in engines}
             prompt = receipt["prompt_tokens"]
             assert prompt + FIRST <= first < second < prompt + tokens
@@ -63,11 +63,11 @@ async def test_to_and_fro(vllm_engines: Start, by: str, words: int) -> None:
                 f"longest gap {said['gap'] * 1e3:.0f} ms, unmoved {want['gap'] * 1e3:.0f} ms",
             )
             assert came >= prompt + FIRST
-        handovers = here.server.fleet.pools[0].handovers
+        handovers = here.server.fleet.pools[0].kv_transfers
         print(dict(here.mover.outcomes), dict(handovers))
         assert set(here.mover.outcomes) <= HARMLESS
-        assert set(handovers) == {"handed_over"}
-        assert handovers["handed_over"] >= 2 * len(bodies)
+        assert set(handovers) == {"transferred"}
+        assert handovers["transferred"] >= 2 * len(bodies)
 
 
 @pytest.mark.parametrize("by", BY)
@@ -112,5 +112,5 @@ async def test_a_source_that_dies_while_its_request_moves(vllm_engines: Start, b
         await asyncio.to_thread(dying.kill)
         equal(await task, want)
         # The router may see the end of the move or the engine's death first, within milliseconds.
-        assert set(here.mover.outcomes) <= {"moved", "source_failed"}, here.mover.outcomes
-        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["moves"]
+        assert set(here.mover.outcomes) <= {"migrated", "source_failed"}, here.mover.outcomes
+        assert "source_failed" in here.mover.outcomes or here.receipt(task.result())["migrations"]

@@ -63,7 +63,7 @@ async def computed(engines: list[VllmEngine]) -> float:
 async def outcomes(world: Served) -> dict[str, float]:
     """The number of KV transfers by outcome."""
     lines = (await world.page("/metrics")).splitlines()
-    found = [line for line in lines if line.startswith("lmetric_handovers_total{")]
+    found = [line for line in lines if line.startswith("lmetric_kv_transfers_total{")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
 
 
@@ -136,7 +136,7 @@ async def test_the_answer_is_one_engines_and_the_prompt_comes_over(
         texts = await asyncio.gather(*(streamed(world, body) for body in many))
         for body, said in zip(many, texts, strict=True):
             assert said == await alone(prefill[1], body)
-        assert await outcomes(world) == {"handed_over": 19}
+        assert await outcomes(world) == {"transferred": 19}
 
 
 async def _length(engine: VllmEngine, prompt: str) -> int:

@@ -109,7 +109,7 @@ async def occupied(world: Served, engine: VllmEngine) -> AsyncIterator[None]:
 async def pulls(world: Served) -> dict[str, float]:
     """The number of prefix fetches by outcome."""
     lines = (await world.page("/metrics")).splitlines()
-    found = [line for line in lines if line.startswith("lmetric_pulls_total{")]
+    found = [line for line in lines if line.startswith("lmetric_prefix_fetches_total{")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
 
 
@@ -171,12 +171,12 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
                 less(await sources(engine), was) for engine, was in zip(engines, before, strict=True)
             ]
             receipt = await world.receipt(said["headers"])
-            held = receipt["pull_seconds"]
+            held = receipt["fetch_seconds"]
             print(f"{path} {list(fields)}: {seconds:.2f} s, the holder took {held:.2f} s,", gave, took)
             equal(said, want)
             assert said["headers"]["x-lmetric-instance"] == target.name
-            assert said["headers"]["x-lmetric-prefill"] == receipt["pull_instance"] == holder.name
-            prompt, tokens = want["usage"]["prompt_tokens"], receipt["pulled_tokens"]
+            assert said["headers"]["x-lmetric-prefill"] == receipt["fetch_instance"] == holder.name
+            prompt, tokens = want["usage"]["prompt_tokens"], receipt["fetched_tokens"]
             assert tokens == (prompt - 1) // BLOCK * BLOCK
             assert took == {
                 "external_kv_transfer": tokens,
@@ -198,15 +198,15 @@ async def test_a_prefix_is_pulled_and_known_afterwards(vllm_engines: Start, tmp_
                     again = await asked(world, path, body)
                     equal(again, want)
                     receipt = await world.receipt(again["headers"])
-                    assert receipt["pull_instance"] is None
+                    assert receipt["fetch_instance"] is None
                     assert receipt["predicted_cached_tokens"] == receipt["cached_tokens"] >= tokens
                     answered.add(again["headers"]["x-lmetric-instance"])
             assert (await pulls(world), await outcomes(world)) == (
-                {"pulled": number},
-                {"handed_over": number},
+                {"fetched": number},
+                {"transferred": number},
             )
         page = await world.page("/metrics")
-        assert f'lmetric_pulled_tokens_total{{model="tiny"}} {pulled_tokens}.0' in page
+        assert f'lmetric_prefix_fetched_tokens_total{{model="tiny"}} {pulled_tokens}.0' in page
 
 
 async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
@@ -230,15 +230,15 @@ async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
                 less(await sources(engine), was) for engine, was in zip(engines, before, strict=True)
             ]
             receipt = await world.receipt(said["headers"])
-            print(path, list(fields), receipt["cuts"], receipt["uncut"], gave, took, flush=True)
+            print(path, list(fields), receipt["cuts"], receipt["split_reason"], gave, took, flush=True)
             equal(said, want)
-            assert (receipt["instance"], receipt["pull_instance"]) == (target.name, holder.name)
-            prompt, tokens = want["usage"]["prompt_tokens"], receipt["pulled_tokens"]
+            assert (receipt["instance"], receipt["fetch_instance"]) == (target.name, holder.name)
+            prompt, tokens = want["usage"]["prompt_tokens"], receipt["fetched_tokens"]
             assert took["external_kv_transfer"] == tokens == (prompt - 1) // BLOCK * BLOCK
             assert took["local_compute"] == prompt - tokens
             if not receipt["cuts"]:
                 # Nothing speaks for another engine until this one has computed a prompt.
-                assert (went, receipt["uncut"]) == (0, "a decode on another instance gains too little")
+                assert (went, receipt["split_reason"]) == (0, "a decode on another instance gains too little")
                 continue
             went += 1
             assert (receipt["cuts"], receipt["decode_instance"]) == ([prompt + 1], holder.name)
@@ -246,8 +246,8 @@ async def test_a_prefix_is_pulled_and_its_answer_goes_on_elsewhere(
             assert gave["external_kv_transfer"] == prompt - tokens
             assert gave["local_compute"] == BLOCK + 1
         assert went >= len(KINDS) - 1
-        assert await pulls(world) == {"pulled": len(KINDS)}
-        assert await outcomes(world) == {"handed_over": len(KINDS) + went}
+        assert await pulls(world) == {"fetched": len(KINDS)}
+        assert await outcomes(world) == {"transferred": len(KINDS) + went}
 
 
 async def test_a_busy_holder_is_pulled_from(vllm_engines: Start, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ async def test_a_busy_holder_is_pulled_from(vllm_engines: Start, tmp_path: Path)
         equal(said, want)
         assert said["headers"]["x-lmetric-instance"] == target.name
         assert said["headers"]["x-lmetric-prefill"] == holder.name
-        assert await pulls(world) == {"pulled": 1}
+        assert await pulls(world) == {"fetched": 1}
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
@@ -289,7 +289,7 @@ async def test_a_holder_that_dies(vllm_engines: Start, tmp_path: Path, when: str
             said = await task
         equal(said, want)
         receipt = await world.receipt(said["headers"])
-        assert (receipt["pull_instance"], receipt["pulled_tokens"]) == (holder.name, 0)
+        assert (receipt["fetch_instance"], receipt["fetched_tokens"]) == (holder.name, 0)
         assert "x-lmetric-prefill" not in said["headers"]
         assert (await pulls(world), await outcomes(world)) == ({"holder_failed": 1}, {})
         # Nobody holds it any more.
@@ -364,7 +364,7 @@ async def test_a_client_that_leaves(vllm_engines: Start, tmp_path: Path, which: 
                 await world.until(lambda: nothing(world))
             for engine in engines:
                 await world.until(lambda engine=engine: rests(world, engine), seconds=60)
-            came = "ended" if which == "holder" else "pulled"
+            came = "ended" if which == "holder" else "fetched"
             assert await pulls(world) == counts | {came: counts.get(came, 0) + 1}
             said = await asked(world, path, body)
             equal(said, await asked(world, path, body, holder.url))
@@ -411,14 +411,16 @@ async def test_a_holder_that_has_evicted_the_prefix(vllm_engines: Start, tmp_pat
             ]
             equal(said, await asked(world, path, body, target.url))
             receipt = await world.receipt(said["headers"])
-            print(path, receipt["pull_instance"], receipt["pulled_tokens"], gave, took)
+            print(path, receipt["fetch_instance"], receipt["fetched_tokens"], gave, took)
             if exact:
-                assert receipt["pull_instance"] is None
+                assert receipt["fetch_instance"] is None
                 assert receipt["cached_tokens"] == 0
             else:
-                assert receipt["pull_instance"] == holder.name
-                assert gave["local_compute"] == receipt["pulled_tokens"] == took["external_kv_transfer"] > 400
-        assert await pulls(world) == ({} if exact else {"pulled": 4})
+                assert receipt["fetch_instance"] == holder.name
+                assert (
+                    gave["local_compute"] == receipt["fetched_tokens"] == took["external_kv_transfer"] > 400
+                )
+        assert await pulls(world) == ({} if exact else {"fetched": 4})
 
 
 async def test_what_is_pulled_does_not_fill_its_engine(vllm_engines: Start, tmp_path: Path) -> None:
@@ -433,7 +435,7 @@ async def test_what_is_pulled_does_not_fill_its_engine(vllm_engines: Start, tmp_
             said = await asked(world, COMPLETIONS, behind(first, " and then the river"))
             seconds = time.monotonic() - began
             receipt = await world.receipt(said["headers"])
-            tokens.append(receipt["pulled_tokens"] or 0)
+            tokens.append(receipt["fetched_tokens"] or 0)
             used = await counted(target, "kv_cache_usage_perc")
             shown = (await world.indicator("kv_usage"))[target.name]
             print(

@@ -137,7 +137,7 @@ async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> N
             said = await asked(world, path, body)
             receipt = await world.receipt(said["headers"])
             cut = math.ceil(at * (prompt + body["max_tokens"]))
-            assert (receipt["cuts"], receipt["uncut"], receipt["outcome"]) == ([cut], None, "finished")
+            assert (receipt["cuts"], receipt["split_reason"], receipt["outcome"]) == ([cut], None, "finished")
             first, second = said["headers"]["x-lmetric-prefill"], said["headers"]["x-lmetric-instance"]
             assert {first, second} == {engine.name for engine in engines}
             after = await fetched(engines), await computed(engines)
@@ -146,7 +146,7 @@ async def test_cut_anywhere(vllm_engines: Start, tmp_path: Path, at: float) -> N
             expected = (cut - kept, prompt + kept)
             assert (after[0] - before[0], after[1] - before[1]) == expected, (path, body, cut)
             equal(said, await asked(world, path, body, engines[number % 2].url))
-        assert await outcomes(world) == {"handed_over": len(requests)}
+        assert await outcomes(world) == {"transferred": len(requests)}
         assert await cut_requests(world) == len(requests)
 
 
@@ -166,7 +166,7 @@ async def test_many_at_once_and_answers_that_stop(vllm_engines: Start, tmp_path:
         for body, said in zip(bodies, got, strict=True):
             equal(said, await asked(world, COMPLETIONS, body, engines[0].url))
             assert said["finish"] == "stop"
-        assert set(await outcomes(world)) <= {"handed_over"}
+        assert set(await outcomes(world)) <= {"transferred"}
 
 
 async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> 
         shapes = [(300, 60), (40, 200), (500, 30)]
         # It knows of no length at first, and cuts nothing.
         learned = [(await asked(world, *each))["headers"] for shape in shapes for each in kinds(*shape)]
-        assert "output lengths are unknown" in (await world.receipt(learned[0]))["uncut"]
+        assert "output lengths are unknown" in (await world.receipt(learned[0]))["split_reason"]
         requests = [each for shape in shapes for each in kinds(*shape)]
         wanted = [await asked(world, path, body, engines[0].url) for path, body in requests]
         turns = asyncio.Semaphore(8)
@@ -192,7 +192,7 @@ async def test_libra_cuts_what_it_likes(vllm_engines: Start, tmp_path: Path) -> 
         receipts = [await world.receipt(headers) for headers in [*learned, *(s["headers"] for s in got)]]
         cuts = sum(bool(receipt["cuts"]) for receipt in receipts[len(learned) :])
         print("cut:", cuts, "of", len(requests), await outcomes(world))
-        print("whole:", Counter(receipt["uncut"] for receipt in receipts if receipt["uncut"]))
+        print("whole:", Counter(receipt["split_reason"] for receipt in receipts if receipt["split_reason"]))
         assert cuts > 0
         assert sum(bool(receipt["cuts"]) for receipt in receipts) == await cut_requests(world)
 
@@ -248,7 +248,7 @@ async def test_what_stays_whole_says_why_and_is_right(vllm_engines: Start, tmp_p
                     headers.append(response.headers)
             receipt = await world.receipt(headers[0])
             assert (receipt["cuts"], receipt["outcome"]) == ([], "finished")
-            assert why in receipt["uncut"]
+            assert why in receipt["split_reason"]
             for answer in answers:
                 for call in answer["message"].get("tool_calls") or ():
                     assert call.pop("id")  # drawn at random
@@ -321,11 +321,11 @@ async def test_plain_nixl_cuts_at_the_prompts_end_or_behind(vllm_engines: Start,
             said = await asked(world, path, body)
             receipt = await world.receipt(said["headers"])
             cut = max(prompt, math.ceil(0.4 * (prompt + body["max_tokens"])))
-            assert (receipt["cuts"], receipt["uncut"], receipt["outcome"]) == ([cut], None, "finished")
+            assert (receipt["cuts"], receipt["split_reason"], receipt["outcome"]) == ([cut], None, "finished")
             after = await fetched(engines), await computed(engines)
             assert (after[0] - before[0], after[1] - before[1]) == (cut, prompt), (path, body, cut)
             equal(said, await asked(world, path, body, engines[number % 2].url))
-        assert await outcomes(world) == {"handed_over": len(requests)}
+        assert await outcomes(world) == {"transferred": len(requests)}
 
 
 async def test_without_a_connector_it_is_computed_again(vllm_engines: Start, tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ async def test_without_a_connector_it_is_computed_again(vllm_engines: Start, tmp
             again = await computed(engines) - before - prompt
             # A cut inside the prompt would save nobody anything.
             cut = math.ceil(0.6 * (prompt + body["max_tokens"]))
-            print(prompt, body["max_tokens"], cut, receipt["cuts"], receipt["uncut"], again)
+            print(prompt, body["max_tokens"], cut, receipt["cuts"], receipt["split_reason"], again)
             assert again == sum(receipt["cuts"])
             cuts += len(receipt["cuts"])
             equal(said, await asked(world, path, body, engines[number % 2].url))

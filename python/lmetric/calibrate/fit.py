@@ -221,5 +221,5 @@ def _unidentified(
         if deviations[index] > 0.5 * costs[index]:
             most = costs[index] + 2 * deviations[index]
             share = float((relative[:, index] * most).max())
-            said.append(f"{name} is not told apart: at most {most:.2g}, {share:.0%} of any probe's time")
+            said.append(f"{name} cannot be separated: at most {most:.2g}, {share:.0%} of any probe's time")
     return said

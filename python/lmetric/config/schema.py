@@ -255,17 +255,17 @@ class PoolSettings(Strict):
         "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
         "threshold: 0.2}`",
     )
-    migration_by: Literal["recompute", "pull", "legs"] = Field(
+    migration_by: Literal["recompute", "fetch", "segments"] = Field(
         "recompute",
         description="how streams migrate. `recompute`: the target computes prompt and answer so far while "
-        "the stream continues. `pull`: the target fetches their KV from the source engine (both need a KV "
-        "connector). `legs`: requests run in segments of limited length and can migrate between two "
-        "segments. With `legs`, answers that are not streamed migrate, too, and clients get tokens segment "
-        "by segment",
+        "the stream continues. `fetch`: the target fetches their KV from the source engine (both need a KV "
+        "connector). `segments`: requests run in segments of limited length and can migrate between two "
+        "segments. With `segments`, answers that are not streamed migrate, too, and clients get tokens "
+        "segment by segment",
     )
-    migration_leg_tokens: Positive | None = Field(
+    migration_segment_tokens: Positive | None = Field(
         None,
-        description="tokens per segment with `migration_by: legs`; null: the number produced within "
+        description="tokens per segment with `migration_by: segments`; null: the number produced within "
         "migration_max_gap_seconds, at most twice the previous segment",
     )
     migration_max_gap_seconds: Seconds = Field(
@@ -848,7 +848,7 @@ class ServerConfig(PoolSettings):
         return any(pool.routing.split is not None for pool in self._pools)
 
     @property
-    def pulls(self) -> bool:
+    def fetches_prefixes(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
         return any(pool.routing.prefix_fetch is not None for pool in self._pools)
 

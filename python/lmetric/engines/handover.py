@@ -69,7 +69,7 @@ class Connector(ABC):
         Raises:
             HandoverError: the protocol does not support it.
         """
-        raise HandoverError(f"{self.name} hands over at the prompt's end only")
+        raise HandoverError(f"{self.name} transfers KV at the prompt's end only")
 
     def deadline_seconds(self, told: Handover) -> float:
         """Maximum time from the first segment's answer to the second request with these fields."""
@@ -221,10 +221,10 @@ _OF_THE_ANSWER = frozenset(
 def whole_reason(path: str, request: JSON) -> str | None:
     """The reason why a request cannot be split after its prompt; None if it can."""
     if path not in (CHAT, COMPLETIONS):
-        return f"{path} has no prompt to hand over"
+        return f"{path} has no prompt for a KV transfer"
     for name in ("n", "best_of"):
         if request.get(name) not in (None, 1):
-            return f"{name} is {request[name]!r}: one prompt would be handed over to several answers"
+            return f"{name} is {request[name]!r}: one KV transfer cannot serve several answers"
     for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"

@@ -42,7 +42,7 @@ class Unknown(Adapter):
         return Capabilities(
             self.name,
             models=await pages.models(),
-            no_events=f"what engine it is could not be told: neither {names}",
+            no_events=f"the type of engine could not be identified: neither {names}",
             load_path="/metrics",
         )
 

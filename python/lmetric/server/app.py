@@ -290,7 +290,7 @@ def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
 
     embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = BOTH_WAYS if config.splits or config.pulls else {}
+        both = BOTH_WAYS if config.splits or config.fetches_prefixes else {}
         return [EngineOptions.model_validate({"order": order, **both})] * embedded
     assert embedded is not None
     kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}

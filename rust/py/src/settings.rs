@@ -21,7 +21,7 @@ pub fn reader(what: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Settin
 /// # Errors
 /// `BadValue` for an unknown setting or a value out of range.
 pub fn pull_of(settings: Option<&Bound<'_, PyDict>>) -> Result<PullConfig> {
-    let mut reader = reader("pull", settings)?;
+    let mut reader = reader("prefix_fetch", settings)?;
     let pull: PullConfig = reader.read()?;
     reader.finish()?;
     pull.check()?;

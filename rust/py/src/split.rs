@@ -28,7 +28,7 @@ pub fn split_of(registry: Registry, kind: &str, settings: Option<&Bound<'_, PyDi
     let planner = match parts {
         None | Some(2.0) => kind,
         Some(3.0) => "libra_three",
-        Some(parts) => return Err(bad("knob parts of split libra", parts.to_string(), "2 or 3".into())),
+        Some(parts) => return Err(bad("parts of split libra", parts.to_string(), "2 or 3".into())),
     };
     let settings: Vec<(&str, f64)> = given.iter().map(|(name, value)| (&**name, *value)).collect();
     let split = registry::split(registry, planner, &settings);

@@ -460,17 +460,17 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("decode_score", next.and_then(|n| number(n.score)))?;
     dict.set_item("expected_handoff_seconds", next.map(|n| n.handoff_seconds))?;
     dict.set_item("cuts", receipt.cuts.to_vec())?;
-    dict.set_item("uncut", receipt.uncut.as_deref())?;
+    dict.set_item("split_reason", receipt.uncut.as_deref())?;
     dict.set_item("priority", receipt.priority.map(|p| p.value))?;
     dict.set_item("boost_seconds", receipt.priority.map(|p| p.boost_seconds))?;
     let pull = receipt.pull.as_ref();
-    dict.set_item("unpulled", receipt.unpulled.as_deref())?;
-    dict.set_item("pull_instance", pull.map(|p| &*p.name))?;
-    dict.set_item("pull_from_token", pull.map(|p| p.from_token))?;
-    dict.set_item("pull_to_token", pull.map(|p| p.to_token))?;
-    dict.set_item("expected_pull_seconds", pull.map(|p| p.expected_seconds))?;
-    dict.set_item("pulled_tokens", pull.and_then(|p| p.tokens))?;
-    dict.set_item("pull_seconds", pull.and_then(|p| p.seconds))?;
+    dict.set_item("fetch_reason", receipt.unpulled.as_deref())?;
+    dict.set_item("fetch_instance", pull.map(|p| &*p.name))?;
+    dict.set_item("fetch_from_token", pull.map(|p| p.from_token))?;
+    dict.set_item("fetch_to_token", pull.map(|p| p.to_token))?;
+    dict.set_item("expected_fetch_seconds", pull.map(|p| p.expected_seconds))?;
+    dict.set_item("fetched_tokens", pull.and_then(|p| p.tokens))?;
+    dict.set_item("fetch_seconds", pull.and_then(|p| p.seconds))?;
     let balance = |of: fn(&Balance) -> f64| receipt.balance.as_ref().and_then(|balance| number(of(balance)));
     dict.set_item("balance_first_seconds", balance(|b| b.first_seconds))?;
     dict.set_item("balance_second_seconds", balance(|b| b.second_seconds))?;
@@ -478,14 +478,14 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("balance_cut_seconds", balance(|b| b.cut_seconds))?;
     dict.set_item("balance_whole_seconds", balance(|b| b.whole_seconds))?;
     dict.set_item("stay_seconds", balance(|b| b.stay_seconds))?;
-    dict.set_item("apart_seconds", balance(|b| b.apart_seconds))?;
+    dict.set_item("decode_placement_seconds", balance(|b| b.apart_seconds))?;
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
-    dict.set_item("moves", PyList::new(py, moves)?)?;
+    dict.set_item("migrations", PyList::new(py, moves)?)?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
     dict.set_item("output_tokens", outcome.usage.output_tokens)?;
-    dict.set_item("handed_over_seconds", outcome.handed_over_seconds)?;
+    dict.set_item("handoff_seconds", outcome.handed_over_seconds)?;
     dict.set_item("ttft_seconds", outcome.ttft_seconds)?;
     dict.set_item("e2e_seconds", outcome.e2e_seconds)?;
     let state = match outcome.ended {
@@ -617,9 +617,9 @@ impl Stats {
             ("unscored", totals.unscored),
             ("filter_waived", totals.filter_waived),
             ("split", totals.split),
-            ("moved", totals.moved),
-            ("pulls", totals.pulls),
-            ("pulled_tokens", totals.pulled_tokens),
+            ("migrated", totals.moved),
+            ("fetches", totals.pulls),
+            ("fetched_tokens", totals.pulled_tokens),
             ("finished", totals.finished),
             ("dropped", totals.dropped),
             ("prompt_tokens", totals.prompt_tokens),

@@ -343,7 +343,7 @@ impl Engine {
         }
         if request.pulled_tokens as usize > prompt_tokens {
             let got = request.pulled_tokens.to_string();
-            return bad("pulled tokens", got, format!("at most the prompt's {prompt_tokens}"));
+            return bad("fetched tokens", got, format!("at most the prompt's {prompt_tokens}"));
         }
         if request.think_tokens > request.output_tokens {
             let got = request.think_tokens.to_string();

@@ -404,7 +404,7 @@ fn a_part_that_is_pulled_is_not_computed_and_the_rest_is() {
     // 20 tokens behind 40: 1 + 20 x 0.01 + 20 x (40 + 10) x 0.0001.
     close(engine.start_step(0.0).unwrap(), 1.3);
     let error = engine.submit(&Request { pulled_tokens: 61, ..chain(2, &[], 60, 1) }, 0.0).unwrap_err();
-    assert!(error.to_string().contains("pulled tokens of request 2"), "{error}");
+    assert!(error.to_string().contains("fetched tokens of request 2"), "{error}");
 }
 
 #[test]

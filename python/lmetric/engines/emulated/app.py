@@ -185,7 +185,7 @@ class Api:
     ) -> web.StreamResponse:
         options = self._options
         if options.fail_status is not None:
-            raise ApiError(options.fail_status, "This engine was told to fail.")
+            raise ApiError(options.fail_status, "This engine is set to fail.")
         if self._dead:
             raise ApiError(500, _DIED)
         body.refuse_unsupported()
@@ -311,7 +311,7 @@ class Api:
             generation.kv_transfer_params = self._nixl.after(params, request_id, computed)
 
     async def _pull(self, generation: Generation, rank: Rank, params: dict[str, Any]) -> None:
-        """Fetches the prompt's KV cache as told, as vLLM does in pull mode. Raises ApiError."""
+        """Fetches the prompt's KV cache like vLLM in pull mode. Raises ApiError."""
         assert self._nixl is not None
         prompt = generation.shape.prompt
         try:
@@ -354,7 +354,7 @@ class Api:
         rank.metrics.transferred(seconds, size)
 
     async def _break(self, request: web.Request, stream: Stream | None) -> None:
-        """Fails as told."""
+        """Fails as configured."""
         if (self._dead or self._options.fail_with == "event") and stream is not None:
             stream.write(_event_error(_DIED, 500))
         elif self._options.fail_with == "stall":

@@ -133,7 +133,7 @@ def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None
     return None
 
 
-def unpulled_reason(path: str, request: JSON, *, tokens: bool) -> str | None:
+def fetch_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None:
     """Returns the reason why a request's prefix must not be fetched from another engine, or None.
 
     A single engine answers the request unchanged, so few fields matter. `request`: its parsed body.

@@ -36,7 +36,7 @@ MOST_ADDRESSES = 64
 Name = Annotated[str, Field(max_length=200)]
 
 
-class Told(BaseModel):
+class LoadMessage(BaseModel):
     """A load message from one router to another."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -58,7 +58,7 @@ class Address:
         self.own = False
         self.reached: bool | None = None  # None: not tried yet
         self.error: str | None = None
-        self.telling: asyncio.Task[None] | None = None
+        self.sending: asyncio.Task[None] | None = None
 
 
 class Replicas:
@@ -69,7 +69,7 @@ class Replicas:
         self.fleet = fleet
         self.id = token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
-        self.heard: dict[str, float] = {}  # by router: time of its last message, monotonic clock
+        self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
         self._counts: Counter[tuple[str, str]] = Counter()
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
@@ -99,10 +99,10 @@ class Replicas:
 
     async def stop(self) -> None:
         """Stops the exchange and closes its connections."""
-        telling = [address.telling for address in self.addresses.values() if address.telling is not None]
-        for task in [*self._tasks, *telling]:
+        sending = [address.sending for address in self.addresses.values() if address.sending is not None]
+        for task in [*self._tasks, *sending]:
             task.cancel()
-        await asyncio.gather(*self._tasks, *telling, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *sending, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -118,27 +118,27 @@ class Replicas:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def hear(self, body: bytes) -> dict[str, str]:
+    def receive(self, body: bytes) -> dict[str, str]:
         """Applies a load message from another router. Returns the answer to it. Raises ApiError."""
         try:
-            told = Told.model_validate_json(body)
+            message = LoadMessage.model_validate_json(body)
         except ValidationError as error:
             raise not_valid(error) from None
-        if told.router != self.id:
-            self._take_in(told)
+        if message.router != self.id:
+            self._apply(message)
         return {"router": self.id}
 
-    def _take_in(self, told: Told) -> None:
-        if told.names != SHARE_NAMES:
-            self._counts["heard", "other_version"] += 1
+    def _apply(self, message: LoadMessage) -> None:
+        if message.names != SHARE_NAMES:
+            self._counts["received", "other_version"] += 1
             raise ApiError(
                 409,
                 f"unknown load values: this version uses {', '.join(SHARE_NAMES)}; "
                 "run the same version on all routers",
                 code="other_version",
             )
-        if told.router not in self.heard and len(self.heard) >= MOST_ADDRESSES:
-            self._counts["heard", "refused"] += 1
+        if message.router not in self.received and len(self.received) >= MOST_ADDRESSES:
+            self._counts["received", "refused"] += 1
             raise ApiError(
                 409,
                 f"this router already receives load from {MOST_ADDRESSES} routers, the limit",
@@ -146,14 +146,14 @@ class Replicas:
             )
         try:
             for pool in self.fleet.pools:
-                pool.router.import_load(told.router, told.models.get(pool.name, []))
+                pool.router.import_load(message.router, message.models.get(pool.name, []))
         except BadValueError as error:
-            self._counts["heard", "refused"] += 1
+            self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
-        if told.router not in self.heard:
-            log.info("another router sends its load", router=told.router)
-        self.heard[told.router] = time.monotonic()
-        self._counts["heard", "taken_in"] += 1
+        if message.router not in self.received:
+            log.info("another router sends its load", router=message.router)
+        self.received[message.router] = time.monotonic()
+        self._counts["received", "accepted"] += 1
 
     async def _forever(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -168,26 +168,26 @@ class Replicas:
         for pool in self.fleet.pools:
             pool.router.expire_peers(self.config.silent_after)
         now = time.monotonic()
-        for router, at in list(self.heard.items()):
+        for router, at in list(self.received.items()):
             if now - at > self.config.silent_after:
-                del self.heard[router]
+                del self.received[router]
                 log.warning("another router is silent; its load no longer counts", router=router)
         message: bytes | None = None
         for address in self.addresses.values():
             if address.own:
                 continue
-            if address.telling is not None and not address.telling.done():
-                self._counts["told", "busy"] += 1  # the last message has no answer yet
+            if address.sending is not None and not address.sending.done():
+                self._counts["sent", "busy"] += 1  # the last message has no answer yet
                 continue
             if message is None:
                 message = self._message()
-            address.telling = asyncio.create_task(self._tell(address, message))
+            address.sending = asyncio.create_task(self._send(address, message))
 
     def _message(self) -> bytes:
         models = {pool.name: pool.router.export_load() for pool in self.fleet.pools}
         return orjson.dumps({"router": self.id, "names": SHARE_NAMES, "models": models})
 
-    async def _tell(self, address: Address, message: bytes) -> None:
+    async def _send(self, address: Address, message: bytes) -> None:
         assert self._session is not None
         headers = {"host": address.host, "content-type": "application/json"}
         try:
@@ -200,14 +200,14 @@ class Replicas:
             address.own = orjson.loads(body)["router"] == self.id
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             reason = str(error) or type(error).__name__
-            self._counts["told", "failed"] += 1
+            self._counts["sent", "failed"] += 1
             if address.reached is not False:
                 log.warning("cannot reach another router", address=address.place, reason=reason)
             address.reached, address.error = False, reason
         else:
             if address.own:
                 return
-            self._counts["told", "taken_in"] += 1
+            self._counts["sent", "accepted"] += 1
             if address.reached is False:
                 log.info("another router is reachable again", address=address.place)
             address.reached, address.error = True, None
@@ -235,8 +235,8 @@ class Replicas:
             log.warning("too many replicas; the rest is ignored", found=len(found), most=MOST_ADDRESSES)
             found = dict(sorted(found.items())[:MOST_ADDRESSES])
         for key, gone in self.addresses.items():
-            if key not in found and gone.telling is not None:
-                gone.telling.cancel()
+            if key not in found and gone.sending is not None:
+                gone.sending.cancel()
         self.addresses = found
 
     def state(self) -> dict[str, Any]:
@@ -244,22 +244,24 @@ class Replicas:
         now = time.monotonic()
         return {
             "router": self.id,
-            "tells": [
+            "sent_to": [
                 {"address": a.place, "itself": a.own, "reached": a.reached, "error": a.error}
                 for a in self.addresses.values()
             ],
-            "hears": [{"router": router, "age_seconds": now - at} for router, at in self.heard.items()],
+            "received_from": [
+                {"router": router, "age_seconds": now - at} for router, at in self.received.items()
+            ],
             "not_looked_up": self._problems,
         }
 
     def metrics(self) -> Iterator[Metric]:
         """Yields the metrics of the exchange."""
-        heard = GaugeMetricFamily("lmetric_replicas", "Other routers whose in-flight load counts here")
-        heard.add_metric((), len(self.heard))
-        yield heard
+        replicas = GaugeMetricFamily("lmetric_replicas", "Other routers whose in-flight load counts here")
+        replicas.add_metric((), len(self.received))
+        yield replicas
         messages = CounterMetricFamily(
             "lmetric_replica_messages",
-            "Load messages between routers: sent (told) and received (heard), by outcome",
+            "Load messages between routers: sent and received, by outcome",
             labels=("direction", "outcome"),
         )
         for (direction, outcome), count in self._counts.items():

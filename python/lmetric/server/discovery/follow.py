@@ -55,7 +55,7 @@ class _Followed:
         self.failures = 0
         self.updated_at: float | None = None
         self.wrong: str | None = None
-        self.told = asyncio.Event()  # set at the first report, of engines or of a problem
+        self.reported = asyncio.Event()  # set at the first report, of engines or of a problem
         self._members = members
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
@@ -80,7 +80,7 @@ class _Followed:
         elif wrong is None and self.wrong is not None:
             log.info("discovery works again", source=self.name, engines=engines)
         self.wrong = wrong
-        self.told.set()
+        self.reported.set()
 
     async def forever(self) -> None:
         """Follows the source, and restarts it after failures."""
@@ -131,7 +131,7 @@ class Discovery:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_SECONDS):
                 for source in self._sources:
-                    await source.told.wait()
+                    await source.reported.wait()
         if self._checks:
             await asyncio.wait(self._checks, timeout=FIRST_SECONDS)
 

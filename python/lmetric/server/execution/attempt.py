@@ -48,14 +48,14 @@ class EngineAttempt:
         self,
         listener: AttemptListener,
         rules: Rules,
-        asked: ClientRequest,
+        client_request: ClientRequest,
         ticket: Ticket | None,
         step: Step,
         require_finish: bool,
     ) -> None:
         self._listener = listener
         self._rules = rules
-        self._asked = asked
+        self._client_request = client_request
         self._ticket = ticket  # None: the router's ledger does not count the request
         self.step = step
         self._require_finish = require_finish  # a stream without a finish_reason is incomplete
@@ -118,21 +118,23 @@ class EngineAttempt:
             self._listener.fail()
 
     def _send(self, connection: Connection, now: float) -> None:
-        step, asked = self.step, self._asked
+        step, client_request = self.step, self._client_request
         self._connection = self.reader = connection
         if step.reader == "pass":
             finish = self._require_finish
-            connection.begin(self, self._ticket, asked.http11, finish, step.observed, step.hides_ids)
+            connection.begin(self, self._ticket, client_request.http11, finish, step.observed, step.hides_ids)
         else:
             connection.begin(self, self._ticket if step.for_client else None, False, step.for_client)
         self._since = now
-        engine, given = step.engine, asked.priority
+        engine, given = step.engine, client_request.priority
         body = step.body
         if given is not None:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         upstream = engine.upstream
-        first = upstream.head(step.target or asked.head.target, step.stream, step.method)
-        head = asked.head.for_engine(first, len(body), given, upstream.has_key, asked.drops_priority)
+        first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
+        head = client_request.head.for_engine(
+            first, len(body), given, upstream.has_key, client_request.drops_priority
+        )
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)
         else:
@@ -188,9 +190,9 @@ class EngineAttempt:
         elif reader == "events":
             self._read_events(flags, data)
         elif flags & PASS:
-            self._asked.transport.write(data)
+            self._client_request.transport.write(data)
         elif flags & OUT:
-            self._asked.transport.write(self.reader.take())
+            self._client_request.transport.write(self.reader.take())
         elif flags & READY:
             self._listener.on_attempt_event("ready", self, flags & ~END)
         if self.over:

@@ -29,10 +29,10 @@ class DirectRequest(InFlightRequest):
     """
 
     def __init__(
-        self, rules: Rules, asked: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
+        self, rules: Rules, client_request: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
     ) -> None:
         self._rules = rules
-        self._asked = asked
+        self._client_request = client_request
         self._engine = engine
         self._on_end = on_end
         self._over = False
@@ -46,7 +46,7 @@ class DirectRequest(InFlightRequest):
             advances_ticket=False,
             refills=False,
         )
-        self._attempt = EngineAttempt(self, rules, asked, None, step, require_finish=False)
+        self._attempt = EngineAttempt(self, rules, client_request, None, step, require_finish=False)
 
     def start(self, now: float) -> None:
         """Sends the request. ``now``: seconds on the monotonic clock."""
@@ -73,13 +73,13 @@ class DirectRequest(InFlightRequest):
             self._failed(*detail)
 
     def _commit(self, attempt: EngineAttempt) -> None:
-        asked, name = self._asked, self._engine.name
+        client_request, name = self._client_request, self._engine.name
         attempt.begun = self.committed = True
         self.status = attempt.reader.status
-        lines = f"x-request-id: {asked.head.request_id}\r\n"
+        lines = f"x-request-id: {client_request.head.request_id}\r\n"
         if self._rules.show_engines:
             lines += f"x-lmetric-instance: {name}\r\n"
-        asked.pass_on(attempt.reader, lines.encode("latin-1"), name)
+        client_request.pass_on(attempt.reader, lines.encode("latin-1"), name)
 
     def _failed(self, kind: str, reason: str) -> None:
         self.reason = reason
@@ -88,7 +88,7 @@ class DirectRequest(InFlightRequest):
             self._engine.failed("reset" if kind == "engine_error" else kind, reason)
         if self.committed:
             error = ApiError(502, "the engine failed in the middle of its answer", engines=engines, code=kind)
-            self._asked.break_off(error.body(self._rules.show_engines))
+            self._client_request.break_off(error.body(self._rules.show_engines))
             self._finish()
             return
         message = "the engine that holds the response did not answer"
@@ -100,8 +100,8 @@ class DirectRequest(InFlightRequest):
         if self._over:
             return
         self._over = True
-        self.close_client = self._asked.end() or self.close_client
-        self._on_end(self._asked, self, error)
+        self.close_client = self._client_request.end() or self.close_client
+        self._on_end(self._client_request, self, error)
 
     # -- events of the client and the server -------------------------------------------------------
 
@@ -118,17 +118,17 @@ class DirectRequest(InFlightRequest):
     def check(self, now: float) -> None:
         """Called periodically: ends the request at its time limits."""
         timeouts = self._rules.timeouts
-        if reason := self._asked.overdue(timeouts.request, now):
+        if reason := self._client_request.overdue(timeouts.request, now):
             self._leave(reason, None if self.committed else ApiError(504, reason, code="timeout"))
         elif self._stalled_at and now - self._stalled_at > timeouts.slow_client:
-            self._asked.transport.abort()
+            self._client_request.transport.abort()
             self._leave("the client does not read")
         else:
             self._attempt.check(now)
 
     def fail(self) -> None:
         """Ends the request after an unexpected exception."""
-        log.exception("a request failed with an internal error", path=self._asked.path)
+        log.exception("a request failed with an internal error", path=self._client_request.path)
         self._leave("internal error", None if self.committed else ApiError(500, FAILED))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:

@@ -102,7 +102,7 @@ class RequestExecution(Progress):
     def __init__(
         self,
         rules: Rules,
-        asked: ClientRequest,
+        client_request: ClientRequest,
         pool: Pool,
         decision: Decision,
         ticket: Ticket,
@@ -112,7 +112,7 @@ class RequestExecution(Progress):
         fetches: bool,
     ) -> None:
         self.rules = rules
-        self.asked = asked
+        self.client_request = client_request
         self.pool = pool
         self.decision = decision
         self.ticket = ticket
@@ -133,7 +133,7 @@ class RequestExecution(Progress):
             self.call = call
             self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
             mover = pool.mover if moves else None
-            self.mover = mover if mover is None or call.stream or mover.by == "legs" else None
+            self.mover = mover if mover is None or call.stream or mover.by == "segments" else None
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class RequestExecution(Progress):
         if self.state == "DONE":
             return []
         limits = self.rules.timeouts
-        if reason := self.asked.overdue(limits.request, now):
+        if reason := self.client_request.overdue(limits.request, now):
             # The engine did not fail.
             self.reason = reason
             self._finish("ABORTED", "timeout", ApiError(504, reason, code="timeout"))
@@ -244,7 +244,9 @@ class RequestExecution(Progress):
 
     def _unseen(self, attempt: Attempt, now: float, _: None) -> None:
         """Handles lost tokens of a forwarded stream: the request can no longer move."""
-        self.pool.not_joinable(self.asked.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}")
+        self.pool.not_joinable(
+            self.client_request.path, f"{attempt.step.engine.name}: {attempt.reader.unseen}"
+        )
         self._stop_moving()
 
     def _ended(self, attempt: Attempt, now: float, _: None) -> None:
@@ -322,19 +324,19 @@ class RequestExecution(Progress):
     @property
     def label(self) -> str:
         """The label of its routing decision."""
-        return self.pool.labels.label(self.decision.id, self.asked.tenant)
+        return self.pool.labels.label(self.decision.id, self.client_request.tenant)
 
     def head_lines(self, engine: str) -> bytes:
         """Returns the router's own lines in the head of an answer.
 
         `engine`: the answering engine.
         """
-        asked, labels, decision = self.asked, self.pool.labels, self.decision.id
+        client_request, labels, decision = self.client_request, self.pool.labels, self.decision.id
         if not self.rules.show_engines:
-            return labels.answer_lines(asked.head, decision, asked.tenant)
+            return labels.answer_lines(client_request.head, decision, client_request.tenant)
         first = self.prefill_engine or (self.kv.source if self.kv is not None else None)
         prefill = None if first is None else first.name
-        return labels.answer_lines(asked.head, decision, asked.tenant, engine, prefill)
+        return labels.answer_lines(client_request.head, decision, client_request.tenant, engine, prefill)
 
     @property
     def answering_engine_name(self) -> str:
@@ -351,7 +353,7 @@ class RequestExecution(Progress):
         """Sends the ticket's open segment to its engine, after a prefix fetch if one is planned."""
         engine = self.pool.engines[name]
         self.has_tokens = False
-        if not self.pool.pulls or self.begun or self.ticket.fetch is None:
+        if not self.pool.fetches_prefixes or self.begun or self.ticket.fetch is None:
             self._send_segment(engine, now, event)
         elif (why := (fetch := PrefixFetch(self, engine, now)).why_not()) is not None:
             self._fetch_over(fetch, why, now)
@@ -464,7 +466,7 @@ class RequestExecution(Progress):
         refill, decision = step.engine.refill, self.decision
         if refill is not None and step.refills:
             unknown = decision.prompt_tokens - decision.predicted_cached_tokens
-            step.body = refill.body(self.asked.path, step.body, unknown)
+            step.body = refill.body(self.client_request.path, step.body, unknown)
         self._acts.append(step)
 
     def _resend(self, engine: Engine, now: float) -> None:
@@ -489,7 +491,7 @@ class RequestExecution(Progress):
             outcome = "refused"
         else:
             fetch.kv.accept(attempt.step.engine, bytes(attempt.answer), fetch.tokens, now)
-            outcome = "pulled" if fetch.kv.available else "missing"
+            outcome = "fetched" if fetch.kv.available else "missing"
         self._fetched(fetch, outcome, now)
 
     def _fetched(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
@@ -505,7 +507,7 @@ class RequestExecution(Progress):
     def _fetch_over(self, fetch: PrefixFetch, outcome: str, now: float) -> None:
         """Reports the result of the prefix fetch to the core router."""
         self.fetch = None
-        came = fetch.tokens - fetch.from_token if outcome == "pulled" else 0
+        came = fetch.tokens - fetch.from_token if outcome == "fetched" else 0
         # No engine reports its transfer time, so that is configured; the time until now is
         # measured.
         seconds = now - fetch.began + came * self.pool.transfer_seconds_per_token
@@ -514,7 +516,7 @@ class RequestExecution(Progress):
         if came:
             self.kv = fetch.kv
             self.kv.tokens = fetch.tokens
-        self.pool.pull_outcomes[outcome] += 1
+        self.pool.fetch_outcomes[outcome] += 1
         if not came:
             holder = fetch.holder.name if fetch.holder else None
             log.debug("no prefix was fetched", model=self.pool.name, holder=holder, why=outcome)
@@ -645,7 +647,7 @@ class RequestExecution(Progress):
             self._stop_moving()
             if self.migration is not None:
                 self._cancel_migration(self.migration, "not_joinable")
-            self.pool.not_joinable(self.asked.path, f"{engine.name}: {error}")
+            self.pool.not_joinable(self.client_request.path, f"{engine.name}: {error}")
         return self.unmergeable
 
     def _answer_differs(self, body: bytes) -> str | None:
@@ -656,7 +658,7 @@ class RequestExecution(Progress):
 
     def _discard_transfer(self, engine: Engine, why: str) -> None:
         """Marks the KV transfer as unusable: it is the cache of another prompt."""
-        self.pool.not_joinable(self.asked.path, f"{engine.name}: {why}")
+        self.pool.not_joinable(self.client_request.path, f"{engine.name}: {why}")
         kv = self.transfer()
         kv.useless("other_tokens", why)
         kv.tokens = 0
@@ -809,7 +811,7 @@ class RequestExecution(Progress):
             transcript.catch_up()
             self.ticket.begin_migration(target.name, recompute=migration.recomputes)
         except MergeError as error:
-            self.pool.not_joinable(self.asked.path, str(error))
+            self.pool.not_joinable(self.client_request.path, str(error))
             return self._count("not_joinable")
         except TicketError as error:
             log.debug("cannot move", model=self.pool.name, reason=str(error))
@@ -840,7 +842,7 @@ class RequestExecution(Progress):
             try:
                 self._observe()
             except MergeError as error:
-                self.pool.not_joinable(self.asked.path, str(error))
+                self.pool.not_joinable(self.client_request.path, str(error))
                 self._cancel_migration(migration, "not_joinable")
                 return
             cached = attempt.reader.cached_tokens or 0
@@ -883,7 +885,7 @@ class RequestExecution(Progress):
         if self.observing is not None:
             self.merged().observe(self.observing.reader)
 
-    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "moved") -> bool:
+    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "migrated") -> bool:
         """Stops the running attempts and continues the request on the migration's target.
 
         Returns whether it did so, or the request has ended.
@@ -898,7 +900,7 @@ class RequestExecution(Progress):
                 return self._cancel_migration(migration, "target_gone")
             transcript.catch_up()
         except MergeError as error:
-            self.pool.not_joinable(self.asked.path, str(error))
+            self.pool.not_joinable(self.client_request.path, str(error))
             return self._cancel_migration(migration, "not_joinable")
         self._end_migration()
         self._drop_attempts()
@@ -1074,7 +1076,7 @@ class RequestExecution(Progress):
             self._cancel_migration(self.migration, "ended")
         if self.fetch is not None:
             self.fetch = None
-            self.pool.pull_outcomes["ended"] += 1
+            self.pool.fetch_outcomes["ended"] += 1
             self._acts.append(Wake(None))
         self._drop_attempts()
 

@@ -30,7 +30,7 @@ class Progress:
     """
 
     rules: Rules
-    asked: ClientRequest
+    client_request: ClientRequest
     pool: Pool
     decision: Decision
     ticket: Ticket
@@ -56,7 +56,7 @@ class Progress:
     @property
     def sliced(self) -> bool:
         """Whether it runs in slices, if its engine allows it."""
-        return self.mover is not None and self.mover.by == "legs"
+        return self.mover is not None and self.mover.by == "segments"
 
     @property
     def observed(self) -> bool:
@@ -77,7 +77,7 @@ class Progress:
     @property
     def chat(self) -> bool:
         """Whether it is a chat. Engines render its prompt themselves."""
-        return self.asked.path == CHAT
+        return self.client_request.path == CHAT
 
     @property
     def request(self) -> Mapping[str, Any]:
@@ -108,8 +108,8 @@ class Progress:
 
         Then its prompt must have the same tokens.
         """
-        handed = self.kv.tokens if self.kv is not None else 0
-        return 0 < handed < self.total and not self.begun
+        transferred = self.kv.tokens if self.kv is not None else 0
+        return 0 < transferred < self.total and not self.begun
 
     def transfer(self) -> KvTransfer:
         """Returns the KV transfer to the next step; creates it on first use."""
@@ -124,6 +124,6 @@ class Progress:
             assert call is not None  # the request may be split or moved
             assert call.tokens is not None
             assert self.encoder is not None
-            self.transcript = Transcript(self.asked.path, call.request, call.tokens, self.encoder)
+            self.transcript = Transcript(self.client_request.path, call.request, call.tokens, self.encoder)
             self.call = None
         return self.transcript

@@ -46,7 +46,7 @@ class RequestRunner(InFlightRequest):
 
     def __init__(self, execution: RequestExecution, require_finish: bool, on_end: OnEnd) -> None:
         self.execution = execution
-        self._asked = execution.asked
+        self._client_request = execution.client_request
         self._require_finish = require_finish
         self._on_end = on_end
         self._finished = False
@@ -90,7 +90,7 @@ class RequestRunner(InFlightRequest):
     def _send(self, step: Step) -> None:
         execution = self.execution
         attempt = EngineAttempt(
-            self, execution.rules, self._asked, execution.ticket, step, self._require_finish
+            self, execution.rules, self._client_request, execution.ticket, step, self._require_finish
         )
         if not step.beside:
             self._main = attempt
@@ -108,25 +108,25 @@ class RequestRunner(InFlightRequest):
             attempt.begin()
             return
         attempt.begun = self.committed = True
-        client = self._asked.client
+        client = self._client_request.client
         if client.body_size:
             client.release_body()
         engine = attempt.step.engine.name
-        self._asked.pass_on(attempt.reader, execution.head_lines(engine), engine)
+        self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
         self.committed = True
-        client = self._asked.client
+        client = self._client_request.client
         if client.body_size:
             client.release_body()
-        self._asked.begin(act.kind, act.length, execution.head_lines(act.engine))
+        self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
 
     def _write(self, act: Write) -> None:
-        self._asked.write(act.data, last=act.last)
+        self._client_request.write(act.data, last=act.last)
 
     def _break_off(self, act: BreakOff) -> None:
-        self._asked.break_off(act.error.body(self.execution.rules.show_engines))
+        self._client_request.break_off(act.error.body(self.execution.rules.show_engines))
 
     def _cancel(self) -> None:
         self._cancel_main()
@@ -157,14 +157,14 @@ class RequestRunner(InFlightRequest):
             self._main.pause(paused)
 
     def _abort_client(self) -> None:
-        self._asked.transport.abort()
+        self._client_request.transport.abort()
 
     def _finish(self, act: Finish) -> None:
         if self._finished:
             return
         self._finished = True
         execution = self.execution
-        self.close_client = self._asked.end() or execution.close_client
+        self.close_client = self._client_request.end() or execution.close_client
         self.reason = execution.reason
         answered, transcript = execution.answered, execution.transcript
         if answered is not None:
@@ -176,7 +176,7 @@ class RequestRunner(InFlightRequest):
             self.usage = transcript
         # Drops references to the runner, so that no garbage collection is needed.
         self._main = self._side = execution.answered = execution.observing = execution.handle = None
-        self._on_end(self._asked, self, act.error)
+        self._on_end(self._client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------
 

@@ -178,8 +178,8 @@ class Transcript:
 
     # The answers of segments.
 
-    def take(self, answer: JSON, asked: int, *, whole: bool = False) -> Delta:
-        """Adds a segment's answer of at most `asked` tokens, not streamed. Raises MergeError.
+    def take(self, answer: JSON, max_tokens: int, *, whole: bool = False) -> Delta:
+        """Adds a segment's answer of at most `max_tokens` tokens, not streamed. Raises MergeError.
 
         Unless `whole`, the next segment produces the last token again.
         """
@@ -190,7 +190,7 @@ class Transcript:
         ids = _ids(choice)
         if not self.begun:
             self._first(answer, choice, ids)
-        over = finish != "length" or len(ids) < asked or len(self.output_ids) + len(ids) >= self._most
+        over = finish != "length" or len(ids) < max_tokens or len(self.output_ids) + len(ids) >= self._most
         kept = ids if over or whole else ids[:-1]
         return self._add(kept, finish if over else None, choice.get("stop_reason"), choice.get("logprobs"))
 
@@ -313,11 +313,11 @@ class Transcript:
         choice |= {"logprobs": delta.logprobs, "finish_reason": delta.finish}
         if delta.finish or not self._chat:
             choice["stop_reason"] = delta.stop
-        asked = self.request.get("return_token_ids")
+        returns_ids = self.request.get("return_token_ids")
         if not self._chat:
             first = len(self.output_ids) == len(delta.ids)
-            choice["prompt_token_ids"] = self.prompt if asked and first else None
-        choice["token_ids"] = delta.ids if asked else None
+            choice["prompt_token_ids"] = self.prompt if returns_ids and first else None
+        choice["token_ids"] = delta.ids if returns_ids else None
         return _event(self._chunk([choice], len(self.output_ids)))
 
     def closing(self) -> bytes:
@@ -339,9 +339,9 @@ class Transcript:
             choice["message"] = {**(choice.get("message") or {}), "content": self._decoded}
         else:
             choice["text"] = self._decoded
-        asked = self.request.get("return_token_ids")  # otherwise null, as in vLLM's answers
-        choice["token_ids"] = self.output_ids if asked else None
-        (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if asked else None
+        returns_ids = self.request.get("return_token_ids")  # otherwise null, as in vLLM's answers
+        choice["token_ids"] = self.output_ids if returns_ids else None
+        (frame if self._chat else choice)["prompt_token_ids"] = self.prompt if returns_ids else None
         return dumps({**frame, "choices": [choice], "usage": self._usage(len(self.output_ids), last=True)})
 
     def _chunk(self, choices: list[dict[str, Any]], output_tokens: int | None = None) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from lmetric.engines.handover import HandoverError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 
-log = structlog.get_logger("lmetric.handed")
+log = structlog.get_logger("lmetric.transfer")
 
 WHOLE_PROMPT = sys.maxsize  # `tokens` of a transfer of the whole prompt
 
 
 class KvTransfer:
-    """The KV transfer fields for a request's next step. `Pool.handovers` counts the outcomes."""
+    """The KV transfer fields for a request's next step. `Pool.kv_transfers` counts the outcomes."""
 
     __slots__ = ("_deadline", "_fields", "_lent", "_pool", "_sent", "source", "tokens")
 
@@ -124,7 +124,7 @@ class KvTransfer:
         The source frees a fetched cache, so a second fetch would get other data.
         """
         self._fields, self._sent = None, True
-        self._pool.handovers["handed_over"] += 1
+        self._pool.kv_transfers["transferred"] += 1
 
     def forget(self, outcome: str, reason: str) -> None:
         """Drops a stored transfer that cannot be used."""
@@ -161,7 +161,7 @@ class KvTransfer:
 
     def recompute(self, outcome: str, reason: str) -> None:
         """Counts that tokens are computed again."""
-        self._pool.handovers[outcome] += 1
+        self._pool.kv_transfers[outcome] += 1
         log.debug("tokens are computed again", model=self._pool.name, why=outcome, reason=reason)
 
 

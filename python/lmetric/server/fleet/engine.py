@@ -116,10 +116,11 @@ class Engine:
     @property
     def handover(self) -> Handover | None:
         """Its KV transfer: reported by the engine, unless the configuration sets a connector."""
-        told, asked = self.capabilities.handover, self.pool.settings.handover if self.pool else "auto"
-        if asked == "auto" or (told is not None and told.connector == asked):
-            return told
-        return Handover(asked)
+        reported = self.capabilities.handover
+        configured = self.pool.settings.handover if self.pool else "auto"
+        if configured == "auto" or (reported is not None and reported.connector == configured):
+            return reported
+        return Handover(configured)
 
     @property
     def runs_halves_at_once(self) -> bool:

@@ -223,13 +223,13 @@ class Fleet:
                 raise ValueError(reason) from None
             unanswered.append(reason)
             engine.adapter, engine.capabilities = UNKNOWN, Capabilities("unknown", no_events=reason)
-        told = engine.capabilities
+        capabilities = engine.capabilities
         if engine.pool is None:
             self._place(engine)
         pool = self.pool_of(engine)
         if pool is None:
             return  # removed meanwhile
-        base = told.base(pool.name)
+        base = capabilities.base(pool.name)
         async with pool.asking:
             await pool.set_tokenizer(base.root if base is not None else None)
         await pool.compare_tokens(engine, self.config.health.timeout)
@@ -239,7 +239,7 @@ class Fleet:
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)
         pool.set_role(engine)
-        if told == before:
+        if capabilities == before:
             return
         pool.retry_joins()
         level = logging.INFO if engine.mode.name == "exact" else logging.WARNING
@@ -248,11 +248,11 @@ class Fleet:
             "engine identified",
             engine=engine.name,
             model=pool.name,
-            kind=told.engine,
-            version=told.version,
-            block_size=told.block_size,
-            cache_blocks=told.cache_blocks,
-            load=", ".join(told.load_names) or "none",
+            kind=capabilities.engine,
+            version=capabilities.version,
+            block_size=capabilities.block_size,
+            cache_blocks=capabilities.cache_blocks,
+            load=", ".join(capabilities.load_names) or "none",
             mode=engine.mode.name,
             reason=engine.mode.reason,
             fix=engine.mode.fix,
@@ -267,9 +267,9 @@ class Fleet:
                 "the engine may ignore cache_salt: isolated tenants may share its prefix cache",
                 engine=engine.name,
                 model=pool.name,
-                kind=told.engine,
+                kind=capabilities.engine,
             )
-        names = [model.name for model in told.models]
+        names = [model.name for model in capabilities.models]
         if names and pool.name not in names:
             log.warning(
                 "the engine does not serve its model", engine=engine.name, model=pool.name, serves=names

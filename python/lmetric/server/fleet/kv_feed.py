@@ -36,7 +36,7 @@ log = structlog.get_logger("lmetric.kv")
 
 
 @dataclass(slots=True)
-class _Heard:
+class _EngineEvents:
     """The subscriptions of one engine, and the state of its events at the last check."""
 
     subscriptions: tuple[Subscription, ...]
@@ -46,12 +46,12 @@ class _Heard:
     batches: int = 0
     restarts: int = 0
     refilled: tuple[int, int] | None = None  # the loss that the last backfill was started for
-    # At the last check. `untold_tokens`: uncached prompt tokens placed there since the last batch.
+    # At the last check. `unreported_tokens`: uncached prompt tokens placed since the last batch.
     looked_at: float = 0.0
     window: float = 0.0
     decisions: int = 0
-    untold_tokens: float = 0.0
-    untold_since: float = 0.0
+    unreported_tokens: float = 0.0
+    unreported_since: float = 0.0
 
     @property
     def where(self) -> str:
@@ -70,10 +70,10 @@ class _Heard:
         placed = window - faded - size * (decisions - self.decisions)
         first = self.looked_at == 0.0
         self.looked_at, self.window, self.decisions = now, window, decisions
-        self.untold_tokens = 0.0 if came or first else self.untold_tokens + max(0.0, placed)
-        if self.untold_tokens < SILENT_BLOCKS * size:
-            self.untold_since = now
-        return now - self.untold_since >= SILENT_SECONDS
+        self.unreported_tokens = 0.0 if came or first else self.unreported_tokens + max(0.0, placed)
+        if self.unreported_tokens < SILENT_BLOCKS * size:
+            self.unreported_since = now
+        return now - self.unreported_since >= SILENT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class KvFeed:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._feed: EventFeed | None = None  # created, with its thread, at the first subscription
-        self._heard: dict[str, _Heard] = {}
+        self._events: dict[str, _EngineEvents] = {}
         self._pushed: dict[str, tuple[str, str] | None] = {}  # endpoint and topic of pushed load
 
     def wire(self, engine: Engine, pooled: PoolFacts) -> None:
@@ -124,8 +124,8 @@ class KvFeed:
         mode, subscriptions = choose(
             engine.capabilities, engine.host, setting, pooled, engine.tokens_differ, engine.adapter.flags
         )
-        heard, pushed = self._heard.get(engine.name), _pushed_load(engine)
-        same = heard is not None and (heard.subscriptions, heard.pooled) == (subscriptions, pooled)
+        events, pushed = self._events.get(engine.name), _pushed_load(engine)
+        same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:
             self.unwire(engine.name)
             self._pushed[engine.name] = pushed
@@ -147,7 +147,7 @@ class KvFeed:
 
     def unwire(self, name: str) -> None:
         """Ends all subscriptions to an engine."""
-        self._heard.pop(name, None)
+        self._events.pop(name, None)
         self._pushed.pop(name, None)
         if self._feed is not None:
             self._feed.unsubscribe(name)
@@ -177,41 +177,41 @@ class KvFeed:
 
         Call it about once a second.
         """
-        if not self._heard:
+        if not self._events:
             return
         assert self._feed is not None
         instances, now = self._router.stats()["instances"], time.monotonic()
         for engine in engines:
-            heard = self._heard.get(engine.name)
-            if heard is None:
+            events = self._events.get(engine.name)
+            if events is None:
                 continue
             tally = _Tally.of(self._feed.status(engine.name))
-            problem = self._problem(engine, heard, tally, instances[engine.name], now)
-            self._turn(engine, heard.exact if problem is None else problem)
-            if tally.incomplete and heard.refilled != tally.losses:
-                heard.refilled = tally.losses
+            problem = self._problem(engine, events, tally, instances[engine.name], now)
+            self._turn(engine, events.exact if problem is None else problem)
+            if tally.incomplete and events.refilled != tally.losses:
+                events.refilled = tally.losses
                 self._refill(engine)
             elif engine.refill is not None and (engine.refill.over(now) or not tally.incomplete):
                 engine.refill = None
 
     def _problem(
-        self, engine: Engine, heard: _Heard, tally: _Tally, row: InstanceStats, now: float
+        self, engine: Engine, events: _EngineEvents, tally: _Tally, row: InstanceStats, now: float
     ) -> Mode | None:
         """Returns the mode of an engine while its events are not reliable; None: they are."""
-        if tally.restarts > heard.restarts:
+        if tally.restarts > events.restarts:
             engine.ask_anew()
-        came = tally.batches > heard.batches
-        heard.batches, heard.restarts = tally.batches, tally.restarts
+        came = tally.batches > events.batches
+        events.batches, events.restarts = tally.batches, tally.restarts
         if tally.connected or not engine.healthy:
-            heard.connected_at = now
-        silent = heard.is_silent(came, row, now)
-        if tally.block_size not in (None, heard.pooled.block_size):
-            return mismatch(tally.block_size, heard.pooled)
-        if now - heard.connected_at >= SILENT_SECONDS:
-            return Mode("approximate", "no connection to its KV events", heard.where, _FIX_CONNECT)
+            events.connected_at = now
+        silent = events.is_silent(came, row, now)
+        if tally.block_size not in (None, events.pooled.block_size):
+            return mismatch(tally.block_size, events.pooled)
+        if now - events.connected_at >= SILENT_SECONDS:
+            return Mode("approximate", "no connection to its KV events", events.where, _FIX_CONNECT)
         if silent:
             topic = "" if tally.other_topic is None else f", only messages of topic {tally.other_topic!r}"
-            detail = f"no KV event came from {heard.where}{topic}"
+            detail = f"no KV event came from {events.where}{topic}"
             return Mode("approximate", "it computed prompts, but sent no KV event", detail, _FIX_SILENT)
         return None
 
@@ -219,7 +219,7 @@ class KvFeed:
         self, engine: Engine, subscriptions: tuple[Subscription, ...], mode: Mode, pooled: PoolFacts
     ) -> None:
         feed, name = self._opened(), engine.name
-        self._heard[name] = _Heard(subscriptions, mode, pooled, connected_at=time.monotonic())
+        self._events[name] = _EngineEvents(subscriptions, mode, pooled, connected_at=time.monotonic())
         self._router.update_instance(name, kv_source="exact")
         for one in subscriptions:
             one.open(feed, name, pooled.block_size)

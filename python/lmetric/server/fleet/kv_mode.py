@@ -140,9 +140,9 @@ def mismatch(size: int, pool: PoolFacts) -> Mode:
 
 def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, ...]:
     """Returns the engine's event sources, with the configured endpoint if there is one."""
-    told = capabilities.event_sources
+    reported = capabilities.event_sources
     if given.endpoint is None:
-        return told
+        return reported
     return tuple(
         EventSource(
             source.rank,
@@ -151,7 +151,7 @@ def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, 
             source.replay_endpoint,
             connects=given.bind,
         )
-        for source in told or (EventSource(capabilities.data_parallel_rank or 0, given.endpoint),)
+        for source in reported or (EventSource(capabilities.data_parallel_rank or 0, given.endpoint),)
     )
 
 

@@ -20,7 +20,7 @@ from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
-from lmetric.server.api.eligibility import split_ineligibility, unpulled_reason
+from lmetric.server.api.eligibility import fetch_ineligibility, split_ineligibility
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
@@ -137,8 +137,8 @@ class Pool:
         # Whether requests may be split between engines of role both, and whether engines fetch
         # prefixes from each other.
         self.splits = routing.split is not None
-        self.pulls = routing.prefix_fetch is not None
-        self.pull_outcomes: Counter[str] = Counter()
+        self.fetches_prefixes = routing.prefix_fetch is not None
+        self.fetch_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.mover: Rebalancer | None = None  # set if running requests may move
         if (rule := routing.rebalance) is not None:
@@ -151,7 +151,7 @@ class Pool:
         self.kv = KvFeed(self.router)
         self.cuts = False  # whether a plan may have several segments
         self._see_cuts()
-        self.handovers: Counter[str] = Counter()  # KV transfers, by outcome
+        self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
@@ -221,10 +221,12 @@ class Pool:
         self.router.update_instance(engine.name, role=role)
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
-        fetches = self.splits or self.pulls or (self.mover is not None and self.mover.by != "recompute")
+        fetches = (
+            self.splits or self.fetches_prefixes or (self.mover is not None and self.mover.by != "recompute")
+        )
         between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None
-        if self.splits or self.pulls:
+        if self.splits or self.fetches_prefixes:
             self.router.update_instance(engine.name, handoff=self._cuts_of(engine))
         elif self.mover is not None:
             self.router.update_instance(engine.name, handoff="output")  # by recomputation
@@ -234,20 +236,20 @@ class Pool:
                 binding="early" if any(each and each.at_once for each in connectors) else "late"
             )
         engine.unfit = None
-        rank, told_of = engine.config.data_parallel_rank, engine.capabilities
-        if engine.identified and rank is not None and told_of.data_parallel_rank != rank:
+        rank, capabilities = engine.config.data_parallel_rank, engine.capabilities
+        if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
             engine.unfit = f"it did not confirm data_parallel_rank {rank}"
-            if told_of.no_events is not None:
-                fix = told_of.events_fix or flag_fix(engine.adapter.flags, "kv_events")
-                engine.unfit = f"{told_of.no_events}; {fix}" if fix else told_of.no_events
+            if capabilities.no_events is not None:
+                fix = capabilities.events_fix or flag_fix(engine.adapter.flags, "kv_events")
+                engine.unfit = f"{capabilities.no_events}; {fix}" if fix else capabilities.no_events
         elif role != "both" and engine.identified:
-            told, does = engine.capabilities.role, engine.connector
+            reported, does = engine.capabilities.role, engine.connector
             if does is None:
                 engine.unfit = (
                     f"role {role}, but {engine.capabilities.no_handover or 'it has no KV transfer'}"
                 )
-            elif does.at_once and told != role:
-                engine.unfit = f"role {role}, but it was started as {told or 'another role'}"
+            elif does.at_once and reported != role:
+                engine.unfit = f"role {role}, but it was started as {reported or 'another role'}"
             elif does.at_once and self.settings.binding == "late":
                 engine.unfit = (
                     "binding is late, but its engine needs both segments at once: set binding: early, or auto"
@@ -258,7 +260,7 @@ class Pool:
         handover = engine.handover
         if engine.connector is None:
             return "output" if self.settings.split_recompute or not self.splits else "nowhere"
-        if self.pulls and engine.role != "both":
+        if self.fetches_prefixes and engine.role != "both":
             return "output"  # its plans split only at the prompt's end
         # A split inside the prompt needs the prompt's tokens, equal to the engine's own.
         known = engine.tokens_differ is None
@@ -267,25 +269,25 @@ class Pool:
     def _see_cuts(self) -> None:
         """Updates `cuts` from the engines' roles and the configuration."""
         roles = any(engine.role != "both" for engine in self.engines.values())
-        self.cuts = self.joins or self.pulls or roles
+        self.cuts = self.joins or self.fetches_prefixes or roles
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
         return tokens / (rate or UNLEARNED_TOKENS_PER_SECOND)
 
-    def unpulled(self, path: str, call: ParsedRequest) -> str | None:
+    def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""
-        if why := unpulled_reason(path, call.request, tokens=call.tokens is not None):
+        if why := fetch_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
             return "the model's tokenizer is not known"
         return self._why_not_joinable(path)
 
-    def uncut(self, path: str, call: ParsedRequest) -> str | None:
+    def split_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must neither be split nor moved; None: it may."""
-        legs = self.mover is not None and self.mover.by == "legs"
-        if not call.stream and not self.splits and not legs:
+        segments = self.mover is not None and self.mover.by == "segments"
+        if not call.stream and not self.splits and not segments:
             return "its answer is not streamed, so its tokens are not known before its end"
         if why := split_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
@@ -345,17 +347,21 @@ class Pool:
                 self.router.update_instance(each.name, cache_blocks=self._blocks_of(held))
             self.kv.wire(each, pooled)
 
-    def _take_block_size(self, told: Capabilities) -> None:
+    def _take_block_size(self, capabilities: Capabilities) -> None:
         """Applies an engine's block size to the index, unless another engine has set it."""
-        if self.settings.block_size is not None or told.block_size is None:
+        if self.settings.block_size is not None or capabilities.block_size is None:
             return
         # Without events, blocks below the default size only cost memory and time.
-        size = told.block_size if told.event_sources else max(told.block_size, DEFAULT_BLOCK_SIZE)
+        size = (
+            capabilities.block_size
+            if capabilities.event_sources
+            else max(capabilities.block_size, DEFAULT_BLOCK_SIZE)
+        )
         standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
         if size != self.block_size and not standing:
             self.router.configure(block_size=size)
             self.block_size = size
-            standing = [e.name for e in self.engines.values() if e.capabilities is told]
+            standing = [e.name for e in self.engines.values() if e.capabilities is capabilities]
         if standing and self.block_size_from not in standing:
             self.block_size_from = standing[0]
 

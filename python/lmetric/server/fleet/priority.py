@@ -26,25 +26,25 @@ def follow_clock(router: Router, settings: PoolSettings) -> None:
 
 def how(engine: Engine) -> str:
     """Describes how an engine gets a request's priority, and whether its queue uses it."""
-    told = engine.capabilities.priority
-    if told is None:
+    capability = engine.capabilities.priority
+    if capability is None:
         return "not sent: the engine is not known to accept a priority"
-    if told.honoured is False:
+    if capability.honoured is False:
         return "not sent: its queue is not ordered by priority"
     heed = (
         "its queue is ordered by priority"
-        if told.honoured
+        if capability.honoured
         else "it does not report whether its queue is ordered by priority"
     )
-    return f"sent as {'a header' if told.header else 'a field'}; {heed}"
+    return f"sent as {'a header' if capability.header else 'a field'}; {heed}"
 
 
 def header(engine: Engine, priority: int | None) -> int | None:
     """Returns the value of the engine's priority header; None: it gets no header."""
-    told = engine.capabilities.priority
-    if priority is None or told is None or not told.header or told.honoured is False:
+    capability = engine.capabilities.priority
+    if priority is None or capability is None or not capability.header or capability.honoured is False:
         return None
-    return told.field(-priority)
+    return capability.field(-priority)
 
 
 def remove(call: ParsedRequest) -> None:
@@ -58,8 +58,8 @@ def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:
 
     ``sent``: a body without the client's own `priority` (see `remove`).
     """
-    told = engine.capabilities.priority
-    if priority is None or told is None or told.header:
+    capability = engine.capabilities.priority
+    if priority is None or capability is None or capability.header:
         return sent
-    value = told.field(-priority)
+    value = capability.field(-priority)
     return sent if value is None else with_fields(sent, {"priority": value})

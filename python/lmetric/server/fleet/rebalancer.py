@@ -62,7 +62,7 @@ class Rebalancer:
         self._engines = engines
         self._prefill_seconds = prefill_seconds
         self.by = settings.migration_by
-        self.leg_tokens = settings.migration_leg_tokens
+        self.segment_tokens = settings.migration_segment_tokens
         self.at_once = settings.migration_max_concurrent
         self.max_gap_seconds = settings.migration_max_gap_seconds
         self.period_seconds = rule.period_seconds

@@ -104,10 +104,10 @@ class Server(Protocol):
         Returns None if it was refused; then ``client.answered`` was called.
         """
 
-    def serve(self, asked: ClientRequest, body: bytes) -> None:
+    def serve(self, client_request: ClientRequest, body: bytes) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
 
-    def no_room(self, client: "ClientConnection", asked: ClientRequest | None) -> None:
+    def no_room(self, client: "ClientConnection", client_request: ClientRequest | None) -> None:
         """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
 
     def refuse(self, client: "ClientConnection", malformed: HttpProcessingError | None) -> web.StreamResponse:
@@ -118,8 +118,8 @@ class ClientConnection(RequestHandler):
     """One client's connection."""
 
     __slots__ = (
-        "_asked",
         "_client",
+        "_client_request",
         "_front",
         "_held",
         "_left",
@@ -140,7 +140,7 @@ class ClientConnection(RequestHandler):
         self.idle_since = clock.monotonic()
         self._state = FREE
         self._client: Client | None = None  # None: not connected, or over the limit
-        self._asked: ClientRequest | None = None  # the incomplete request, once its head is known
+        self._client_request: ClientRequest | None = None  # the incomplete request, once its head is known
         self._held: list[bytes] = []
         self._size = 0  # bytes held
         self.body_size = 0  # counted bytes of a body outside `_held`
@@ -192,9 +192,9 @@ class ClientConnection(RequestHandler):
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
-        asked, self._asked = self._asked, None
+        client_request, self._client_request = self._client_request, None
         try:
-            head = self._front.requests.read(data) if asked is None else asked.head
+            head = self._front.requests.read(data) if client_request is None else client_request.head
         except WireError:
             self._hand_over(data)
             return
@@ -205,22 +205,22 @@ class ClientConnection(RequestHandler):
         end = start + length
         if head.plain and self._front.takes(head):
             if len(data) < end:
-                if asked is None:
+                if client_request is None:
                     self._discard(end - len(data))
-                    asked = self._front.admit(self, head)
-                if asked is not None:
-                    self._collect(data, asked, end)
+                    client_request = self._front.admit(self, head)
+                if client_request is not None:
+                    self._collect(data, client_request, end)
                 return
             self._state = ASKED
             self.answering = True
             if len(data) > end:
                 self._hold_back(data[end:])
             if length > SMALL_BODY and not self.hold_body(length):
-                self._front.no_room(self, asked)
-            elif asked is None:
+                self._front.no_room(self, client_request)
+            elif client_request is None:
                 self._front.ask(self, head, data[start:end])
             else:
-                self._front.serve(asked, data[start:end])
+                self._front.serve(client_request, data[start:end])
         elif head.framed:
             self._give(data, end)
         else:
@@ -269,9 +269,9 @@ class ClientConnection(RequestHandler):
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
-    def _collect(self, data: bytes, asked: ClientRequest | None, need: int) -> None:
+    def _collect(self, data: bytes, client_request: ClientRequest | None, need: int) -> None:
         self._state = COLLECTING
-        self._asked = asked
+        self._client_request = client_request
         self._need = need
         self._left = 0
         if not self._hold(data):
@@ -303,10 +303,10 @@ class ClientConnection(RequestHandler):
         self._left = size
 
     def _no_room(self, to_come: int) -> None:
-        asked, self._asked = self._asked, None
+        client_request, self._client_request = self._client_request, None
         self._take_held()
         self._discard(to_come)
-        self._front.no_room(self, asked)
+        self._front.no_room(self, client_request)
 
     def hold_body(self, size: int) -> bool:
         """Counts bytes of a body outside `_held`. Returns False beyond a limit on body bytes."""
@@ -368,12 +368,12 @@ class ClientConnection(RequestHandler):
     def check(self, now: float, idle_seconds: float) -> None:
         """Called periodically: gives incomplete requests to aiohttp, closes idle connections."""
         if self._state == COLLECTING:
-            asked, self._asked = self._asked, None
+            client_request, self._client_request = self._client_request, None
             data = self._take_held()
-            if asked is None:
+            if client_request is None:
                 self._hand_over(data)
             else:
-                self._give(data, asked.head.start + asked.head.length)
+                self._give(data, client_request.head.start + client_request.head.length)
         elif self._state == DISCARDING:
             if now - self.idle_since > LINGER_SECONDS:
                 self.force_close()

@@ -178,7 +178,7 @@ class Frontend(web.Server):
             log.exception("a request failed with an internal error", path=path)
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
-        asked = ClientRequest(
+        client_request = ClientRequest(
             client,
             request.transport,
             self.requests.sort(target.encode(), request.raw_headers),
@@ -186,17 +186,17 @@ class Frontend(web.Server):
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
-        if self._admits(asked):
+        if self._admits(client_request):
             try:
                 body = await self.read_body(request, self._body_limit)
             except ApiError as error:
-                asked.keep_alive = False  # the rest of the body may still come
-                self._ended(asked, None, error)
+                client_request.keep_alive = False  # the rest of the body may still come
+                self._ended(client_request, None, error)
             else:
                 if stored is None:
-                    self._serve(asked, body)
+                    self._serve(client_request, body)
                 else:
-                    self._serve_stored(asked, stored, request.method)
+                    self._serve_stored(client_request, stored, request.method)
         try:
             return self._goes_on if await ended else self._ends
         except asyncio.CancelledError:
@@ -305,9 +305,9 @@ class Frontend(web.Server):
         """Answers a plain request, then calls ``client.answered``."""
         transport = client.transport
         if transport is not None:
-            asked = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
-            if self._admits(asked):
-                self._serve(asked, body)
+            client_request = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
+            if self._admits(client_request):
+                self._serve(client_request, body)
 
     def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
         """Admits a request before its body is complete.
@@ -317,51 +317,51 @@ class Frontend(web.Server):
         transport = client.transport
         if transport is None:
             return None
-        asked = ClientRequest(
+        client_request = ClientRequest(
             client, transport, head, True, False, client.answered
         )  # after a refusal, the body still comes
-        if not self._admits(asked):
+        if not self._admits(client_request):
             return None
-        asked.keep_alive = head.keep_alive
-        return asked
+        client_request.keep_alive = head.keep_alive
+        return client_request
 
-    def serve(self, asked: ClientRequest, body: bytes) -> None:
+    def serve(self, client_request: ClientRequest, body: bytes) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
-        asked.started = time.monotonic()
+        client_request.started = time.monotonic()
         try:
             self._check_room()
         except ApiError as error:
-            self._ended(asked, None, error)
+            self._ended(client_request, None, error)
         else:
-            self._serve(asked, body)
+            self._serve(client_request, body)
 
-    def no_room(self, client: ClientConnection, asked: ClientRequest | None) -> None:
+    def no_room(self, client: ClientConnection, client_request: ClientRequest | None) -> None:
         """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
         if client.transport is not None:
-            if asked is None:
+            if client_request is None:
                 head = self.requests.sort(b"", [])
-                asked = ClientRequest(client, client.transport, head, True, False, client.answered)
-            asked.keep_alive = False
-            self._ended(asked, None, _no_room())
+                client_request = ClientRequest(client, client.transport, head, True, False, client.answered)
+            client_request.keep_alive = False
+            self._ended(client_request, None, _no_room())
 
     # Both paths.
 
-    def _admits(self, asked: ClientRequest) -> bool:
+    def _admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
         if self._access:
-            asked.address = _address(asked.transport)
+            client_request.address = _address(client_request.transport)
         if self._cors is not None:
-            asked.cors = self._cors.lines(asked.head)
+            client_request.cors = self._cors.lines(client_request.head)
         try:
             if self.keys.on:
-                authorization, key = asked.head.authorization, asked.head.api_key
-                asked.tenant = self.keys.tenant(_text(authorization), _text(key))
-            elif self._shares and (named := asked.head.tenant) in self._shares:
-                asked.tenant = named or ""  # without keys, the header is trusted
+                authorization, key = client_request.head.authorization, client_request.head.api_key
+                client_request.tenant = self.keys.tenant(_text(authorization), _text(key))
+            elif self._shares and (named := client_request.head.tenant) in self._shares:
+                client_request.tenant = named or ""  # without keys, the header is trusted
             if self.refusing or len(self.relays) >= self._request_limit:
                 self._check_room()
         except ApiError as error:
-            self._ended(asked, None, error)
+            self._ended(client_request, None, error)
             return False
         return True
 
@@ -372,36 +372,36 @@ class Frontend(web.Server):
         if len(self.relays) >= self._request_limit:
             raise ApiError(503, "too many concurrent requests", code="too_many", headers={"retry-after": "1"})
 
-    def _serve(self, asked: ClientRequest, body: bytes) -> None:
+    def _serve(self, client_request: ClientRequest, body: bytes) -> None:
         """Starts the request. `_ended` is called at its end."""
         try:
-            call = parse(self.paths[asked.path], body)
-            if asked.tenant and asked.tenant in self.isolation.tenants:
-                self.isolation.apply(asked.tenant, asked.path, call)
+            call = parse(self.paths[client_request.path], body)
+            if client_request.tenant and client_request.tenant in self.isolation.tenants:
+                self.isolation.apply(client_request.tenant, client_request.path, call)
             pool, adapter = self.fleet.find(call.model)
-            asked.pool = pool
+            client_request.pool = pool
             if call.path.stores:
-                self._follow_response(asked, call, pool)
+                self._follow_response(client_request, call, pool)
             in_thread = self._read_prompt(call, pool)
             if in_thread is None:
-                self._place(asked, call, pool, adapter, asked.started)
+                self._place(client_request, call, pool, adapter, client_request.started)
             else:
-                place = partial(self._place, asked, call, pool, adapter)
-                self._read_in_thread(asked, in_thread, call, pool, place)
+                place = partial(self._place, client_request, call, pool, adapter)
+                self._read_in_thread(client_request, in_thread, call, pool, place)
         except ApiError as error:
-            self._ended(asked, None, error)
+            self._ended(client_request, None, error)
         except Exception:
-            log.exception("a request failed with an internal error", path=asked.path)
-            self._ended(asked, None, ApiError(500, FAILED))
+            log.exception("a request failed with an internal error", path=client_request.path)
+            self._ended(client_request, None, ApiError(500, FAILED))
 
     # Stored responses.
 
-    def _follow_response(self, asked: ClientRequest, call: ParsedRequest, pool: Pool) -> None:
+    def _follow_response(self, client_request: ClientRequest, call: ParsedRequest, pool: Pool) -> None:
         """Pins a request to the engine of the response that it continues, and follows its own.
 
         Raises ApiError (400, 404).
         """
-        tenant, stored = asked.tenant, self.stored
+        tenant, stored = client_request.tenant, self.stored
         if (previous := previous_id(call)) is not None:
             home, engine = self._holder(tenant, previous)
             if home is not pool:
@@ -409,10 +409,10 @@ class Frontend(web.Server):
                     f"previous_response_id: the model of that response is {home.name!r}, not {pool.name!r}",
                     "previous_response_id",
                 )
-            asked.pinned_to = engine.name
+            client_request.pinned_to = engine.name
         own = assign_id(call, tenants=self.keys.on or bool(self._shares))
         if own is not None:
-            asked.on_answer = lambda engine: stored.add(tenant, own, Holder(pool.name, engine))
+            client_request.on_answer = lambda engine: stored.add(tenant, own, Holder(pool.name, engine))
 
     def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
@@ -425,27 +425,27 @@ class Frontend(web.Server):
             raise error
         return pool, engine
 
-    def _serve_stored(self, asked: ClientRequest, target: StoredResponsePath, method: str) -> None:
+    def _serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
-        tenant, response_id = asked.tenant, target.response_id
+        tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
         try:
-            asked.pool, engine = self._holder(tenant, response_id)
+            client_request.pool, engine = self._holder(tenant, response_id)
             if method == "DELETE":
-                asked.on_answer = lambda _: self.stored.forget(tenant, response_id)
-            asked.keep_alive &= not self.draining
-            relay = DirectRequest(self._rules, asked, engine, method.encode(), self._ended)
-            asked.client.relay = relay
+                client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
+            client_request.keep_alive &= not self.draining
+            relay = DirectRequest(self._rules, client_request, engine, method.encode(), self._ended)
+            client_request.client.relay = relay
             self.relays.add(relay)
-            if asked.client.writing_paused:
+            if client_request.client.writing_paused:
                 relay.client_slow()
             relay.start(time.monotonic())
         except ApiError as error:
-            self._ended(asked, None, error)
+            self._ended(client_request, None, error)
         except Exception:
-            log.exception("a request failed with an internal error", path=asked.path)
+            log.exception("a request failed with an internal error", path=client_request.path)
             if relay is None:
-                self._ended(asked, None, ApiError(500, FAILED))
+                self._ended(client_request, None, ApiError(500, FAILED))
             else:
                 relay.fail()
 
@@ -471,7 +471,7 @@ class Frontend(web.Server):
 
     def _read_in_thread(
         self,
-        asked: ClientRequest,
+        client_request: ClientRequest,
         work: Callable[[], Tokens | None],
         call: ParsedRequest,
         pool: Pool,
@@ -490,21 +490,21 @@ class Frontend(web.Server):
                     call.tokens = tokens
                 place(time.monotonic())
             except ApiError as error:
-                self._ended(asked, waiting, error)
+                self._ended(client_request, waiting, error)
             except Exception:
-                log.exception("a request failed with an internal error", path=asked.path)
-                self._ended(asked, waiting, ApiError(500, FAILED))
+                log.exception("a request failed with an internal error", path=client_request.path)
+                self._ended(client_request, waiting, ApiError(500, FAILED))
             else:
                 self.relays.discard(waiting)
 
         limit = self._rules.timeouts.request
-        waiting = PendingTokenization(asked, self._tokenisers.begin(work), then, self._ended, limit)
-        asked.client.relay = waiting
+        waiting = PendingTokenization(client_request, self._tokenisers.begin(work), then, self._ended, limit)
+        client_request.client.relay = waiting
         self.relays.add(waiting)
 
     def _place(
         self,
-        asked: ClientRequest,
+        client_request: ClientRequest,
         call: ParsedRequest,
         pool: Pool,
         adapter: str | None,
@@ -514,19 +514,19 @@ class Frontend(web.Server):
         relay: RequestRunner | None = None
         if pool.orders or self.keys.on:
             # Otherwise clients could delay the requests of others.
-            asked.drops_priority = True
+            client_request.drops_priority = True
             if call.priority is not None:
                 priority.remove(call)
-        asked.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
-        head = asked.head
+        client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
+        head = client_request.head
         joins = pool.joins
-        uncut = pool.uncut(asked.path, call) if joins else None
-        unpulled = pool.unpulled(asked.path, call) if pool.pulls else None
-        moves = joins and uncut is None
-        weight, handicap_seconds = self._shares.get(asked.tenant, NO_SHARE)
+        split_reason = pool.split_reason(client_request.path, call) if joins else None
+        fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
+        moves = joins and split_reason is None
+        weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
         session = head.session or call.session
-        if asked.tenant and session is not None:
-            session = _session(asked.tenant, session)
+        if client_request.tenant and session is not None:
+            session = _session(client_request.tenant, session)
         policies = pool.policies
         try:
             decision, ticket = pool.router.route(
@@ -542,23 +542,23 @@ class Frontend(web.Server):
                     adapter,
                     call.salt,
                     extra_tokens,
-                    asked.tenant or None,
+                    client_request.tenant or None,
                     weight,
                     handicap_seconds,
                     # Output lengths are learned per path and tenant.
-                    _length_class(asked) if pool.splits or policies.reads_length_class else None,
+                    _length_class(client_request) if pool.splits or policies.reads_length_class else None,
                     None,  # reasoning_tokens
-                    uncut is None,
-                    uncut,
-                    unpulled is None,
-                    unpulled,
+                    split_reason is None,
+                    split_reason,
+                    fetch_reason is None,
+                    fetch_reason,
                     _priority(head, call) if policies.reads_priority else None,
-                    asked.pinned_to,
+                    client_request.pinned_to,
                 ),
                 now=now,
             )
         except NoInstanceError as error:
-            if asked.pinned_to is not None:
+            if client_request.pinned_to is not None:
                 raise ApiError(
                     503,
                     f"{pool.name}: the engine that holds previous_response_id accepts no request now",
@@ -567,17 +567,17 @@ class Frontend(web.Server):
                     headers={"retry-after": "2"},
                 ) from None
             raise pool.no_engine_error(error) from None
-        asked.priority = decision.priority
+        client_request.priority = decision.priority
         try:
-            asked.keep_alive &= not self.draining
-            fetches = pool.pulls and unpulled is None
+            client_request.keep_alive &= not self.draining
+            fetches = pool.fetches_prefixes and fetch_reason is None
             execution = RequestExecution(
-                self._rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
+                self._rules, client_request, pool, decision, ticket, call, moves=moves, fetches=fetches
             )
             relay = RequestRunner(execution, call.path.generates, self._ended)
-            asked.client.relay = relay
+            client_request.client.relay = relay
             self.relays.add(relay)
-            if asked.client.writing_paused:
+            if client_request.client.writing_paused:
                 relay.client_slow()
             relay.start(now)
         except Exception:
@@ -585,12 +585,14 @@ class Frontend(web.Server):
                 raise
             relay.fail()
 
-    def _ended(self, asked: ClientRequest, relay: InFlightRequest | None, error: ApiError | None) -> None:
+    def _ended(
+        self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
+    ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and counts the request."""
-        goes_on = asked.keep_alive and not self.draining
+        goes_on = client_request.keep_alive and not self.draining
         status = 499
         if relay is not None:
-            asked.client.relay = None
+            client_request.client.relay = None
             self.relays.discard(relay)
             if self.refusing and not self.relays:
                 self._idle.set()
@@ -598,31 +600,31 @@ class Frontend(web.Server):
             if relay.committed:
                 status = relay.status
             usage = relay.usage
-            if usage is not None and asked.prompt_bytes and asked.pool is not None:
+            if usage is not None and client_request.prompt_bytes and client_request.pool is not None:
                 prompt_tokens = usage.prompt_tokens
                 if prompt_tokens:
-                    asked.pool.ratio.learn(asked.prompt_bytes, prompt_tokens)
+                    client_request.pool.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
             status = error.status
-            goes_on = goes_on and asked.http11
-            if asked.transport.is_closing():
+            goes_on = goes_on and client_request.http11
+            if client_request.transport.is_closing():
                 status = 499  # the client left before the router refused its request
             else:
-                asked.transport.write(
+                client_request.transport.write(
                     whole_answer(
                         error,
-                        asked.head.request_id,
+                        client_request.head.request_id,
                         goes_on,
                         show_engines=self._show_engines,
-                        more_fields=asked.cors,
+                        more_fields=client_request.cors,
                     )
                 )
         now = time.monotonic()
-        model = asked.pool.name if asked.pool is not None else ""
-        self.metrics.request(model, asked.tenant, status, asked.started, now, relay)
+        model = client_request.pool.name if client_request.pool is not None else ""
+        self.metrics.request(model, client_request.tenant, status, client_request.started, now, relay)
         if self._access:
-            _log_access(asked, model, status, now, relay)
-        asked.done(goes_on)
+            _log_access(client_request, model, status, now, relay)
+        client_request.done(goes_on)
 
 
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
@@ -630,9 +632,9 @@ def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
 
 
-def _length_class(asked: ClientRequest) -> str:
+def _length_class(client_request: ClientRequest) -> str:
     """Returns the class for learned output lengths: the path, and the tenant if there is one."""
-    return f"{asked.path} {asked.tenant}" if asked.tenant else asked.path
+    return f"{client_request.path} {client_request.tenant}" if client_request.tenant else client_request.path
 
 
 def _priority(head: RequestHead, call: ParsedRequest) -> float | None:
@@ -663,7 +665,7 @@ def _address(transport: asyncio.Transport) -> str | None:
 
 
 def _log_access(
-    asked: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
+    client_request: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
 ) -> None:
     """Logs a request that has ended."""
     done = relay or InFlightRequest()
@@ -671,16 +673,16 @@ def _log_access(
     first_token_at = usage.first_token_at if usage is not None else None
     log.info(
         "request",
-        request_id=asked.head.request_id,
-        client=asked.address,
-        tenant=asked.tenant or None,
-        path=asked.path,
+        request_id=client_request.head.request_id,
+        client=client_request.address,
+        tenant=client_request.tenant or None,
+        path=client_request.path,
         model=model or None,
         status=status,
         decision=done.decision,
         instance=done.instance,
-        duration_seconds=round(now - asked.started, 6),
-        ttft_seconds=None if first_token_at is None else round(first_token_at - asked.started, 6),
+        duration_seconds=round(now - client_request.started, 6),
+        ttft_seconds=None if first_token_at is None else round(first_token_at - client_request.started, 6),
         prompt_tokens=usage.prompt_tokens if usage is not None else None,
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,

@@ -76,7 +76,7 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, "POST")
         front.replicas.authorize(headers.get("authorization"))
-        return _json(front.replicas.hear(await front.read_body(request, PAGE_BODY_BYTES)))
+        return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path.startswith(_DECISIONS):
@@ -160,7 +160,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     ages: dict[str, float] = {}
     shown = []
     for engine in engines:
-        pool, told = fleet.pool_of(engine), engine.capabilities
+        pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
             column = pool.router.indicators()["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
@@ -182,7 +182,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "last_error": engine.last_error,
                 "mode": engine.mode.name,
                 "mode_reason": engine.mode.reason,
-                "capabilities": {**asdict(told), "full_report": told.full_report is not None},
+                "capabilities": {**asdict(capabilities), "full_report": capabilities.full_report is not None},
                 "load": {
                     "reports": engine.load_reports,
                     "age_seconds": age if math.isfinite(age) else None,

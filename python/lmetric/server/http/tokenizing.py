@@ -56,13 +56,13 @@ class PendingTokenization(InFlightRequest):
 
     def __init__(
         self,
-        asked: ClientRequest,
+        client_request: ClientRequest,
         work: asyncio.Future[Tokens | None],
         then: Callable[[Tokens | NotPredictable | None], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
         limit_seconds: float | None,
     ) -> None:
-        self._asked = asked
+        self._client_request = client_request
         self._work = work
         self._then = then
         self._ended = ended
@@ -85,7 +85,7 @@ class PendingTokenization(InFlightRequest):
 
     def check(self, now: float) -> None:
         """Called periodically: ends the request at its longest duration."""
-        if reason := self._asked.overdue(self._limit_seconds, now):
+        if reason := self._client_request.overdue(self._limit_seconds, now):
             self._leave(reason, ApiError(504, reason, code="timeout"))
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
@@ -96,7 +96,7 @@ class PendingTokenization(InFlightRequest):
         self._work.cancel()
         self.reason = reason
         self.close_client = error is None
-        self._ended(self._asked, self, error)
+        self._ended(self._client_request, self, error)
 
 
 class TokenizerThreads:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from lmetric._core import indicator_table
@@ -29,18 +30,23 @@ _TOTALS = {
     "unscored": "choices by fewest requests in flight, because the policy scored no engine",
     "filter_waived": "decisions that ignored the policy's filter because it left no instance",
     "split_requests": "requests split at a token, to continue on another engine",
-    "moved_requests": "moves of running requests to another engine",
+    "migrated_requests": "migrations of running requests to another engine",
     "finished": "requests that ended without an error",
     "dropped": "requests closed without a reported outcome",
     "prompt_tokens": "prompt tokens of the placed requests",
     "predicted_cached_tokens": "prompt tokens expected in the chosen instance's cache",
     "cached_tokens": "prompt tokens the engines found in their caches",
-    "pulled_tokens": "prompt tokens fetched from another engine",
+    "prefix_fetched_tokens": "prompt tokens fetched from another engine",
     "output_tokens": "output tokens that engines returned",
     "index_evicted_blocks": "blocks evicted from the index to keep its size limit",
 }
 
-_NAMED = {"split_requests": "split", "moved_requests": "moved"}  # names in the router's statistics
+# Names in the router's statistics, if they differ.
+_NAMED = {
+    "split_requests": "split",
+    "migrated_requests": "migrated",
+    "prefix_fetched_tokens": "fetched_tokens",
+}
 
 _GAUGES = {
     "index_bytes": "Memory of the KV index",
@@ -110,6 +116,7 @@ class Metrics(Collector):
         self.further: list[Callable[[], Iterator[Metric]]] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def request(
         self,
@@ -139,6 +146,10 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """Returns the text of /metrics."""
         return generate_latest(self._registry)
+
+    def families(self) -> Iterator[Metric]:
+        """Yields all metrics of the router and of its process, with their present values."""
+        yield from self._registry.collect()
 
     def describe(self) -> list[Metric]:
         """Returns nothing, so the registry collects no values when the collector is added."""
@@ -182,31 +193,33 @@ class Metrics(Collector):
         for (model, event), count in self.events.items():
             guard.add_metric((model, event), count)
         yield guard
-        handovers = CounterMetricFamily(
-            "lmetric_handovers",
-            "Prompts by KV transfer outcome: handed_over, or the reason for computing them again",
+        transfers = CounterMetricFamily(
+            "lmetric_kv_transfers",
+            "Prompts by KV transfer outcome: transferred, or the reason for computing them again",
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
-            for outcome, count in pool.handovers.items():
-                handovers.add_metric((pool.name, outcome), count)
-        yield handovers
-        pulls = CounterMetricFamily(
-            "lmetric_pulls",
-            "Prefix fetches from another engine, by outcome: pulled, or the reason for failing",
+            for outcome, count in pool.kv_transfers.items():
+                transfers.add_metric((pool.name, outcome), count)
+        yield transfers
+        fetches = CounterMetricFamily(
+            "lmetric_prefix_fetches",
+            "Prefix fetches from another engine, by outcome: fetched, or the reason for failing",
             labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
-            for outcome, count in pool.pull_outcomes.items():
-                pulls.add_metric((pool.name, outcome), count)
-        yield pulls
-        moves = CounterMetricFamily(
-            "lmetric_moves", "Moves of running requests, by outcome", labels=("model", "outcome")
+            for outcome, count in pool.fetch_outcomes.items():
+                fetches.add_metric((pool.name, outcome), count)
+        yield fetches
+        migrations = CounterMetricFamily(
+            "lmetric_migrations",
+            "Migrations of running requests, by outcome: migrated, or the reason for staying",
+            labels=("model", "outcome"),
         )
         for pool in self.fleet.pools:
             for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
-                moves.add_metric((pool.name, outcome), count)
-        yield moves
+                migrations.add_metric((pool.name, outcome), count)
+        yield migrations
         implausible = CounterMetricFamily(
             "lmetric_implausible_usage",
             "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",
@@ -288,8 +301,9 @@ class Metrics(Collector):
         )
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
-                told, chosen = engine.capabilities, engine.mode
-                labels = (pool.name, engine.name, told.engine, told.version or "", chosen.name, chosen.reason)
+                capabilities, chosen = engine.capabilities, engine.mode
+                engine_labels = (capabilities.engine, capabilities.version or "")
+                labels = (pool.name, engine.name, *engine_labels, chosen.name, chosen.reason)
                 mode.add_metric(labels, 1)
                 for source, count in engine.load_reports.items():
                     reports.add_metric((pool.name, engine.name, source), count)

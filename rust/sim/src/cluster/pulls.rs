@@ -36,7 +36,7 @@ impl Default for Pulling {
 impl Pulling {
     pub(crate) fn check(&self) -> Result<(), CoreError> {
         if !(0.0..=1e6).contains(&self.holder_seconds) {
-            return bad("pull: holder_seconds", self.holder_seconds, "0 to 1e6 seconds");
+            return bad("prefix_fetch: holder_seconds", self.holder_seconds, "0 to 1e6 seconds");
         }
         Ok(())
     }

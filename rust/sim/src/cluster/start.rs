@@ -48,7 +48,7 @@ impl<'a> Cluster<'a> {
             return bad("split", "a split planner", "none with unlimited_prefill");
         }
         if config.router.unlimited_prefill && config.router.pull.is_some() {
-            return bad("pull", "prefix fetches", "none with unlimited_prefill");
+            return bad("prefix_fetch", "prefix fetches", "none with unlimited_prefill");
         }
         let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
         for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {

@@ -74,4 +74,4 @@ def first_body(p: Progress, engine: Engine) -> bytes:
     if connector is None or handover is None:
         raise HandoverError(f"{engine.name} has no KV transfer")
     request = p.call.request if p.call is not None else orjson.loads(p.body)
-    return connector.first(p.asked.path, p.body, request, engine.host, handover)
+    return connector.first(p.client_request.path, p.body, request, engine.host, handover)

@@ -57,7 +57,7 @@ def next_tokens(p: Progress) -> int:
     """
     mover = p.mover
     assert mover is not None
-    if mover.leg_tokens is not None:
-        return mover.leg_tokens
+    if mover.segment_tokens is not None:
+        return mover.segment_tokens
     bound = int(mover.max_gap_seconds / p.slice_rate) if p.slice_rate > 0 else FIRST_TOKENS
     return max(1, min(bound, 2 * p.slice_tokens if p.slice_tokens > 1 else FIRST_TOKENS))

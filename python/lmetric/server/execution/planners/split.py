@@ -33,7 +33,7 @@ def segment(p: Progress, engine: Engine, to_token: int, following: Engine | None
     inside, kv = p.inside, p.transfer()
     fields = kv.take(engine, now, goes_on=True, total=p.total)
     fetches_front = inside and kv.used
-    checks = fetches_front and target == p.asked.path and p.chat
+    checks = fetches_front and target == p.client_request.path and p.chat
     if checks:
         request["return_token_ids"] = True
     elif fetches_front and to_token >= count:

@@ -52,7 +52,7 @@ impl Lifecycle<'_> {
         };
         let most = pulling.pull.tokens();
         if tokens > most || !(seconds >= 0.0 && seconds.is_finite()) {
-            let (what, got) = ("pulled".into(), format!("{tokens} tokens in {seconds} s"));
+            let (what, got) = ("fetched".into(), format!("{tokens} tokens in {seconds} s"));
             let expected = format!("at most the {most} planned tokens, in 0 s or more");
             return Err(CoreError::BadValue { what, got, expected });
         }

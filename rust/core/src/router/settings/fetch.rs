@@ -42,7 +42,7 @@ impl PullConfig {
     /// `BadValue` for a setting out of its range.
     pub fn check(&self) -> Result<(), CoreError> {
         let bad = |what: &str, got: String, expected: &str| {
-            Err(CoreError::BadValue { what: format!("pull: {what}"), got, expected: expected.into() })
+            Err(CoreError::BadValue { what: format!("prefix_fetch: {what}"), got, expected: expected.into() })
         };
         for (what, seconds) in
             [("seconds_per_token", self.seconds_per_token), ("fixed_seconds", self.fixed_seconds)]
