@@ -26,7 +26,7 @@ from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import priority
-from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
@@ -126,7 +126,7 @@ def _ready(front: Frontend, admin: bool) -> web.Response:
     state = summary(front.fleet, names=admin)
     if not front.draining and front.fleet.ready():
         return _json({"ready": True, **state})
-    reasons = unusable(front.fleet.engines())
+    reasons = front.fleet.unusable
     why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
     if front.draining:
         why = "shutting down"
