@@ -1334,13 +1334,10 @@ class Requests(RuleBasedStateMachine):
             driver.lose(found)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """Turns off logs of the thousands of intended failures."""
-    before = structlog.get_config()
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """Turns off logs of the thousands of intended failures, until `logs_as_before` ends."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield
-    structlog.configure(**before)
 
 
 TestRequests = Requests.TestCase
