@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
+from lmetric.cli.simulate import _verdict as simulate_sentence
 from lmetric.cli.verdict import Entry, sentence
+from lmetric.defaults import SLICE
+from lmetric.sim.ranking import ranking
+from lmetric.sim.report import build as build_report
+from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run
+from lmetric.sim.study import cells
 
 
-def entry(label: str, ttft: float, tpot: float | None = 0.05, **more: int) -> Entry:
+def entry(label: str, ttft: float, tpot: float | None = 0.05, **more: Any) -> Entry:
     spans = [None if value is None else (value, value, value) for value in (ttft, tpot)]
     return Entry(label, *spans, **{"requests": 100, **more})
 
@@ -69,3 +77,59 @@ def test_simulate_ends_with_the_sentence() -> None:
     runs = json.loads(done.stdout)["runs"]
     assert runs[2]["ttft_seconds"]["mean"] == pytest.approx(2.18, abs=0.005)
     assert done.stderr.splitlines()[-1] == last
+
+
+def test_policies_that_cannot_keep_up_come_last() -> None:
+    entries = [
+        entry("late", 1.0, 0.05, first_token_share=0.9),
+        entry("slow", 3.0, 0.05),
+        entry("broken", 0.5, 0.05, unfinished=1),
+        entry("good", 2.0, 0.05),
+    ]
+    assert sentence(entries) == (
+        "good: mean TTFT 2.00 s, 33% below slow; mean TPOT 50 ms, the same as slow; "
+        "broken: 1 of 100 requests did not finish; late cannot keep up."
+    )
+    # Of a few requests, most have no token when the last one arrives.
+    short = [entry("a", 2.0, first_token_share=0.5), entry("b", 1.0, first_token_share=0.6)]
+    assert sentence(short) == "b: mean TTFT 1.00 s, 50% below a; mean TPOT 50 ms, the same as a."
+
+
+def test_reports_and_the_sentence_have_one_order() -> None:
+    """The lowest TTFT is not first if its TPOT is far higher, in a report and in the sentence."""
+    trace = TraceChoice(str(SLICE), "slice", requests=60)
+    runs = [
+        run(Setup(trace=trace, policy=PolicyChoice.parse(name)[0], instances=4), trace.load(), name)
+        for name in ("vllm", "round_robin", "lmetric", "least_requests")
+    ]
+
+    def changed(result: Result, ttft: float, tpot: float, *, failed: int = 0, share: float = 1.0) -> Result:
+        figures = result.figures
+        assert figures.ttft_seconds is not None
+        assert figures.tpot_seconds is not None
+        spreads = {
+            "ttft_seconds": replace(figures.ttft_seconds, mean=ttft),
+            "tpot_seconds": replace(figures.tpot_seconds, mean=tpot),
+        }
+        return replace(result, figures=replace(figures, failed=failed, **spreads), first_token_share=share)
+
+    results = [
+        changed(runs[0], 1.0, 0.2),
+        changed(runs[1], 0.5, 0.01, failed=1),
+        changed(runs[2], 1.5, 0.1),
+        changed(runs[3], 0.4, 0.01, share=0.94),
+    ]
+    standings = ranking(cells(results))
+    order = [standing.policy.policy for standing in standings]
+    assert order == ["lmetric", "vllm", "least_requests", "round_robin"]
+    assert simulate_sentence(results) == (
+        "lmetric: mean TTFT 1.50 s, 50% above vllm; mean TPOT 100 ms, 50% below vllm; "
+        "round_robin: 1 of 60 requests did not finish; least_requests cannot keep up."
+    )
+    page = build_report(results, title="t", command="c").html
+    first = page[page.index("<h3>Best policies") : page.index("<h3>Best policy per figure")]
+    rows = first.replace("\u200b", "")
+    places = [rows.index(f"</i>{name}") for name in order]
+    assert places == sorted(places)
+    assert "<small>cannot keep up</small>" in first
+    assert "<small>1 unfinished</small>" in first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -86,20 +85,6 @@ def test_the_shown_way_through_a_trace_runs(capsys: pytest.CaptureFixture[str]) 
     assert 0 < float(capsys.readouterr().out) < 1
     (described,) = blocks(path, "yaml")
     assert len(check_synthetic(yaml.safe_load(described) | {"duration_seconds": 60}, "traces.md").make())
-
-
-def test_the_configuration_page_is_what_the_declarations_make() -> None:
-    made = runpy.run_path(str(ROOT / "scripts" / "make_config_page"))["page"]()
-    assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == made, (
-        "run scripts/make_config_page"
-    )
-
-
-def test_the_transition_table_is_what_the_executor_checks() -> None:
-    made = runpy.run_path(str(ROOT / "scripts" / "make_transition_table"))["page"]()
-    assert (ROOT / "docs" / "explanation" / "architecture.md").read_text() == made, (
-        "run scripts/make_transition_table"
-    )
 
 
 def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_path: Path) -> None:

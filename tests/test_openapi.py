@@ -11,6 +11,7 @@ import orjson
 from openapi_spec_validator import validate
 
 from lmetric.server.api import openapi, paths
+from lmetric.server.api.own_pages import OWN_PAGES
 from server_world import answer, world
 
 ROOT = Path(__file__).parent.parent
@@ -47,13 +48,28 @@ def test_every_code_of_an_error_is_in_the_document() -> None:
     assert codes == set(openapi.ERRORS)
 
 
-def test_every_own_page_in_the_sources_is_in_the_document() -> None:
+def test_every_own_page_has_one_row_and_is_in_the_document() -> None:
+    document = openapi.document()["paths"]
+    assert openapi._own_details().keys() == {
+        (m, path) for path, page in OWN_PAGES.items() for m in page.methods
+    }
+    for path, page in OWN_PAGES.items():
+        assert document[path].keys() == {method.lower() for method in page.methods}
+    # The answers to pages name no page outside the table.
     source = (SERVER / "http" / "pages.py").read_text()
-    pages = set(re.findall(r'(?:path == |")"?(/[a-z][a-z/_-]*)"', source))
+    pages = set(re.findall(r'(?:path == |case |= )f?"(/[a-z][a-z/_{}-]*)"', source))
     assert {"/health", "/admin/engines", "/debug/engines", "/admin/policy"} <= pages
-    paths = openapi.document()["paths"]
-    for page in pages:
-        assert any(path == page or path.startswith(page.rstrip("/") + "/") for path in paths), page
+    assert {page for page in pages if not page.endswith("/")} <= OWN_PAGES.keys()
+
+
+async def test_every_own_page_answers_its_methods_and_refuses_others() -> None:
+    async with world(1, admin=True) as w:
+        for path, page in OWN_PAGES.items():
+            if "{id}" in path or "{model}" in path or page.access == "replica":
+                continue
+            async with w.client.request("PATCH", w.url + path.replace("{name}", "e0")) as response:
+                assert response.status == 405, path
+                assert response.headers["allow"] == ", ".join(page.allowed)
 
 
 async def test_a_running_router_answers_as_the_document_states() -> None:

@@ -23,6 +23,13 @@ def test_the_page_is_what_the_declarations_make(name: str) -> None:
         assert path.read_text() == content, f"run scripts/make_reference {name}"
 
 
+def test_the_rust_pages_are_those_of_the_example() -> None:
+    """A test of the example compares the stored pages with what it makes."""
+    source = (ROOT / "rust" / "sim" / "examples" / "docs.rs").read_text()
+    assert re.findall(r'^    \("(\w+)", \w+\),$', source, re.MULTILINE) == list(SCRIPT["RUST"])
+    assert not SCRIPT["MODULES"].keys() & set(SCRIPT["RUST"])
+
+
 def module(name: str) -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT["MODULES"][name]))
 

@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-import structlog
 
 from lmetric.config import Log
 from lmetric.server.api.errors import ApiError
@@ -31,16 +30,11 @@ PROMPT = "MY PRIVATE PROMPT"
 CHAT = "/v1/chat/completions"
 
 
-@contextlib.contextmanager
-def logged(as_json: bool) -> Iterator[io.StringIO]:
-    """Collects the server's log, set up as in `serve`."""
-    before = structlog.get_config()
+def logged(as_json: bool) -> io.StringIO:
+    """Collects the server's log, set up as in `serve`, until the test ends (`logs_as_before`)."""
     stream = io.StringIO()
     configure_logging(Log(level="debug", json_lines=as_json), stream)
-    try:
-        yield stream
-    finally:
-        structlog.configure(**before)
+    return stream
 
 
 def deep(levels: int) -> bytes:
@@ -62,15 +56,15 @@ async def test_absurd_nesting_is_a_400(path: str, body: bytes) -> None:
 
     A body of 190 levels is served.
     """
-    with logged(as_json=False) as log:
-        async with world(1) as w:
-            status, _, got = await w.post(body % deep(900), path)
-            assert status == 400
-            assert got["error"]["message"] == (
-                "the body has more than 200 levels of lists and objects inside each other"
-            )
-            assert (await w.post(body % deep(190), path))[0] == 200
-        assert "Traceback" not in log.getvalue()
+    log = logged(as_json=False)
+    async with world(1) as w:
+        status, _, got = await w.post(body % deep(900), path)
+        assert status == 400
+        assert got["error"]["message"] == (
+            "the body has more than 200 levels of lists and objects inside each other"
+        )
+        assert (await w.post(body % deep(190), path))[0] == 200
+    assert "Traceback" not in log.getvalue()
 
 
 def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
@@ -101,11 +95,11 @@ async def test_tracebacks_name_places_and_no_values(as_json: bool, monkeypatch: 
 
     monkeypatch.setattr(front_module, "parse", fails)
     body = orjson.dumps({"prompt": PROMPT})
-    with logged(as_json) as log:
-        async with world(1) as w:
-            status, _, _ = await w.post(body, headers={"authorization": f"Bearer {KEY}"})
-            assert status == 500
-        text = log.getvalue()
+    log = logged(as_json)
+    async with world(1) as w:
+        status, _, _ = await w.post(body, headers={"authorization": f"Bearer {KEY}"})
+        assert status == 500
+    text = log.getvalue()
     assert "a fault" in text
     assert KEY not in text
     assert PROMPT not in text
@@ -115,22 +109,22 @@ async def test_tracebacks_name_places_and_no_values(as_json: bool, monkeypatch: 
 @pytest.mark.parametrize("as_json", [False, True])
 async def test_a_client_that_leaves_while_it_uploads_leaves_no_traceback(as_json: bool) -> None:
     """Reliability C1 b: nothing is written to a closed connection. The log has no key or prompt."""
-    with logged(as_json) as log:
-        async with world(1) as w:
-            for number, fields in enumerate(
-                ("transfer-encoding: chunked\r\n", "expect: 100-continue\r\ncontent-length: 90\r\n")
-            ):
-                async with client(w) as c:
-                    part = b'{"prompt":"%s"' % PROMPT.encode()
-                    if "chunked" in fields:
-                        part = b"%x\r\n%s\r\n" % (len(part), part)
-                    lines = f"host: x\r\nauthorization: Bearer {KEY}\r\n{fields}\r\n"
-                    await c.send(b"POST /v1/completions HTTP/1.1\r\n" + lines.encode() + part)
-                    taken = functools.partial(lambda n: w.server.front.requests_count > n, number)
-                    await w.until(taken)
-                await w.until(lambda: not w.server.front.connections)
-            assert w.server.metrics.requests["", "", 499] == 2
-        text = log.getvalue()
+    log = logged(as_json)
+    async with world(1) as w:
+        for number, fields in enumerate(
+            ("transfer-encoding: chunked\r\n", "expect: 100-continue\r\ncontent-length: 90\r\n")
+        ):
+            async with client(w) as c:
+                part = b'{"prompt":"%s"' % PROMPT.encode()
+                if "chunked" in fields:
+                    part = b"%x\r\n%s\r\n" % (len(part), part)
+                lines = f"host: x\r\nauthorization: Bearer {KEY}\r\n{fields}\r\n"
+                await c.send(b"POST /v1/completions HTTP/1.1\r\n" + lines.encode() + part)
+                taken = functools.partial(lambda n: w.server.front.requests_count > n, number)
+                await w.until(taken)
+            await w.until(lambda: not w.server.front.connections)
+        assert w.server.metrics.requests["", "", 499] == 2
+    text = log.getvalue()
     assert "Traceback" not in text
     assert "exception" not in text
     assert KEY not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from typing import Any
 
 import typer
@@ -22,6 +23,31 @@ def escape(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def default_of(parameter: Any, context: Any) -> str:
+    """Returns the default in words, as a value, or "required"; "" for none."""
+    if isinstance(parameter.show_default, str):
+        return parameter.show_default
+    if parameter.required:
+        return "required"
+    value = parameter.get_default(context, call=False) if parameter.show_default else None
+    if value is None or callable(value):
+        return ""
+    if getattr(parameter, "is_bool_flag", False):
+        on, off = parameter.opts, parameter.secondary_opts
+        shown = on if value else off  # a flag without an opposite is off by default
+        return shown[0].lstrip("-") if off else ""
+    values = value if isinstance(value, list | tuple) else [value]
+    return ", ".join(str(each.value if isinstance(each, Enum) else each) for each in values)
+
+
+def bounds(parameter: Any) -> str:
+    """Returns the bounds of a number, such as ``x>=1``."""
+    least, most = parameter.min, parameter.max
+    if least is None:
+        return "" if most is None else f"x<={most}"
+    return f"x>={least}" if most is None else f"{least}<=x<={most}"
+
+
 def rows(command: Any, context: Any) -> str:
     """Returns a table of arguments and options for each group of a command's help."""
     groups: dict[str, list[str]] = {}
@@ -29,22 +55,14 @@ def rows(command: Any, context: Any) -> str:
         record = parameter.get_help_record(context)
         if record is None or parameter.name == "help":
             continue
-        names, text = record
-        default = parameter.show_default if isinstance(parameter.show_default, str) else ""
-        text = text.replace(f"default: ({default})", "") if default else text
-        # Help reads "TEXT [default: A].  [default: B; x>=1]"; both parts in brackets are optional.
-        about, _, notes = text.rpartition("  [") if "  [" in text else (text, "", "")
-        given = re.search(r" \[default: ([^\]]*)\]", about)
-        about = re.sub(r" \[default: [^\]]*\]", "", about)
-        about = re.sub(r"\w+=[^\s;,]+(?:, \w+(?:=[^\s;,]*[^\s;,.])?)+", r"`\g<0>`", about)  # settings
-        default = default or (given[1] if given else "")
-        for note in filter(None, notes.rstrip("]").split("; ")):
-            if note.startswith("default: "):
-                default = note.removeprefix("default: ").strip("()")
-            elif note == "required":
-                default = note
-            else:
-                about += f" `{note}`"
+        about = re.sub(  # settings
+            r"\w+=[^\s;,]+(?:, \w+(?:=[^\s;,]*[^\s;,.])?)+", r"`\g<0>`", parameter.help or ""
+        )
+        if parameter.envvar and parameter.show_envvar:
+            about += f" `env var: {parameter.envvar}`"
+        if limits := bounds(parameter):
+            about += f" `{limits}`"
+        names, default = record[0], default_of(parameter, context)
         panel = "Arguments" if parameter.param_type_name == "argument" else parameter.rich_help_panel or ""
         row = f"| `{escape(names)}` | {escape(default)} | {escape(about)} |\n"
         groups.setdefault(panel or BASIC, []).append(row)

@@ -11,7 +11,7 @@ HEAD = """\
 # HTTP API
 
 `scripts/make_reference http` generates this page and the [OpenAPI document](openapi.json) from the declarations in
-`python/lmetric/server/api/openapi.py`.
+`python/lmetric/server/api/openapi.py` and `own_pages.py`.
 
 The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads the fields `model`,
 `prompt`, `messages`, `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`; all other fields pass. `paths` in the

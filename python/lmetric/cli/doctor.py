@@ -15,7 +15,7 @@ _MARKS = {"pass": "pass", "fail": "FAIL", "not offered": "–"}
 
 def command(
     url: Annotated[
-        list[str] | None, typer.Argument(help="Engine URLs [default: engines of the configuration].")
+        list[str] | None, typer.Argument(help="Engine URLs.", show_default="engines of the configuration")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Configuration file (YAML), as for serve.", show_default="none")

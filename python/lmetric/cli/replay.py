@@ -197,6 +197,7 @@ def entry(label: str, report: Report) -> Entry:
         span(report.tpot_seconds),
         requests=report.requests,
         unfinished=report.requests - report.completed,
+        first_token_share=report.first_token_share,
     )
 
 

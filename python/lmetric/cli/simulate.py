@@ -582,6 +582,7 @@ def _verdict(results: list[Result]) -> str:
     from functools import partial
 
     from lmetric.cli.verdict import Entry, sentence
+    from lmetric.sim.ranking import measured_of
     from lmetric.sim.study import cells, latency
 
     found = cells(results)
@@ -592,10 +593,11 @@ def _verdict(results: list[Result]) -> str:
                 cell.over_seeds(partial(latency, name="ttft_seconds", part="mean")),
                 cell.over_seeds(partial(latency, name="tpot_seconds", part="mean")),
                 requests=sum(result.figures.requests for result in cell.results),
-                unfinished=sum(result.figures.failed for result in cell.results),
+                unfinished=measured.unfinished,
                 seeds=len(cell.results),
+                first_token_share=measured.first_token_share,
             )
-            for label, cell in zip(_labels(found), found, strict=True)
+            for label, cell, measured in zip(_labels(found), found, map(measured_of, found), strict=True)
         ]
     )
 

@@ -14,7 +14,7 @@ def command(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write: new, empty, or an earlier export.")],
     revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the repository [default: main].")
+        str | None, typer.Option(help="Branch, tag or commit of the repository.", show_default="main")
     ] = None,
 ) -> None:
     """Export a tokenizer as the engines load it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmetric.sim.ranking import Measured, rank
+
 Span = tuple[float, float, float]
 """Mean, minimum and maximum over seeds."""
 
@@ -19,6 +21,7 @@ class Entry:
         requests: number of requests, over all seeds.
         unfinished: number of requests without a complete answer.
         seeds: number of runs.
+        first_token_share: share of the requests with a first token when the last one arrived.
     """
 
     label: str
@@ -27,17 +30,18 @@ class Entry:
     requests: int
     unfinished: int = 0
     seeds: int = 1
+    first_token_share: float = 1.0
+
+    def measured(self) -> Measured:
+        """The results that decide the place of the policy."""
+        ttft, tpot = (None if span is None else span[0] for span in (self.ttft_seconds, self.tpot_seconds))
+        return Measured(ttft, tpot, self.unfinished, self.first_token_share)
 
 
 def sentence(entries: Sequence[Entry]) -> str:
-    """The entry with the lowest mean TTFT, compared with the second lowest.
-
-    Entries with unfinished requests come last: their means leave out the requests that failed.
-    """
-    ranked = sorted(
-        (entry for entry in entries if entry.ttft_seconds is not None),
-        key=lambda entry: (entry.unfinished > 0, entry.ttft_seconds),
-    )
+    """Compares the best entry with the second, in the order of study reports."""
+    standings = rank(entries, Entry.measured)
+    ranked = [standing.policy for standing in standings if standing.policy.ttft_seconds is not None]
     parts = []
     if ranked:
         best, rival = ranked[0], ranked[1] if len(ranked) > 1 else None
@@ -52,6 +56,9 @@ def sentence(entries: Sequence[Entry]) -> str:
         if entry.unfinished:
             label = f"{entry.label}: " if len(entries) > 1 or not ranked else ""
             parts.append(f"{label}{entry.unfinished} of {entry.requests} requests did not finish")
+    late = [entry.label for entry in entries if not entry.measured().keeps_up]
+    if 0 < len(late) < len(entries):  # it explains the order
+        parts.append(f"{', '.join(late)} cannot keep up")
     return "; ".join(parts or ["No request got a token"]) + "."
 
 

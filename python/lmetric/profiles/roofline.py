@@ -1,7 +1,7 @@
 """Profiles from a model's shape and a GPU's data sheet, if there is no measurement.
 
 ``python -m lmetric.profiles.roofline --model qwen3-32b --gpu a100 --gpus 2`` prints one as YAML;
-`SHIPPED` lists those in this directory, which ``scripts/make_profiles`` writes.
+`SHIPPED` lists those in this directory, which ``scripts/make_reference profiles`` writes.
 
 F is the FLOP/s and W the bytes/s that are reached: data sheet x `MFU` or `EXPERTS_MFU`, and x
 `MBU`. The tables in docs/reference/profiles.md chose both. The method:

@@ -46,6 +46,7 @@ class Report:
     errors: dict[str, ErrorCount]
     lag_seconds: Spread | None  # delay of sending
     late_requests: int  # sent more than LATE_SECONDS late
+    first_token_share: float = 1.0  # requests with their first token when the last one was sent
 
 
 def summarize(
@@ -94,4 +95,11 @@ def summarize(
         errors={kind: ErrorCount(count, examples[kind]) for kind, count in kinds.most_common()},
         lag_seconds=Spread.of(lag),
         late_requests=sum(each > LATE_SECONDS for each in lag),
+        first_token_share=_first_token_share(records),
     )
+
+
+def _first_token_share(records: Sequence[Record]) -> float:
+    last = max((record.sent for record in records if record.sent is not None), default=0.0)
+    early = sum(record.first_token is not None and record.first_token <= last for record in records)
+    return early / len(records) if records else 1.0

@@ -13,7 +13,7 @@ from lmetric.profiles import Profile
 from lmetric.sim import figures
 from lmetric.sim.figures import LEADER, Drawing, Styles, shown
 from lmetric.sim.max_load import MaxLoad
-from lmetric.sim.ranking import equal, ranking
+from lmetric.sim.ranking import KEEP_UP, Measured, equal, ranking
 from lmetric.sim.setups import Result
 from lmetric.sim.study import Cell, cells, latency
 from lmetric.sim.summary import WINDOW_SECONDS
@@ -49,6 +49,7 @@ class Best:
     policy: str
     colour: str
     values: list[str]
+    note: str  # why it comes last, if it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def build(
         leader=LEADER,
         most=_BEST,
         whole=[title for title, _ in _WHOLE],
+        keep_up=KEEP_UP,
         window=WINDOW_SECONDS,
         burst=_BURST_SECONDS,
         wall=sum(result.figures.wall_seconds for result in results),
@@ -252,26 +254,35 @@ _WHOLE = (
 def _best(members: list[Cell], styles: Styles) -> list[Best]:
     """The best whole policies, and `LEADER` if it is not among them."""
     placed = list(enumerate(ranking(members), start=1))
-    kept = [each for each in placed if each[0] <= _BEST or each[1].cell.policy == LEADER]
+    kept = [each for each in placed if each[0] <= _BEST or each[1].policy.policy == LEADER]
     return [
         Best(
             place,
-            standing.cell.policy,
-            styles.colour(standing.cell),
+            standing.policy.policy,
+            styles.colour(standing.policy),
             [
                 "–" if standing.latency is None else f"{standing.latency:.2f}",
                 *(
-                    "–" if (found := standing.cell.over_seeds(column.of)) is None else column.shows(found[0])
+                    "–"
+                    if (found := standing.policy.over_seeds(column.of)) is None
+                    else column.shows(found[0])
                     for _, column in _WHOLE
                 ),
             ],
+            _note(standing.measured),
         )
         for place, standing in kept
     ]
 
 
+def _note(measured: Measured) -> str:
+    if measured.unfinished:
+        return f"{measured.unfinished:,} unfinished"
+    return "" if measured.keeps_up else "cannot keep up"
+
+
 def _rows(members: list[Cell], styles: Styles, table: Table) -> list[Row]:
-    members = [standing.cell for standing in ranking(members)]
+    members = [standing.policy for standing in ranking(members)]
     made = zip(members, rows(members, table), strict=True)
     return [Row(cell.policy, styles.colour(cell), values) for cell, values in made]
 

@@ -1,5 +1,5 @@
 //! Prints a page of `docs/` that is generated from declarations:
-//! `cargo run -p lmetric-sim --example docs -- PAGE`. A test fails if a stored page differs.
+//! `scripts/make_reference PAGE` writes it. A test fails if a stored page differs.
 use lmetric_core::Maturity;
 use lmetric_core::indicators::{INDICATORS, Owner, Scope};
 use lmetric_core::policy::{Knob, KnobKind, PolicySpec};
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
 fn policies() -> String {
     let mut page = String::from(
         "# Policies\n\n\
-         Made from the declarations by `cargo run -p lmetric-sim --example docs -- policies`; change those.\n\n\
+         `scripts/make_reference policies` generates this page from the declarations.\n\n\
          A policy gives each instance a score. The lowest or the highest score wins, as each rule states; ties are drawn at random. \
          Names in the rules are [indicators](indicators.md) and parameters. An instance whose score needs an absent indicator is \
          left out of that decision. If a policy scores no instance at all, the instance with the fewest requests gets the request, \
@@ -136,7 +136,7 @@ fn number(x: f64) -> String {
 fn indicators() -> String {
     let mut page = String::from(
         "# Indicators\n\n\
-         Made from the declarations by `cargo run -p lmetric-sim --example docs -- indicators`; change those.\n\n\
+         `scripts/make_reference indicators` generates this page from the declarations.\n\n\
          Use these names in score expressions, in any case; Python's symbols are the same in capitals (`lm.P_TOKEN`). \
          [How to add one](../how-to/extending.md#an-indicator-of-your-own): an engine metric is one entry in the configuration.\n",
     );
@@ -171,8 +171,7 @@ fn indicators() -> String {
 fn lifecycle() -> String {
     format!(
         "# The life of a request in the core\n\n\
-         Made from `rust/core/src/router/lifecycle/machine.rs` by `cargo run -p lmetric-sim --example docs -- lifecycle`; \
-         change that.\n\n\
+         `scripts/make_reference lifecycle` generates this page from `rust/core/src/router/lifecycle/machine.rs`.\n\n\
          A request is a chain of segments. One segment is open. The caller reports events of the open segment \
          (`Router::advance`, in Python the methods of `Ticket`). The first table shows the effects of each event, which are \
          applied in order. A *prefill segment* ends with the prompt, and the next segment makes the first token. An *other \
@@ -185,7 +184,7 @@ fn lifecycle() -> String {
 fn splits() -> String {
     let mut page = String::from(
         "# Splits\n\n\
-         Made from the declarations by `cargo run -p lmetric-sim --example docs -- splits`; change those.\n\n\
+         `scripts/make_reference splits` generates this page from the declarations.\n\n\
          A split sends the first tokens of a request to one instance and the rest to another. Instances of the role `prefill` \
          split each request at the end of its prompt. Between instances of the role `both`, a planner decides (`split: libra`, \
          or with settings `split: {kind: libra, probes: 8}`). [The architecture](../explanation/architecture.md#plans-of-several-segments) \
@@ -216,7 +215,7 @@ fn planner(page: &mut String, spec: &PlannerSpec) {
 fn local_orders() -> String {
     let mut page = String::from(
         "# Local orders\n\n\
-         Made from the declarations by `cargo run -p lmetric-sim --example docs -- local_orders`; change those.\n\n\
+         `scripts/make_reference local_orders` generates this page from the declarations.\n\n\
          A local order is the order in which a simulated or emulated engine takes requests from its queue \
          (`--local-order`, `lmetric-router engine --order`). [The simulator's page](../explanation/simulator.md#local-orders) explains how they \
          work. Names in parentheses are settings: `uniboost(gamma=0.2, bin_tokens=64)`.\n\n\
@@ -258,7 +257,7 @@ mod tests {
             assert!(
                 stored == page,
                 "docs/reference/{name}.md is stale from line {first}: \
-                 cargo run -p lmetric-sim --example docs -- {name} > docs/reference/{name}.md"
+                 scripts/make_reference {name}"
             );
         }
     }

@@ -1,7 +1,7 @@
 """The OpenAPI document of the router's HTTP API.
 
 `document` builds it from declarations: the relayed paths of `lmetric.server.api.request`, the
-models of the configuration, and the tables in this module.
+models of the configuration, `OWN_PAGES`, and the tables in this module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lmetric._core import __version__
 from lmetric.config import EngineConfig, PolicyChange, Role
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api import paths
+from lmetric.server.api.own_pages import ADMIN, KEY, OPEN, OWN_PAGES, REPLICA
 
 JSON = dict[str, Any]
 
@@ -115,7 +116,6 @@ RESPONSE_HEADERS: Mapping[str, str] = {
 }
 
 OBJECT: JSON = {"type": "object"}
-ADMIN, KEY, REPLICA, OPEN = "adminToken", "apiKey", "replicaToken", None
 
 
 def _schema(name: str) -> JSON:
@@ -209,24 +209,25 @@ def _stored() -> JSON:
 
 
 def _own_paths() -> JSON:
-    """The router's own pages."""
-    text = {"type": "string"}
-    engines = {"type": "array", "items": _schema("Engine")}
-    name = _in_path("name", "Name of the engine; %2F for a slash")
-    page, admin = (401, 403), (401, 403, 404)
-
-    def debug(summary: str, schema: JSON) -> JSON:
-        return {"get": _operation("debug", summary, _answer("State", schema), page, (ADMIN, OPEN))}
-
-    def change(summary: str, schema: JSON, *errors: int, **more: Any) -> JSON:
-        return _operation(
-            "admin", summary, _answer("Done", schema), (400, *admin, *errors), (ADMIN, OPEN), **more
-        )
-
-    verb = {
-        each: {"post": change(f"{each.capitalize()} an engine", _schema("Engine"), parameters=(name,))}
-        for each in ("drain", "undrain")
+    """The operations of `OWN_PAGES`."""
+    details = _own_details()
+    return {
+        path: {
+            method.lower(): _operation(page.tag, summary, access=page.credentials, **details[method, path])
+            for method, summary in page.methods.items()
+        }
+        for path, page in OWN_PAGES.items()
     }
+
+
+def _own_details() -> dict[tuple[str, str], JSON]:
+    """Arguments of `_operation` for each method and path of the router's own pages."""
+    text = {"type": "string"}
+    array = {"type": "array", "items": OBJECT}
+    engines = {"type": "array", "items": _schema("Engine")}
+    engine = _answer("Done", _schema("Engine"))
+    name = _in_path("name", "Name of the engine; %2F for a slash")
+    page, change = (401, 403), (400, 401, 403, 404)
     role = {
         "type": "object",
         "required": ["role"],
@@ -247,7 +248,6 @@ def _own_paths() -> JSON:
     }
     switch = {"type": "object", "required": ["on"], "properties": {"on": {"type": "boolean"}}}
     model = {"properties": {"model": {"type": "string", "description": "Default: all models"}}}
-    policies = {"type": "array", "items": OBJECT}
     label = _in_path("id", "Value of the header x-lmetric-decision")
     full = {
         "name": "full",
@@ -263,113 +263,46 @@ def _own_paths() -> JSON:
     }
     index = _answer("For browsers as HTML", OBJECT)
     index["content"]["text/html"] = {"schema": text}
+
+    def told(answer: JSON, *errors: int, **more: Any) -> JSON:
+        return {"answer": answer, "errors": errors, **more}
+
     return {
-        "/": {
-            "get": _operation(
-                "health", "State of the fleet, API paths and pages", index, (), (OPEN, KEY, ADMIN)
-            )
-        },
-        "/openapi.json": {
-            "get": _operation("health", "This document", _answer("OpenAPI document", OBJECT), (), (OPEN,))
-        },
-        "/health": {
-            "get": _operation("health", "Whether the process works", _answer("It works"), (500,), (OPEN,))
-        },
-        "/ready": {
-            "get": _operation(
-                "health",
-                "Whether an engine can accept requests; engines by mode, and warnings with their fixes",
-                _answer("Ready", _schema("Ready")),
-                (503,),
-                (OPEN, ADMIN),
-            )
-        },
-        "/metrics": {
-            "get": _operation(
-                "health",
-                "Metrics in Prometheus' text format",
-                _answer("Metrics", text, "text/plain"),
-                page,
-                (OPEN, ADMIN),
-            )
-        },
-        "/v1/models": {
-            "get": _operation(
-                "models", "List the served models", _answer("Models", _schema("Models")), (401,), (KEY, OPEN)
-            )
-        },
-        "/v1/models/{model}": {
-            "get": _operation(
-                "models",
-                "Show a model",
-                _answer("Model", _schema("Model")),
-                (401, 404),
-                (KEY, OPEN),
-                parameters=(_in_path("model", "Name of the model or of an adapter"),),
-            )
-        },
-        "/debug": {"get": _operation("debug", "List the debug pages", index, page, (ADMIN, OPEN))},
-        "/debug/decisions": {
-            "get": _operation(
-                "debug",
-                "List the latest decisions",
-                _answer("Decisions", {"type": "array", "items": OBJECT}),
-                (400, *page),
-                (ADMIN, OPEN),
-                parameters=(limit,),
-            )
-        },
-        "/debug/engines": debug("Engines with modes, capabilities and load", engines),
-        "/debug/indicators": debug("Indicators of each engine, by model", OBJECT),
-        "/debug/discovery": debug("State of the discovery sources", {"type": "array", "items": OBJECT}),
-        "/debug/replicas": debug("State of the exchange with other routers", OBJECT),
-        "/debug/decisions/{id}": {
-            "get": _operation(
-                "debug",
-                "Explain a decision",
-                _answer("Decision record", OBJECT),
-                (400, 401, 404),
-                (KEY, ADMIN, OPEN),
-                parameters=(label, full),
-            )
-        },
-        "/admin/engines": {
-            "get": _operation("admin", "List the engines", _answer("Engines", engines), page, (ADMIN, OPEN)),
-            "post": change("Add an engine", _schema("Engine"), 409, body=added),
-        },
-        "/admin/engines/{name}": {
-            "delete": change("Remove an engine", _schema("Engine"), 409, parameters=(name, drain))
-        },
-        **{f"/admin/engines/{{name}}/{each}": operations for each, operations in verb.items()},
-        "/admin/engines/{name}/role": {
-            "post": change("Change an engine's role", _schema("Engine"), 409, body=role, parameters=(name,))
-        },
-        "/admin/engines/{name}/indicators": {
-            "post": change(
-                "Push values of declared indicators; null withdraws one",
-                OBJECT,
-                409,
-                body=numbers,
-                parameters=(name,),
-            )
-        },
-        "/admin/guard": {"post": change("Turn the hot-spot guard on or off", OBJECT, body=switch)},
-        "/admin/policy": {
-            "get": _operation(
-                "admin", "Show the policies", _answer("Policies", policies), page, (ADMIN, OPEN)
-            ),
-            "put": change("Replace policies", policies, body={"allOf": [_schema("PolicyChange"), model]}),
-        },
-        "/replicas": {
-            "post": _operation(
-                "replicas",
-                "Exchange load between routers; only with `replicas.urls`",
-                _answer("Accepted", OBJECT),
-                (400, 401, 404, 409, 413),
-                (REPLICA, OPEN),
-                body=OBJECT,
-            )
-        },
+        ("GET", "/"): told(index),
+        ("GET", "/openapi.json"): told(_answer("OpenAPI document", OBJECT)),
+        ("GET", "/health"): told(_answer("It works"), 500),
+        ("GET", "/ready"): told(_answer("Ready", _schema("Ready")), 503),
+        ("GET", "/metrics"): told(_answer("Metrics", text, "text/plain"), *page),
+        ("GET", "/v1/models"): told(_answer("Models", _schema("Models")), 401),
+        ("GET", "/v1/models/{model}"): told(
+            _answer("Model", _schema("Model")),
+            *(401, 404),
+            parameters=(_in_path("model", "Name of the model or of an adapter"),),
+        ),
+        ("GET", "/debug"): told(index, *page),
+        ("GET", "/debug/engines"): told(_answer("State", engines), *page),
+        ("GET", "/debug/indicators"): told(_answer("State", OBJECT), *page),
+        ("GET", "/debug/decisions"): told(_answer("Decisions", array), 400, *page, parameters=(limit,)),
+        ("GET", "/debug/discovery"): told(_answer("State", array), *page),
+        ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
+        ("GET", "/debug/decisions/{id}"): told(
+            _answer("Decision record", OBJECT), *(400, 401, 404), parameters=(label, full)
+        ),
+        ("GET", "/admin/engines"): told(_answer("Engines", engines), *page),
+        ("POST", "/admin/engines"): told(engine, *change, 409, body=added),
+        ("DELETE", "/admin/engines/{name}"): told(engine, *change, 409, parameters=(name, drain)),
+        ("POST", "/admin/engines/{name}/drain"): told(engine, *change, parameters=(name,)),
+        ("POST", "/admin/engines/{name}/undrain"): told(engine, *change, parameters=(name,)),
+        ("POST", "/admin/engines/{name}/role"): told(engine, *change, 409, body=role, parameters=(name,)),
+        ("POST", "/admin/engines/{name}/indicators"): told(
+            _answer("Done", OBJECT), *change, 409, body=numbers, parameters=(name,)
+        ),
+        ("POST", "/admin/guard"): told(_answer("Done", OBJECT), *change, body=switch),
+        ("GET", "/admin/policy"): told(_answer("Policies", array), *page),
+        ("PUT", "/admin/policy"): told(
+            _answer("Done", array), *change, body={"allOf": [_schema("PolicyChange"), model]}
+        ),
+        ("POST", "/replicas"): told(_answer("Accepted", OBJECT), *(400, 401, 404, 409, 413), body=OBJECT),
     }
 
 

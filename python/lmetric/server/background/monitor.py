@@ -12,7 +12,7 @@ from lmetric._core import LmetricError
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.downloads import Downloads
 from lmetric.server.fleet import priority
-from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
@@ -81,7 +81,7 @@ class Monitor:
     def _unusable(self) -> dict[str | None, Unusable | None]:
         """Returns by model why it has no usable engine. None, without a known model: any engine."""
         reasons: dict[str | None, Unusable | None] = {pool.name: pool.unusable for pool in self.fleet.pools}
-        return reasons or {None: unusable(self.fleet.engines())}
+        return reasons or {None: self.fleet.unusable}
 
     def _remind(self, now: float) -> None:
         """Logs why models have no usable engine: at once, then every `REMINDER_SECONDS`."""

@@ -16,11 +16,12 @@ from lmetric._core import LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
-from lmetric.server.api.errors import ApiError, no_engine_error
+from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.policies import RELOADED, Policies
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.recent import Recent
 from lmetric.server.upstream.connection import UpstreamError
 
 ASK_AGAIN_SECONDS = 30.0  # pause before a repeated identification, if a page did not answer
@@ -44,6 +45,11 @@ class Fleet:
     names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
     unplaced: list[Engine] = field(default_factory=list)
     pools_made: int = 0
+    _unusable: Recent[Unusable | None] = field(default_factory=Recent)
+    # Results of `summary`, by its argument `names`.
+    summaries: dict[bool, Recent[dict[str, Any]]] = field(
+        default_factory=lambda: {False: Recent(), True: Recent()}
+    )
 
     def build(self) -> None:
         """Builds pools and engines of the configuration.
@@ -169,6 +175,16 @@ class Fleet:
             yield from pool.engines.values()
         yield from self.unplaced
 
+    @property
+    def size(self) -> int:
+        """The number of engines."""
+        return sum(len(pool.engines) for pool in self.pools) + len(self.unplaced)
+
+    @property
+    def unusable(self) -> Unusable | None:
+        """The reasons why no engine gets new requests; None: one of them does."""
+        return self._unusable.get(self.size, lambda: unusable(self.engines()))
+
     def find(self, model: str | None) -> tuple[Pool, str | None]:
         """Returns the pool of a model name, and the adapter if the name is an adapter's.
 
@@ -178,7 +194,7 @@ class Fleet:
         if known is not None:
             return known
         if not self.pools:
-            raise no_engine_error(None, None, unusable(self.engines()))
+            raise no_engine_error(None, None, self.unusable)
         if model is None:
             if len(self.pools) == 1:
                 return self.pools[0], None

@@ -30,6 +30,7 @@ from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.recent import Recent
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens import (
     NotVerifiable,
@@ -88,6 +89,7 @@ class Pool:
         self.index = index
         self.name = name
         self.adapters = list(adapters)
+        self._unusable: Recent[Unusable | None] = Recent()
         self.settings = settings
         self.ratio = BytesPerToken()
         # None: prompts are matched as text, and `tokenizer_note` has the reason.
@@ -501,7 +503,7 @@ class Pool:
     @property
     def unusable(self) -> Unusable | None:
         """The reasons why none of its engines gets new requests; None: one of them does."""
-        return unusable(self.engines.values())
+        return self._unusable.get(len(self.engines), lambda: unusable(self.engines.values()))
 
     def no_engine_error(self, error: NoInstanceError) -> ApiError:
         """Returns the error for a request that no engine can accept now."""

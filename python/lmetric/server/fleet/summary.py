@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.engine import NotUsable
 from lmetric.server.fleet.fleet import Fleet
 
 
@@ -33,23 +33,6 @@ class Problem:
         return {**public, "reason": self.reason, "names": self.engines} if names else public
 
 
-def problems(fleet: Fleet) -> list[Problem]:
-    """Returns the engines that are not usable or not in mode `exact`, grouped by reason."""
-    found: dict[tuple[str, str, str | None], Problem] = {}
-    for engine in fleet.engines():
-        for what, cause, reason, fix in _problems_of(engine):
-            group = found.setdefault((what, reason, fix), Problem(what, cause, reason, fix))
-            group.engines.append(engine.name)
-    return list(found.values())
-
-
-def _problems_of(engine: Engine) -> list[tuple[str, str, str, str | None]]:
-    if (why := engine.unusable) is not None:
-        return [("not usable", *why)]
-    mode = engine.mode
-    return [] if mode.name == "exact" else [(mode.name, mode.cause, mode.reason, mode.fix)]
-
-
 def _policy(setting: str | dict[str, Any]) -> str:
     return setting if isinstance(setting, str) else str(setting.get("score", setting))
 
@@ -58,15 +41,35 @@ def summary(fleet: Fleet, *, names: bool) -> dict[str, Any]:
     """Returns the fleet's state as a JSON object.
 
     Keys: `engines` and `usable` (counts), `modes` (usable engines by mode), `warnings`. ``names``:
-    also `models` with their policies, and the names of engines in the warnings.
+    also `models` with their policies, and the names of engines in the warnings. In a large fleet,
+    it may be a second old (`Recent`).
     """
-    engines = list(fleet.engines())
-    usable = [engine for engine in engines if engine.unusable is None]
+    return fleet.summaries[names].get(fleet.size, lambda: _summary(fleet, names))
+
+
+def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
+    usable, modes = 0, Counter[str]()
+    found: dict[tuple[str, str, str | None], Problem] = {}
+    for engine in fleet.engines():
+        what, why = "not usable", engine.unusable
+        if why is None:
+            mode = engine.mode
+            usable += 1
+            modes[mode.name] += 1
+            if mode.name == "exact":
+                continue
+            what, why = mode.name, NotUsable(mode.cause, mode.reason, mode.fix)
+        # Reasons have addresses: without them, engines with the same cause are one warning.
+        key = (what, why.reason if names else why.cause, why.fix)
+        group = found.get(key)
+        if group is None:
+            group = found[key] = Problem(what, *why)
+        group.engines.append(engine.name)
     shown: dict[str, Any] = {
-        "engines": len(engines),
-        "usable": len(usable),
-        "modes": dict(Counter(engine.mode.name for engine in usable)),
-        "warnings": [problem.shown(names) for problem in problems(fleet)],
+        "engines": fleet.size,
+        "usable": usable,
+        "modes": dict(modes),
+        "warnings": [problem.shown(names) for problem in found.values()],
     }
     if names:
         shown["models"] = [

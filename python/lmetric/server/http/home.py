@@ -17,19 +17,13 @@ from aiohttp import web
 
 from lmetric._core import __version__
 from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.own_pages import DEBUG_LINKS, HOME_LINKS
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
 from lmetric.server.observe.startup import sample_request, url_of
 
 ABOUT = "Routes requests of the OpenAI API to LLM engines, by their prefix caches and their load."
-DEBUG = {
-    "/debug/engines": "engines: health, mode of the KV index, capabilities, load reports",
-    "/debug/indicators": "the values that policies read, by engine",
-    "/debug/decisions": "recent decisions; /debug/decisions/ID explains one decision",
-    "/debug/discovery": "service discovery: sources and their engines",
-    "/debug/replicas": "other routers and their published load",
-}
 DECISIONS_LISTED = 20
 MAX_DECISIONS_LISTED = 200
 _LISTED = (
@@ -66,14 +60,13 @@ def home(front: Frontend, request: web.BaseRequest) -> web.Response:
         models = [pool.name for pool in front.fleet.pools]
     except ApiError:  # no valid API key
         models = None
-    pages = {"/health": "200 while the process works", "/ready": "200 while an engine accepts requests"}
-    if admin or not front.config.admin.protect_metrics:
-        pages["/metrics"] = "metrics for Prometheus"
-    if models is not None:
-        pages["/v1/models"] = "served models"
-    pages["/openapi.json"] = "OpenAPI document of all paths"
-    if admin:
-        pages["/debug"] = "engines, indicators and decisions"
+    open_to = {
+        "open": True,
+        "metrics": admin or not front.config.admin.protect_metrics,
+        "tenant": models is not None,
+        "admin": admin,
+    }
+    pages = {path: page.link for path, page in HOME_LINKS.items() if open_to[page.access]}
     state = summary(front.fleet, names=admin)
     shown: dict[str, Any] = {
         "name": "lmetric-router",
@@ -106,7 +99,7 @@ def home(front: Frontend, request: web.BaseRequest) -> web.Response:
 
 def debug_index(request: web.BaseRequest) -> web.Response:
     """Answers /debug: the debug pages."""
-    return _page(request, {"pages": DEBUG}, _section("Debug pages", _links(DEBUG)))
+    return _page(request, {"pages": DEBUG_LINKS}, _section("Debug pages", _links(DEBUG_LINKS)))
 
 
 def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:

@@ -21,26 +21,26 @@ from lmetric._core import LmetricError
 from lmetric.config import ADMIN, CONFIGURED, POLICY_KNOBS, EngineConfig, KvEvents, PolicyChange, Role
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
 from lmetric.server.discovery import Found
 from lmetric.server.fleet import priority
-from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import Frontend
-from lmetric.server.http.home import DEBUG, debug_index, decisions, home
+from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.observe.metrics import CONTENT_TYPE
 from lmetric.server.upstream.allowed import AllowedEngines
 
 _DECISIONS = "/debug/decisions/"
+_MODELS = "/v1/models/"
+_ENGINE = "/admin/engines/{name}"
 # Paths that the error for an unknown path compares it with.
-_PAGES = (
-    "/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/debug", *DEBUG, "/admin/engines",
-    "/admin/policy",
-)  # fmt: skip
+_COMPARED = [path for path, page in OWN_PAGES.items() if "{" not in path and page.access != "replica"]
 LONGEST_COMPARED_PATH = 200
 _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
@@ -54,59 +54,71 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     ``path``: the spelling of the client, because proxies in front of the router filter by it. The
     body is read after the check of the request's credential.
     """
-    access, headers = front.access, request.headers
-    if path == "/":
-        _only(request, path, "GET", "HEAD")
-        return home(front, request)
-    if path == "/health":
-        _only(request, path, "GET", "HEAD")
-        for pool in front.fleet.pools:
-            _check(pool)
-        return web.Response()
-    if path == "/ready":
-        _only(request, path, "GET", "HEAD")
-        return _ready(front, access.is_admin(headers))
-    if path == "/metrics":
-        _only(request, path, "GET", "HEAD")
-        access.require_metrics(headers, path)
-        return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
-    if path == "/openapi.json":
-        _only(request, path, "GET", "HEAD")
-        return _json(_openapi())
     if path == replicas.PATH and front.replicas.on:
-        _only(request, path, "POST")
-        front.replicas.authorize(headers.get("authorization"))
+        _only(request, path, OWN_PAGES[replicas.PATH])
+        front.replicas.authorize(request.headers.get("authorization"))
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
-    if path.startswith(_DECISIONS):
-        _only(request, path, "GET", "HEAD")
-        return _json(_record(front, request, path.removeprefix(_DECISIONS), _full(query)))
-    if path == "/debug" or path in DEBUG:
-        access.require_admin(headers, path)
-    elif path == "/v1/models" or path.startswith("/v1/models/"):
-        access.tenant(headers)
-    else:
+    page = _page(path)
+    if page is None or page.access == "replica":
         raise _unknown(front, path, request.method)
-    _only(request, path, "GET", "HEAD")
-    if path == "/debug":
-        return debug_index(request)
-    if path == "/debug/decisions":
-        return _json(decisions(front, query))
-    if path == "/v1/models":
-        return _json(front.fleet.models())
-    if path.startswith("/v1/models/"):
-        name = unquote(path.removeprefix("/v1/models/"))
-        front.fleet.find(name)
-        cards = orjson.loads(front.fleet.models())["data"]
-        return _json(next(card for card in cards if card["id"] == name))
-    if path == "/debug/engines":
-        return _json(_engines(front.fleet, front.fleet.engines()))
-    if path == "/debug/discovery":
-        return _json(front.discovery.state())
-    if path == "/debug/replicas":
-        return _json(front.replicas.state())
-    return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
+    _admit(front, request, path, page)
+    match page.path:
+        case "/":
+            return home(front, request)
+        case "/health":
+            for pool in front.fleet.pools:
+                _check(pool)
+            return web.Response()
+        case "/ready":
+            return _ready(front, front.access.is_admin(request.headers))
+        case "/metrics":
+            return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        case "/openapi.json":
+            return _json(_openapi())
+        case "/v1/models":
+            return _json(front.fleet.models())
+        case "/v1/models/{model}":
+            name = unquote(path.removeprefix(_MODELS))
+            front.fleet.find(name)
+            cards = orjson.loads(front.fleet.models())["data"]
+            return _json(next(card for card in cards if card["id"] == name))
+        case "/debug":
+            return debug_index(request)
+        case "/debug/decisions":
+            return _json(decisions(front, query))
+        case "/debug/decisions/{id}":
+            return _json(_record(front, request, path.removeprefix(_DECISIONS), _full(query)))
+        case "/debug/engines":
+            return _json(_engines(front.fleet, front.fleet.engines()))
+        case "/debug/indicators":
+            return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
+        case "/debug/discovery":
+            return _json(front.discovery.state())
+        case "/debug/replicas":
+            return _json(front.replicas.state())
+    raise AssertionError(f"{page.path}: no answer")
+
+
+def _page(path: str) -> OwnPage | None:
+    """Returns the page at a path, but not the pages under /admin."""
+    if path.startswith(_DECISIONS):
+        path = "/debug/decisions/{id}"
+    elif path.startswith(_MODELS):
+        path = "/v1/models/{model}"
+    return OWN_PAGES.get(path)
+
+
+def _admit(front: Frontend, request: web.BaseRequest, path: str, page: OwnPage) -> None:
+    """Checks the credential and the method. Raises ApiError."""
+    if page.access == "admin":
+        front.access.require_admin(request.headers, path)
+    elif page.access == "tenant":
+        front.access.tenant(request.headers)
+    _only(request, path, page)
+    if page.access == "metrics":
+        front.access.require_metrics(request.headers, path)
 
 
 def _ready(front: Frontend, admin: bool) -> web.Response:
@@ -114,7 +126,7 @@ def _ready(front: Frontend, admin: bool) -> web.Response:
     state = summary(front.fleet, names=admin)
     if not front.draining and front.fleet.ready():
         return _json({"ready": True, **state})
-    reasons = unusable(front.fleet.engines())
+    reasons = front.fleet.unusable
     why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
     if front.draining:
         why = "shutting down"
@@ -122,7 +134,8 @@ def _ready(front: Frontend, admin: bool) -> web.Response:
     raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"}, more=more)
 
 
-def _only(request: web.BaseRequest, path: str, *methods: str) -> None:
+def _only(request: web.BaseRequest, path: str, page: OwnPage) -> None:
+    methods = page.allowed
     if request.method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
@@ -134,7 +147,7 @@ def _unknown(front: Frontend, path: str, method: str) -> ApiError:
     paths = sorted(front.paths)
     near = [known for known in paths if known.endswith(path) or path.rstrip("/") == known][-1:]
     if not near and len(path) <= LONGEST_COMPARED_PATH:
-        near = difflib.get_close_matches(path, [*paths, *_PAGES], n=1, cutoff=0.8)
+        near = difflib.get_close_matches(path, [*paths, *_COMPARED], n=1, cutoff=0.8)
     if path.startswith("/v1/v1/"):
         hint = "; leave out the second /v1"
     elif near:
@@ -257,12 +270,12 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     if not front.config.admin.enabled:
         raise ApiError(403, "administration is off; set admin.enabled: true")
     if path == "/admin/engines":
-        _only(request, path, "POST", "GET")
+        _only(request, path, OWN_PAGES[path])
         if request.method == "GET":
             return _json(_engines(front.fleet, front.fleet.engines()))
         return _json(await _add(front, request))
     if path == "/admin/guard":
-        _only(request, path, "POST")
+        _only(request, path, OWN_PAGES[path])
         body = await _object(front, request, {"on"})
         if not isinstance(body.get("on"), bool):
             raise bad("on must be true or false", "on")
@@ -270,7 +283,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
             pool.router.configure(guard=body["on"])
         return _json({"guard": body["on"]})
     if path == "/admin/policy":
-        _only(request, path, "PUT", "GET")
+        _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
         return _json([_policy(pool) for pool in pools])
     named = {engine.name: engine for engine in front.fleet.engines()}
@@ -282,13 +295,14 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     if engine is None:
         raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
     if not verb:
-        _only(request, path, "DELETE")
+        _only(request, path, OWN_PAGES[_ENGINE])
         await _remove(front, engine, query)
         removed = all(other is not engine for other in front.fleet.engines())
         return _json({**_engines(front.fleet, [engine])[0], "removed": removed})
-    if verb not in ("drain", "undrain", "role", "indicators"):
+    page = OWN_PAGES.get(f"{_ENGINE}/{verb}")
+    if page is None:
         raise _unknown(front, path, request.method)
-    _only(request, path, "POST")
+    _only(request, path, page)
     if verb == "role":
         await _switch(front.fleet, engine, await _object(front, request, {"role", "drain"}))
         return _json(*_engines(front.fleet, [engine]))

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
-"""Writes the roofline profiles in python/lmetric/profiles and the page docs/reference/profiles.md about all profiles.
-
-    scripts/make_profiles
+"""The roofline profiles of python/lmetric/profiles, and docs/reference/profiles.md.
 
 Everything is computed from the shapes and data sheets in python/lmetric/profiles/roofline.py.
 """
@@ -9,7 +6,6 @@ Everything is computed from the shapes and data sheets in python/lmetric/profile
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from lmetric.profiles import Profile, load_profile, shipped_profiles
 from lmetric.profiles.roofline import (
@@ -23,15 +19,11 @@ from lmetric.profiles.roofline import (
     roofline,
 )
 
-ROOT = Path(__file__).parent.parent
-DIRECTORY = ROOT / "python" / "lmetric" / "profiles"
-PAGE = ROOT / "docs" / "reference" / "profiles.md"
-
 HEAD = """\
 # Profiles
 
-Choose, make or fit the profile of an engine for simulations and predictions. This page is made by `scripts/make_profiles`; change that
-script, or `python/lmetric/profiles/roofline.py`.
+Choose, make or fit the profile of an engine for simulations and predictions. `scripts/make_reference profiles` generates this
+page and the roofline profiles from `scripts/reference/profiles.py` and `python/lmetric/profiles/roofline.py`. Edit those files.
 
 A profile contains the cost of a model on a GPU: the time of one step of continuous batching, and the KV cache's size in tokens.
 `--profile` takes a name below or a path.
@@ -49,7 +41,7 @@ A profile contains the cost of a model on a GPU: the time of one step of continu
   With `hold_peak` the curve stays at its peak beyond it.
 """
 
-# Profiles that no script makes.
+# Profiles made by hand.
 HAND = {
     "independent-sim",
     "independent-pd",
@@ -214,7 +206,7 @@ count for steps. Load from other sources makes steps appear longer. A step is as
 | `prior` | an assumed 8,000 tokens/s |
 """
 
-# A step: prompt tokens, of a chunk behind so many cached ones, decoding sequences, their context each.
+# A step: prompt tokens, cached tokens before them, decoding sequences, context of each.
 STEPS = {
     "prefill of 512": (512, 0, 0, 0),
     "prefill of 2,048": (2048, 0, 0, 0),
@@ -230,7 +222,7 @@ STEPS = {
     "256 decodes at 4,096": (0, 0, 256, 4096),
     "prefill of 2,048 and 32 decodes at 4,096": (2048, 0, 32, 4096),
 }
-# What aiconfigurator-core (Apache-2.0) says of them, ms.
+# Times of these steps in aiconfigurator-core (Apache-2.0), ms.
 PUBLIC = {
     ("qwen3-30b-a3b", "h200"): [
         22.78, 40.43, 138.43, 1015.58, 55.31, 4.15, 8.99, 11.65, 18.0, 21.92, 29.41, 43.93, 46.1
@@ -258,7 +250,7 @@ def step_seconds(profile: Profile, tokens: int, cached: int, sequences: int, con
     )
 
 
-def files() -> dict[str, str]:
+def profiles() -> dict[str, str]:
     """The text of each roofline profile, by its name."""
     return {
         profile_name(model, gpu, gpus): as_yaml(roofline(MODELS[model], GPUS[gpu], gpus))
@@ -329,8 +321,7 @@ def page() -> str:
     return HEAD + "\n" + "".join(table()) + method
 
 
-if __name__ == "__main__":
-    for name, text in files().items():
-        (DIRECTORY / f"{name}.yaml").write_text(text, encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"{len(files())} profiles, {PAGE.relative_to(ROOT)}")
+def files() -> dict[str, str]:
+    """Returns the profiles and the page."""
+    made = {f"python/lmetric/profiles/{name}.yaml": text for name, text in profiles().items()}
+    return {**made, "docs/reference/profiles.md": page()}

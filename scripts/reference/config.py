@@ -1,8 +1,4 @@
-#!/usr/bin/env python3
-"""Prints docs/reference/configuration.md from the declarations in python/lmetric/config/schema.py and lmetric.options.
-
-scripts/make_config_page > docs/reference/configuration.md
-"""
+"""docs/reference/configuration.md, from `lmetric.config` and `lmetric.options`."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from lmetric.config import PoolSettings, ServerConfig
 HEAD = """\
 # Configuration
 
-`scripts/make_config_page` generates this page from `python/lmetric/config/schema.py` and
+`scripts/make_reference config` generates this page from `python/lmetric/config/schema.py` and
 `python/lmetric/options.py`. Edit those files.
 
 Settings come from flags (`--set timeouts.connect=1`), the environment (`LMETRIC_TIMEOUTS__CONNECT=1`) and one
@@ -38,7 +34,7 @@ MANY = {list: "[]", dict: ".NAME"}
 
 
 def inner(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The section inside an annotation, and what stands behind its key if there are many of them."""
+    """Returns the section inside an annotation, and the suffix of its key in a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, ""
     for part in get_args(annotation):
@@ -49,7 +45,7 @@ def inner(annotation: Any) -> tuple[type[BaseModel] | None, str]:
 
 
 def default(field: FieldInfo) -> str:
-    """The default as YAML, empty where it says nothing."""
+    """Returns the default as YAML; "" for none, empty values and sections."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -138,10 +134,8 @@ def old_keys() -> Iterator[str]:
     )
 
 
-def page() -> str:
+def files() -> dict[str, str]:
+    """Returns the page."""
     sections = "".join(section(ServerConfig, "", {ServerConfig}))
-    return HEAD + "\n" + sections + OPTIONS + "".join(option_tables()) + "".join(old_keys())
-
-
-if __name__ == "__main__":
-    print(page(), end="")
+    page = HEAD + "\n" + sections + OPTIONS + "".join(option_tables()) + "".join(old_keys())
+    return {"docs/reference/configuration.md": page}

@@ -1,8 +1,4 @@
-#!/usr/bin/env python3
-"""Writes the request states of docs/explanation/architecture.md from python/lmetric/server/execution/plan.py.
-
-scripts/make_transition_table
-"""
+"""The request states in docs/explanation/architecture.md, from `lmetric.server.execution.plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +7,8 @@ from typing import get_args
 
 from lmetric.server.execution.plan import DEADLINES, EVENTS, MEANINGS, TRANSITIONS, State
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "explanation" / "architecture.md"
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = "docs/explanation/architecture.md"
 START, END = "<!-- transition table -->\n", "<!-- end of transition table -->\n"
 
 
@@ -32,12 +29,8 @@ def transition_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
+def files() -> dict[str, str]:
     """Returns the page with the current table."""
-    before, _, rest = PAGE.read_text().partition(START)
+    before, _, rest = (ROOT / PAGE).read_text().partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}{transition_table()}{END}{after}"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+    return {PAGE: f"{before}{START}{transition_table()}{END}{after}"}
