@@ -56,7 +56,7 @@ class Connector(ABC):
 
     def check_count(self, fields: JSON, tokens: int) -> None:
         """Raises HandoverError if the transferred KV cache does not have this number of tokens."""
-        raise HandoverError(f"{self.name} does not tell of how many tokens it hands the cache over")
+        raise HandoverError(f"{self.name} does not report how many tokens it transfers")
 
     def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
         """The transfer fields of a segment's body.
@@ -69,7 +69,7 @@ class Connector(ABC):
         Raises:
             HandoverError: the protocol does not support it.
         """
-        raise HandoverError(f"{self.name} hands over at the prompt's end only")
+        raise HandoverError(f"{self.name} transfers the KV cache only at the end of the prompt")
 
     def deadline_seconds(self, told: Handover) -> float:
         """Maximum time from the first segment's answer to the second request with these fields."""
@@ -160,7 +160,7 @@ class Bootstrap(Connector):
         if why := whole_reason(path, request):
             raise HandoverError(why)
         if told.bootstrap_port is None:
-            raise HandoverError("the prefill engine does not tell its bootstrap port")
+            raise HandoverError("the prefill engine does not report its bootstrap port")
         number = secrets.randbits(62)
         if told.bootstrap_rank is not None:
             rank, ranks = told.bootstrap_rank
@@ -221,10 +221,10 @@ _OF_THE_ANSWER = frozenset(
 def whole_reason(path: str, request: JSON) -> str | None:
     """The reason why a request cannot be split after its prompt; None if it can."""
     if path not in (CHAT, COMPLETIONS):
-        return f"{path} has no prompt to hand over"
+        return f"{path} has no prompt for a KV transfer"
     for name in ("n", "best_of"):
         if request.get(name) not in (None, 1):
-            return f"{name} is {request[name]!r}: one prompt would be handed over to several answers"
+            return f"{name} is {request[name]!r}: a KV transfer serves one answer per prompt"
     for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"
