@@ -125,7 +125,7 @@ async def test_older_and_other_engines() -> None:
     assert (told.engine, told.block_size, told.cache_blocks) == ("vllm", 16, 250)
     assert told.load_names == ("vllm:num_requests_running", "vllm:gpu_cache_usage_perc")
     assert adapter.load(metrics.encode()) == Load(None, 2.0, 0.5, told.load_names)
-    assert "0.9.2 does not tell where its KV events are" in str(told.no_events)
+    assert "0.9.2 does not report its KV event endpoints" in str(told.no_events)
     assert (told.full_report, told.event_sources) == (None, ())
     # Not told yet is not a number.
     _, told = await of(pages | {"/metrics": metrics + config % (0, "None")})
@@ -135,7 +135,7 @@ async def test_older_and_other_engines() -> None:
     assert told.prefix_caching is False
     adapter, told = await of({"/v1/models": MODELS})
     assert (adapter, told.engine, [model.name for model in told.models]) == (UNKNOWN, "unknown", ["tiny"])
-    assert "neither sglang or vllm" in str(told.no_events)
+    assert "neither vLLM nor SGLang" in str(told.no_events)
     for body in ("{}", "[]", '{"data": []}', '{"data": [{"id": "a", "parent": "b"}]}', "nonsense"):
         with pytest.raises(ValueError, match="not a list of models"):
             await of({"/v1/models": body})

@@ -160,7 +160,7 @@ async def test_what_cannot_be_cut_can_be_pulled_for(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("fields", "config", "why"),
     [
-        ({"n": 2}, {}, "cannot serve several answers"),
+        ({"n": 2}, {}, "one answer per prompt"),
         ({"echo": True}, {}, "(echo)"),
         ({"prompt": [LONG, LONG]}, {}, "several prompts"),
         ({}, {"tokenizer": "off"}, "not known as token ids"),

@@ -397,7 +397,7 @@ async def test_idle_connections_leave_descriptors_for_the_engines() -> None:
     preset = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
     async with engine() as fake, router("--engine", fake.url, preset=preset) as process:
         await process.listening()
-        assert any("connections are limited below limits" in line for line in process.log)
+        assert any("limits.max_connections reduced" in line for line in process.log)
         host, _, port = process.url.removeprefix("http://").rpartition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(limit)]
         try:

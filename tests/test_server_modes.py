@@ -50,7 +50,7 @@ def test_exact_where_all_fits() -> None:
         ),
         (
             *({"block_size": 32}, "auto", POOL),
-            *("approximate", "32 tokens, its model's index 16 (by e0)", "set one block size"),
+            *("approximate", "32 tokens, its model's index 16 (by e0)", "set the same block size"),
         ),
         (
             {"event_sources": (EventSource(0, "tcp://10.0.0.9:5557", connects=True),)},

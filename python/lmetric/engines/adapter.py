@@ -106,8 +106,8 @@ class Handover:
         """A problem in the engine's settings that makes requests fail, or None."""
         if self.bidirectional and self.on_failure == "recompute":
             return (
-                "bidirectional, with kv_load_failure_policy recompute: a request that fetches the front of "
-                "its prompt and cannot is never answered (vLLM 0.32); set the policy to fail"
+                "its KV transfers are bidirectional with kv_load_failure_policy recompute; a request whose "
+                "prefix fetch fails is never answered (vLLM 0.32); set the policy to fail"
             )
         return None
 
@@ -236,9 +236,10 @@ class Pages:
 
 
 class Adapter(ABC):
-    """The properties of one kind of engine."""
+    """The properties of one kind of engine. `title` is its name in messages."""
 
     name: str
+    title: str
     # Load gauges of all its versions: name without prefix, and the field of `Load`.
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]]
     prefix: str  # prefix of its metric names
@@ -273,7 +274,7 @@ class Adapter(ABC):
         rank."""
         if self.rank_label is None:
             raise ValueError(
-                f"data_parallel_rank: {rank}: the engine is {self.name}, and requests to it cannot name a "
+                f"data_parallel_rank: {rank}: requests to {self.title} cannot name a "
                 "rank; remove data_parallel_rank"
             )
         adapter = copy(self)

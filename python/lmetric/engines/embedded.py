@@ -118,7 +118,7 @@ class EmbeddedEngines:
         if not line:
             code = await child.wait()
             await reader
-            why = " / ".join(said) or "it said nothing"
+            why = " / ".join(said) or "it printed nothing"
             raise EngineStartError(f"engine {number} ended with code {code}: {why}")
         ready = orjson.loads(line)
         return EmbeddedEngine(

@@ -56,7 +56,7 @@ class Connector(ABC):
 
     def check_count(self, fields: JSON, tokens: int) -> None:
         """Raises HandoverError if the transferred KV cache does not have this number of tokens."""
-        raise HandoverError(f"{self.name} does not tell of how many tokens it hands the cache over")
+        raise HandoverError(f"{self.name} does not report how many tokens it transfers")
 
     def asks(self, fields: JSON | None, *, goes_on: bool, whole: bool) -> JSON:
         """The transfer fields of a segment's body.
@@ -69,7 +69,11 @@ class Connector(ABC):
         Raises:
             HandoverError: the protocol does not support it.
         """
+<<<<<<< HEAD
         raise HandoverError(f"{self.name} transfers KV at the prompt's end only")
+=======
+        raise HandoverError(f"{self.name} transfers the KV cache only at the end of the prompt")
+>>>>>>> tidy
 
     def deadline_seconds(self, told: Handover) -> float:
         """Maximum time from the first segment's answer to the second request with these fields."""
@@ -160,7 +164,7 @@ class Bootstrap(Connector):
         if why := whole_reason(path, request):
             raise HandoverError(why)
         if told.bootstrap_port is None:
-            raise HandoverError("the prefill engine does not tell its bootstrap port")
+            raise HandoverError("the prefill engine does not report its bootstrap port")
         number = secrets.randbits(62)
         if told.bootstrap_rank is not None:
             rank, ranks = told.bootstrap_rank
@@ -224,7 +228,11 @@ def whole_reason(path: str, request: JSON) -> str | None:
         return f"{path} has no prompt for a KV transfer"
     for name in ("n", "best_of"):
         if request.get(name) not in (None, 1):
+<<<<<<< HEAD
             return f"{name} is {request[name]!r}: one KV transfer cannot serve several answers"
+=======
+            return f"{name} is {request[name]!r}: a KV transfer serves one answer per prompt"
+>>>>>>> tidy
     for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"

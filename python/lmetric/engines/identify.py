@@ -27,6 +27,7 @@ class Unknown(Adapter):
     """An unknown engine: the OpenAI API, and load if its metrics have known names."""
 
     name = "unknown"
+    title = "an unknown engine"
     prefix = ""
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
         name: meaning for adapter in ADAPTERS for name, meaning in adapter.gauges.items()
@@ -38,11 +39,15 @@ class Unknown(Adapter):
 
     async def capabilities(self, pages: Pages) -> Capabilities:
         """Its models."""
-        names = " or ".join(adapter.name for adapter in ADAPTERS)
+        titles = " nor ".join(adapter.title for adapter in reversed(ADAPTERS))
         return Capabilities(
             self.name,
             models=await pages.models(),
+<<<<<<< HEAD
             no_events=f"the type of engine could not be identified: neither {names}",
+=======
+            no_events=f"its type is unknown (neither {titles})",
+>>>>>>> tidy
             load_path="/metrics",
         )
 

@@ -35,6 +35,7 @@ class Sglang(Adapter):
     """SGLang."""
 
     name = "sglang"
+    title = "SGLang"
     cache_salt = True  # read in 0.5.23
     prefix = "sglang:"
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
@@ -154,7 +155,7 @@ def _sources(
         config = {}
     host, port = text_of(events, "endpoint_host"), count_of(events, "endpoint_port_base")
     if host is None or port is None:
-        # A local socket is not told of in the block.
+        # The block does not contain a local socket.
         local = str(config.get("endpoint", ""))
         if config.get("publisher") == "zmq" and local.startswith("ipc://"):
             source = EventSource(0, local, config.get("topic") or "", config.get("replay_endpoint"))

@@ -38,6 +38,7 @@ class Vllm(Adapter):
     """vLLM, and engines with the same API such as the emulated engine."""
 
     name = "vllm"
+    title = "vLLM"
     cache_salt = True  # tried on 0.32.0
     prefix = "vllm:"
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
@@ -107,7 +108,9 @@ class Vllm(Adapter):
             ),
             handover=handover,
             no_handover=(
-                None if handover else f"its /metrics know of no NIXL; start it with {self.flags['handover']}"
+                None
+                if handover
+                else f"its /metrics have no NIXL metrics; start it with {self.flags['handover']}"
             ),
             role=role,
         )
@@ -150,7 +153,7 @@ def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[Even
 
     status, body = answer
     if status != 200:
-        what = f"vLLM {version or 'of this version'} does not tell where its KV events are"
+        what = f"vLLM {version or 'of this version'} does not report its KV event endpoints"
         return (), f"{what} (GET /kv_event_sources: status {status})"
     try:
         ranks: dict[str, Any] = orjson.loads(body)

@@ -45,7 +45,7 @@ FIX_TOKENIZER = (
     "tokenizer.json and chat template"
 )
 _FIX_TOKENS = f"{FIX_TOKENIZER}, or kv_events.without_tokenizer: true if clients send token ids"
-_FIX_BLOCK_SIZE = "set one block size on all engines of a model, and the same as block_size"
+_FIX_BLOCK_SIZE = "set the same block size on all engines of a model and in block_size"
 _FIX_EVENTS = "turn on KV events on the engine"
 
 
@@ -135,7 +135,7 @@ def flag_fix(flags: Mapping[str, str], feature: str) -> str | None:
 def mismatch(size: int, pool: PoolFacts) -> Mode:
     """Returns the mode of an engine with blocks of `size` tokens in a pool of another size."""
     detail = f"its blocks have {size} tokens, its model's index {pool.block_size} (by {pool.block_size_from})"
-    return Mode("approximate", "its block size is not that of its model's index", detail, _FIX_BLOCK_SIZE)
+    return Mode("approximate", "its block size differs from its model's index", detail, _FIX_BLOCK_SIZE)
 
 
 def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, ...]:

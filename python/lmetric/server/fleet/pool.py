@@ -426,7 +426,8 @@ class Pool:
     def _use(self, tokenizer: PromptTokenizer) -> None:
         self.tokenizer = tokenizer
         self.tokenizer_note = "; ".join(tokenizer.notes) or None
-        log.info("tokenizer", model=self.name, folder=str(tokenizer.folder), note=self.tokenizer_note)
+        note = {} if self.tokenizer_note is None else {"note": self.tokenizer_note}
+        log.info("tokenizer loaded", model=self.name, folder=str(tokenizer.folder), **note)
 
     def drop_tokenizer(self, reason: str) -> None:
         """Removes the tokenizer: prompts are matched as text from now on. Logs the reason."""

@@ -124,10 +124,10 @@ def _within_descriptors(limits: Limits) -> int:
     possible = max((soft - OTHER_DESCRIPTORS) // 2, 1)
     tell = log.warning if "max_connections" in limits.model_fields_set or possible < 1024 else log.info
     tell(
-        "connections are limited below limits.max_connections: the process may not open enough files",
+        "limits.max_connections reduced to fit the open-file limit",
         max_connections=possible,
         configured=configured,
-        open_files_limit=soft,
-        fix=f"allow {wanted} open files (ulimit -n, LimitNOFILE), or lower limits.max_connections",
+        open_files=soft,
+        fix=f"ulimit -n {wanted} (systemd: LimitNOFILE), or lower limits.max_connections",
     )
     return possible
