@@ -69,11 +69,7 @@ class Connector(ABC):
         Raises:
             HandoverError: the protocol does not support it.
         """
-<<<<<<< HEAD
-        raise HandoverError(f"{self.name} transfers KV at the prompt's end only")
-=======
         raise HandoverError(f"{self.name} transfers the KV cache only at the end of the prompt")
->>>>>>> tidy
 
     def deadline_seconds(self, told: Handover) -> float:
         """Maximum time from the first segment's answer to the second request with these fields."""
@@ -228,11 +224,7 @@ def whole_reason(path: str, request: JSON) -> str | None:
         return f"{path} has no prompt for a KV transfer"
     for name in ("n", "best_of"):
         if request.get(name) not in (None, 1):
-<<<<<<< HEAD
-            return f"{name} is {request[name]!r}: one KV transfer cannot serve several answers"
-=======
             return f"{name} is {request[name]!r}: a KV transfer serves one answer per prompt"
->>>>>>> tidy
     for name in ("use_beam_search", "prompt_logprobs", "prompt_embeds"):
         if request.get(name) not in (None, False):
             return f"{name} is set"

@@ -43,11 +43,7 @@ class Unknown(Adapter):
         return Capabilities(
             self.name,
             models=await pages.models(),
-<<<<<<< HEAD
-            no_events=f"the type of engine could not be identified: neither {names}",
-=======
             no_events=f"its type is unknown (neither {titles})",
->>>>>>> tidy
             load_path="/metrics",
         )
 
