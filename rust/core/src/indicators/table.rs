@@ -83,7 +83,7 @@ indicators! {
     RemainingTokens "remaining_tokens", "tokens", Instance, Router, "at each token", "never: a request of unknown output length counts 0",
         "Output tokens that the running requests on the instance have yet to generate, as far as known.";
     IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
-        "Blocks in the KV index for the instance (the size of its tree).";
+        "Blocks of the instance's GPU in the KV index (the size of its tree).";
     Pulls "pulls", "requests", Instance, Router, "at once", "never",
         "Prefixes that other instances fetch from this instance now.";
     CacheFreeTokens "cache_free_tokens", "tokens", Instance, Router, "as fresh as the KV index", "if the instance's cache size is unknown",

@@ -106,8 +106,8 @@ impl Names {
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
-    /// Returns the index's hash of the block that the cache, or else another tier of its rank, calls
-    /// `engine`.
+    /// Returns the index's hash of the block that the cache, or else another tier of its rank,
+    /// calls `engine`.
     pub(crate) fn find_in_any(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
         let found = self.find(instance, cache, engine);
         if found.is_some() || cache.tier == Tier::Gpu {

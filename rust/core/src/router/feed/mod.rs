@@ -9,6 +9,7 @@ mod place;
 mod state;
 
 pub use event::{Applied, Source, Stored};
+pub use state::KvFeed;
 
 use super::settings::IndexFeed;
 use super::shared::{Held, SharedRouter};
@@ -27,15 +28,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Names get 1/3 of the bytes of an event-fed index: a name takes about 20 bytes, an index entry
 /// about 44.
 const NAMES_SHARE: usize = 3;
-
-/// Applies KV events to a router's index.
-pub struct KvFeed {
-    router: SharedRouter,
-    keys: RwLock<Keys>,
-    epoch: AtomicU64,
-    index_bytes: usize,
-    state: Mutex<State>,
-}
 
 impl KvFeed {
     /// Creates a feed for the router. `index_bytes`: bytes of the index and of the blocks' names
@@ -159,8 +151,8 @@ impl KvFeed {
         self.stored_in(source, Tier::Gpu, stored)
     }
 
-    /// Stores blocks in a tier. Blocks of a lower tier take the position of the equally named blocks
-    /// of another tier; their tokens count only if a name is unknown.
+    /// Stores blocks in a tier. Blocks of a lower tier take the position of the equally named
+    /// blocks of another tier; their tokens count only if a name is unknown.
     pub fn stored_in(&self, source: Source, tier: Tier, stored: &Stored<'_>) -> Applied {
         let state = &mut *self.state.lock();
         let cache = Cache { rank: source.rank, tier };
@@ -245,8 +237,8 @@ impl KvFeed {
         applied
     }
 
-    /// Removes all blocks of a rank whose cache was cleared or whose engine was replaced. Engines do
-    /// not report whether their lower tiers were cleared, too; these count as cleared.
+    /// Removes all blocks of a rank whose cache was cleared or whose engine was replaced. Engines
+    /// do not report whether their lower tiers were cleared, too; these count as cleared.
     pub fn cleared(&self, source: Source) {
         let state = &mut *self.state.lock();
         let Source { instance, rank, .. } = source;
@@ -320,7 +312,8 @@ impl KvFeed {
         }
     }
 
-    /// Removes an instance's blocks from all tiers in pieces, while the instance has this generation.
+    /// Removes an instance's blocks from all tiers in pieces, while the instance has this
+    /// generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
         Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
     }

@@ -1,7 +1,6 @@
 //! Places stored blocks in the index of their tier, and makes room for their names.
-use super::KvFeed;
 use super::event::{Applied, Refused, Source};
-use super::state::State;
+use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};

@@ -224,8 +224,8 @@ impl State {
         hit(blocks, request.tokens_per_block, most)
     }
 
-    /// Returns the prompt tokens saved by the GPU's blocks and a lower tier's blocks behind them, and
-    /// how many of the tokens come from the tier.
+    /// Returns the prompt tokens saved by the GPU's blocks and a lower tier's blocks behind them,
+    /// and how many of the tokens come from the tier.
     #[inline]
     pub fn reusable_tokens(&self, request: &Request<'_>, (gpu, tier): (u32, u32)) -> (f64, f64) {
         let all = self.saved_tokens(request, gpu + tier);

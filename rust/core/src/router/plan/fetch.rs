@@ -22,11 +22,8 @@ impl State {
     pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
         let reach = if first { self.reach(context, request) } else { 0.0 };
         let DecisionContext { derived, hit_blocks, tier_blocks, .. } = context;
-        let [tokens, cost, hits] = derived.several_mut([
-            Indicator::PullTokens,
-            Indicator::PullCostTokens,
-            Indicator::HitTokens,
-        ]);
+        let [tokens, cost, hits] =
+            derived.several_mut([Indicator::PullTokens, Indicator::PullCostTokens, Indicator::HitTokens]);
         tokens.fill(0.0);
         cost.fill(0.0);
         let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else { return };
@@ -61,8 +58,8 @@ impl State {
         }
     }
 
-    /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can serve
-    /// a fetch now; 0 if prefixes must not be fetched.
+    /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can
+    /// serve a fetch now; 0 if prefixes must not be fetched.
     fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
         if self.pulls.is_none() || request.unpulled.is_some() {
             return 0.0;

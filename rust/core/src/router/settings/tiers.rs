@@ -12,7 +12,7 @@ pub struct TierConfig {
 }
 
 impl Default for TierConfig {
-    /// 0.02 is the ratio of a host tier over PCIe to the prefill of an 8B model on one GPU.
+    /// 0.02: a token of 100 KB takes 2 µs from host memory (50 GB/s), and 100 µs to prefill.
     fn default() -> TierConfig {
         TierConfig { counted: TierUse::Auto, load_ratio: 0.02 }
     }
