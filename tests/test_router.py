@@ -251,6 +251,39 @@ def test_exact_feed_by_engine_hashes() -> None:
         router.blocks_stored("e2", hashes, tokens[:40])
 
 
+def test_tiers_below_the_gpu() -> None:
+    router = fleet("tier_hit_tokens * 0 + p_token", kv_source="exact", block_size=16, tier_load_ratio=0.25)
+    tokens, hashes = TOKENS[:65], np.array([11, 22, 33, 44], dtype=np.uint64)
+    assert router.blocks_stored("e2", hashes, tokens[:64]) == 0
+    assert router.blocks_stored("e2", hashes, [], medium="cpu") == 0  # by name alone
+    assert router.blocks_stored("e1", hashes, [], medium="CPU") == 4  # e1 has not named these blocks
+    assert router.blocks_stored("e1", hashes[:2], tokens[:32], medium="Storage") == 0
+    router.blocks_removed("e2", hashes[1:])
+    decision, ticket = router.route(lm.Request(token_ids=tokens))
+    assert (decision.instance, decision.predicted_cached_tokens, decision.predicted_tier_tokens) == (
+        ("e2", 64, 48)
+    )
+    record = router.explain(decision.id)
+    assert record is not None
+    assert (record["predicted_cached_tokens"], record["predicted_tier_tokens"]) == (64, 48)
+    assert record["best"][0]["terms"] == {"tier_hit_tokens": 48.0, "p_token": 65 - 16 - 0.75 * 48}
+    ticket.segment_done(cached_tokens=64)
+    assert router.stats()["predicted_cached_tokens"] == router.stats()["cached_tokens"] == 64
+    assert router.cached_tokens(lm.Request(token_ids=tokens)).tolist() == [0, 0, 16, 0], "on the GPU"
+    router.blocks_removed("e2", hashes[3:], medium="CPU")
+    assert placed(router, token_ids=tokens).predicted_tier_tokens == 32
+    router.blocks_cleared("e2")
+    assert placed(router, token_ids=tokens).predicted_cached_tokens == 0
+    router.blocks_removed("e1", hashes[1:2], medium="STORAGE")  # from here on, it is no hint
+    assert placed(router, token_ids=tokens).predicted_tier_tokens == 16
+    with pytest.raises(lm.BadValueError, match=r'medium: "disk" is not valid; expected GPU, CPU, STORAGE'):
+        router.blocks_removed("e1", hashes, medium="disk")
+    with pytest.raises(lm.BadValueError, match="tier_load_ratio: 2 is not valid; expected a number from 0"):
+        fleet(tier_load_ratio=2.0)
+    with pytest.raises(lm.BadValueError, match='tiers: "some" is not valid; expected "off", "auto" or "all"'):
+        fleet(tiers="some")  # type: ignore[arg-type]
+
+
 def test_a_python_function_decides_and_its_faults_are_told() -> None:
     calls: list[set[str]] = []
 

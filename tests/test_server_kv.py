@@ -18,6 +18,7 @@ from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server.fleet import kv_feed
 from lmetric.server.fleet.engine import Engine
 from server_world import FakeEngine, World, decision_id, world
+from test_event_feed import publisher, removed, stored
 
 # Clients here send token ids.
 IDS = {"without_tokenizer": True}
@@ -294,3 +295,36 @@ async def test_text_prompts_without_a_tokenizer_are_approximate() -> None:
         [known] = w.server.fleet.engines()
         assert known.mode.name == "approximate"
         assert "the model's tokenizer is not known" in known.mode.reason
+
+
+async def test_a_prompt_in_an_engines_cpu_tier_is_found_there() -> None:
+    async with emulated() as one, emulated() as two:
+        with publisher() as first, publisher() as second:
+            entries = [
+                {"url": engine.url, "name": name, "kv_events": {**IDS, "endpoint": events.endpoint}}
+                for name, engine, events in (("e0", one, first), ("e1", two, second))
+            ]
+            async with routed(*entries) as w:
+                await connected(w)
+                await w.until(lambda: first.heard() and second.heard())
+                ids, hashes = prompt(1), list(range(1, 13))
+                second.publish(stored(hashes, ids[:192]))
+                # Without `self_describing_kv_events`, vLLM reports a CPU block by its hash alone.
+                second.publish(*(stored([n], [], block_size=0, medium="CPU") for n in hashes))
+                second.publish(stored(hashes, [], block_size=0, medium="STORAGE"))
+                await hears(w, "e1", ids, 192)
+                second.publish(*(removed(n) for n in hashes))
+                await hears(w, "e1", ids, 0)
+                [pool] = w.server.fleet.pools
+                _, headers, _ = await w.post({"model": "tiny", "prompt": ids, "max_tokens": 1})
+                assert headers["x-lmetric-instance"] == "e1"
+                record = pool.router.explain(decision_id(headers))
+                assert record is not None
+                assert (record["predicted_cached_tokens"], record["predicted_tier_tokens"]) == (192, 192)
+                shown = orjson.loads((await w.get("/debug/engines"))[1])
+                feed = shown[1]["kv_events"]["ranks"]["0"]
+                assert (feed["tiers"], feed["hints"]) == ({"CPU": 12, "STORAGE": 12}, ["CPU", "STORAGE"])
+                # The GPU's copy on another engine is nearer.
+                first.publish(stored(hashes, ids[:192]))
+                await hears(w, "e0", ids, 192)
+                assert (await through(w, ids))[:2] == ("e0", 192)

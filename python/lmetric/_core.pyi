@@ -14,6 +14,7 @@ from typing_extensions import disjoint_base
 from lmetric.expr import Expr
 from lmetric.options import (
     Binding,
+    CountedTiers,
     Failure,
     Guard,
     Handoff,
@@ -200,6 +201,8 @@ class Router:
         priority: PriorityOption | None = None,
         rebalance: RebalanceOption | None = None,
         offers: Maturity = "study",
+        tiers: CountedTiers = "auto",  # tiers below the GPU that count in scores
+        tier_load_ratio: float = 0.02,  # seconds to load a token / seconds to prefill it
     ) -> Router: ...
     def configure(
         self,
@@ -275,8 +278,11 @@ class Router:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         rank: int = 0,
+        medium: str = "GPU",  # or "CPU" or "STORAGE", in any case
     ) -> int: ...  # number of blocks that were not placed
-    def blocks_removed(self, name: str, block_hashes: _Integers, *, rank: int = 0) -> None: ...
+    def blocks_removed(
+        self, name: str, block_hashes: _Integers, *, rank: int = 0, medium: str = "GPU"
+    ) -> None: ...
     def blocks_cleared(
         self, name: str, *, rank: int | None = None
     ) -> None: ...  # None: all ranks, and the guessed blocks
@@ -354,6 +360,8 @@ class Decision:
     def slot(self) -> int: ...
     @property
     def predicted_cached_tokens(self) -> int: ...
+    @property
+    def predicted_tier_tokens(self) -> int: ...  # part of them in a tier below the GPU
     @property
     def prompt_tokens(self) -> int: ...
     @property

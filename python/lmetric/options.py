@@ -47,6 +47,9 @@ Role = Literal["both", "prefill", "decode"]
 KvSource = Literal["approximate", "exact"]
 """The source of the KV index: placed requests, or the engines' KV events."""
 
+CountedTiers = Literal["auto", "all", "off"]
+"""The tiers below the GPU whose cached blocks count in scores."""
+
 Handoff = Literal["nowhere", "prompt_end", "output", "anywhere"]
 """The token at which an engine can transfer a request to another engine, or receive one."""
 
@@ -912,6 +915,7 @@ __all__ = [
     "SELECTORS",
     "Auto",
     "Binding",
+    "CountedTiers",
     "DecodePlacement",
     "Failure",
     "FairShares",

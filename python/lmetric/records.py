@@ -63,6 +63,7 @@ class DecisionRecord(TypedDict):
     decode_placement_seconds: float | None
     migrations: list[tuple[int, str]]  # token and target instance of each migration
     predicted_cached_tokens: int
+    predicted_tier_tokens: int  # part of predicted_cached_tokens in a tier below the GPU
     cached_tokens: int | None
     output_tokens: int | None
     handoff_seconds: float | None

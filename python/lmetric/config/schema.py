@@ -325,6 +325,19 @@ class PoolSettings(Strict):
         256 << 20, ge=1 << 10, description="maximum memory for the tokens of recent prompts, bytes"
     )
     index_bytes: int = Field(512 << 20, ge=1 << 20, description="maximum memory of the KV index, bytes")
+    tiers: Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD] = Field(
+        "auto",
+        description="tiers below the GPU whose cached blocks count in scores, by the engines' KV events. "
+        "auto: the CPU tier, and other tiers once an engine has reported a removal there; all: also tiers "
+        "without removals, whose blocks may be gone; off: only the GPU",
+    )
+    tier_load_ratio: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="seconds to load one token from a tier below the GPU, divided by the seconds to "
+        "prefill it",
+    )
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
     guard: Annotated[Guard, Option("guard")] = Field(
         default_factory=Guard,

@@ -161,8 +161,11 @@ pub struct Receipt {
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.
     pub moved: Vec<(u32, Arc<str>)>,
-    /// Predicted number of leading prompt tokens in the chosen instance's cache.
+    /// Predicted number of leading prompt tokens in the chosen instance's cache, lower tiers
+    /// included.
     pub predicted_hit_tokens: u32,
+    /// How many of them come from a tier below the GPU.
+    pub predicted_tier_tokens: u32,
     /// Age of the chosen instance's load report, if it sends reports.
     pub report_age_seconds: Option<f64>,
     /// Eligible slots left out because an indicator was absent or the score was not finite.

@@ -3,35 +3,37 @@
 use crate::decode::Reader;
 use crate::event::{Event, Removed, Scratch, Stored, read_batch};
 use lmetric_core::kv::hash::Domain;
+use lmetric_core::kv::tiers::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Maximum number of tier names that are counted separately. Engines choose these names.
 const MOST_NAMES: usize = 16;
-/// The tier that requests are served from.
-const GPU: &str = "GPU";
 
 /// Counts of a source's events and of their effects on the index.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     /// Events received, malformed events included.
     pub events: u64,
-    /// Blocks added to the index. Repeated reports count again.
+    /// Blocks of the GPU added to the index. Repeated reports count again.
     pub blocks_stored: u64,
-    /// Blocks removed from the index.
+    /// Blocks of the GPU removed from the index.
     pub blocks_removed: u64,
     /// Times that the engine cleared its whole cache.
     pub cleared: u64,
-    /// Blocks with an unknown parent.
+    /// Blocks of the GPU with an unknown parent.
     pub unknown_parent: u64,
-    /// Removals of unknown blocks.
+    /// Removals of unknown blocks of the GPU.
     pub unknown_removed: u64,
     /// Skipped blocks and events, by reason.
     pub skipped: BTreeMap<&'static str, u64>,
     /// Blocks on tiers other than the GPU, by tier name: stored minus removed.
     pub tiers: BTreeMap<String, i64>,
+    /// Tiers of the index below the GPU with stored blocks and without any removal: their blocks
+    /// may be gone.
+    pub hints: BTreeSet<&'static str>,
     /// Tokens per block, as the engine reports.
     pub block_size: Option<u64>,
     /// The data-parallel rank that the engine reports.
@@ -53,13 +55,27 @@ impl Tally {
         *self.tiers.entry(if known { name } else { "other" }.to_string()).or_default() += blocks;
     }
 
-    fn add(&mut self, applied: Applied) {
-        self.unknown_parent += applied.unknown_parent as u64;
-        self.unknown_removed += applied.unknown_removed as u64;
+    fn add(&mut self, tier: Tier, applied: Applied) {
+        if tier == Tier::Gpu {
+            self.unknown_parent += applied.unknown_parent as u64;
+            self.unknown_removed += applied.unknown_removed as u64;
+        } else {
+            self.skip("tier_parent", applied.unknown_parent);
+            self.skip("tier_removed", applied.unknown_removed);
+        }
+        self.skip("no_tokens", applied.unknown_name);
         self.skip("no_room", applied.unplaced);
         self.skip("instance_gone", applied.gone);
         self.skip("not_exact", applied.not_exact);
     }
+}
+
+/// The event of blocks that wait to be applied. Engines send one event per block.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Waiting {
+    Removed(Tier),
+    /// Stored in a lower tier and reported by name alone.
+    Named(Tier),
 }
 
 /// Applies one source's batches to the index.
@@ -69,7 +85,11 @@ pub struct Applier {
     /// The group of layers whose blocks count: the first full-attention group reported.
     group: Option<u64>,
     tally: Tally,
-    removed: Vec<u64>,
+    /// Blocks of consecutive events of one kind, to apply together.
+    waiting: Option<Waiting>,
+    hashes: Vec<u64>,
+    /// Lower tiers that have reported a removal.
+    removes: BTreeSet<&'static str>,
     narrowing: Vec<u64>,
     scratch: Scratch,
 }
@@ -82,7 +102,9 @@ impl Applier {
             source,
             group: None,
             tally: Tally::default(),
-            removed: Vec::new(),
+            waiting: None,
+            hashes: Vec::new(),
+            removes: BTreeSet::new(),
             narrowing: Vec::new(),
             scratch: Scratch::default(),
         }
@@ -112,6 +134,7 @@ impl Applier {
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
         self.tally.tiers.clear();
+        self.tally.hints.clear();
         self.tally.block_size = None;
     }
 
@@ -119,22 +142,18 @@ impl Applier {
     pub fn apply(&mut self, batch: &[u8]) -> bool {
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut cleared = false;
-        let read = read_batch(batch, &mut scratch, |event| {
-            if !matches!(event, Event::Removed(_)) {
-                self.remove();
+        let read = read_batch(batch, &mut scratch, |event| match event {
+            Event::Stored(stored) => self.stored(&stored),
+            Event::Removed(removed) => self.removed(&removed),
+            Event::Cleared => {
+                self.flush();
+                self.tally.cleared += 1;
+                self.clear();
+                cleared = true;
             }
-            match event {
-                Event::Stored(stored) => self.stored(&stored),
-                Event::Removed(removed) => self.removed(&removed),
-                Event::Cleared => {
-                    self.tally.cleared += 1;
-                    self.clear();
-                    cleared = true;
-                }
-                Event::Other(_) => self.tally.skip("unknown_event", 1),
-            }
+            Event::Other(_) => self.tally.skip("unknown_event", 1),
         });
-        self.remove();
+        self.flush();
         self.scratch = scratch;
         match read {
             Ok(batch) => {
@@ -152,9 +171,11 @@ impl Applier {
 
     fn stored(&mut self, event: &Stored<'_>) {
         let blocks = event.hashes.len();
-        if let Some(tier) = other_tier(event.medium) {
-            return self.tally.tier(tier, blocks as i64);
+        let tier = Tier::of_medium(event.medium);
+        if tier != Some(Tier::Gpu) {
+            self.tally.tier(medium(tier, event.medium), blocks as i64);
         }
+        let Some(tier) = tier else { return };
         if event.kind.is_some_and(|kind| !is_full_attention(kind)) {
             return self.tally.skip("group", blocks);
         }
@@ -165,6 +186,13 @@ impl Applier {
         {
             return self.tally.skip("group", blocks);
         }
+        if tier != Tier::Gpu && !self.removes.contains(tier.medium()) {
+            self.tally.hints.insert(tier.medium());
+        }
+        if event.tokens.is_empty() && tier != Tier::Gpu {
+            return self.wait(Waiting::Named(tier), event.hashes);
+        }
+        self.flush();
         if event.tokens.is_empty() {
             return self.tally.skip("no_tokens", blocks);
         }
@@ -179,6 +207,8 @@ impl Applier {
         }
         let domain = self.domain(keys.tokens, event);
         let means = match event.reused {
+            // Lower tiers keep one copy of each block.
+            _ if tier != Tier::Gpu => Means::Report,
             Some(true) => Means::Report,
             Some(false) => Means::NewCopy,
             // A full report (vLLM's `kv_cache_report_mode`) always begins at the prompt's first
@@ -189,8 +219,9 @@ impl Applier {
             None if event.parent.is_none() => Means::Report,
             None => Means::NewCopy,
         };
-        let applied = self.feed.stored(
+        let applied = self.feed.stored_in(
             self.source,
+            tier,
             &Blocks {
                 parent: event.parent,
                 engine_hashes: event.hashes,
@@ -200,29 +231,52 @@ impl Applier {
                 means,
             },
         );
-        self.tally.blocks_stored += applied.done as u64;
-        self.tally.add(applied);
+        if tier == Tier::Gpu {
+            self.tally.blocks_stored += applied.done as u64;
+        }
+        self.tally.add(tier, applied);
     }
 
     fn removed(&mut self, event: &Removed<'_>) {
-        if let Some(tier) = other_tier(event.medium) {
-            return self.tally.tier(tier, -(event.hashes.len() as i64));
+        let tier = Tier::of_medium(event.medium);
+        if tier != Some(Tier::Gpu) {
+            self.tally.tier(medium(tier, event.medium), -(event.hashes.len() as i64));
         }
+        let Some(tier) = tier else { return };
         if event.group.is_some() && event.group != self.group {
             return self.tally.skip("group", event.hashes.len());
         }
-        // Engines send one event for each removed block, so removals are collected.
-        self.removed.extend_from_slice(event.hashes);
+        if tier != Tier::Gpu {
+            self.removes.insert(tier.medium());
+            self.tally.hints.remove(tier.medium());
+        }
+        self.wait(Waiting::Removed(tier), event.hashes);
     }
 
-    /// Removes the collected blocks from the index.
-    fn remove(&mut self) {
-        if !self.removed.is_empty() {
-            let applied = self.feed.removed(self.source, &self.removed);
-            self.tally.blocks_removed += applied.done as u64;
-            self.tally.add(applied);
-            self.removed.clear();
+    /// Adds blocks to those that wait, after those of another kind are applied.
+    fn wait(&mut self, kind: Waiting, hashes: &[u64]) {
+        if self.waiting != Some(kind) {
+            self.flush();
         }
+        self.waiting = Some(kind);
+        self.hashes.extend_from_slice(hashes);
+    }
+
+    /// Applies the blocks that wait.
+    fn flush(&mut self) {
+        let (tier, applied) = match self.waiting.take() {
+            None => return,
+            Some(Waiting::Named(tier)) => (tier, self.feed.named_in(self.source, tier, &self.hashes)),
+            Some(Waiting::Removed(tier)) => {
+                let applied = self.feed.removed_from(self.source, tier, &self.hashes);
+                if tier == Tier::Gpu {
+                    self.tally.blocks_removed += applied.done as u64;
+                }
+                (tier, applied)
+            }
+        };
+        self.tally.add(tier, applied);
+        self.hashes.clear();
     }
 
     /// Returns the domain of the event's blocks. Fills `narrowing` with one hash per block: of its
@@ -293,9 +347,12 @@ impl<'a> Rest<'a> {
     }
 }
 
-/// Returns the tier unless requests are served from it.
-fn other_tier(medium: Option<&str>) -> Option<&str> {
-    medium.filter(|m| !m.is_empty() && !m.eq_ignore_ascii_case(GPU))
+/// Returns the name under which blocks of a medium are counted.
+fn medium(tier: Option<Tier>, reported: Option<&str>) -> &str {
+    match tier {
+        Some(tier) => tier.medium(),
+        None => reported.unwrap_or_default(),
+    }
 }
 
 /// Returns whether a block in these layers means that the prefix is cached. This holds for layers

@@ -107,7 +107,8 @@ impl EventFeed {
     ///   `blocks_removed`, `cleared`, `gaps`, `resyncs` (all blocks dropped, since batches were
     ///   lost), `restarts`, `unanswered` (replays), `unknown_parent` and `unknown_removed`
     ///   (blocks).
-    /// - `skipped`: counts by reason. `tiers`: blocks held outside the GPU, by medium.
+    /// - `skipped`: counts by reason. `tiers`: blocks held outside the GPU, by medium. `hints`:
+    ///   media with stored blocks and without any removal, whose blocks may be gone.
     /// - `least_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
     ///   (this machine's clock), without replayed batches.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
@@ -186,6 +187,7 @@ impl EventFeed {
         tally.tiers.iter().try_for_each(|(tier, blocks)| tiers.set_item(tier, blocks))?;
         dict.set_item("skipped", skipped)?;
         dict.set_item("tiers", tiers)?;
+        dict.set_item("hints", tally.hints.iter().collect::<Vec<_>>())?;
         dict.set_item("last_sequence", status.last_sequence)?;
         let now = self.router.get().clock().read();
         let age = status.last_message_at.map(|at| (now - at).max(0.0));

@@ -12,11 +12,14 @@ use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope, declared};
 use lmetric_core::kv::keys::Keys;
+use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Binding, Cuts};
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::Report;
-use lmetric_core::router::{IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter};
+use lmetric_core::router::{
+    IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
+};
 use lmetric_core::{CoreError, InstanceId};
 use lmetric_study::REGISTRY;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
@@ -100,6 +103,10 @@ impl Clock {
 /// - `kv_source`: source of the KV index, `"approximate"` (where requests were placed) or `"exact"`
 ///   (engines' KV events: `EventFeed`, `blocks_stored`, ...).
 /// - `index_bytes`, `receipt_bytes`: hard bounds of the index and of the decision records.
+/// - `tiers`: the tiers below the GPU whose blocks count in scores. `"auto"`: the CPU tier, and
+///   other tiers from their first removal on; `"all"`; `"off"`. Their blocks come from KV events.
+/// - `tier_load_ratio`: seconds to load one token from such a tier, divided by the seconds to
+///   prefill it (0 to 1).
 /// - `guard`: the hot-spot guard, on or off or with settings (`lmetric.Guard`); None: as the policy
 ///   declares (`guard_reason` gives the reason).
 /// - `step_time`: a profile's constants (`fixed_seconds`, ..., `max_batch_tokens`). With them,
@@ -275,6 +282,13 @@ pub fn core_settings<'py>(what: &str, option: &Bound<'py, PyAny>) -> Result<(Str
     Ok(settings.extract::<(String, Bound<'py, PyDict>)>()?)
 }
 
+/// The tier of a medium.
+fn tier_of(medium: &str) -> Result<Tier> {
+    let known = || Tier::MEDIA.map(|(name, _)| name).join(", ");
+    let bad = || CoreError::BadValue { what: "medium".into(), got: format!("{medium:?}"), expected: known() };
+    Ok(Tier::of_medium(Some(medium)).ok_or_else(bad)?)
+}
+
 /// Python's error for an unknown keyword argument.
 fn unexpected(method: &str, keyword: &str) -> crate::errors::Error {
     PyTypeError::new_err(format!("Router.{method}() got an unexpected keyword argument '{keyword}'")).into()
@@ -300,11 +314,13 @@ impl Router {
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
-        split=None, prefix_fetch=None, priority=None, rebalance=None, offers="study", **old),
+        split=None, prefix_fetch=None, priority=None, rebalance=None, offers="study", tiers="auto",
+        tier_load_ratio=0.02, **old),
         text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
         kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
         decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
-        split=None, prefix_fetch=None, priority=None, rebalance=None, offers='study')")]
+        split=None, prefix_fetch=None, priority=None, rebalance=None, offers='study', tiers='auto', \
+        tier_load_ratio=0.02)")]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -328,6 +344,8 @@ impl Router {
         priority: Option<Bound<'_, PyAny>>,
         rebalance: Option<Bound<'_, PyAny>>,
         offers: &str,
+        tiers: &str,
+        tier_load_ratio: f64,
         old: Option<&Bound<'_, PyDict>>,
     ) -> Result<Router> {
         let (mut kv_source, mut decay_queued_prefill, mut guard) =
@@ -361,6 +379,10 @@ impl Router {
             step_time: step_time.map(step_time_of).transpose()?,
             binding: binding_of(binding)?,
             colocate,
+            tiers: TierConfig {
+                counted: named("tiers", tiers, &TierUse::NAMES)?,
+                load_ratio: tier_load_ratio,
+            },
             ..RouterConfig::default()
         };
         let mut router = CoreRouter::new(policy, config)?;
@@ -680,7 +702,7 @@ impl Router {
     }
 
     /// Leading prompt tokens that each instance holds by the KV index: uint32, in the order of
-    /// `instances()`.
+    /// `instances()`. Tiers below the GPU do not count.
     ///
     /// The last token never counts, because every engine computes it. Counts nothing and changes
     /// nothing.
@@ -854,12 +876,14 @@ impl Router {
     /// `block_hashes`: the engine's own 64-bit hashes, one per block. `token_ids`: `block_size`
     /// tokens per block. `parent`: the engine's hash of the block before the first block; None if
     /// the blocks start the prompt (then `lora_name` and `cache_salt` count). `rank`: the engine's
-    /// data-parallel rank, which has a cache of its own. Returns the number of blocks that were not
-    /// placed: the parent is unknown, there is no room, or the instance does not learn from events.
-    /// Raises `UnknownNameError`, `BadValueError`.
+    /// data-parallel rank, which has a cache of its own. `medium`: the tier, in any case: `"GPU"`,
+    /// `"CPU"` or `"STORAGE"`. In a tier below the GPU, `token_ids` may be empty: the blocks then
+    /// need names that the engine has stored in another tier. Returns the number of blocks that
+    /// were not placed: the parent or the name is unknown, there is no room, or the instance does
+    /// not learn from events. Raises `UnknownNameError`, `BadValueError`.
     #[pyo3(signature = (name, block_hashes, token_ids=None, *, parent=None, lora_name=None, cache_salt=None, rank=0,
-        tokens=None, adapter=None, salt=None), text_signature = "($self, name, block_hashes, token_ids, *, parent=None, \
-        lora_name=None, cache_salt=None, rank=0)")]
+        medium="GPU", tokens=None, adapter=None, salt=None), text_signature = "($self, name, block_hashes, token_ids, *, \
+        parent=None, lora_name=None, cache_salt=None, rank=0, medium='GPU')")]
     fn blocks_stored(
         &self,
         py: Python<'_>,
@@ -870,6 +894,7 @@ impl Router {
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
         rank: u32,
+        medium: &str,
         tokens: Option<Bound<'_, PyAny>>,
         adapter: Option<&str>,
         salt: Option<&str>,
@@ -885,8 +910,9 @@ impl Router {
         let (hashes, ids) =
             (Ints::take(&block_hashes, "block_hashes")?, Ints::take(&token_ids, "token_ids")?);
         let (hashes, ids) = (hashes.hashes(py, "block_hashes")?, ids.tokens(py, "token_ids")?);
-        let keys = self.feed.keys();
-        if hashes.len() * keys.block_size != ids.len() {
+        let (keys, tier) = (self.feed.keys(), tier_of(medium)?);
+        let by_name = tier != Tier::Gpu && ids.is_empty();
+        if hashes.len() * keys.block_size != ids.len() && !by_name {
             return Err(CoreError::BadValue {
                 what: "token_ids".into(),
                 got: format!("{} tokens for {} blocks", ids.len(), hashes.len()),
@@ -899,33 +925,37 @@ impl Router {
         let (hashes, ids) = (hashes.into_owned(), ids.into_owned());
         self.feeding(py, |feed| {
             let (engine_hashes, token_ids) = (&hashes[..], &ids[..]);
-            let stored =
-                Stored { parent, engine_hashes, token_ids, domain, narrowing: &[], means: Means::NewCopy };
-            Ok(hashes.len() - feed.stored(feed.source(name, rank)?, &stored).done)
+            // Lower tiers keep one copy of each block.
+            let means = if tier == Tier::Gpu { Means::NewCopy } else { Means::Report };
+            let stored = Stored { parent, engine_hashes, token_ids, domain, narrowing: &[], means };
+            Ok(hashes.len() - feed.stored_in(feed.source(name, rank)?, tier, &stored).done)
         })
     }
 
-    /// Records that an engine evicted one physical copy of each of these blocks. `block_hashes`:
-    /// the engine's own 64-bit hashes. Raises `UnknownNameError`, `BadValueError`.
-    #[pyo3(signature = (name, block_hashes, *, rank=0))]
+    /// Records that an engine evicted one physical copy of each of these blocks from a tier.
+    /// `block_hashes`: the engine's own 64-bit hashes. `medium`: the tier, as for `blocks_stored`.
+    /// Raises `UnknownNameError`, `BadValueError`.
+    #[pyo3(signature = (name, block_hashes, *, rank=0, medium="GPU"))]
     fn blocks_removed(
         &self,
         py: Python<'_>,
         name: &str,
         block_hashes: Bound<'_, PyAny>,
         rank: u32,
+        medium: &str,
     ) -> Result<()> {
+        let tier = tier_of(medium)?;
         let hashes = Ints::take(&block_hashes, "block_hashes")?;
         let hashes = hashes.hashes(py, "block_hashes")?.into_owned();
         self.feeding(py, |feed| {
-            feed.removed(feed.source(name, rank)?, &hashes);
+            feed.removed_from(feed.source(name, rank)?, tier, &hashes);
             Ok(())
         })
     }
 
-    /// Drops everything known of an instance's cache, after a cache reset or a restart. `rank`:
-    /// drops the blocks of one data-parallel rank only; None: all ranks, and the guessed blocks.
-    /// Raises `UnknownNameError`.
+    /// Drops everything known of an instance's cache, in all tiers, after a cache reset or a
+    /// restart. `rank`: drops the blocks of one data-parallel rank only; None: all ranks, and the
+    /// guessed blocks. Raises `UnknownNameError`.
     #[pyo3(signature = (name, *, rank=None))]
     fn blocks_cleared(&self, py: Python<'_>, name: &str, rank: Option<u32>) -> Result<()> {
         self.feeding(py, |feed| match rank {

@@ -4,6 +4,8 @@ use crate::router::{Clock, with_router};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardEvent, Phase};
 use lmetric_core::indicators::{INDICATORS, IndicatorDecl, Scope};
+use lmetric_core::kv::index::KvIndex;
+use lmetric_core::kv::tiers::Tier;
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::receipt::{Balance, Receipt};
@@ -26,9 +28,13 @@ pub struct Decision {
     /// Slot of the chosen instance.
     #[pyo3(get)]
     slot: u32,
-    /// Leading prompt tokens that the instance holds, by the KV index.
+    /// Leading prompt tokens that the instance holds, by the KV index, tiers below the GPU
+    /// included.
     #[pyo3(get)]
     predicted_cached_tokens: u32,
+    /// Part of `predicted_cached_tokens` that the instance loads from a tier below the GPU.
+    #[pyo3(get)]
+    predicted_tier_tokens: u32,
     /// Prompt length in tokens, as given or estimated.
     #[pyo3(get)]
     prompt_tokens: u32,
@@ -65,6 +71,7 @@ impl Decision {
             id: decision.id,
             slot: decision.segment.instance.0,
             predicted_cached_tokens: decision.predicted_hit_tokens,
+            predicted_tier_tokens: decision.predicted_tier_tokens,
             prompt_tokens,
             priority: decision.priority.map(|priority| priority.value),
             name,
@@ -482,6 +489,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
     dict.set_item("migrations", PyList::new(py, moves)?)?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
+    dict.set_item("predicted_tier_tokens", receipt.predicted_tier_tokens)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
     dict.set_item("output_tokens", outcome.usage.output_tokens)?;
@@ -569,7 +577,8 @@ struct InstanceStats {
 impl Stats {
     /// Copies the values; call [`Router::derive_all`] first.
     pub fn of(router: &Router) -> Stats {
-        let (fleet, index) = (router.fleet(), router.index());
+        let fleet = router.fleet();
+        let indexes = || Tier::MEDIA.iter().filter_map(|(_, tier)| router.index_of(*tier));
         let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
         let ids = || (0..fleet.slots()).map(|slot| InstanceId(slot as u32)).filter(|id| fleet.is_live(*id));
         let pool_rate = router.knows_a_rate();
@@ -592,8 +601,8 @@ impl Stats {
             policy: router.policy().spec().name.to_string(),
             decode_policy: router.decode_policy().spec().name.to_string(),
             totals: router.totals().clone(),
-            index_bytes: index.bytes(),
-            index_evicted_blocks: index.evicted_blocks(),
+            index_bytes: indexes().map(KvIndex::bytes).sum(),
+            index_evicted_blocks: indexes().map(KvIndex::evicted_blocks).sum(),
             in_flight: router.in_flight(),
             guard_on: router.guard().config().on,
             guard_suspected: alarms(Phase::Suspected),

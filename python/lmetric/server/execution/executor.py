@@ -465,7 +465,8 @@ class RequestExecution(Progress):
     def _ask(self, step: Step) -> None:
         refill, decision = step.engine.refill, self.decision
         if refill is not None and step.refills:
-            unknown = decision.prompt_tokens - decision.predicted_cached_tokens
+            on_gpu = decision.predicted_cached_tokens - decision.predicted_tier_tokens
+            unknown = decision.prompt_tokens - on_gpu
             step.body = refill.body(self.client_request.path, step.body, unknown)
         self._acts.append(step)
 

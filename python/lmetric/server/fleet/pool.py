@@ -126,6 +126,8 @@ class Pool:
             domain=[name],
             index_bytes=settings.index_bytes,
             receipt_bytes=settings.receipt_bytes,
+            tiers=settings.tiers,
+            tier_load_ratio=settings.tier_load_ratio,
             **routing.options,
             step_time=_step_time(settings.profile),
             seed=settings.seed,

@@ -83,7 +83,7 @@ indicators! {
     RemainingTokens "remaining_tokens", "tokens", Instance, Router, "at each token", "never: a request of unknown output length counts 0",
         "Output tokens that the running requests on the instance have yet to generate, as far as known.";
     IndexBlocks "index_blocks", "blocks", Instance, Router, "at each event or placement", "never",
-        "Blocks in the KV index for the instance (the size of its tree).";
+        "Blocks of the instance's GPU in the KV index (the size of its tree).";
     Pulls "pulls", "requests", Instance, Router, "at once", "never",
         "Prefixes that other instances fetch from this instance now.";
     CacheFreeTokens "cache_free_tokens", "tokens", Instance, Router, "as fresh as the KV index", "if the instance's cache size is unknown",
@@ -109,11 +109,13 @@ indicators! {
     ReportAgeSeconds "report_age_seconds", "s", Instance, Engine, "at once", "until the engine reports",
         "Age of the engine's last report.";
     HitTokens "hit_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never",
-        "Leading prompt tokens in the instance's cache, by the KV index.";
+        "Leading prompt tokens in the instance's cache, by the KV index. A token that the instance loads from a tier below the GPU counts `1 - tier_load_ratio`.";
+    TierHitTokens "tier_hit_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 without KV events of lower tiers",
+        "Part of the cached leading prompt tokens that the instance loads from a tier below the GPU (CPU, storage).";
     KvHit "kv_hit", "fraction", Pair, Router, "as fresh as the KV index", "never",
         "`hit_tokens / prompt_tokens`, 0 to 1.";
     NewTokens "new_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never",
-        "Prompt tokens missing from the instance's cache.";
+        "Prompt tokens to compute, and what loading costs: `prompt_tokens - hit_tokens`.";
     PToken "p_token", "tokens", Pair, Router, "at once", "never",
         "LMETRIC's P-token: `queued_prefill_tokens + new_tokens`, at least 1 (LMETRIC section 5.1, Figure 18c).";
     PSeconds "p_seconds", "s", Pair, Router, "at once; the rate is learned from first tokens", "never: without a learned prefill rate, the router uses the pool's mean, or else 8,000 tokens/s",
@@ -201,6 +203,7 @@ impl IndicatorSet {
         Indicator::WindowOutputTokens,
         Indicator::ReportAgeSeconds,
         Indicator::HitTokens,
+        Indicator::TierHitTokens,
         Indicator::KvHit,
         Indicator::NewTokens,
         Indicator::PToken,
@@ -240,6 +243,7 @@ impl IndicatorSet {
     /// Indicators that depend on the length of the prefix that an instance has cached.
     pub const PREFIX_HITS: IndicatorSet = IndicatorSet::of(&[
         Indicator::HitTokens,
+        Indicator::TierHitTokens,
         Indicator::KvHit,
         Indicator::NewTokens,
         Indicator::PToken,

@@ -4,3 +4,4 @@ pub mod index;
 pub mod keys;
 pub(crate) mod names;
 mod table;
+pub mod tiers;

@@ -6,9 +6,10 @@
 //!
 //! Each physical copy takes 16 bytes, in tables that grow in small steps. Each rank of an instance
 //! has its own table, because each rank has its own cache: another rank may still hold a block that
-//! one rank evicts.
+//! one rank evicts. Each tier of a rank has its own table for the same reason.
 use super::index::{Copies, KvIndex};
 use super::table::{Inserted, Key, Slot, Table};
+use super::tiers::Tier;
 use crate::ids::InstanceId;
 
 /// Number of segments of a rank's table, as a power of two.
@@ -42,8 +43,15 @@ pub enum Means {
     Report,
 }
 
+/// A cache of an instance: one tier of one data-parallel rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cache {
+    pub rank: u32,
+    pub tier: Tier,
+}
+
 struct Rank {
-    rank: u32,
+    cache: Cache,
     table: Table<Entry>,
 }
 
@@ -79,32 +87,43 @@ impl Names {
         self.table_bytes + self.list_bytes
     }
 
-    fn table(&self, instance: InstanceId, rank: u32) -> Option<&Table<Entry>> {
-        self.ranks.get(instance.index())?.iter().find(|r| r.rank == rank).map(|r| &r.table)
+    fn table(&self, instance: InstanceId, cache: Cache) -> Option<&Table<Entry>> {
+        self.ranks.get(instance.index())?.iter().find(|r| r.cache == cache).map(|r| &r.table)
     }
 
-    fn table_mut(&mut self, instance: InstanceId, rank: u32) -> Option<&mut Table<Entry>> {
-        self.ranks.get_mut(instance.index())?.iter_mut().find(|r| r.rank == rank).map(|r| &mut r.table)
+    fn table_mut(&mut self, instance: InstanceId, cache: Cache) -> Option<&mut Table<Entry>> {
+        self.ranks.get_mut(instance.index())?.iter_mut().find(|r| r.cache == cache).map(|r| &mut r.table)
     }
 
     /// Returns whether another rank of the instance is known.
     pub(crate) fn has_others(&self, instance: InstanceId, rank: u32) -> bool {
-        self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.rank != rank))
+        self.ranks.get(instance.index()).is_some_and(|ranks| ranks.iter().any(|r| r.cache.rank != rank))
     }
 
-    /// Returns the index's hash of the block that the rank calls `engine`.
-    pub(crate) fn find(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
-        let table = self.table(instance, rank)?;
+    /// Returns the index's hash of the block that the cache calls `engine`.
+    pub(crate) fn find(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+        let table = self.table(instance, cache)?;
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
+    /// Returns the index's hash of the block that the cache, or else another tier of its rank,
+    /// calls `engine`.
+    pub(crate) fn find_in_any(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+        let found = self.find(instance, cache, engine);
+        if found.is_some() || cache.tier == Tier::Gpu {
+            return found;
+        }
+        let others = Tier::MEDIA.iter().filter(|(_, tier)| *tier != cache.tier);
+        others.map(|(_, tier)| Cache { tier: *tier, ..cache }).find_map(|c| self.find(instance, c, engine))
+    }
+
     /// Adds a copy. Returns false if there is no room for it.
-    pub(crate) fn insert(&mut self, instance: InstanceId, rank: u32, engine: u64, chain: u64) -> bool {
-        if self.table(instance, rank).is_none() && !self.open(instance, rank) {
+    pub(crate) fn insert(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> bool {
+        if self.table(instance, cache).is_none() && !self.open(instance, cache) {
             return false;
         }
         let limit = self.byte_bound.saturating_sub(self.bytes());
-        let Some(table) = self.table_mut(instance, rank) else { return false };
+        let Some(table) = self.table_mut(instance, cache) else { return false };
         let (before, key) = (table.bytes(), table.key(engine));
         let inserted = table.insert(key, Entry { engine, chain }, before + limit);
         let grown = table.bytes() - before;
@@ -113,8 +132,8 @@ impl Names {
     }
 
     /// Removes a copy and returns the index's hash of it.
-    pub(crate) fn remove(&mut self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
-        let table = self.table_mut(instance, rank)?;
+    pub(crate) fn remove(&mut self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+        let table = self.table_mut(instance, cache)?;
         table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
@@ -124,16 +143,16 @@ impl Names {
         &mut self,
         index: &mut KvIndex,
         instance: InstanceId,
-        rank: u32,
+        cache: Cache,
         engine: u64,
         chain: u64,
         means: Means,
     ) -> Option<Copies> {
-        let mut known = self.find(instance, rank, engine);
+        let mut known = self.find(instance, cache, engine);
         if known.is_some_and(|c| c != chain || !index.holds(instance, chain)) {
             // The name now belongs to another block, or to a block that the index has evicted.
             // Neither says anything about copies.
-            while let Some(old) = self.remove(instance, rank, engine) {
+            while let Some(old) = self.remove(instance, cache, engine) {
                 if old != chain {
                     index.removed(instance, old);
                 }
@@ -142,7 +161,7 @@ impl Names {
         }
         match known {
             Some(_) if means == Means::Report => Some(Copies::Keep),
-            _ => self.insert(instance, rank, engine, chain).then_some(Copies::Add),
+            _ => self.insert(instance, cache, engine, chain).then_some(Copies::Add),
         }
     }
 
@@ -152,30 +171,30 @@ impl Names {
     pub(crate) fn sweep(
         &mut self,
         index: &KvIndex,
-        (instance, rank): (InstanceId, u32),
+        (instance, cache): (InstanceId, Cache),
         engine: u64,
         at: usize,
         most: usize,
     ) -> (usize, Option<usize>) {
-        let Some(table) = self.table_mut(instance, rank) else { return (0, None) };
+        let Some(table) = self.table_mut(instance, cache) else { return (0, None) };
         table.retain_some(table.key(engine), at, most, |e| index.holds(instance, e.chain))
     }
 
     /// Returns the number of names in the table segment of `engine`.
-    pub(crate) fn near(&self, instance: InstanceId, rank: u32, engine: u64) -> usize {
-        self.table(instance, rank).map_or(0, |table| table.near(table.key(engine)))
+    pub(crate) fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
+        self.table(instance, cache).map_or(0, |table| table.near(table.key(engine)))
     }
 
-    /// Removes a rank and returns the index's hashes of its copies.
-    pub(crate) fn take(&mut self, instance: InstanceId, rank: u32) -> Option<impl Iterator<Item = u64>> {
+    /// Removes a cache and returns the index's hashes of its copies.
+    pub(crate) fn take(&mut self, instance: InstanceId, cache: Cache) -> Option<impl Iterator<Item = u64>> {
         let ranks = self.ranks.get_mut(instance.index())?;
-        let at = ranks.iter().position(|r| r.rank == rank)?;
+        let at = ranks.iter().position(|r| r.cache == cache)?;
         let table = ranks.swap_remove(at).table;
         self.table_bytes -= table.bytes();
         Some(table.into_iter().map(|e| e.chain))
     }
 
-    /// Removes all ranks of an instance.
+    /// Removes all caches of an instance.
     pub(crate) fn take_all(&mut self, instance: InstanceId) {
         if let Some(ranks) = self.ranks.get_mut(instance.index()) {
             let ranks = std::mem::take(ranks);
@@ -183,8 +202,8 @@ impl Names {
         }
     }
 
-    /// Ensures that the rank has a table. Returns false if there is no room for it.
-    fn open(&mut self, instance: InstanceId, rank: u32) -> bool {
+    /// Ensures that the cache has a table. Returns false if there is no room for it.
+    fn open(&mut self, instance: InstanceId, cache: Cache) -> bool {
         let slots = (instance.index() + 1).saturating_sub(self.ranks.len());
         let table = Table::new(SEGMENT_BITS);
         let more = slots * size_of::<Vec<Rank>>() + size_of::<Rank>() + table.bytes();
@@ -195,7 +214,7 @@ impl Names {
             self.table_bytes += table.bytes();
             let ranks = &mut self.ranks[instance.index()];
             ranks.reserve_exact(1);
-            ranks.push(Rank { rank, table });
+            ranks.push(Rank { cache, table });
             let listed: usize = self.ranks.iter().map(Vec::capacity).sum();
             self.list_bytes = self.ranks.capacity() * size_of::<Vec<Rank>>() + listed * size_of::<Rank>();
         }

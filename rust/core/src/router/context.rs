@@ -18,8 +18,12 @@ pub(super) struct Selection {
 /// Data that one decision writes while it is planned. The router keeps one context for its buffers
 /// and its random number generator; all other contents are valid only until the next plan.
 pub(super) struct DecisionContext {
-    /// Blocks of the prompt's chain that each slot holds.
+    /// Blocks of the prompt's chain that each slot holds on the GPU.
     pub hit_blocks: Vec<u32>,
+    /// Blocks behind `hit_blocks` that each slot can load from a lower tier; empty if no slot can.
+    pub tier_blocks: Vec<u32>,
+    /// Buffer for the blocks of one tier.
+    pub tier_scratch: Vec<u32>,
     /// Indicators derived for the request and the time.
     pub derived: Columns,
     /// Declared indicators that are read, by ID; others are empty.
@@ -43,6 +47,8 @@ impl DecisionContext {
     pub fn new(seed: u64) -> DecisionContext {
         DecisionContext {
             hit_blocks: Vec::new(),
+            tier_blocks: Vec::new(),
+            tier_scratch: Vec::new(),
             derived: Columns::of(IndicatorSet::DERIVED),
             declared: Vec::new(),
             first: Selection::default(),
@@ -59,6 +65,12 @@ impl DecisionContext {
     pub fn resize(&mut self, slots: usize) {
         self.hit_blocks.resize(slots, 0);
         self.derived.resize(slots);
+    }
+
+    /// Returns the blocks that a slot holds on the GPU, and those that it can load behind them.
+    #[inline]
+    pub fn blocks_on(&self, slot: usize) -> (u32, u32) {
+        (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
     }
 
     /// Moves the count of choices without a scored candidate into the totals.

@@ -16,8 +16,10 @@ pub struct Decision {
     pub next: Option<Segment>,
     /// Prefix fetch before the request begins.
     pub pull: Option<Pull>,
-    /// Predicted number of leading prompt tokens in the instance's cache.
+    /// Predicted number of leading prompt tokens in the instance's cache, lower tiers included.
     pub predicted_hit_tokens: u32,
+    /// How many of them come from a tier below the GPU.
+    pub predicted_tier_tokens: u32,
     /// Priority for the engine's queue, if requests are ordered.
     pub priority: Option<Priority>,
 }

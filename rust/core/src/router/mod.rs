@@ -11,7 +11,7 @@
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
 //! | `idle`, `rounds` | checks of a policy on an idle fleet; rescheduling |
-//! | `configure`, `reports` | settings that can change; reports of engines and peers |
+//! | `configure`, `reports`, `tiers` | settings that can change; reports of engines and peers; KV indexes below the GPU |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
 //! | `plan` | placement, splits and prefix fetches |
@@ -47,6 +47,7 @@ mod settings;
 pub mod shared;
 mod state;
 pub mod tickets;
+mod tiers;
 
 pub use decision::{Decision, Totals};
 pub use ledger::{Ahead, Share};
@@ -58,6 +59,6 @@ pub use priorities::Priorities;
 pub use replicas::MOST_REPLICAS;
 pub use rounds::NamedMove;
 pub use router::Router;
-pub use settings::{IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule};
+pub use settings::{IndexFeed, PullConfig, RescheduleConfig, Rescheduling, RouterConfig, Rule, TierConfig};
 pub use shared::{SharedRouter, Ticket};
 pub use tickets::TicketId;

@@ -91,6 +91,7 @@ impl Router {
         self.replicas.clear(id.index());
         self.state.ledger.clear(id.index());
         self.state.index.remove_instance(id);
+        self.state.tiers.remove_instance(id);
         self.state.guard.instance_removed(id);
         Ok(())
     }
@@ -117,12 +118,12 @@ impl Router {
         &mut self.state.fleet
     }
 
-    /// Returns the KV index, for example to apply events.
+    /// Returns the KV index of the GPUs' caches, for example to apply events.
     pub fn index_mut(&mut self) -> &mut KvIndex {
         &mut self.state.index
     }
 
-    /// Returns the KV index.
+    /// Returns the KV index of the GPUs' caches.
     pub fn index(&self) -> &KvIndex {
         &self.state.index
     }
@@ -211,6 +212,7 @@ impl Router {
     /// Computes every per-instance indicator at `now`, for a request without known properties.
     pub fn derive_all(&mut self, now: Seconds) {
         self.context.hit_blocks.fill(0);
+        self.context.tier_blocks.clear();
         let able = self.state.fleet.eligible_count();
         self.state.derive(&mut self.context, &Request::default(), IndicatorSet::ALL, able, None, now);
         let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();

@@ -13,6 +13,7 @@ use crate::guard::Guard;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
 use crate::kv::index::KvIndex;
+use crate::kv::tiers::Tiers;
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
 use crate::request::Request;
@@ -89,7 +90,10 @@ pub(super) struct State {
     /// Properties of each instance apart from its load, by slot.
     pub instances: Vec<InstanceState>,
     pub ledger: Ledger,
+    /// KV index of the GPUs' caches.
     pub index: KvIndex,
+    /// KV indexes of the tiers below the GPU.
+    pub tiers: Tiers,
     pub guard: Guard,
     /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
@@ -110,11 +114,13 @@ impl State {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<State, CoreError> {
+        config.tiers.checked()?;
         let mut state = State {
             fleet: Fleet::default(),
             instances: Vec::new(),
             ledger: Ledger::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
             index: KvIndex::new(config.index_bytes),
+            tiers: Tiers::default(),
             guard: Guard::new(config.guard)?,
             first: Selector::new(policy),
             later: Selector::new(least_requests()?),
@@ -152,6 +158,7 @@ impl State {
         self.ledger.resize(slots);
         self.ledger.clear(id.index());
         self.index.add_instance(id, cache_blocks);
+        self.tiers.add_instance(id);
         Ok(id)
     }
 

@@ -44,8 +44,10 @@ pub struct Leg {
     pub instance_generation: u32,
     /// Entry in the ledger.
     pub entry: Entry,
-    /// Blocks of the chain that the instance was predicted to hold.
+    /// Blocks of the chain that the instance was predicted to hold on the GPU.
     pub hit_blocks: u32,
+    /// Blocks behind them that it was predicted to load from a lower tier.
+    pub tier_blocks: u32,
     /// Whether the index already contains the prompt for this instance.
     pub told: bool,
     /// Whether its prefill counts in the instance's backlog.

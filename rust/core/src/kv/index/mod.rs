@@ -344,6 +344,13 @@ impl KvIndex {
         self.find(hash).is_some_and(|node| self.cells.holds(node, instance.0))
     }
 
+    /// Returns the block before a block of the index (`Some(None)`: the block starts a prompt);
+    /// `None` if the index does not know the block.
+    pub fn parent_of(&self, hash: u64) -> Option<Option<u64>> {
+        let parent = self.cells.parent(self.find(hash)?);
+        Some((parent != 0).then(|| self.cells.hash(parent)))
+    }
+
     /// Appends the instances that hold the block (and all blocks before it) to `out`, in order.
     pub fn holders(&self, hash: u64, out: &mut Vec<InstanceId>) {
         let Some(node) = self.find(hash) else { return };

@@ -39,6 +39,8 @@ pub struct Applied {
     pub done: usize,
     /// Blocks with an unknown parent.
     pub unknown_parent: usize,
+    /// Blocks of a lower tier that the engine reported by name alone, with unknown names.
+    pub unknown_name: usize,
     /// Blocks without tokens or without room in the index.
     pub unplaced: usize,
     /// Removals of unknown blocks.

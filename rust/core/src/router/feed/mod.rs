@@ -5,42 +5,29 @@
 //! index changes of a few dozen blocks each, so that decisions wait no longer, even for large
 //! events.
 mod event;
+mod place;
 mod state;
 
 pub use event::{Applied, Source, Stored};
+pub use state::KvFeed;
 
-use super::router::Router;
 use super::settings::IndexFeed;
 use super::shared::{Held, SharedRouter};
 use crate::error::CoreError;
 use crate::ids::InstanceId;
-use crate::kv::index::Copies;
 use crate::kv::keys::Keys;
 pub use crate::kv::names::Means;
-use crate::kv::names::Names;
+use crate::kv::names::{Cache, Names};
+use crate::kv::tiers::Tier;
 use event::Refused;
 use parking_lot::{Mutex, RwLock};
+use place::PIECE;
 use state::State;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Blocks per lock of the router.
-const PIECE: usize = 64;
-/// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
-const SWEPT_SHARE: f64 = 0.0625;
-/// Fraction of an instance's blocks to evict then.
-const EVICTED_SHARE: u32 = 8;
 /// Names get 1/3 of the bytes of an event-fed index: a name takes about 20 bytes, an index entry
 /// about 44.
 const NAMES_SHARE: usize = 3;
-
-/// Applies KV events to a router's index.
-pub struct KvFeed {
-    router: SharedRouter,
-    keys: RwLock<Keys>,
-    epoch: AtomicU64,
-    index_bytes: usize,
-    state: Mutex<State>,
-}
 
 impl KvFeed {
     /// Creates a feed for the router. `index_bytes`: bytes of the index and of the blocks' names
@@ -95,7 +82,7 @@ impl KvFeed {
             state.begin_anew(InstanceId(slot as u32), &self.epoch);
         }
         let bound = router.index().byte_bound();
-        let old = router.renew_index(bound);
+        let old = (router.renew_index(bound), router.drop_tiers());
         drop(router);
         drop(old);
     }
@@ -135,8 +122,10 @@ impl KvFeed {
             id
         };
         state.begin_anew(id, &self.epoch);
-        if feed == IndexFeed::Exact {
-            self.clear_index(id, None);
+        match feed {
+            IndexFeed::Exact => self.clear_index(id, None),
+            // The names are dropped, so blocks of lower tiers could never be removed.
+            IndexFeed::Approximate => Tier::LOWER.iter().for_each(|tier| self.clear_tier(id, *tier, None)),
         }
         Ok(())
     }
@@ -157,14 +146,30 @@ impl KvFeed {
         Ok(())
     }
 
-    /// Stores blocks.
+    /// Stores blocks on the GPU.
     pub fn stored(&self, source: Source, stored: &Stored<'_>) -> Applied {
+        self.stored_in(source, Tier::Gpu, stored)
+    }
+
+    /// Stores blocks in a tier. Blocks of a lower tier take the position of the equally named
+    /// blocks of another tier; their tokens count only if a name is unknown.
+    pub fn stored_in(&self, source: Source, tier: Tier, stored: &Stored<'_>) -> Applied {
         let state = &mut *self.state.lock();
+        let cache = Cache { rank: source.rank, tier };
         let (all, mut applied) = (stored.engine_hashes.len(), Applied::default());
+        if tier != Tier::Gpu {
+            if let Some(applied) = self.tier_refuses(source, tier, all) {
+                return applied;
+            }
+            let known = |engine: &u64| state.names.find_in_any(source.instance, cache, *engine).is_some();
+            if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
+                return self.place_named(state, source, cache, stored.engine_hashes);
+            }
+        }
         let mut last = None;
         if let Some(parent) = stored.parent {
-            last = state.names.find(source.instance, source.rank, parent);
-            if last.is_none() {
+            last = state.names.find_in_any(source.instance, cache, parent);
+            if last.is_none_or(|last| tier != Tier::Gpu && !self.knows(tier, last)) {
                 return Applied { unknown_parent: all, ..applied };
             }
         }
@@ -173,7 +178,7 @@ impl KvFeed {
         stored.hash(self.keys().block_size, last, &mut chain);
         chain.truncate(all);
         for (engines, chain) in stored.engine_hashes.chunks(PIECE).zip(chain.chunks(PIECE)) {
-            match self.place(state, source, last, engines, chain, stored.means) {
+            match self.place(state, source, cache, last, engines, chain, stored.means) {
                 Ok(placed) => {
                     applied.done += placed;
                     if placed < chain.len() {
@@ -192,84 +197,30 @@ impl KvFeed {
         applied
     }
 
-    /// Places up to [`PIECE`] blocks; returns the number of placed blocks.
-    fn place(
-        &self,
-        state: &mut State,
-        source: Source,
-        parent: Option<u64>,
-        engines: &[u64],
-        chain: &[u64],
-        means: Means,
-    ) -> Result<usize, Refused> {
-        let Source { instance, rank, .. } = source;
-        // Names first: a block without a name could never be removed. New names need no index
-        // access.
-        let mut named = 0;
-        while named < chain.len()
-            && state.names.find(instance, rank, engines[named]).is_none()
-            && state.names.insert(instance, rank, engines[named], chain[named])
-        {
-            named += 1;
+    /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
+    /// position of the equally named block of another tier; blocks with unknown names are skipped.
+    pub fn named_in(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
+        let state = &mut *self.state.lock();
+        match self.tier_refuses(source, tier, engine_hashes.len()) {
+            Some(applied) => applied,
+            None => self.place_named(state, source, Cache { rank: source.rank, tier }, engine_hashes),
         }
-        let stored = self.take(source).map(|mut router| {
-            let placed = router.index_mut().store(instance, parent, &chain[..named], Copies::Add);
-            trim(&mut router, instance);
-            placed
-        });
-        let mut placed = *stored.as_ref().unwrap_or(&0);
-        for engine in &engines[placed..named] {
-            state.names.remove(instance, rank, *engine);
-        }
-        let stuck = stored? < named;
-        // The remaining blocks already have a name, or there is no room: place them one by one.
-        while placed < chain.len() && !stuck {
-            let (engine, hash) = (engines[placed], chain[placed]);
-            let before = placed.checked_sub(1).map_or(parent, |at| Some(chain[at]));
-            let mut entered = self.enter(state, source, before, engine, hash, means)?;
-            if !entered && self.make_room(state, source, engine) {
-                entered = self.enter(state, source, before, engine, hash, means)?;
-            }
-            if !entered {
-                break;
-            }
-            placed += 1;
-        }
-        Ok(placed)
     }
 
-    /// Places a block whose name may already be known; returns false if there is no room.
-    fn enter(
-        &self,
-        state: &mut State,
-        source: Source,
-        before: Option<u64>,
-        engine: u64,
-        hash: u64,
-        means: Means,
-    ) -> Result<bool, Refused> {
-        let Source { instance, rank, .. } = source;
-        let mut router = self.take(source)?;
-        let index = router.index_mut();
-        let Some(copies) = state.names.enter_known(index, instance, rank, engine, hash, means) else {
-            return Ok(false);
-        };
-        let placed = index.store(instance, before, &[hash], copies) == 1;
-        if !placed {
-            state.names.remove(instance, rank, engine);
-        }
-        trim(&mut router, instance);
-        Ok(placed)
-    }
-
-    /// Removes one physical copy of each block.
+    /// Removes one physical copy of each block from the GPU.
     pub fn removed(&self, source: Source, engine_hashes: &[u64]) -> Applied {
+        self.removed_from(source, Tier::Gpu, engine_hashes)
+    }
+
+    /// Removes one physical copy of each block from a tier.
+    pub fn removed_from(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
         let state = &mut *self.state.lock();
         let mut applied = Applied::default();
+        let cache = Cache { rank: source.rank, tier };
         for engines in engine_hashes.chunks(PIECE) {
-            let Source { instance, rank, .. } = source;
+            let instance = source.instance;
             state.chain.clear();
-            state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, rank, *e)));
+            state.chain.extend(engines.iter().filter_map(|e| state.names.remove(instance, cache, *e)));
             let mut router = match self.take(source) {
                 Ok(router) => router,
                 Err(why) => {
@@ -277,22 +228,26 @@ impl KvFeed {
                     return applied;
                 }
             };
-            let known = router.index_mut().removed_all(instance, &state.chain);
+            router.note_removal(tier, instance);
+            let index = router.index_of_mut(tier);
+            let known = index.map_or(0, |index| index.removed_all(instance, &state.chain));
             applied.done += known;
             applied.unknown_removed += engines.len() - known;
         }
         applied
     }
 
-    /// Removes all blocks of a rank whose cache was cleared or whose engine was replaced.
+    /// Removes all blocks of a rank whose cache was cleared or whose engine was replaced. Engines
+    /// do not report whether their lower tiers were cleared, too; these count as cleared.
     pub fn cleared(&self, source: Source) {
         let state = &mut *self.state.lock();
         let Source { instance, rank, .. } = source;
         if !self.is_current(source) {
             return;
         }
+        let caches = Tier::MEDIA.map(|(_, tier)| Cache { rank, tier });
         if !state.names.has_others(instance, rank) {
-            drop(state.names.take(instance, rank));
+            caches.into_iter().for_each(|cache| drop(state.names.take(instance, cache)));
             // If events do not feed the instance, its entries are predictions from sent requests
             // and stay.
             let counts = matches!(self.router.lock_behind().index_feed(instance), IndexFeed::Exact);
@@ -301,13 +256,16 @@ impl KvFeed {
             }
             return;
         }
-        let Some(hashes) = state.names.take(instance, rank) else { return };
-        let mut hashes = hashes.peekable();
-        while hashes.peek().is_some() {
-            state.chain.clear();
-            state.chain.extend(hashes.by_ref().take(PIECE));
-            let Ok(mut router) = self.take(source) else { return };
-            router.index_mut().removed_all(instance, &state.chain);
+        for cache in caches {
+            let Some(hashes) = state.names.take(instance, cache) else { continue };
+            let mut hashes = hashes.peekable();
+            while hashes.peek().is_some() {
+                state.chain.clear();
+                state.chain.extend(hashes.by_ref().take(PIECE));
+                let Ok(mut router) = self.take(source) else { return };
+                let Some(index) = router.index_of_mut(cache.tier) else { break };
+                index.removed_all(instance, &state.chain);
+            }
         }
     }
 
@@ -354,44 +312,21 @@ impl KvFeed {
         }
     }
 
-    /// Removes an instance's blocks in pieces, while the instance has this generation.
+    /// Removes an instance's blocks from all tiers in pieces, while the instance has this
+    /// generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
+        Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
+    }
+
+    fn clear_tier(&self, instance: InstanceId, tier: Tier, generation: Option<u32>) {
         loop {
             let mut router = self.router.lock_behind();
             if generation.is_some_and(|g| !router.fleet().is_current(instance, g))
-                || router.index_mut().clear_some(instance, PIECE as u32) == 0
+                || router.index_of_mut(tier).is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)
             {
                 return;
             }
         }
-    }
-
-    /// Drops names of evicted blocks. If this frees too little, also evicts the instance's least
-    /// recently used blocks. Returns whether names were dropped.
-    fn make_room(&self, state: &mut State, source: Source, engine: u64) -> bool {
-        let names = state.names.near(source.instance, source.rank, engine);
-        let mut gone = self.sweep(state, source, engine);
-        if (gone as f64) < SWEPT_SHARE * names as f64 {
-            let mut left = self.router.lock_behind().index().blocks(source.instance) / EVICTED_SHARE + 1;
-            while left > 0 {
-                let most = left.min(PIECE as u32);
-                let evicted = self.router.lock_behind().index_mut().evict_from(source.instance, most);
-                left = if evicted == 0 { 0 } else { left - most };
-            }
-            gone += self.sweep(state, source, engine);
-        }
-        gone > 0
-    }
-
-    fn sweep(&self, state: &mut State, source: Source, engine: u64) -> usize {
-        let (mut gone, mut at) = (0, Some(0));
-        while let Some(from) = at {
-            let router = self.router.lock_behind();
-            let of = (source.instance, source.rank);
-            let (went, next) = state.names.sweep(router.index(), of, engine, from, PIECE);
-            (gone, at) = (gone + went, next);
-        }
-        gone
     }
 
     /// Reserves the names' fraction of the bytes, once.
@@ -407,9 +342,4 @@ impl KvFeed {
         drop(router);
         drop(old);
     }
-}
-
-/// Limits the blocks of an engine that reports more than its cache holds.
-fn trim(router: &mut Router, instance: InstanceId) {
-    router.index_mut().trim(instance, 2 * PIECE as u32);
 }

@@ -1,7 +1,19 @@
-//! Data received by events.
+//! The feed and the data received by events.
 use crate::ids::InstanceId;
+use crate::kv::keys::Keys;
 use crate::kv::names::Names;
+use crate::router::shared::SharedRouter;
+use parking_lot::{Mutex, RwLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Applies KV events to a router's index.
+pub struct KvFeed {
+    pub(super) router: SharedRouter,
+    pub(super) keys: RwLock<Keys>,
+    pub(super) epoch: AtomicU64,
+    pub(super) index_bytes: usize,
+    pub(super) state: Mutex<State>,
+}
 
 /// Data received by events about the engines' blocks.
 pub(super) struct State {

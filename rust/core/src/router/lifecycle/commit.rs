@@ -13,7 +13,7 @@ impl Lifecycle<'_> {
         let Lifecycle { state, context, requests, now } = self;
         let now = *now;
         let first = chosen.first;
-        let hit = state.saved_tokens(request, context.hit_blocks[first.index()]);
+        let (hit, tier) = state.reusable_tokens(request, context.blocks_on(first.index()));
         let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
         let (scores, eligible) = (&context.first.scores, &context.first.eligible);
         state.guard.observe(now, request.chain, matched, scores, eligible, first);
@@ -65,7 +65,8 @@ impl Lifecycle<'_> {
         state.first.made += 1;
         self.open_legs(ticket);
         let pull = chosen.pull.map(|pulling| pulling.pull);
-        Decision { id, ticket, segment, next, pull, predicted_hit_tokens: hit as u32, priority }
+        let (predicted_hit_tokens, predicted_tier_tokens) = (hit as u32, tier as u32);
+        Decision { id, ticket, segment, next, pull, predicted_hit_tokens, predicted_tier_tokens, priority }
     }
 
     /// Sets the chain of a ticket's prompt.

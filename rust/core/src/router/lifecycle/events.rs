@@ -143,7 +143,11 @@ impl Lifecycle<'_> {
             IndexFeed::Approximate => {
                 self.state.index.record_hit(leg.segment.instance, &state.chain, leg.hit_blocks);
             }
-            IndexFeed::Exact => self.state.index.touch(leg.segment.instance, &state.chain, leg.hit_blocks),
+            IndexFeed::Exact => {
+                let (instance, blocks) = (leg.segment.instance, leg.hit_blocks);
+                self.state.index.touch(instance, &state.chain, blocks);
+                self.state.tiers.touch(instance, &state.chain, blocks + leg.tier_blocks);
+            }
         }
     }
 
@@ -236,6 +240,8 @@ impl Lifecycle<'_> {
         let (mut leg, bound, next, notes) = placed.ok()?;
         let pulled = leg.pull.map_or(0, |pulling| pulling.pull.tokens());
         let hit = leg.entry.prompt_tokens - leg.entry.new_tokens - f64::from(pulled);
+        let request = self.requests.tickets.get(ticket).ok()?.request();
+        let (_, tier) = self.state.reusable_tokens(&request, (leg.hit_blocks, leg.tier_blocks));
         let pull = leg.pull.as_ref().map(|pulling| self.state.pull_told(pulling));
         self.open_leg(key, &mut leg);
         self.arrive(&mut leg);
@@ -257,6 +263,7 @@ impl Lifecycle<'_> {
             if first {
                 r.moved.push((segment.instance.0, name));
                 r.predicted_hit_tokens = hit as u32;
+                r.predicted_tier_tokens = tier as u32;
                 r.cuts = cuts;
                 r.next = next;
                 r.pull = pull;

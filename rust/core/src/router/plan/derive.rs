@@ -40,6 +40,7 @@ const QUEUED: IndicatorSet = IndicatorSet::of(&[
     Indicator::PredictedTtftSeconds,
 ]);
 const P: IndicatorSet = IndicatorSet::of(&[Indicator::PToken, Indicator::PSeconds]);
+const TIER: IndicatorSet = IndicatorSet::of(&[Indicator::TierHitTokens]);
 const HITS: IndicatorSet = IndicatorSet::of(&[
     Indicator::HitTokens,
     Indicator::KvHit,
@@ -96,7 +97,7 @@ impl State {
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
-        let DecisionContext { hit_blocks, derived: columns, .. } = context;
+        let DecisionContext { hit_blocks, tier_blocks, derived: columns, .. } = context;
         let prompt = f64::from(request.prompt_tokens);
         if columns.slots() == 0 {
             return;
@@ -117,7 +118,22 @@ impl State {
         }
         let (per_block, most) =
             (request.tokens_per_block, most_hit_tokens(request, self.config.partial_blocks));
-        if reads.intersects(P) {
+        let tiered = !tier_blocks.is_empty() && reads.intersects(P.union(HITS).union(TIER));
+        if tiered {
+            let [out, tier] = columns.several_mut([Indicator::HitTokens, Indicator::TierHitTokens]);
+            let counts = 1.0 - self.config.tiers.load_ratio;
+            tier_hits(hit_blocks, tier_blocks, per_block, most, counts, out, tier);
+        } else if reads.intersects(TIER) {
+            columns.get_mut(Indicator::TierHitTokens).fill(0.0);
+        }
+        if reads.intersects(P) && tiered {
+            let [out, queued, hits] = columns.several_mut([
+                Indicator::PToken,
+                Indicator::QueuedPrefillTokens,
+                Indicator::HitTokens,
+            ]);
+            p_token_of_hits(queued, hits, prompt, out);
+        } else if reads.intersects(P) {
             let [out, queued] = columns.several_mut([Indicator::PToken, Indicator::QueuedPrefillTokens]);
             p_token(queued, hit_blocks, per_block, most, prompt, out);
         }
@@ -130,7 +146,9 @@ impl State {
             }
         }
         if reads.intersects(HITS) {
-            hits(hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
+            if !tiered {
+                hits(hit_blocks, per_block, most, columns.get_mut(Indicator::HitTokens));
+            }
             let share = if prompt > 0.0 { 1.0 / prompt } else { 0.0 };
             let [out, hits] = columns.several_mut([Indicator::KvHit, Indicator::HitTokens]);
             scaled(hits, share, 0.0, out);
@@ -204,6 +222,14 @@ impl State {
     pub fn saved_tokens(&self, request: &Request<'_>, blocks: u32) -> f64 {
         let most = most_hit_tokens(request, self.config.partial_blocks);
         hit(blocks, request.tokens_per_block, most)
+    }
+
+    /// Returns the prompt tokens saved by the GPU's blocks and a lower tier's blocks behind them,
+    /// and how many of the tokens come from the tier.
+    #[inline]
+    pub fn reusable_tokens(&self, request: &Request<'_>, (gpu, tier): (u32, u32)) -> (f64, f64) {
+        let all = self.saved_tokens(request, gpu + tier);
+        (all, if tier == 0 { 0.0 } else { all - self.saved_tokens(request, gpu) })
     }
 
     /// Converts matched blocks to hit tokens, rounded down.
@@ -338,6 +364,25 @@ fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
     }
 }
 
+/// Writes the tokens that each slot can load from a lower tier to `tier`, and its cached tokens to
+/// `out`; a token to load counts `counts`.
+#[multiversion(targets("x86_64+avx2"))]
+fn tier_hits(
+    blocks: &[u32],
+    tier_blocks: &[u32],
+    per_block: f64,
+    most: f64,
+    counts: f64,
+    out: &mut [f64],
+    tier: &mut [f64],
+) {
+    for (((out, tier), blocks), more) in out.iter_mut().zip(tier).zip(blocks).zip(tier_blocks) {
+        let gpu = hit(*blocks, per_block, most);
+        *tier = hit(*blocks + *more, per_block, most) - gpu;
+        *out = gpu + *tier * counts;
+    }
+}
+
 #[multiversion(targets("x86_64+avx2"))]
 fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
     for (out, value) in out.iter_mut().zip(values) {
@@ -349,6 +394,13 @@ fn scaled(values: &[f64], factor: f64, offset: f64, out: &mut [f64]) {
 fn p_token(queued: &[f64], blocks: &[u32], per_block: f64, most: f64, prompt: f64, out: &mut [f64]) {
     for ((out, queued), blocks) in out.iter_mut().zip(queued).zip(blocks) {
         *out = greater(queued + (prompt - hit(*blocks, per_block, most)), 1.0);
+    }
+}
+
+#[multiversion(targets("x86_64+avx2"))]
+fn p_token_of_hits(queued: &[f64], hits: &[f64], prompt: f64, out: &mut [f64]) {
+    for ((out, queued), hits) in out.iter_mut().zip(queued).zip(hits) {
+        *out = greater(queued + (prompt - hits), 1.0);
     }
 }
 

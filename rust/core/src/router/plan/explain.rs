@@ -26,7 +26,8 @@ impl State {
         receipt.prompt_tokens = request.prompt_tokens;
         receipt.prefer = scores.prefer;
         receipt.names = self.fleet.names().clone();
-        receipt.predicted_hit_tokens = self.saved_tokens(request, context.hit_blocks[chosen.index()]) as u32;
+        let (hit, tier) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
+        (receipt.predicted_hit_tokens, receipt.predicted_tier_tokens) = (hit as u32, tier as u32);
         receipt.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = scores.filter_waived;
         receipt.unscored = scores.unscored;

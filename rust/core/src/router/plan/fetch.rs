@@ -21,18 +21,21 @@ impl State {
     /// Computes the possible fetch of each instance and its cost.
     pub fn derive_pulls(&self, context: &mut DecisionContext, request: &Request<'_>, first: bool) {
         let reach = if first { self.reach(context, request) } else { 0.0 };
-        let [tokens, cost, hits] = context.derived.several_mut([
-            Indicator::PullTokens,
-            Indicator::PullCostTokens,
-            Indicator::HitTokens,
-        ]);
+        let DecisionContext { derived, hit_blocks, tier_blocks, .. } = context;
+        let [tokens, cost, hits] =
+            derived.several_mut([Indicator::PullTokens, Indicator::PullCostTokens, Indicator::HitTokens]);
         tokens.fill(0.0);
         cost.fill(0.0);
         let Some(pulls) = self.pulls.filter(|_| reach > 0.0) else { return };
         let mut mean_rate = None;
         for (slot, hit) in hits.iter().enumerate() {
-            let gap = reach - hit;
-            let computed = self.computing_seconds(slot, *hit, gap, &mut mean_rate);
+            // A lower tier of the slot is nearer than another instance.
+            let own = match tier_blocks.get(slot) {
+                Some(more) if *more > 0 => self.saved_tokens(request, hit_blocks[slot] + more),
+                _ => *hit,
+            };
+            let gap = reach - own;
+            let computed = self.computing_seconds(slot, own, gap, &mut mean_rate);
             if self.may_pull(slot) && pulls.pays(gap, computed) {
                 tokens[slot] = gap;
                 cost[slot] = pulls.cost.seconds(gap) * gap / computed;
@@ -55,8 +58,8 @@ impl State {
         }
     }
 
-    /// Returns the longest prefix of the prompt, in tokens, on an instance that can serve a fetch
-    /// now; 0 if prefixes must not be fetched.
+    /// Returns the longest prefix of the prompt, in tokens, on the GPU of an instance that can
+    /// serve a fetch now; 0 if prefixes must not be fetched.
     fn reach(&self, context: &DecisionContext, request: &Request<'_>) -> f64 {
         if self.pulls.is_none() || request.unpulled.is_some() {
             return 0.0;
@@ -105,7 +108,7 @@ impl State {
             return None;
         }
         let reach = self.reach(context, request);
-        let own = self.saved_tokens(request, context.hit_blocks[chosen.index()]);
+        let (own, _) = self.reusable_tokens(request, context.blocks_on(chosen.index()));
         let tokens = reach - own;
         let computed = self.computing_seconds(chosen.index(), own, tokens, &mut None);
         if !pulls.pays(tokens, computed) {

@@ -21,9 +21,11 @@ use crate::router::parts::{Chosen, Follow, Rest, Turn};
 use crate::router::state::{Planner, State, View};
 
 impl State {
-    /// Finds the length of the prompt's prefix on each instance.
+    /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
     pub fn match_prefix(&self, context: &mut DecisionContext, chain: &[u64]) {
-        self.index.match_prefix(chain, &mut context.hit_blocks);
+        let DecisionContext { hit_blocks, tier_blocks, tier_scratch, .. } = context;
+        self.index.match_prefix(chain, hit_blocks);
+        self.tiers.add_hits(chain, self.config.tiers.counted, hit_blocks, tier_scratch, tier_blocks);
     }
 
     /// Plans the segments after a first segment on `first`, and its prefix fetch. `failed`: slots

@@ -45,9 +45,9 @@ impl State {
         from_token: u32,
         to_token: Option<u32>,
     ) -> Leg {
-        let hit_blocks = context.hit_blocks[instance.index()];
-        let hit =
-            self.saved_tokens(request, hit_blocks).max(f64::from(from_token.min(request.prompt_tokens)));
+        let (hit_blocks, tier_blocks) = context.blocks_on(instance.index());
+        let (hit, _) = self.reusable_tokens(request, (hit_blocks, tier_blocks));
+        let hit = hit.max(f64::from(from_token.min(request.prompt_tokens)));
         let mut entry = entry(request, hit);
         if let Some(to) = to_token {
             entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
@@ -63,6 +63,7 @@ impl State {
             instance_generation: self.fleet.generation(instance),
             entry,
             hit_blocks,
+            tier_blocks,
             told: false,
             queued: from_token == 0,
             pull: None,
@@ -145,7 +146,7 @@ impl State {
         first: InstanceId,
         now: Seconds,
     ) -> Seconds {
-        let hit = self.saved_tokens(request, context.hit_blocks[first.index()]);
+        let (hit, _) = self.reusable_tokens(request, context.blocks_on(first.index()));
         let prefill = self.prefill_seconds(first.index(), hit, f64::from(request.prompt_tokens) - hit, now);
         prefill + self.ledger.ahead().map_or(0.0, |ahead| ahead.lag())
     }

@@ -1,9 +1,11 @@
 //! Settings of a router.
 mod fetch;
 mod rescheduling;
+mod tiers;
 
 pub use fetch::PullConfig;
 pub use rescheduling::{RescheduleConfig, Rescheduling, Rule};
+pub use tiers::TierConfig;
 
 use crate::estimate::StepTime;
 use crate::guard::GuardConfig;
@@ -52,6 +54,8 @@ pub struct RouterConfig {
     pub unlimited_prefill: bool,
     /// Settings of prefix fetches; `None`: off.
     pub pull: Option<PullConfig>,
+    /// How the tiers below the GPU count in scores.
+    pub tiers: TierConfig,
 }
 
 impl Default for RouterConfig {
@@ -70,6 +74,7 @@ impl Default for RouterConfig {
             colocate: true,
             unlimited_prefill: false,
             pull: None,
+            tiers: TierConfig::default(),
         }
     }
 }

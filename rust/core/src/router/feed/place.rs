@@ -1,0 +1,181 @@
+//! Places stored blocks in the index of their tier, and makes room for their names.
+use super::event::{Applied, Refused, Source};
+use super::state::{KvFeed, State};
+use crate::ids::InstanceId;
+use crate::kv::index::{Copies, KvIndex};
+use crate::kv::names::{Cache, Means};
+use crate::kv::tiers::Tier;
+
+/// Blocks per lock of the router.
+pub(super) const PIECE: usize = 64;
+/// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
+const SWEPT_SHARE: f64 = 0.0625;
+/// Fraction of an instance's blocks to evict then.
+const EVICTED_SHARE: u32 = 8;
+
+impl KvFeed {
+    /// Ensures that a lower tier has an index. Otherwise returns the result for `blocks` blocks.
+    pub(super) fn tier_refuses(&self, source: Source, tier: Tier, blocks: usize) -> Option<Applied> {
+        let mut applied = Applied::default();
+        match self.take(source).map(|mut router| router.open_tier(tier)) {
+            Ok(true) => return None,
+            Ok(false) => applied.unplaced = blocks,
+            Err(why) => applied.refuse(why, blocks),
+        }
+        Some(applied)
+    }
+
+    /// Returns whether the index of a tier knows the block, on any instance.
+    pub(super) fn knows(&self, tier: Tier, hash: u64) -> bool {
+        let router = self.router.lock_behind();
+        router.index_of(tier).is_some_and(|index| index.parent_of(hash).is_some())
+    }
+
+    /// Places blocks of a lower tier by their names in other tiers.
+    pub(super) fn place_named(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        engine_hashes: &[u64],
+    ) -> Applied {
+        let mut applied = Applied::default();
+        for (at, engine) in engine_hashes.iter().enumerate() {
+            let chain = state.names.find_in_any(source.instance, cache, *engine);
+            // Any index that knows the block knows the block before it.
+            let place = chain.and_then(|chain| {
+                let router = self.router.lock_behind();
+                let index = |tier: Tier| router.index_of(tier)?.parent_of(chain);
+                Some((chain, Tier::MEDIA.iter().find_map(|(_, tier)| index(*tier))?))
+            });
+            let Some((chain, parent)) = place else {
+                applied.unknown_name += 1;
+                continue;
+            };
+            if parent.is_some_and(|parent| !self.knows(cache.tier, parent)) {
+                applied.unknown_parent += 1;
+                continue;
+            }
+            match self.place(state, source, cache, parent, &[*engine], &[chain], Means::Report) {
+                Ok(0) => applied.unplaced += 1,
+                Ok(_) => applied.done += 1,
+                Err(why) => {
+                    applied.refuse(why, engine_hashes.len() - at);
+                    break;
+                }
+            }
+        }
+        applied
+    }
+
+    /// Places up to [`PIECE`] blocks; returns the number of placed blocks.
+    pub(super) fn place(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        parent: Option<u64>,
+        engines: &[u64],
+        chain: &[u64],
+        means: Means,
+    ) -> Result<usize, Refused> {
+        let instance = source.instance;
+        // Names first: a block without a name could never be removed. New names need no index
+        // access.
+        let mut named = 0;
+        while named < chain.len()
+            && state.names.find(instance, cache, engines[named]).is_none()
+            && state.names.insert(instance, cache, engines[named], chain[named])
+        {
+            named += 1;
+        }
+        let stored = self.take(source).map(|mut router| {
+            let Some(index) = router.index_of_mut(cache.tier) else { return 0 };
+            let placed = index.store(instance, parent, &chain[..named], Copies::Add);
+            trim(index, instance);
+            placed
+        });
+        let mut placed = *stored.as_ref().unwrap_or(&0);
+        for engine in &engines[placed..named] {
+            state.names.remove(instance, cache, *engine);
+        }
+        let stuck = stored? < named;
+        // The remaining blocks already have a name, or there is no room: place them one by one.
+        while placed < chain.len() && !stuck {
+            let (engine, hash) = (engines[placed], chain[placed]);
+            let before = placed.checked_sub(1).map_or(parent, |at| Some(chain[at]));
+            let mut entered = self.enter(state, source, cache, before, engine, hash, means)?;
+            if !entered && self.make_room(state, source, cache, engine) {
+                entered = self.enter(state, source, cache, before, engine, hash, means)?;
+            }
+            if !entered {
+                break;
+            }
+            placed += 1;
+        }
+        Ok(placed)
+    }
+
+    /// Places a block whose name may already be known; returns false if there is no room.
+    fn enter(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        before: Option<u64>,
+        engine: u64,
+        hash: u64,
+        means: Means,
+    ) -> Result<bool, Refused> {
+        let instance = source.instance;
+        let mut router = self.take(source)?;
+        let Some(index) = router.index_of_mut(cache.tier) else { return Ok(false) };
+        let Some(copies) = state.names.enter_known(index, instance, cache, engine, hash, means) else {
+            return Ok(false);
+        };
+        let placed = index.store(instance, before, &[hash], copies) == 1;
+        if !placed {
+            state.names.remove(instance, cache, engine);
+        }
+        trim(index, instance);
+        Ok(placed)
+    }
+
+    /// Drops names of evicted blocks. If this frees too little, also evicts the instance's least
+    /// recently used blocks. Returns whether names were dropped.
+    fn make_room(&self, state: &mut State, source: Source, cache: Cache, engine: u64) -> bool {
+        let (instance, tier) = (source.instance, cache.tier);
+        let names = state.names.near(instance, cache, engine);
+        let mut gone = self.sweep(state, source, cache, engine);
+        if (gone as f64) < SWEPT_SHARE * names as f64 {
+            let blocks = self.router.lock_behind().index_of(tier).map_or(0, |index| index.blocks(instance));
+            let mut left = blocks / EVICTED_SHARE + 1;
+            while left > 0 {
+                let most = left.min(PIECE as u32);
+                let mut router = self.router.lock_behind();
+                let evicted = router.index_of_mut(tier).map_or(0, |index| index.evict_from(instance, most));
+                drop(router);
+                left = if evicted == 0 { 0 } else { left - most };
+            }
+            gone += self.sweep(state, source, cache, engine);
+        }
+        gone > 0
+    }
+
+    fn sweep(&self, state: &mut State, source: Source, cache: Cache, engine: u64) -> usize {
+        let (mut gone, mut at) = (0, Some(0));
+        while let Some(from) = at {
+            let router = self.router.lock_behind();
+            let Some(index) = router.index_of(cache.tier) else { break };
+            let of = (source.instance, cache);
+            let (went, next) = state.names.sweep(index, of, engine, from, PIECE);
+            (gone, at) = (gone + went, next);
+        }
+        gone
+    }
+}
+
+/// Limits the blocks of an engine that reports more than its cache holds.
+fn trim(index: &mut KvIndex, instance: InstanceId) {
+    index.trim(instance, 2 * PIECE as u32);
+}

@@ -1,0 +1,343 @@
+//! KV events of tiers below the GPU: names, removals per tier, hits and scores.
+use lmetric_core::Registry;
+use lmetric_core::fleet::Role;
+use lmetric_core::kv::hash::hash_tokens;
+use lmetric_core::kv::keys::Keys;
+use lmetric_core::kv::tiers::{Tier, TierUse};
+use lmetric_core::request::Request;
+use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
+use lmetric_core::router::{Decision, IndexFeed, PullConfig, Router, RouterConfig, SharedRouter, TierConfig};
+use proptest::prelude::*;
+use std::collections::HashSet;
+
+const BLOCK: u64 = 16;
+const TIERS: [Tier; 3] = [Tier::Gpu, Tier::Cpu, Tier::Storage];
+
+struct Bed {
+    feed: KvFeed,
+    a: Source,
+    b: Source,
+}
+
+/// An engine's hash of block `n` of the prompt `prompt`. The first two blocks are common to all.
+fn engine(prompt: u64, n: u64) -> u64 {
+    let prompt = if n < 2 { 0 } else { prompt };
+    (prompt * 1_000_003 + n + 1).wrapping_mul(0x2545_f491_4f6c_dd1d)
+}
+
+fn tokens(prompt: u64, blocks: std::ops::Range<u64>) -> Vec<u32> {
+    let of = |b: u64| if b < 2 { 0 } else { prompt * 7777 };
+    blocks.flat_map(|b| (0..BLOCK).map(move |t| (of(b) + b * 31 + t) as u32)).collect()
+}
+
+impl Bed {
+    fn new(tiers: TierConfig) -> Bed {
+        Bed::with(RouterConfig { tiers, ..RouterConfig::default() })
+    }
+
+    fn with(config: RouterConfig) -> Bed {
+        let config = RouterConfig { index_bytes: 16 << 20, index_feed: IndexFeed::Exact, ..config };
+        let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+        router.add_instance("a", Role::Both, None).unwrap();
+        router.add_instance("b", Role::Both, None).unwrap();
+        let keys = Keys::new(&[], BLOCK as usize, 256).unwrap();
+        let feed = KvFeed::new(SharedRouter::new(router), keys, 16 << 20, true);
+        let (a, b) = (feed.source("a", 0).unwrap(), feed.source("b", 0).unwrap());
+        Bed { feed, a, b }
+    }
+
+    /// Stores blocks, described by their tokens.
+    fn store(&self, source: Source, tier: Tier, prompt: u64, blocks: std::ops::Range<u64>) -> Applied {
+        let hashes: Vec<u64> = blocks.clone().map(|b| engine(prompt, b)).collect();
+        let stored = Stored {
+            parent: blocks.start.checked_sub(1).map(|b| engine(prompt, b)),
+            engine_hashes: &hashes,
+            token_ids: &tokens(prompt, blocks),
+            domain: self.feed.keys().tokens,
+            narrowing: &[],
+            means: Means::Report,
+        };
+        self.feed.stored_in(source, tier, &stored)
+    }
+
+    /// Stores blocks in a tier by their names alone.
+    fn name(&self, source: Source, tier: Tier, prompt: u64, blocks: std::ops::Range<u64>) -> Applied {
+        let hashes: Vec<u64> = blocks.map(|b| engine(prompt, b)).collect();
+        self.feed.named_in(source, tier, &hashes)
+    }
+
+    fn remove(&self, source: Source, tier: Tier, prompt: u64, blocks: std::ops::Range<u64>) -> Applied {
+        let hashes: Vec<u64> = blocks.map(|b| engine(prompt, b)).collect();
+        self.feed.removed_from(source, tier, &hashes)
+    }
+
+    fn route<T>(
+        &self,
+        prompt: u64,
+        blocks: u64,
+        pin: Option<&str>,
+        with: impl FnOnce(&Router, &Decision) -> T,
+    ) -> T {
+        let mut chain = Vec::new();
+        hash_tokens(self.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+        let request = Request {
+            chain: &chain,
+            // One token more: engines compute the last token.
+            prompt_tokens: (blocks * BLOCK) as u32 + 1,
+            tokens_per_block: BLOCK as f64,
+            instance: pin,
+            ..Request::default()
+        };
+        let mut router = self.feed.router().lock();
+        let decision = router.route(&request, 0.0).unwrap();
+        let found = with(&router, &decision);
+        router.drop_ticket(decision.ticket);
+        found
+    }
+
+    /// Returns the blocks that the instance can reuse, and how many come from a lower tier.
+    fn hits(&self, instance: &str, prompt: u64, blocks: u64) -> (u32, u32) {
+        let block = BLOCK as u32;
+        self.route(prompt, blocks, Some(instance), |_, decision| {
+            (decision.predicted_hit_tokens / block, decision.predicted_tier_tokens / block)
+        })
+    }
+
+    /// Returns the name of the chosen instance.
+    fn chosen(&self, prompt: u64, blocks: u64) -> String {
+        self.route(prompt, blocks, None, |router, decision| {
+            router.fleet().name(decision.segment.instance).to_string()
+        })
+    }
+}
+
+fn all() -> TierConfig {
+    TierConfig { counted: TierUse::All, ..TierConfig::default() }
+}
+
+fn done(done: usize) -> Applied {
+    Applied { done, ..Applied::default() }
+}
+
+#[test]
+fn a_block_evicted_from_the_gpu_is_still_in_the_cpu_tier() {
+    let bed = Bed::new(TierConfig::default());
+    assert_eq!(bed.store(bed.a, Tier::Gpu, 1, 0..62), done(62));
+    assert_eq!(bed.name(bed.a, Tier::Cpu, 1, 0..62), done(62));
+    assert_eq!(bed.hits("a", 1, 62), (62, 0), "the GPU's copy is nearer");
+    assert_eq!(bed.remove(bed.a, Tier::Gpu, 1, 0..62), done(62));
+    assert_eq!(bed.hits("a", 1, 62), (62, 62));
+    assert_eq!(bed.hits("b", 1, 62), (0, 0));
+    // A load back to the GPU stores the blocks there again.
+    assert_eq!(bed.store(bed.a, Tier::Gpu, 1, 0..10), done(10));
+    assert_eq!(bed.hits("a", 1, 62), (62, 52));
+    assert_eq!(bed.remove(bed.a, Tier::Cpu, 1, 30..31), done(1));
+    assert_eq!(bed.hits("a", 1, 62), (30, 20), "the CPU tier's run ends at its hole");
+    // No tier knows the name any more. A block described by its tokens needs no known name.
+    assert_eq!(bed.name(bed.a, Tier::Cpu, 1, 30..31), Applied { unknown_name: 1, ..Applied::default() });
+    assert_eq!(bed.store(bed.a, Tier::Cpu, 1, 30..31), done(1));
+    assert_eq!(bed.hits("a", 1, 62), (62, 52));
+}
+
+#[test]
+fn blocks_without_a_known_name_or_parent_are_skipped() {
+    let bed = Bed::new(all());
+    assert_eq!(bed.name(bed.a, Tier::Cpu, 1, 0..4), Applied { unknown_name: 4, ..Applied::default() });
+    assert_eq!(bed.store(bed.a, Tier::Cpu, 1, 4..8), Applied { unknown_parent: 4, ..Applied::default() });
+    assert_eq!(bed.store(bed.a, Tier::Gpu, 1, 0..8), done(8));
+    let one = Applied { unknown_parent: 1, ..Applied::default() };
+    assert_eq!(bed.name(bed.a, Tier::Cpu, 1, 4..5), one, "the block before it is not in the tier");
+    assert_eq!(bed.name(bed.a, Tier::Storage, 1, 0..8), done(8));
+    assert_eq!(bed.remove(bed.a, Tier::Cpu, 1, 0..1), Applied { unknown_removed: 1, ..Applied::default() });
+    assert_eq!(bed.name(bed.b, Tier::Cpu, 1, 0..1), Applied { unknown_name: 1, ..Applied::default() });
+    // Tiers are of the rank that named the blocks.
+    let rank = bed.feed.source("a", 1).unwrap();
+    assert_eq!(bed.name(rank, Tier::Cpu, 1, 0..1), Applied { unknown_name: 1, ..Applied::default() });
+}
+
+#[test]
+fn a_storage_tier_without_removals_is_a_hint() {
+    let bed = Bed::new(TierConfig::default());
+    let tiers = || bed.feed.router().lock().tiers_of(bed.a.instance).collect::<Vec<_>>();
+    bed.store(bed.a, Tier::Gpu, 1, 0..8);
+    assert_eq!(tiers(), []);
+    bed.name(bed.a, Tier::Storage, 1, 0..8);
+    bed.remove(bed.a, Tier::Gpu, 1, 0..8);
+    assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 8, true)], (0, 0)));
+    bed.feed.router().lock().set_tiers(all()).unwrap();
+    assert_eq!(bed.hits("a", 1, 8), (8, 8));
+    bed.feed.router().lock().set_tiers(TierConfig::default()).unwrap();
+    bed.remove(bed.a, Tier::Storage, 1, 7..8);
+    assert_eq!((tiers(), bed.hits("a", 1, 8)), (vec![(Tier::Storage, 7, false)], (7, 7)));
+    let off = TierConfig { counted: TierUse::Off, ..TierConfig::default() };
+    bed.feed.router().lock().set_tiers(off).unwrap();
+    assert_eq!(bed.hits("a", 1, 8), (0, 0));
+    for load_ratio in [-0.1, 1.1, f64::NAN] {
+        let error = bed.feed.router().lock().set_tiers(TierConfig { load_ratio, ..all() }).unwrap_err();
+        assert!(error.to_string().starts_with("tier_load_ratio: "), "{error}");
+    }
+}
+
+#[test]
+fn all_tiers_are_cleared_together() {
+    let bed = Bed::new(all());
+    let rank = bed.feed.source("a", 1).unwrap();
+    let fill = || {
+        for source in [bed.a, rank] {
+            bed.store(source, Tier::Gpu, 1, 0..8);
+            bed.name(source, Tier::Cpu, 1, 0..8);
+            bed.name(source, Tier::Storage, 1, 0..8);
+            bed.remove(source, Tier::Gpu, 1, 0..8);
+        }
+    };
+    fill();
+    bed.feed.cleared(bed.a);
+    assert_eq!(bed.hits("a", 1, 8), (8, 8), "the other rank has its own copies");
+    bed.feed.cleared(rank);
+    assert_eq!((bed.hits("a", 1, 8), bed.feed.names().0), ((0, 0), 0));
+    fill();
+    bed.feed.set_index_feed("a", IndexFeed::Approximate).unwrap();
+    assert_eq!(bed.hits("a", 1, 8), (0, 0), "nothing would remove the blocks");
+    bed.feed.set_index_feed("a", IndexFeed::Exact).unwrap();
+    fill();
+    assert_eq!(bed.hits("a", 1, 8), (8, 8));
+    bed.feed.set_keys(Keys::new(&[], 8, 256).unwrap());
+    assert_eq!(bed.feed.router().lock().tiers_of(bed.a.instance).count(), 0);
+    bed.feed.set_keys(Keys::new(&[], BLOCK as usize, 256).unwrap());
+    fill();
+    assert_eq!(bed.hits("a", 1, 8), (8, 8));
+    bed.feed.remove_instance("a").unwrap();
+    assert_eq!(bed.feed.names().0, 0);
+    bed.feed.router().lock().add_instance("a", Role::Both, None).unwrap();
+    assert_eq!(bed.hits("a", 1, 8), (0, 0));
+}
+
+#[test]
+fn lmetric_prefers_a_tier_to_computing_and_the_gpu_to_a_tier() {
+    let bed = Bed::new(TierConfig::default());
+    bed.store(bed.b, Tier::Gpu, 1, 0..64);
+    bed.name(bed.b, Tier::Cpu, 1, 0..64);
+    bed.remove(bed.b, Tier::Gpu, 1, 0..64);
+    (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "b"));
+    bed.store(bed.a, Tier::Gpu, 1, 0..64);
+    (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "a"));
+    // Loading 62 blocks costs less than computing 2.
+    bed.remove(bed.a, Tier::Gpu, 1, 62..64);
+    (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "b"));
+    bed.feed.router().lock().set_tiers(TierConfig { load_ratio: 1.0, ..all() }).unwrap();
+    (0..20).for_each(|_| assert_eq!(bed.chosen(1, 64), "a"));
+}
+
+#[test]
+fn a_prefix_is_not_fetched_from_elsewhere_if_a_tier_of_the_instance_holds_it() {
+    let pull =
+        PullConfig { least_tokens: 16, seconds_per_token: 1e-9, fixed_seconds: 0.0, ..PullConfig::default() };
+    let bed = Bed::with(RouterConfig { pull: Some(pull), ..RouterConfig::default() });
+    bed.store(bed.a, Tier::Gpu, 1, 0..64);
+    bed.store(bed.b, Tier::Gpu, 1, 0..32);
+    bed.name(bed.b, Tier::Cpu, 1, 0..32);
+    bed.remove(bed.b, Tier::Gpu, 1, 0..32);
+    let (from, to) = bed.route(1, 64, Some("b"), |_, decision| {
+        let pull = decision.pull.expect("the other half is worth a fetch");
+        (pull.from_token, pull.to_token)
+    });
+    assert_eq!((from, to), (32 * 16, 64 * 16));
+    bed.store(bed.b, Tier::Cpu, 1, 32..64);
+    assert!(bed.route(1, 64, Some("b"), |_, decision| decision.pull.is_none()));
+    // Nothing is fetched from a lower tier of another instance.
+    bed.remove(bed.a, Tier::Gpu, 1, 0..64);
+    assert!(bed.route(1, 64, Some("a"), |_, decision| decision.pull.is_none()));
+}
+
+#[test]
+fn lower_tiers_share_the_index_bytes() {
+    let bed = Bed::new(all());
+    let bounds = || {
+        let router = bed.feed.router().lock();
+        TIERS.map(|tier| router.index_of(tier).map(|index| index.byte_bound()))
+    };
+    let [Some(whole), None, None] = bounds() else { panic!("lower tiers without events") };
+    bed.store(bed.a, Tier::Gpu, 1, 0..4);
+    bed.name(bed.a, Tier::Storage, 1, 0..4);
+    assert_eq!(bounds(), [Some(whole / 2), None, Some(whole / 4)]);
+    bed.name(bed.a, Tier::Cpu, 1, 0..4);
+    assert_eq!(bounds(), [Some(whole / 2), Some(whole / 4), Some(whole / 4)]);
+    let chains = 4_000;
+    for prompt in 2..chains {
+        bed.store(bed.a, Tier::Gpu, prompt, 0..50);
+        bed.name(bed.a, Tier::Cpu, prompt, 0..50);
+    }
+    let router = bed.feed.router().lock();
+    for tier in TIERS {
+        let index = router.index_of(tier).unwrap();
+        assert!(index.bytes() <= index.byte_bound(), "{tier:?}: {index:?}");
+    }
+    drop(router);
+    assert_eq!(bed.hits("a", chains - 1, 50), (50, 0));
+    // A small index has no room for tiers.
+    let config =
+        RouterConfig { index_bytes: 3 << 20, index_feed: IndexFeed::Exact, ..RouterConfig::default() };
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+    assert!(!router.open_tier(Tier::Cpu) && router.open_tier(Tier::Gpu));
+}
+
+/// Leading blocks of the prompt in `held`.
+fn run(held: &HashSet<u64>, prompt: u64, blocks: u64) -> u32 {
+    (0..blocks).take_while(|b| held.contains(&engine(prompt, *b))).count() as u32
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Hits never exceed what an engine holds, and are the longest run of one tier among the blocks
+    /// that the feed accepted.
+    #[test]
+    fn hits_are_the_longest_run_of_one_tier(
+        steps in prop::collection::vec(
+            (0u8..10, 0usize..3, any::<bool>(), 1u64..4, 0u64..12, 1u64..8), 1..120),
+    ) {
+        let bed = Bed::new(all());
+        let mut truth: [[HashSet<u64>; 3]; 2] = Default::default();
+        let mut accepted = truth.clone();
+        for (what, tier, second, prompt, from, length) in steps {
+            let (i, source) = if second { (1, bed.b) } else { (0, bed.a) };
+            match what {
+                0..6 => for block in from..from + length {
+                    let blocks = block..block + 1;
+                    let applied = match what {
+                        0..3 => bed.store(source, TIERS[tier], prompt, blocks),
+                        _ if tier == 0 => continue,
+                        _ => bed.name(source, TIERS[tier], prompt, blocks),
+                    };
+                    truth[i][tier].insert(engine(prompt, block));
+                    if applied.done == 1 {
+                        accepted[i][tier].insert(engine(prompt, block));
+                    }
+                },
+                6..9 => {
+                    bed.remove(source, TIERS[tier], prompt, from..from + length);
+                    for block in from..from + length {
+                        truth[i][tier].remove(&engine(prompt, block));
+                        accepted[i][tier].remove(&engine(prompt, block));
+                    }
+                }
+                _ if length > 6 => {
+                    bed.feed.cleared(source);
+                    truth[i] = Default::default();
+                    accepted[i] = Default::default();
+                }
+                _ => {}
+            }
+            for prompt in 1..4 {
+                for (i, name) in ["a", "b"].into_iter().enumerate() {
+                    let (all, tier) = bed.hits(name, prompt, 20);
+                    let [gpu, cpu, storage] = [0, 1, 2].map(|t| run(&accepted[i][t], prompt, 20));
+                    let most = gpu.max(cpu).max(storage);
+                    prop_assert_eq!((all, tier), (most, most - gpu));
+                    let held = [0, 1, 2].map(|t| run(&truth[i][t], prompt, 20));
+                    prop_assert!(all <= held.into_iter().max().unwrap());
+                }
+            }
+        }
+    }
+}
