@@ -192,7 +192,7 @@ def test_bootstrap_rooms_of_a_rank() -> None:
 
 
 def test_capabilities_of_a_rank() -> None:
-    with pytest.raises(ValueError, match="data_parallel_rank: 1: the engine is unknown, and requests"):
+    with pytest.raises(ValueError, match="data_parallel_rank: 1: requests to an unknown engine"):
         UNKNOWN.of_rank(1)
     sources = tuple(EventSource(rank, f"tcp://*:{5557 + rank}") for rank in (0, 1))
     feeds = ("tcp://*:5561", "tcp://*:5562")
