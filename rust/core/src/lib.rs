@@ -23,6 +23,7 @@ pub mod maturity;
 pub mod plan;
 pub mod policy;
 pub mod priority;
+pub mod program;
 pub mod receipt;
 pub mod registry;
 pub mod request;

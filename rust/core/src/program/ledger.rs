@@ -1,0 +1,183 @@
+//! Expected tokens in the caches, by instance: programs, their shared roots, and other requests.
+use crate::ids::Seconds;
+use hashbrown::HashMap;
+
+/// A prefix that several programs share: the hash of its last block, and its tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Root {
+    /// Hash of the last shared block.
+    pub hash: u64,
+    /// Tokens up to the end of that block.
+    pub tokens: f64,
+}
+
+/// Tokens that count on one instance because of one program.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Charge {
+    /// Expected tokens behind the root.
+    pub own: f64,
+    /// The root, if it must be counted.
+    pub root: Option<Root>,
+}
+
+/// Buckets of recent tokens.
+const BUCKETS: usize = 16;
+
+/// Tokens of the last seconds, in buckets of equal length.
+#[derive(Clone, Copy, Debug, Default)]
+struct Recent {
+    buckets: [f64; BUCKETS],
+    newest: u64,
+}
+
+impl Recent {
+    fn advance(&mut self, now: Seconds, window: Seconds) {
+        let bucket = (now.max(0.0) / (window / BUCKETS as f64)) as u64;
+        let steps = bucket.saturating_sub(self.newest).min(BUCKETS as u64);
+        for step in 1..=steps {
+            self.buckets[((self.newest + step) % BUCKETS as u64) as usize] = 0.0;
+        }
+        if bucket > self.newest {
+            // More steps than buckets: all are zero, whichever is the newest.
+            if steps == BUCKETS as u64 {
+                self.buckets = [0.0; BUCKETS];
+            }
+            self.newest = bucket;
+        }
+    }
+
+    fn add(&mut self, tokens: f64, now: Seconds, window: Seconds) {
+        self.advance(now, window);
+        self.buckets[(self.newest % BUCKETS as u64) as usize] += tokens;
+    }
+
+    fn sum(&self) -> f64 {
+        self.buckets.iter().sum()
+    }
+}
+
+/// One instance.
+#[derive(Clone, Debug, Default)]
+pub struct InstanceLedger {
+    /// Tokens that the instance's cache can hold, all tiers included; `None`: unknown, no limit.
+    pub capacity_tokens: Option<f64>,
+    /// Whether the instance takes new requests.
+    pub available: bool,
+    own: f64,
+    /// Number of programs that count.
+    pub programs: u32,
+    roots: HashMap<u64, (u32, f64)>,
+    root_tokens: f64,
+    /// Tokens of running requests outside programs, and of recent ones.
+    running_others: f64,
+    recent: Recent,
+}
+
+impl InstanceLedger {
+    /// Returns the expected working set in tokens.
+    pub fn expected_tokens(&self) -> f64 {
+        self.own + self.root_tokens + self.running_others + self.recent.sum()
+    }
+
+    /// Returns the expected tokens of programs, roots and other requests.
+    pub fn parts(&self) -> (f64, f64, f64) {
+        (self.own, self.root_tokens, self.running_others + self.recent.sum())
+    }
+
+    /// Returns whether a root counts on the instance.
+    pub fn has_root(&self, hash: u64) -> bool {
+        self.roots.contains_key(&hash)
+    }
+
+    /// Adds a program.
+    pub fn add(&mut self, charge: Charge) {
+        self.own += charge.own;
+        self.programs += 1;
+        if let Some(root) = charge.root {
+            let entry = self.roots.entry(root.hash).or_insert((0, root.tokens));
+            if entry.0 == 0 {
+                self.root_tokens += entry.1;
+            }
+            entry.0 += 1;
+        }
+    }
+
+    /// Removes a program that was added with this charge.
+    pub fn remove(&mut self, charge: Charge) {
+        self.own = (self.own - charge.own).max(0.0);
+        self.programs -= 1;
+        if let Some(root) = charge.root
+            && let Some(entry) = self.roots.get_mut(&root.hash)
+        {
+            entry.0 -= 1;
+            if entry.0 == 0 {
+                self.root_tokens -= entry.1;
+                self.roots.remove(&root.hash);
+            }
+        }
+        if self.programs == 0 {
+            (self.own, self.root_tokens) = (0.0, 0.0);
+        }
+    }
+
+    /// Removes all programs.
+    pub fn clear_programs(&mut self) {
+        (self.own, self.root_tokens, self.programs) = (0.0, 0.0, 0);
+        self.roots.clear();
+    }
+
+    /// Adds a running request outside programs.
+    pub fn other_began(&mut self, tokens: f64) {
+        self.running_others += tokens;
+    }
+
+    /// Moves a request outside programs from the running to the recent ones. `tokens`: as at its
+    /// beginning; `output_tokens`: of its answer.
+    pub fn other_ended(&mut self, tokens: f64, output_tokens: f64, now: Seconds, window: Seconds) {
+        self.running_others = (self.running_others - tokens).max(0.0);
+        if window > 0.0 {
+            self.recent.add(tokens + output_tokens, now, window);
+        }
+    }
+
+    /// Drops recent tokens that are older than the window.
+    pub fn advance(&mut self, now: Seconds, window: Seconds) {
+        if window > 0.0 {
+            self.recent.advance(now, window);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_counts_once() {
+        let root = Some(Root { hash: 7, tokens: 15_000.0 });
+        let mut ledger = InstanceLedger::default();
+        ledger.add(Charge { own: 100.0, root });
+        ledger.add(Charge { own: 50.0, root });
+        assert_eq!(ledger.parts(), (150.0, 15_000.0, 0.0));
+        ledger.remove(Charge { own: 100.0, root });
+        assert_eq!(ledger.expected_tokens(), 15_050.0);
+        ledger.remove(Charge { own: 50.0, root });
+        assert_eq!((ledger.expected_tokens(), ledger.has_root(7)), (0.0, false));
+    }
+
+    #[test]
+    fn other_requests_count_for_a_while() {
+        let mut ledger = InstanceLedger::default();
+        ledger.other_began(1000.0);
+        assert_eq!(ledger.expected_tokens(), 1000.0);
+        ledger.other_ended(1000.0, 200.0, 10.0, 16.0);
+        assert_eq!(ledger.expected_tokens(), 1200.0);
+        ledger.advance(25.0, 16.0);
+        assert_eq!(ledger.expected_tokens(), 1200.0);
+        ledger.advance(26.5, 16.0);
+        assert_eq!(ledger.expected_tokens(), 0.0);
+        ledger.other_ended(0.0, 5.0, 27.0, 16.0);
+        ledger.advance(1e9, 16.0);
+        assert_eq!(ledger.expected_tokens(), 0.0);
+    }
+}

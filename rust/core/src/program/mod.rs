@@ -1,0 +1,28 @@
+//! Agent programs: chains of requests that share a growing context.
+//!
+//! A program sends a request, waits for its answer, runs a tool and sends the next request, whose
+//! prompt extends the last one. Between its requests it needs its context in a cache: computing a
+//! long context again costs tens of seconds. If the contexts of all live programs exceed the
+//! fleet's caches, every score collapses, because each return evicts the context of another
+//! program. [`Programs`] follows the programs, counts their expected tokens on each instance, and
+//! can hold requests so that the working set fits ("admission by working set").
+//!
+//! A program is found by the lineage of its prompts ([`lineage`]); no client has to name it. Its
+//! probability to return is learned from the gaps between its requests ([`gaps`]). Each instance
+//! has a ledger of expected tokens ([`ledger`]). The state machine of programs and turns is in
+//! [`programs`], the choice of programs to pause and to admit in [`admission`].
+//!
+//! A turn is one request of a program, from its arrival to its end.
+pub mod admission;
+pub mod gaps;
+pub mod ledger;
+pub mod lineage;
+pub mod programs;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+pub use admission::Hold;
+pub use gaps::{Finish, GapClass};
+pub use programs::{Arrival, ProgramId, Programs, Released, TurnId, Verdict};
+pub use settings::{HoldOrder, ProgramConfig, ProgramMode};

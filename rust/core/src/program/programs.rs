@@ -1,0 +1,598 @@
+//! The programs and their turns: a state machine, and the only writer of the ledgers.
+use super::admission::{Hold, Queue};
+use super::gaps::{Finish, GapClass, Gaps};
+use super::ledger::{Charge, InstanceLedger, Root};
+use super::lineage::{Lineage, Path};
+use super::settings::{ProgramConfig, ProgramMode};
+use crate::error::CoreError;
+use crate::ids::{InstanceId, Seconds};
+use hashbrown::HashMap;
+use slotmap::{SlotMap, new_key_type};
+
+new_key_type! {
+    /// A live program.
+    pub struct ProgramId;
+    /// A request, from its arrival to its end.
+    pub struct TurnId;
+}
+
+/// Maximum number of programs; the program with the longest gap is dropped first.
+const MAX_PROGRAMS: usize = 1 << 16;
+/// Least probability that counts for a program with children in a cache: it waits for them.
+const PARENT_RETURNS: f64 = 0.9;
+/// Contexts from this length on are long (a class of gaps).
+const LONG_TOKENS: f64 = 8192.0;
+
+/// An arriving request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Arrival<'a> {
+    /// Chained hashes of the prompt's blocks.
+    pub chain: &'a [u64],
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Tokens per block of `chain`.
+    pub tokens_per_block: f64,
+    /// Hash of the session that the request names, if it does.
+    pub session: Option<u64>,
+    /// Hash of the tenant's name.
+    pub tenant: u64,
+    /// The tenant's share relative to other tenants.
+    pub weight: f64,
+}
+
+/// What to do with a request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Verdict {
+    /// Place it by the policy: it belongs to no program, or programs are only observed.
+    Free,
+    /// Send it to this instance now.
+    Run(InstanceId),
+    /// Keep it until [`Programs::released`] names it.
+    Held(Hold),
+    /// Refuse it: the client may try again after this many seconds.
+    Refused {
+        /// Predicted seconds until there is room.
+        retry_after_seconds: Seconds,
+    },
+}
+
+/// A held request that may run now.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Released {
+    /// The request.
+    pub turn: TurnId,
+    /// Its instance.
+    pub instance: InstanceId,
+    /// Seconds for which the request was held.
+    pub held_seconds: Seconds,
+}
+
+/// State of a program. Its turns are `running` or `held`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum State {
+    /// A turn is running; the program counts on its home.
+    Running,
+    /// Between two turns; counts on its home with the probability that it returns.
+    Gap,
+    /// Between two turns, without a place in a cache; counts nowhere.
+    Paused,
+    /// Its turns wait for admission; counts nowhere.
+    Held,
+}
+
+impl State {
+    /// All states, with their names in metrics.
+    pub const NAMES: [(&'static str, State); 4] =
+        [("running", State::Running), ("gap", State::Gap), ("paused", State::Paused), ("held", State::Held)];
+}
+
+/// A program.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Hash of its tenant, and the tenant's weight.
+    pub tenant: u64,
+    /// Share of its tenant.
+    pub weight: f64,
+    session: Option<u64>,
+    /// Arrival of the first request of its tree, and its place among programs of that time.
+    pub born: Seconds,
+    /// Place in the order of birth.
+    pub order: u64,
+    path: Path,
+    /// Tokens of its context: the latest prompt and its answer.
+    pub tokens: f64,
+    /// The part of the context that it shares with other programs.
+    base: Option<Root>,
+    /// The program whose context it continues, while that program lives.
+    parent: Option<ProgramId>,
+    /// Programs with a place that continue this program's context, as of the last tick.
+    pub children: u32,
+    /// The instance that holds its context, or held it last.
+    pub home: Option<InstanceId>,
+    /// State.
+    pub state: State,
+    /// Start of the gap.
+    pub since: Seconds,
+    class: GapClass,
+    running: u32,
+    /// Its held turns, oldest first.
+    pub held: Vec<TurnId>,
+    /// What counts on its home.
+    charge: Option<Charge>,
+}
+
+impl Program {
+    /// Returns the expected tokens behind the shared part, with room to grow.
+    pub fn own_tokens(&self, least: f64) -> f64 {
+        (self.tokens - self.base.map_or(0.0, |base| base.tokens)).max(least)
+    }
+
+    /// Returns the part of the context that it shares with other programs.
+    pub fn base(&self) -> Option<Root> {
+        self.base
+    }
+
+    /// Returns the class of its gap.
+    pub(super) fn class(&self) -> GapClass {
+        self.class
+    }
+
+    /// Returns whether it counts on an instance.
+    pub(super) fn has_place(&self) -> bool {
+        self.charge.is_some()
+    }
+
+    /// Returns the program whose context it continues.
+    pub fn parent(&self) -> Option<ProgramId> {
+        self.parent
+    }
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turn {
+    /// Its program; `None`: outside programs.
+    pub program: Option<ProgramId>,
+    pub slot: Option<InstanceId>,
+    /// Prompt tokens; outside programs: those that no program has.
+    pub tokens: f64,
+    pub arrived: Seconds,
+    pub running: bool,
+}
+
+/// Numbers since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counters {
+    /// Programs found by their first request, and those that continue the context of another.
+    pub new_programs: u64,
+    /// Programs that continue the context of another.
+    pub forks: u64,
+    /// Turns of known programs.
+    pub continuations: u64,
+    /// Requests outside programs.
+    pub chats: u64,
+    /// Programs that did not return.
+    pub forgotten: u64,
+    /// Programs that lost their place in a cache.
+    pub paused: u64,
+    /// Requests held (`observe`: requests that `admit` would have held).
+    pub held: u64,
+    /// Requests refused.
+    pub refused: u64,
+    /// Held requests admitted.
+    pub admitted: u64,
+    /// Sum of their holds in seconds.
+    pub held_seconds: f64,
+}
+
+/// All programs of a pool.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    pub(super) config: ProgramConfig,
+    pub(super) programs: SlotMap<ProgramId, Program>,
+    pub(super) turns: SlotMap<TurnId, Turn>,
+    lineage: Lineage,
+    sessions: HashMap<u64, ProgramId>,
+    pub(super) gaps: Gaps,
+    pub(super) instances: Vec<InstanceLedger>,
+    pub(super) queue: Queue,
+    pub(super) counters: Counters,
+    /// Mean context of all programs in tokens.
+    mean_tokens: f64,
+    births: u64,
+}
+
+/// How an arriving request relates to the known programs.
+enum Identity {
+    /// The next turn of a program (or the same turn again).
+    Continues(ProgramId),
+    /// A new program that shares a prefix with others.
+    New { base: Option<Root>, parent: Option<ProgramId> },
+}
+
+impl Programs {
+    /// Creates an empty set.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn new(config: ProgramConfig) -> Result<Programs, CoreError> {
+        Ok(Programs {
+            config: config.checked()?,
+            programs: SlotMap::with_key(),
+            turns: SlotMap::with_key(),
+            lineage: Lineage::default(),
+            sessions: HashMap::new(),
+            gaps: Gaps::default(),
+            instances: Vec::new(),
+            queue: Queue::default(),
+            counters: Counters::default(),
+            mean_tokens: 0.0,
+            births: 0,
+        })
+    }
+
+    /// Returns the settings.
+    pub fn config(&self) -> &ProgramConfig {
+        &self.config
+    }
+
+    /// Returns the numbers since the start.
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Returns the ledger of each instance.
+    pub fn instances(&self) -> &[InstanceLedger] {
+        &self.instances
+    }
+
+    /// Returns the gap statistics.
+    pub fn gaps(&self) -> &Gaps {
+        &self.gaps
+    }
+
+    /// Yields the live programs.
+    pub fn iter(&self) -> impl Iterator<Item = (ProgramId, &Program)> {
+        self.programs.iter()
+    }
+
+    /// Returns the program of a request, if the request belongs to one.
+    pub fn program_of(&self, turn: TurnId) -> Option<&Program> {
+        self.programs.get(self.turns.get(turn)?.program?)
+    }
+
+    /// Returns the number of programs in each state, in the order of [`State::NAMES`].
+    pub fn states(&self) -> [usize; 4] {
+        let mut counts = [0; 4];
+        self.programs.values().for_each(|program| counts[program.state as usize] += 1);
+        counts
+    }
+
+    /// Sets the capacity of an instance and whether it takes new requests. Programs of an
+    /// instance that does not are paused at the next [`Programs::tick`].
+    pub fn set_instance(&mut self, id: InstanceId, capacity_tokens: Option<f64>, available: bool) {
+        if self.instances.len() <= id.index() {
+            self.instances.resize_with(id.index() + 1, InstanceLedger::default);
+        }
+        let ledger = &mut self.instances[id.index()];
+        (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
+    }
+
+    /// Records an arriving request and decides what to do with it. `held_ahead`: whether a request
+    /// may be held at all (a caller without a queue passes false).
+    pub fn arrive(&mut self, arrival: &Arrival<'_>, now: Seconds) -> (TurnId, Verdict) {
+        let turn = Turn {
+            program: None,
+            slot: None,
+            tokens: f64::from(arrival.prompt_tokens),
+            arrived: now,
+            running: false,
+        };
+        let known = self.lineage.look_up(arrival.chain);
+        let shared_tokens =
+            known.shared.map_or(0.0, |mark| f64::from(mark.blocks) * arrival.tokens_per_block);
+        let identity = self.identify(arrival, known, shared_tokens);
+        let program = match identity {
+            Identity::Continues(id) => {
+                self.counters.continuations += 1;
+                self.record_return(id, now);
+                Some(id)
+            }
+            Identity::New { base, parent } => self.create(arrival, base, parent, now),
+        };
+        let Some(id) = program else {
+            self.counters.chats += 1;
+            let tokens = (turn.tokens - shared_tokens).max(0.0);
+            return (self.turns.insert(Turn { tokens, ..turn }), Verdict::Free);
+        };
+        let turn = self.turns.insert(Turn { program: Some(id), ..turn });
+        let program = &mut self.programs[id];
+        program.tokens = match program.state {
+            // A second request of a running program may be shorter than the first.
+            State::Running | State::Held => program.tokens.max(f64::from(arrival.prompt_tokens)),
+            _ => f64::from(arrival.prompt_tokens),
+        };
+        self.lineage.register(id, &mut program.path, arrival.chain);
+        let verdict = self.admit(id, turn, now);
+        (turn, verdict)
+    }
+
+    /// Finds the program of a request.
+    fn identify(
+        &self,
+        arrival: &Arrival<'_>,
+        known: super::lineage::Known,
+        shared_tokens: f64,
+    ) -> Identity {
+        let by_session = arrival.session.and_then(|session| self.sessions.get(&session)).copied();
+        let shared = known.shared.map(|mark| Root { hash: mark.hash, tokens: shared_tokens });
+        if let Some((mark, id)) = known.mark
+            && let Some(program) = self.programs.get(id).filter(|program| program.tenant == arrival.tenant)
+        {
+            let at_end = program.path.last() == Some(mark);
+            let again = mark.blocks as usize == arrival.chain.len();
+            if at_end && (again || matches!(program.state, State::Gap | State::Paused)) {
+                return Identity::Continues(id);
+            }
+            if by_session.is_none_or(|known| known == id) {
+                let tokens = f64::from(mark.blocks) * arrival.tokens_per_block;
+                return Identity::New { base: Some(Root { hash: mark.hash, tokens }), parent: Some(id) };
+            }
+        }
+        if let Some(id) = by_session
+            && let Some(program) = self.programs.get(id)
+            && program.tenant == arrival.tenant
+        {
+            // A session with another history: the client has rewritten its context.
+            if matches!(program.state, State::Gap | State::Paused) {
+                return Identity::Continues(id);
+            }
+            return Identity::New { base: shared, parent: Some(id) };
+        }
+        // A prompt that leaves a program behind the end of one of its prompts is a fork of that
+        // program; one that leaves it before shares a root such as a system prompt.
+        let parent = known.sharer.filter(|id| {
+            self.programs.get(*id).is_some_and(|program| {
+                program.tenant == arrival.tenant
+                    && Lineage::fork_point(&program.path, arrival.chain).is_some()
+            })
+        });
+        Identity::New { base: shared, parent }
+    }
+
+    /// Ends the gap of a returning program.
+    fn record_return(&mut self, id: ProgramId, now: Seconds) {
+        let program = &self.programs[id];
+        if matches!(program.state, State::Gap | State::Paused) {
+            self.gaps.returned(program.class, (now - program.since).max(0.0));
+        }
+    }
+
+    /// Adds a program; `None` if the request belongs to no program.
+    fn create(
+        &mut self,
+        arrival: &Arrival<'_>,
+        base: Option<Root>,
+        parent: Option<ProgramId>,
+        now: Seconds,
+    ) -> Option<ProgramId> {
+        if arrival.prompt_tokens < self.config.min_tokens || arrival.chain.is_empty() {
+            return None;
+        }
+        if self.programs.len() >= MAX_PROGRAMS {
+            let idle = self.programs.iter().filter(|(_, p)| matches!(p.state, State::Gap | State::Paused));
+            let oldest = idle.min_by(|a, b| a.1.since.total_cmp(&b.1.since)).map(|(id, _)| id);
+            self.remove(oldest?);
+        }
+        self.births += 1;
+        let mut order = (now, self.births);
+        match parent.and_then(|id| self.programs.get_mut(id)) {
+            Some(parent) => {
+                parent.children += 1; // it waits for this one
+                order = (parent.born, parent.order);
+                self.counters.forks += 1;
+            }
+            None => self.counters.new_programs += 1,
+        }
+        let home = parent.and_then(|id| self.programs.get(id)).and_then(|parent| parent.home);
+        let id = self.programs.insert(Program {
+            tenant: arrival.tenant,
+            weight: arrival.weight.max(1e-3),
+            session: arrival.session,
+            born: order.0,
+            order: order.1,
+            path: Path::default(),
+            tokens: f64::from(arrival.prompt_tokens),
+            base,
+            parent,
+            children: 0,
+            home,
+            state: State::Held,
+            since: now,
+            class: GapClass::default(),
+            running: 0,
+            held: Vec::new(),
+            charge: None,
+        });
+        if let (Some(session), None) = (arrival.session, parent) {
+            self.sessions.insert(session, id);
+        }
+        Some(id)
+    }
+
+    /// Drops a program.
+    fn remove(&mut self, id: ProgramId) {
+        self.uncharge(id);
+        let Some(mut program) = self.programs.remove(id) else { return };
+        self.lineage.remove(id, &mut program.path);
+        if let Some(session) = program.session
+            && self.sessions.get(&session) == Some(&id)
+        {
+            self.sessions.remove(&session);
+        }
+    }
+
+    /// Returns the least tokens that count for a program.
+    pub(super) fn least_tokens(&self) -> f64 {
+        self.config.growth * self.mean_tokens
+    }
+
+    /// Removes what counts for a program.
+    pub(super) fn uncharge(&mut self, id: ProgramId) {
+        let Some(program) = self.programs.get_mut(id) else { return };
+        if let (Some(charge), Some(home)) = (program.charge.take(), program.home) {
+            self.instances[home.index()].remove(charge);
+        }
+    }
+
+    /// Counts a program on its home by its state.
+    pub(super) fn charge(&mut self, id: ProgramId, now: Seconds) {
+        self.uncharge(id);
+        let least = self.least_tokens();
+        let program = &self.programs[id];
+        let Some(home) = program.home else { return };
+        let probability = match program.state {
+            State::Running => 1.0,
+            State::Gap => {
+                let returns = self.gaps.returns(program.class, now - program.since);
+                if program.children > 0 { returns.max(PARENT_RETURNS) } else { returns }
+            }
+            State::Paused | State::Held => return,
+        };
+        let own = probability * program.own_tokens(least);
+        let charge = Charge { own, root: self.root_to_count(program, home) };
+        self.instances[home.index()].add(charge);
+        self.programs[id].charge = Some(charge);
+    }
+
+    /// Returns the root of a program, unless its parent's context on the same instance has it.
+    pub(super) fn root_to_count(&self, program: &Program, home: InstanceId) -> Option<Root> {
+        let parent = program.parent.and_then(|id| self.programs.get(id));
+        let covered = parent.is_some_and(|parent| parent.home == Some(home) && parent.charge.is_some());
+        program.base.filter(|_| !covered)
+    }
+
+    /// Records that a request runs on an instance: after [`Verdict::Free`] by the policy's choice,
+    /// else on the named instance or, after a failure, on another.
+    pub fn placed(&mut self, turn: TurnId, instance: InstanceId, now: Seconds) {
+        if self.instances.len() <= instance.index() {
+            self.set_instance(instance, None, true);
+        }
+        let Some(at) = self.turns.get_mut(turn) else { return };
+        let (was_running, old) = (std::mem::replace(&mut at.running, true), at.slot.replace(instance));
+        let (program, tokens) = (at.program, at.tokens);
+        let Some(id) = program else {
+            if let Some(old) = old.filter(|_| was_running) {
+                self.instances[old.index()].other_ended(tokens, -tokens, now, self.config.others_seconds);
+            }
+            self.instances[instance.index()].other_began(tokens);
+            return;
+        };
+        self.uncharge(id);
+        let Some(program) = self.programs.get_mut(id) else { return };
+        program.held.retain(|held| *held != turn);
+        program.running += u32::from(!was_running);
+        program.home = Some(instance);
+        program.state = State::Running;
+        self.charge(id, now);
+    }
+
+    /// Records the end of a request. `output_tokens`: tokens of its answer.
+    pub fn ended(&mut self, turn: TurnId, output_tokens: u32, finish: Finish, now: Seconds) {
+        let Some(at) = self.turns.remove(turn) else { return };
+        let output_tokens = f64::from(output_tokens);
+        let Some(id) = at.program else {
+            if let Some(slot) = at.slot.filter(|_| at.running) {
+                let window = self.config.others_seconds;
+                self.instances[slot.index()].other_ended(at.tokens, output_tokens, now, window);
+            }
+            return;
+        };
+        let Some(program) = self.programs.get_mut(id) else { return };
+        if !at.running {
+            self.queue.remove(id);
+            program.held.retain(|held| *held != turn);
+        }
+        let program = &mut self.programs[id];
+        program.running -= u32::from(at.running);
+        program.tokens = program.tokens.max(at.tokens + output_tokens);
+        if program.running > 0 {
+            return;
+        }
+        if !program.held.is_empty() {
+            self.queue.insert(&self.programs[id], id, self.config.order);
+            return;
+        }
+        let finish = if self.config.finish_reason { finish } else { Finish::Unknown };
+        program.class = GapClass { long: program.tokens >= LONG_TOKENS, finish };
+        program.since = now;
+        if !at.running && program.home.is_none() {
+            self.remove(id); // it was never admitted
+            return;
+        }
+        program.state = if at.running { State::Gap } else { State::Paused };
+        self.charge(id, now);
+    }
+
+    /// Runs periodic work, about twice a second: forgets ended programs, counts again, pauses and
+    /// admits programs. [`Programs::released`] then has the admitted requests.
+    pub fn tick(&mut self, now: Seconds) {
+        self.gaps.decay(now);
+        let forget = self.config.forget_seconds;
+        let over = |program: &Program| {
+            matches!(program.state, State::Gap | State::Paused)
+                && program.children == 0
+                && now - program.since > forget
+        };
+        let ended: Vec<ProgramId> =
+            self.programs.iter().filter(|(_, program)| over(program)).map(|(id, _)| id).collect();
+        for id in ended {
+            self.gaps.ended(self.programs[id].class);
+            self.counters.forgotten += 1;
+            self.remove(id);
+        }
+        self.recount(now);
+        self.balance(now);
+    }
+
+    /// Counts all programs again.
+    fn recount(&mut self, now: Seconds) {
+        let programs = self.programs.len();
+        let tokens: f64 = self.programs.values().map(|program| program.tokens).sum();
+        self.mean_tokens = if programs > 0 { tokens / programs as f64 } else { 0.0 };
+        for ledger in &mut self.instances {
+            ledger.clear_programs();
+            ledger.advance(now, self.config.others_seconds);
+        }
+        let mut ids: Vec<ProgramId> = self.programs.keys().collect();
+        self.programs.values_mut().for_each(|program| program.children = 0);
+        for id in &ids {
+            let program = &self.programs[*id];
+            let placed = matches!(program.state, State::Running | State::Gap);
+            if let Some(parent) = program.parent.filter(|_| placed).and_then(|id| self.programs.get_mut(id)) {
+                parent.children += 1;
+            }
+        }
+        // Parents first: a child's root does not count beside its parent.
+        ids.sort_by_key(|id| self.programs[*id].parent.is_some());
+        for id in ids {
+            let program = &mut self.programs[id];
+            program.charge = None;
+            let lost = program.home.is_some_and(|home| !self.instances[home.index()].available);
+            if lost && program.state == State::Gap {
+                program.state = State::Paused;
+            }
+            self.charge(id, now);
+        }
+    }
+
+    /// Returns whether a program may be held.
+    pub(super) fn holds(&self) -> bool {
+        self.config.mode == ProgramMode::Admit
+    }
+
+    /// Takes the requests that were held and may run now.
+    pub fn released(&mut self) -> Vec<Released> {
+        std::mem::take(&mut self.queue.released)
+    }
+}

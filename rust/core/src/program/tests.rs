@@ -1,0 +1,391 @@
+//! Programs, turns and admission.
+use super::lineage::{Lineage, Path};
+use super::programs::State;
+use super::{Arrival, Finish, HoldOrder, ProgramConfig, ProgramMode, Programs, TurnId, Verdict};
+use crate::ids::{InstanceId, Seconds};
+use proptest::prelude::*;
+
+const BLOCK: u32 = 64;
+
+/// A chain that names blocks by a family: `parts` are (name, blocks).
+fn chain(parts: &[(u64, u32)]) -> Vec<u64> {
+    let mut hash = 0u64;
+    let mut chain = Vec::new();
+    for &(name, blocks) in parts {
+        for i in 0..blocks {
+            hash = (hash ^ (name << 32 | u64::from(i))).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+            chain.push(hash);
+        }
+    }
+    chain
+}
+
+fn arrival(chain: &[u64]) -> Arrival<'_> {
+    Arrival {
+        chain,
+        prompt_tokens: chain.len() as u32 * BLOCK,
+        tokens_per_block: f64::from(BLOCK),
+        weight: 1.0,
+        ..Arrival::default()
+    }
+}
+
+fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
+    let config = ProgramConfig {
+        mode,
+        theta: 1.0,
+        growth: 0.0,
+        min_tokens: 1000,
+        hold_max_seconds: 1e9,
+        ..ProgramConfig::default()
+    };
+    let mut programs = Programs::new(config).unwrap();
+    for (slot, capacity) in capacities.iter().enumerate() {
+        programs.set_instance(InstanceId(slot as u32), Some(*capacity), true);
+    }
+    programs
+}
+
+/// Runs a turn to its end on the verdict's instance, or on instance 0.
+fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
+    let (turn, verdict) = programs.arrive(&arrival(chain), at);
+    let instance = if let Verdict::Run(instance) = verdict { instance } else { InstanceId(0) };
+    assert!(!matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    programs.placed(turn, instance, at);
+    turn
+}
+
+fn finish(programs: &mut Programs, turn: TurnId, at: Seconds) {
+    programs.ended(turn, 10, Finish::ToolCalls, at);
+}
+
+#[test]
+fn a_longer_prompt_is_the_next_turn_and_one_that_leaves_earlier_a_fork() {
+    let mut programs = programs(ProgramMode::Observe, &[1e6]);
+    let turn = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    finish(&mut programs, turn, 1.0);
+    let turn = run(&mut programs, &chain(&[(1, 100), (2, 20)]), 2.0);
+    assert_eq!((programs.counters().new_programs, programs.counters().continuations), (1, 1));
+    finish(&mut programs, turn, 3.0);
+    // It leaves the program behind its first prompt, inside the second.
+    let fork = run(&mut programs, &chain(&[(1, 100), (3, 30)]), 4.0);
+    assert_eq!((programs.counters().forks, programs.iter().count()), (1, 2));
+    let program = programs.program_of(fork).unwrap();
+    assert_eq!(program.base().unwrap().tokens, f64::from(100 * BLOCK));
+    assert_eq!(program.own_tokens(0.0), f64::from(30 * BLOCK));
+    // The parent's context has the fork's base, and the parent waits for the fork: both together
+    // count at least 0.9 x 120 + 30 blocks.
+    programs.tick(4.0);
+    let expected = programs.instances()[0].expected_tokens();
+    assert!(expected >= f64::from(138 * BLOCK) && expected <= f64::from(150 * BLOCK) + 10.0, "{expected}");
+}
+
+#[test]
+fn a_shared_system_prompt_counts_once() {
+    let mut programs = programs(ProgramMode::Observe, &[1e6]);
+    for name in 10..14 {
+        run(&mut programs, &chain(&[(1, 200), (name, 20)]), 0.0);
+    }
+    assert_eq!((programs.counters().new_programs, programs.counters().forks), (4, 0));
+    // The first program counts whole; the others share a root that ends at most 6% before 200.
+    let (own, roots, _) = programs.instances()[0].parts();
+    assert!((188.0..=200.0).contains(&(roots / f64::from(BLOCK))), "{roots}");
+    assert!(own < f64::from(BLOCK) * (220.0 + 3.0 * 32.0 + 1.0), "{own}");
+}
+
+#[test]
+fn short_prompts_are_chats() {
+    let mut programs = programs(ProgramMode::Admit, &[1000.0]);
+    for _ in 0..5 {
+        let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 10)])), 0.0);
+        assert_eq!(verdict, Verdict::Free);
+        programs.placed(turn, InstanceId(0), 0.0);
+        programs.ended(turn, 60, Finish::Stop, 1.0);
+    }
+    assert_eq!(programs.counters().chats, 5);
+    // They count for a while: 5 x (640 + 60).
+    assert_eq!(programs.instances()[0].expected_tokens(), 3500.0);
+    programs.tick(40.0);
+    assert_eq!(programs.instances()[0].expected_tokens(), 0.0);
+}
+
+#[test]
+fn a_program_waits_until_another_is_gone_and_older_ones_go_first() {
+    // Two programs of 6,400 tokens fit below resume x capacity = 13,600, three do not.
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let b = run(&mut programs, &chain(&[(2, 100)]), 1.0);
+    let (c, verdict) = programs.arrive(&arrival(&chain(&[(3, 100)])), 2.0);
+    assert!(matches!(verdict, Verdict::Held(hold) if hold.held_programs == 1), "{verdict:?}");
+    let (d, verdict) = programs.arrive(&arrival(&chain(&[(4, 100)])), 3.0);
+    assert!(matches!(verdict, Verdict::Held(hold) if hold.held_programs == 2), "{verdict:?}");
+    finish(&mut programs, a, 4.0);
+    programs.tick(5.0);
+    assert!(programs.released().is_empty(), "a may return");
+    // After 300 s, a counts as ended, and b, which still runs, leaves room for one more.
+    programs.tick(305.0);
+    let released = programs.released();
+    assert_eq!(released.iter().map(|r| r.turn).collect::<Vec<_>>(), [c]);
+    assert_eq!(released[0].held_seconds, 303.0);
+    programs.placed(c, released[0].instance, 305.0);
+    finish(&mut programs, b, 306.0);
+    finish(&mut programs, c, 306.0);
+    programs.tick(700.0);
+    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [d]);
+    assert_eq!(programs.counters().admitted, 2);
+}
+
+#[test]
+fn a_crowded_instance_pauses_the_program_that_returns_last() {
+    let mut programs = programs(ProgramMode::Admit, &[20_000.0]);
+    let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let b = run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    finish(&mut programs, a, 1.0);
+    finish(&mut programs, b, 100.0);
+    // The next turn of b is long: together they exceed the cache, and a has been away for long.
+    let b = run(&mut programs, &chain(&[(2, 100), (5, 205)]), 101.0);
+    programs.tick(101.5);
+    assert_eq!(programs.states(), [1, 0, 1, 0]);
+    // When a returns, it waits for b.
+    let (a, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 102.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    finish(&mut programs, b, 103.0);
+    programs.tick(104.0);
+    assert!(programs.released().is_empty());
+    programs.tick(404.0);
+    assert_eq!(programs.released().len(), 1);
+    programs.ended(a, 0, Finish::Unknown, 405.0); // its client has left before it was sent
+    assert_eq!(programs.states(), [0, 0, 1, 0]);
+}
+
+#[test]
+fn a_program_larger_than_every_cache_runs_alone() {
+    let mut programs = programs(ProgramMode::Admit, &[1000.0, 1000.0]);
+    run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(3, 100)])), 0.0);
+    assert!(matches!(verdict, Verdict::Held(_)));
+}
+
+#[test]
+fn held_requests_of_clients_that_leave_are_dropped() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
+    run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let (held, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 0.0);
+    assert!(matches!(verdict, Verdict::Held(_)));
+    // The client sends the same request again while the first is held.
+    let (again, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(hold) if hold.held_programs == 1), "{verdict:?}");
+    programs.ended(held, 0, Finish::Unknown, 2.0);
+    assert_eq!(programs.states(), [1, 0, 0, 1]);
+    programs.ended(again, 0, Finish::Unknown, 3.0);
+    assert_eq!((programs.states(), programs.iter().count()), ([1, 0, 0, 0], 1));
+}
+
+#[test]
+fn tenants_share_the_cache_whatever_they_ask_for() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    let arrive = |programs: &mut Programs, tenant: u64, name: u64, at: Seconds| {
+        let chain = chain(&[(name, 100)]);
+        programs.arrive(&Arrival { tenant, ..arrival(&chain) }, at)
+    };
+    let mut running = Vec::new();
+    for name in 0..20 {
+        let (turn, verdict) = arrive(&mut programs, 1, 100 + name, 0.0);
+        if let Verdict::Run(instance) = verdict {
+            programs.placed(turn, instance, 0.0);
+            running.push(turn);
+        }
+    }
+    assert_eq!(running.len(), 2);
+    let (other, verdict) = arrive(&mut programs, 2, 200, 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)));
+    // 18 older programs of tenant 1 wait, but tenant 2 has nothing in the cache.
+    finish(&mut programs, running[0], 2.0);
+    programs.tick(303.0);
+    assert_eq!(programs.released()[0].turn, other);
+}
+
+#[test]
+fn a_flood_of_new_programs_is_refused_with_a_time() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    programs.config.hold_max_seconds = 600.0;
+    let mut refused = 0;
+    for name in 0..50 {
+        match programs.arrive(&arrival(&chain(&[(name, 100)])), 1.0) {
+            (turn, Verdict::Run(instance)) => programs.placed(turn, instance, 1.0),
+            (_, Verdict::Refused { retry_after_seconds }) => {
+                assert!((600.0..=3600.0).contains(&retry_after_seconds));
+                refused += 1;
+            }
+            (_, verdict) => assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}"),
+        }
+    }
+    // Two run; 600 s of that pace are four more; the others are refused and leave nothing behind.
+    assert_eq!((refused, programs.iter().count()), (44, 6));
+}
+
+#[test]
+fn an_instance_that_is_gone_pauses_its_programs() {
+    let mut programs = programs(ProgramMode::Admit, &[20_000.0, 20_000.0]);
+    let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    finish(&mut programs, a, 1.0);
+    let home = programs.iter().next().unwrap().1.home.unwrap();
+    programs.set_instance(home, Some(20_000.0), false);
+    programs.tick(2.0);
+    assert_eq!(programs.states(), [0, 0, 1, 0]);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 3.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(1 - home.0)));
+}
+
+#[test]
+fn a_session_names_its_program_when_its_history_was_rewritten() {
+    let mut programs = programs(ProgramMode::Observe, &[1e6]);
+    let first = chain(&[(1, 100)]);
+    let (turn, _) = programs.arrive(&Arrival { session: Some(9), ..arrival(&first) }, 0.0);
+    programs.placed(turn, InstanceId(0), 0.0);
+    finish(&mut programs, turn, 1.0);
+    let other = chain(&[(2, 50)]);
+    programs.arrive(&Arrival { session: Some(9), ..arrival(&other) }, 2.0);
+    assert_eq!((programs.iter().count(), programs.counters().continuations), (1, 1));
+    // Another tenant's session of that name is another program.
+    programs.arrive(&Arrival { session: Some(9), tenant: 5, ..arrival(&other) }, 3.0);
+    assert_eq!(programs.iter().count(), 2);
+}
+
+/// One step of a random history.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Arrive { program: u64, grow: u32, tenant: u64 },
+    End(usize),
+    Cancel(usize),
+    Tick(u32),
+    Fail(u32),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (0u64..8, 0u32..60, 0u64..3).prop_map(|(program, grow, tenant)| Step::Arrive { program, grow, tenant }),
+        4 => any::<usize>().prop_map(Step::End),
+        1 => any::<usize>().prop_map(Step::Cancel),
+        3 => (0u32..90).prop_map(Step::Tick),
+        1 => (0u32..3).prop_map(Step::Fail),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+proptest! {
+    /// Whatever happens, every request ends, the ledgers return to zero, and held requests are
+    /// released once there is room.
+    #[test]
+    fn nothing_is_lost_and_all_counts_return_to_zero(steps in steps(), shortest in any::<bool>()) {
+        let mut programs = programs(ProgramMode::Admit, &[20_000.0, 16_000.0, 9_000.0]);
+        programs.config.order = if shortest { HoldOrder::Shortest } else { HoldOrder::Birth };
+        let (mut now, mut lengths) = (0.0, [30u32; 8]);
+        let (mut held, mut running): (Vec<TurnId>, Vec<TurnId>) = Default::default();
+        let take = |programs: &mut Programs, held: &mut Vec<TurnId>, running: &mut Vec<TurnId>, now| {
+            for released in programs.released() {
+                held.retain(|turn| *turn != released.turn);
+                programs.placed(released.turn, released.instance, now);
+                running.push(released.turn);
+            }
+        };
+        for step in steps {
+            match step {
+                Step::Arrive { program, grow, tenant } => {
+                    lengths[program as usize] += grow;
+                    let chain = chain(&[(1, 25), (program + 10, lengths[program as usize])]);
+                    let (turn, verdict) = programs.arrive(&Arrival { tenant, ..arrival(&chain) }, now);
+                    match verdict {
+                        Verdict::Held(_) => held.push(turn),
+                        Verdict::Refused { .. } => {}
+                        Verdict::Run(instance) => { programs.placed(turn, instance, now); running.push(turn); }
+                        Verdict::Free => { programs.placed(turn, InstanceId(0), now); running.push(turn); }
+                    }
+                }
+                Step::End(at) if !running.is_empty() => {
+                    let turn = running.swap_remove(at % running.len());
+                    programs.ended(turn, 50, Finish::ToolCalls, now);
+                }
+                Step::Cancel(at) if !held.is_empty() => {
+                    let turn = held.swap_remove(at % held.len());
+                    programs.ended(turn, 0, Finish::Unknown, now);
+                }
+                Step::Tick(seconds) => { now += f64::from(seconds); programs.tick(now); }
+                Step::Fail(slot) => {
+                    let up = programs.instances()[slot as usize].available;
+                    programs.set_instance(InstanceId(slot), Some(15_000.0), !up);
+                }
+                _ => {}
+            }
+            take(&mut programs, &mut held, &mut running, now);
+            let states = programs.states();
+            prop_assert_eq!(states[State::Held as usize], programs.queue.len());
+            for ledger in programs.instances() {
+                prop_assert!(ledger.expected_tokens() >= 0.0);
+            }
+        }
+        for slot in 0..3 {
+            programs.set_instance(InstanceId(slot), Some(15_000.0), true);
+        }
+        // All that waits runs in the end.
+        for _ in 0..200 {
+            for turn in running.drain(..) {
+                programs.ended(turn, 5, Finish::Stop, now);
+            }
+            now += 400.0;
+            programs.tick(now);
+            take(&mut programs, &mut held, &mut running, now);
+            if held.is_empty() && running.is_empty() {
+                break;
+            }
+        }
+        prop_assert!(held.is_empty() && running.is_empty(), "{} held", held.len());
+        // Parents outlive their children by one tick.
+        for tick in 1..100 {
+            programs.tick(now + 1000.0 * f64::from(tick));
+        }
+        prop_assert_eq!(programs.iter().count(), 0);
+        prop_assert_eq!(programs.turns.len(), 0);
+        for ledger in programs.instances() {
+            prop_assert_eq!(ledger.expected_tokens(), 0.0);
+        }
+    }
+
+    /// The lineage finds the longest registered prompt that a prompt passes through, as a search
+    /// through all of them does.
+    #[test]
+    fn look_ups_agree_with_a_search(
+        prompts in prop::collection::vec((0u64..3, 0u32..300, 0u64..3, 1u32..200), 1..25),
+        asked in (0u64..3, 0u32..300, 0u64..3, 1u32..200),
+    ) {
+        let chain_of = |(family, shared, member, rest): (u64, u32, u64, u32)| {
+            chain(&[(family, shared), (10 + member, rest)])
+        };
+        let mut lineage = Lineage::default();
+        let mut ids = slotmap::SlotMap::<super::ProgramId, ()>::with_key();
+        let mut registered = Vec::new();
+        for prompt in prompts {
+            let (id, chain, mut path) = (ids.insert(()), chain_of(prompt), Path::default());
+            lineage.register(id, &mut path, &chain);
+            registered.push((id, chain, path));
+        }
+        let asked = chain_of(asked);
+        let known = lineage.look_up(&asked);
+        let longest = registered.iter().map(|(_, chain, _)| chain).filter(|chain| asked.starts_with(chain));
+        let longest = longest.map(|chain| chain.len()).max().unwrap_or(0);
+        let common = |chain: &Vec<u64>| chain.iter().zip(&asked).take_while(|(a, b)| a == b).count();
+        let most = registered.iter().map(|(_, chain, _)| common(chain)).max().unwrap_or(0);
+        let shared = known.shared.map_or(0, |mark| mark.blocks as usize);
+        prop_assert!(shared <= most && most as f64 <= (shared as f64 * 1.06).max(shared as f64 + 4.0) + 1.0,
+            "{} of {}", shared, most);
+        // A mark before the last known checkpoint may be missed; the sharer's marks then have it.
+        if longest >= shared.max(1) {
+            prop_assert_eq!(known.mark.map(|(mark, _)| mark.blocks as usize), Some(longest));
+        }
+        for (id, _, path) in &mut registered {
+            lineage.remove(*id, path);
+        }
+        prop_assert_eq!(lineage.len(), 0);
+    }
+}
