@@ -22,6 +22,7 @@ from lmetric.options import (
     Maturity,
     PrefixFetch,
     PriorityOption,
+    ProgramOption,
     RebalanceOption,
     Role,
     SplitOption,
@@ -200,6 +201,7 @@ class Router:
         prefix_fetch: PrefixFetch | None = None,
         priority: PriorityOption | None = None,
         rebalance: RebalanceOption | None = None,
+        programs: ProgramOption | None = None,
         offers: Maturity = "study",
         tiers: CountedTiers = "auto",  # tiers below the GPU that count in scores
         tier_load_ratio: float = 0.02,  # seconds to load a token / seconds to prefill it
@@ -211,6 +213,7 @@ class Router:
         prefix_fetch: PrefixFetch | None = ...,
         priority: PriorityOption | None = ...,
         rebalance: RebalanceOption | None = ...,
+        programs: ProgramOption | None = ...,
         guard: bool = ...,
         binding: Binding = ...,
         block_size: int = ...,
@@ -870,4 +873,6 @@ def simulate(
     think_slo_seconds: float | None = None,
     routers: int = 1,
     sharing_seconds: float | None = None,
+    programs: str = "none",
+    program_settings: Mapping[str, float] | None = None,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; releases the interpreter lock

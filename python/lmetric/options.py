@@ -349,10 +349,56 @@ class SplitBy:
         return self.planner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramObservation:
+    """Follow agent programs and measure the working set of the caches. Hold nothing.
+
+    A program is a chain of requests that share a growing context. Documentation:
+    docs/how-to/agents.md.
+    """
+
+    core_kind: ClassVar[str] = "observe"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+    theta: float = 0.95
+    """Share of an instance's cache that its programs may be expected to use."""
+    resume: float = 0.85
+    """Share of `theta` up to which programs are admitted."""
+    growth: float = 0.25
+    """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
+    shortest_first: bool = False
+    """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
+    backfill_seconds: float = 120.0
+    """How long smaller programs may pass a held program that does not fit."""
+    forget_seconds: float = 300.0
+    """Length of a gap between two requests after which a program counts as ended."""
+    others_seconds: float = 15.0
+    """How long tokens of requests outside programs count after their end."""
+    min_tokens: int = 4096
+    """Prompts of new requests below this length are chats: not followed, never held."""
+    max_hold_seconds: float = 300.0
+    """Predicted hold above which a new program is refused (429)."""
+    max_held: int = 10_000
+    """Most held programs."""
+    sessions: bool = True
+    """Whether the session that a request names identifies its program."""
+    finish_reason: bool = True
+    """Whether gaps after tool calls and after other answers are learned apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramAdmission(ProgramObservation):
+    """Hold requests of agent programs whose working set does not fit into the caches."""
+
+    core_kind: ClassVar[str] = "admit"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+
 SplitOption: TypeAlias = LibraSplit | DecodePlacement | SplitAt | SplitBy
 PriorityOption: TypeAlias = UniBoost | FairShares
 RebalanceOption: TypeAlias = Star | Llumnix
-Option: TypeAlias = SplitOption | PrefixFetch | PriorityOption | RebalanceOption
+ProgramOption: TypeAlias = ProgramObservation | ProgramAdmission
+Option: TypeAlias = ProgramOption | SplitOption | PrefixFetch | PriorityOption | RebalanceOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +425,8 @@ class Routing:
     """Order of the engines' queues; None: by arrival."""
     rebalance: RebalanceOption | None = None
     """How running requests move between instances; None: they stay."""
+    programs: ProgramOption | None = None
+    """How agent programs are followed and admitted; None: not at all."""
     guard: Guard = field(default_factory=Guard)
     """The hot-spot guard."""
 
@@ -400,7 +448,7 @@ class Routing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Split, prefix fetch, priority, rebalancing and guard, as keyword arguments of
+        """Split, prefix fetch, priority, rebalancing, programs and guard, as keyword arguments of
         `lmetric.Router`."""
         return {what: getattr(self, what) for what in OPTIONS}
 
@@ -416,6 +464,7 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "star_oracle": (Star, {"forecast": "given"}),
         "llumnix": (Llumnix, {}),
     },
+    "programs": {"observe": (ProgramObservation, {}), "admit": (ProgramAdmission, {})},
     "guard": {"on": (Guard, {})},
 }
 OPTIONS = tuple(_KINDS)
@@ -586,7 +635,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
     given = as_mapping(what, value)
     if not isinstance(given, dict):
         raise _refused((), value, f"expected a name, a mapping, or one of {_options(what)}", what)
-    off = None if what in ("priority", "rebalance") else "auto"
+    off = None if what in ("priority", "rebalance", "programs") else "auto"
     selected = given.pop(SELECTORS[what], None)
     if SELECTORS[what] == "enabled":
         return _switched(what, selected, given, server)

@@ -28,6 +28,7 @@ from lmetric.options import (
     Guard,
     PrefixFetch,
     PriorityOption,
+    ProgramOption,
     RebalanceOption,
     Routing,
     SplitOption,
@@ -372,6 +373,7 @@ def simulate(
     split: str | Mapping[str, Any] | SplitOption | None = "auto",
     prefix_fetch: bool | str | Mapping[str, Any] | PrefixFetch | None = "auto",
     rebalance: str | Mapping[str, Any] | RebalanceOption | None = "none",
+    programs: str | Mapping[str, Any] | ProgramOption | None = "none",
     migration_by: MoveBy = "kv",
     migration_max_concurrent: int = 4,
     migration_max_gap_seconds: float = 1.0,
@@ -455,6 +457,8 @@ def simulate(
         rebalance: migration of running requests between decode engines: ``"none"``; ``"star"`` (by
             predicted load), ``"star_current"`` (by current load), ``"star_oracle"`` (lengths
             known), or ``"llumnix"``.
+        programs: how agent programs are followed: ``"none"``, ``"observe"`` or ``"admit"`` (hold
+            requests of programs that do not fit into the caches).
         migration_by: method of migrations. ``"kv"``: the KV cache is sent while the request pauses,
             in the time of `transfer` (as in the paper). ``"recompute"`` (default of the server):
             the target computes prompt and answer so far while the request continues.
@@ -493,7 +497,7 @@ def simulate(
     name = policy_name(policy)
     given = {
         "split": split, "prefix_fetch": prefix_fetch, "priority": priority, "rebalance": rebalance,
-        "guard": guard,
+        "programs": programs, "guard": guard,
     }  # fmt: skip
     if old:
         given = _deprecated.simulate_keywords(old, given)
@@ -507,7 +511,8 @@ def simulate(
         **{what: parse(what, given[what], policy=name) for what in OPTIONS},
     ).resolved(name, pools=pooled)
     shared = {
-        what: core_settings(what, getattr(routing, what)) for what in ("split", "priority", "rebalance")
+        what: core_settings(what, getattr(routing, what))
+        for what in ("split", "priority", "rebalance", "programs")
     }
     continued = pooled or routing.split is not None or routing.rebalance is not None
     if decode_policy is not None and not continued:
@@ -542,6 +547,8 @@ def simulate(
         split_settings=shared["split"][1],
         reschedule=shared["rebalance"][0],
         reschedule_settings=shared["rebalance"][1],
+        programs=shared["programs"][0],
+        program_settings=shared["programs"][1],
         migration_by=migration_by,
         migration_max_concurrent=migration_max_concurrent,
         migration_max_gap_seconds=migration_max_gap_seconds,

@@ -12,6 +12,7 @@
 //! and the next segment produces it again. If the next instance can compute a token after the
 //! fetched KV, `s - P` tokens suffice; the last token then has no KV yet.
 use crate::ids::{InstanceId, Seconds};
+use crate::program::Finish;
 
 /// A range of a request's tokens (prompt and output counted together) on one instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,7 +133,7 @@ pub enum Event {
     GaveUp(Failure),
 }
 
-/// Token counts that the engine reported; `None`: not reported.
+/// Token counts and the end of an answer that the engine reported; `None`: not reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Prompt tokens.
@@ -141,6 +142,8 @@ pub struct Usage {
     pub cached_tokens: Option<u32>,
     /// Output tokens.
     pub output_tokens: Option<u32>,
+    /// Why the answer ended.
+    pub finish: Finish,
 }
 
 /// Why a segment failed.

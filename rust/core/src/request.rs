@@ -1,5 +1,7 @@
 //! The request data that a decision uses.
 use crate::error::CoreError;
+use crate::ids::InstanceId;
+use crate::program::TurnId;
 
 /// A request to place. All data is borrowed: a decision copies nothing.
 #[derive(Clone, Debug, Default)]
@@ -28,6 +30,11 @@ pub struct Request<'a> {
     pub unpulled: Option<&'a str>,
     /// Name of the only instance that may take the request, if there is one.
     pub instance: Option<&'a str>,
+    /// Turn of the request in its agent program, as [`Router::arrive`](crate::router::Router::arrive)
+    /// returned it.
+    pub program_turn: Option<TurnId>,
+    /// Instance that gets the request if it is eligible; else the policy chooses.
+    pub home: Option<InstanceId>,
     /// Tenant, used if requests are ordered.
     pub tenant: Tenant,
     /// Hash of the LoRA adapter's name, if the request names an adapter.

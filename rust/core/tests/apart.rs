@@ -67,6 +67,8 @@ const ASKED: Request<'static> = Request {
     tenant: lmetric_core::request::Tenant::NOBODY,
     lora: None,
     priority: None,
+    program_turn: None,
+    home: None,
 };
 
 fn costs(router: &Router, id: u64) -> (f64, f64) {

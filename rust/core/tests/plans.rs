@@ -1,4 +1,5 @@
 //! Plans of two segments, step by step: placements, ledger entries, and failures.
+use lmetric_core::program::Finish;
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
@@ -26,7 +27,7 @@ fn is(router: &mut Router, id: Indicator, expected: &[f64]) {
 }
 
 const DONE: Event =
-    Event::Finished(Usage { prompt_tokens: Some(1000), cached_tokens: Some(0), output_tokens: None });
+    Event::Finished(Usage { prompt_tokens: Some(1000), cached_tokens: Some(0), output_tokens: None, finish: Finish::Unknown });
 use Indicator::{BoundBs, BoundTokens, Bs, DecodeBs, DecodeTokens};
 use Role::{Both, Decode, Prefill};
 

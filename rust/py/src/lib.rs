@@ -12,6 +12,7 @@ mod forecast;
 mod guard;
 mod policies;
 mod priorities;
+mod programs;
 mod registry;
 mod request;
 mod reschedule;

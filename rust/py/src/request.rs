@@ -298,6 +298,8 @@ impl Request {
             uncut: denied(self.allow_split, &self.split_reason)?,
             unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
             instance: of(py, &self.instance)?,
+            program_turn: None,
+            home: None,
             tenant: Tenant {
                 id: key(&self.tenant)?.unwrap_or(0),
                 weight: self.tenant_weight,

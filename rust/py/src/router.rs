@@ -114,7 +114,7 @@ impl Clock {
 /// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
 ///   rate.
 /// - `seed`: seed of all random choices.
-/// - `split`, `prefix_fetch`, `priority`, `rebalance`: options of `lmetric.options`, as for
+/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`: options of `lmetric.options`, as for
 ///   `configure`.
 /// - `offers`: the least mature policies and planners that the router accepts (`"stable"`,
 ///   `"experimental"`, `"study"`: all).
@@ -192,6 +192,10 @@ impl Router {
             "priority" => {
                 let priorities = crate::priorities::priorities_of(&kind, settings)?;
                 self.with_core(py, |router| Ok(router.set_priorities(priorities)?))
+            }
+            "programs" => {
+                let programs = crate::programs::programs_of(&kind, settings)?;
+                self.with_core(py, |router| Ok(router.set_programs(programs)?))
             }
             _ => {
                 let made = crate::reschedule::reschedule_of(&kind, settings, false)?;
@@ -304,6 +308,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
         "prefix_fetch" => format!("{:?}", crate::settings::pull_of(settings)?),
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
+        "programs" => format!("{:?}", crate::programs::programs_of(kind, settings)?),
         other => return Err(unexpected("configure", other)),
     })
 }
@@ -314,12 +319,12 @@ impl Router {
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
-        split=None, prefix_fetch=None, priority=None, rebalance=None, offers="study", tiers="auto",
+        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, offers="study", tiers="auto",
         tier_load_ratio=0.02, **old),
         text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
         kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
         decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
-        split=None, prefix_fetch=None, priority=None, rebalance=None, offers='study', tiers='auto', \
+        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, offers='study', tiers='auto', \
         tier_load_ratio=0.02)")]
     fn new(
         py: Python<'_>,
@@ -343,6 +348,7 @@ impl Router {
         prefix_fetch: Option<Bound<'_, PyAny>>,
         priority: Option<Bound<'_, PyAny>>,
         rebalance: Option<Bound<'_, PyAny>>,
+        programs: Option<Bound<'_, PyAny>>,
         offers: &str,
         tiers: &str,
         tier_load_ratio: f64,
@@ -407,6 +413,7 @@ impl Router {
             ("prefix_fetch", prefix_fetch),
             ("priority", priority),
             ("rebalance", rebalance),
+            ("programs", programs),
         ];
         for (what, option) in options {
             if let Some(option) = option {
@@ -535,6 +542,7 @@ impl Router {
     ///   `Decision.priority` is the number; lower goes first.
     /// - `rebalance`: how running requests move (`Star`, `Llumnix`). Set it before the first
     ///   request.
+    /// - `programs`: how agent programs are followed (`ProgramObservation`, `ProgramAdmission`).
     /// - `guard`: whether the hot-spot guard is on. When switched off, it drops its counts.
     /// - `binding`: when the decode instance is chosen, `"early"` or `"late"`.
     /// - `block_size`: tokens per block. A change empties the KV index, and an `EventFeed` requests
@@ -542,7 +550,7 @@ impl Router {
     ///
     /// Raises `BadValueError`.
     #[pyo3(signature = (**changes), text_signature = "($self, *, split=..., prefix_fetch=..., priority=..., \
-        rebalance=..., guard=..., binding=..., block_size=...)")]
+        rebalance=..., programs=..., guard=..., binding=..., block_size=...)")]
     fn configure(&self, py: Python<'_>, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
         for (key, value) in changes.into_iter().flat_map(|changes| changes.iter()) {
             let key = key.extract::<String>()?;
@@ -575,7 +583,7 @@ impl Router {
                         Ok(())
                     })?;
                 }
-                "split" | "prefix_fetch" | "priority" | "rebalance" => self.set_option(py, &key, &value)?,
+                "split" | "prefix_fetch" | "priority" | "rebalance" | "programs" => self.set_option(py, &key, &value)?,
                 _ => return Err(unexpected("configure", &key)),
             }
         }

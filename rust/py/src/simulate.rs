@@ -103,7 +103,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
     migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
-    think_slo_seconds=None, routers=1, sharing_seconds=None))]
+    think_slo_seconds=None, routers=1, sharing_seconds=None, programs="none", program_settings=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -154,6 +154,8 @@ fn simulate<'py>(
     think_slo_seconds: Option<f64>,
     routers: u32,
     sharing_seconds: Option<f64>,
+    programs: &str,
+    program_settings: Option<&Bound<'py, PyDict>>,
 ) -> Result<Bound<'py, PyDict>> {
     if !(1..=MOST_ROUTERS).contains(&routers) {
         return Err(unknown("routers", &routers.to_string(), "1 to 1024").into());
@@ -225,6 +227,7 @@ fn simulate<'py>(
             // raise an error.
             colocate: false,
             unlimited_prefill,
+            programs: crate::programs::programs_of(programs, program_settings)?,
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },

@@ -353,7 +353,7 @@ impl Ticket {
         output_tokens: Option<u32>,
         now: Option<f64>,
     ) -> Result<Option<String>> {
-        let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, ..Usage::default() };
         Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
     }
 
@@ -368,7 +368,7 @@ impl Ticket {
         output_tokens: Option<u32>,
         now: Option<f64>,
     ) -> Result<()> {
-        let usage = Usage { prompt_tokens, cached_tokens, output_tokens };
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, ..Usage::default() };
         self.advance(py, Event::Ended(usage), now).map(drop)
     }
 

@@ -240,6 +240,7 @@ impl ResponseReader {
                 prompt_tokens: narrow(usage.prompt),
                 cached_tokens: narrow(usage.cached),
                 output_tokens: narrow(usage.output.or(counted)),
+                ..Usage::default()
             };
             ticket.get().advance(py, Event::Finished(usage), None)?;
         }

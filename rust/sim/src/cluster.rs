@@ -30,6 +30,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
+use lmetric_core::program::{TurnId, Verdict};
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig, Split};
 pub use pulls::Pulling;
@@ -140,6 +141,8 @@ enum Event {
     Share { router: u32 },
     /// The router runs its periodic work.
     Tick,
+    /// The routers admit held requests of agent programs.
+    Programs,
     /// The router runs a round of rescheduling.
     Reschedule,
     /// Step times are compared over the instances that decode.
@@ -153,7 +156,12 @@ impl Event {
     fn for_ever(self) -> bool {
         matches!(
             self,
-            Event::Report { .. } | Event::Share { .. } | Event::Tick | Event::Reschedule | Event::Compare
+            Event::Report { .. }
+                | Event::Share { .. }
+                | Event::Tick
+                | Event::Programs
+                | Event::Reschedule
+                | Event::Compare
         )
     }
 }
@@ -215,6 +223,8 @@ struct Cluster<'a> {
     /// forever.
     left: usize,
     moving: usize,
+    /// Requests held until their agent programs fit into a cache.
+    held: HashMap<TurnId, u32>,
     guard_alarms: u64,
     guard_filters: u64,
     stalled: u64,
@@ -284,7 +294,7 @@ impl Cluster<'_> {
         }
         // A repeating event may come at the very moment at which an engine is about to begin a
         // step.
-        let goes_on = self.moving > 0 || !self.ready.is_empty();
+        let goes_on = self.moving > 0 || !self.ready.is_empty() || !self.held.is_empty();
         let Some(Reverse((time, event))) = self.events.pop().filter(|_| goes_on) else {
             if self.stalled > 0 {
                 return Ok(false);
@@ -318,6 +328,7 @@ impl Cluster<'_> {
                 self.at(self.now + self.config.sharing_seconds.unwrap_or(1.0), event);
             }
             Event::Tick => self.tick()?,
+            Event::Programs => self.admit_held()?,
             Event::Reschedule => self.reschedule()?,
             Event::Compare => self.compare(),
         }
@@ -341,29 +352,41 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// Places an arriving request and puts it into the engine's queue.
+    /// Records the arrival of a request, and places it unless its agent program must wait.
     fn arrive(&mut self, request: usize) -> Result<(), CoreError> {
-        let observer = self.routers.catch_up(request as u64, &self.engines, self.now)?;
+        self.routers.catch_up(request as u64, &self.engines, self.now)?;
+        let arrival = &mut self.records.arrival_seconds[request];
+        *arrival = if arrival.is_nan() { self.now } else { *arrival };
+        let asked = router_request(self.workload, self.config, request);
+        let router = &mut self.routers.of(request as u64).router;
+        let unordered = RouterRequest { tenant: Tenant::NOBODY, ..asked.clone() };
+        let Some((turn, verdict)) = router.arrive(&unordered, self.now)? else {
+            return self.place(request, &asked);
+        };
+        let home = match verdict {
+            Verdict::Free => None,
+            Verdict::Run(instance) => Some(instance),
+            Verdict::Held(_) => {
+                self.held.insert(turn, request as u32);
+                return Ok(());
+            }
+            Verdict::Refused { retry_after_seconds } => {
+                self.at(self.now + retry_after_seconds, Event::Arrival { request: request as u32 });
+                return Ok(());
+            }
+        };
+        self.place(request, &RouterRequest { program_turn: Some(turn), home, ..asked })
+    }
+
+    /// Places a request and puts it into the engine's queue.
+    fn place(&mut self, request: usize, asked: &RouterRequest<'_>) -> Result<(), CoreError> {
+        let observer = self.routers.of(request as u64);
         let shape = &self.workload.shape;
-        let decision = observer.router.route(
-            &RouterRequest {
-                chain: chain(self.workload, self.config, request),
-                prompt_tokens: shape.input_tokens[request],
-                tokens_per_block: f64::from(shape.block_tokens),
-                expected_output_tokens: self.config.output_known.then(|| shape.output_tokens[request]),
-                think_tokens: self.config.output_known.then(|| shape.think_tokens[request]),
-                length_class: None,
-                session: shape.sessions[request],
-                tenant: Tenant { id: shape.sessions[request].unwrap_or(Tenant::NOBODY.id), ..Tenant::NOBODY },
-                ..RouterRequest::default()
-            },
-            self.now,
-        )?;
+        let decision = observer.router.route(asked, self.now)?;
         observer.placed(request as u64, decision.ticket, decision.segment, shape.input_tokens[request]);
         observer.sent(request as u64, self.now)?;
         self.priorities[request] = decision.priority.map_or(0, |priority| priority.value);
         let instance = decision.segment.instance.index();
-        self.records.arrival_seconds[request] = self.now;
         self.records.instance[request] = instance as i64;
         self.records.predicted_hit_tokens[request] = i64::from(decision.predicted_hit_tokens);
         if let Some(next) = decision.next {
@@ -541,6 +564,7 @@ impl Cluster<'_> {
                 prompt_tokens: Some(prompt),
                 cached_tokens: Some(self.records.found_tokens(request)),
                 output_tokens: Some(output),
+                ..Usage::default()
             };
             self.routers.of(id).ended(id, usage, self.now)?;
             arrivals.extend(shape.followers(request).map(|next| {
@@ -589,6 +613,26 @@ fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> 
     }
 }
 
+/// Returns a request as its router sees it.
+fn router_request<'w>(
+    workload: &'w Workload,
+    config: &ClusterConfig,
+    request: usize,
+) -> RouterRequest<'w> {
+    let shape = &workload.shape;
+    RouterRequest {
+        chain: chain(workload, config, request),
+        prompt_tokens: shape.input_tokens[request],
+        tokens_per_block: f64::from(shape.block_tokens),
+        expected_output_tokens: config.output_known.then(|| shape.output_tokens[request]),
+        think_tokens: config.output_known.then(|| shape.think_tokens[request]),
+        length_class: None,
+        session: shape.sessions[request],
+        tenant: Tenant { id: shape.sessions[request].unwrap_or(Tenant::NOBODY.id), ..Tenant::NOBODY },
+        ..RouterRequest::default()
+    }
+}
+
 /// Returns the kind of a request's token behind `tokens` of prompt and output.
 fn makes(workload: &Workload, request: usize, tokens: u32) -> Makes {
     let shape = &workload.shape;
@@ -629,6 +673,7 @@ fn engine_request<'w>(
 
 mod handover;
 mod moves;
+mod programs;
 mod pulls;
 mod recompute;
 mod start;

@@ -4,6 +4,7 @@
 mod common;
 
 use common::STEP;
+use lmetric_core::program::Finish;
 use lmetric_core::InstanceId;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
@@ -12,7 +13,7 @@ use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Router, RouterConfig, Split};
 use lmetric_study::REGISTRY;
 
-const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None });
+const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None, finish: Finish::Unknown });
 
 fn libra(parts: u32) -> Split {
     let planner = if parts == 3 { "libra_three" } else { "libra" };
@@ -44,6 +45,8 @@ const THINKS: Request<'static> = Request {
     tenant: Tenant::NOBODY,
     lora: None,
     priority: None,
+    program_turn: None,
+    home: None,
 };
 
 fn segments(router: &mut Router, d: &Decision) -> Vec<Segment> {

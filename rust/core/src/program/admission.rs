@@ -5,7 +5,6 @@
 //! instance then stays below `resume x theta`: this hysteresis leaves room to grow. Programs are
 //! admitted by birth within a tenant, and tenants by the tokens that already count for them.
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
-use super::settings::HoldOrder;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use std::collections::BTreeMap;
@@ -49,12 +48,9 @@ pub(super) struct Queue {
 
 impl Queue {
     /// Adds a held program, or gives it a new place.
-    pub fn insert(&mut self, program: &Program, id: ProgramId, order: HoldOrder) {
+    pub fn insert(&mut self, program: &Program, id: ProgramId, shortest_first: bool) {
         self.remove(id);
-        let first = match order {
-            HoldOrder::Birth => program.born.max(0.0).to_bits(),
-            HoldOrder::Shortest => program.tokens as u64,
-        };
+        let first = if shortest_first { program.tokens as u64 } else { program.born.max(0.0).to_bits() };
         let place = (first, program.order << 16 | u64::from(id_bits(id)));
         let tokens = program.own_tokens(0.0);
         self.places.insert(id, (program.tenant, place, tokens));
@@ -134,14 +130,14 @@ impl Programs {
         let is_new = program.home.is_none() || program.parent().is_some() && program.since == now;
         program.state = State::Held;
         program.held.push(turn);
-        self.queue.insert(&self.programs[id], id, self.config.order);
+        self.queue.insert(&self.programs[id], id, self.config.shortest_first);
         self.release(now);
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
             return Verdict::Run(self.queue.released.swap_remove(place).instance);
         }
         let hold = self.hold_of(id, now);
-        let too_long = hold.expected_seconds > self.config.hold_max_seconds;
-        if is_new && (too_long || self.queue.len() > self.config.max_held) {
+        let too_long = hold.expected_seconds > self.config.most_hold_seconds;
+        if is_new && (too_long || self.queue.len() > self.config.most_held) {
             self.counters.refused += 1;
             self.ended(turn, 0, super::Finish::Unknown, now);
             return Verdict::Refused { retry_after_seconds: hold.expected_seconds.clamp(1.0, 3600.0) };

@@ -25,4 +25,4 @@ mod tests;
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
 pub use programs::{Arrival, ProgramId, Programs, Released, TurnId, Verdict};
-pub use settings::{HoldOrder, ProgramConfig, ProgramMode};
+pub use settings::{ProgramConfig, ProgramMode};

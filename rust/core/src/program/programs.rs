@@ -200,6 +200,8 @@ pub struct Programs {
     /// Mean context of all programs in tokens.
     mean_tokens: f64,
     births: u64,
+    /// Tokens per block of the latest prompts.
+    tokens_per_block: f64,
 }
 
 /// How an arriving request relates to the known programs.
@@ -228,12 +230,27 @@ impl Programs {
             counters: Counters::default(),
             mean_tokens: 0.0,
             births: 0,
+            tokens_per_block: 0.0,
         })
     }
 
     /// Returns the settings.
     pub fn config(&self) -> &ProgramConfig {
         &self.config
+    }
+
+    /// Replaces the settings.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range; nothing changes then.
+    pub fn set_config(&mut self, config: ProgramConfig) -> Result<(), CoreError> {
+        self.config = config.checked()?;
+        Ok(())
+    }
+
+    /// Returns the tokens per block of the latest prompt.
+    pub fn tokens_per_block(&self) -> f64 {
+        self.tokens_per_block
     }
 
     /// Returns the numbers since the start.
@@ -288,6 +305,7 @@ impl Programs {
             arrived: now,
             running: false,
         };
+        self.tokens_per_block = arrival.tokens_per_block;
         let known = self.lineage.look_up(arrival.chain);
         let shared_tokens =
             known.shared.map_or(0.0, |mark| f64::from(mark.blocks) * arrival.tokens_per_block);
@@ -376,7 +394,7 @@ impl Programs {
         parent: Option<ProgramId>,
         now: Seconds,
     ) -> Option<ProgramId> {
-        if arrival.prompt_tokens < self.config.min_tokens || arrival.chain.is_empty() {
+        if arrival.prompt_tokens < self.config.least_tokens || arrival.chain.is_empty() {
             return None;
         }
         if self.programs.len() >= MAX_PROGRAMS {
@@ -520,7 +538,7 @@ impl Programs {
             return;
         }
         if !program.held.is_empty() {
-            self.queue.insert(&self.programs[id], id, self.config.order);
+            self.queue.insert(&self.programs[id], id, self.config.shortest_first);
             return;
         }
         let finish = if self.config.finish_reason { finish } else { Finish::Unknown };

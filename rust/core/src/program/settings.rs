@@ -1,6 +1,7 @@
 //! Settings of agent programs.
 use crate::error::CoreError;
 use crate::ids::Seconds;
+use serde::Deserialize;
 
 /// What the router does about programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -18,26 +19,12 @@ impl ProgramMode {
         [("observe", ProgramMode::Observe), ("admit", ProgramMode::Admit)];
 }
 
-/// Order in which held programs are admitted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum HoldOrder {
-    /// Oldest program first: best 95th percentile, fair to long programs.
-    #[default]
-    Birth,
-    /// Fewest tokens first: best median, long programs wait longest.
-    Shortest,
-}
-
-impl HoldOrder {
-    /// All values, with their names.
-    pub const NAMES: [(&'static str, HoldOrder); 2] =
-        [("birth", HoldOrder::Birth), ("shortest", HoldOrder::Shortest)];
-}
-
 /// Settings of agent programs.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default)]
 pub struct ProgramConfig {
     /// What the router does about programs.
+    #[serde(skip)]
     pub mode: ProgramMode,
     /// Share of an instance's cache that its programs may be expected to use; above it, programs
     /// are paused.
@@ -47,8 +34,9 @@ pub struct ProgramConfig {
     /// Least tokens counted for a program, as a share of the mean context of all programs: room to
     /// grow.
     pub growth: f64,
-    /// Order of held programs.
-    pub order: HoldOrder,
+    /// Whether held programs with the fewest tokens are admitted first (best median), not those
+    /// that began first (best 95th percentile, fair to long programs).
+    pub shortest_first: bool,
     /// How long smaller programs may pass a held program that does not fit.
     pub backfill_seconds: Seconds,
     /// Length of a gap after which a program counts as ended.
@@ -56,11 +44,13 @@ pub struct ProgramConfig {
     /// How long tokens of requests outside programs count after their end.
     pub others_seconds: Seconds,
     /// Prompts of new requests below this length are chats: not tracked, never held.
-    pub min_tokens: u32,
+    pub least_tokens: u32,
     /// Predicted hold above which a new program is refused.
-    pub hold_max_seconds: Seconds,
+    pub most_hold_seconds: Seconds,
     /// Maximum number of held requests.
-    pub max_held: usize,
+    pub most_held: usize,
+    /// Whether the session that a request names identifies its program.
+    pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
     pub finish_reason: bool,
 }
@@ -72,13 +62,14 @@ impl Default for ProgramConfig {
             theta: 0.95,
             resume: 0.85,
             growth: 0.25,
-            order: HoldOrder::Birth,
+            shortest_first: false,
             backfill_seconds: 120.0,
             forget_seconds: 300.0,
             others_seconds: 15.0,
-            min_tokens: 4096,
-            hold_max_seconds: 300.0,
-            max_held: 10_000,
+            least_tokens: 4096,
+            most_hold_seconds: 300.0,
+            most_held: 10_000,
+            sessions: true,
             finish_reason: true,
         }
     }
@@ -95,11 +86,11 @@ impl ProgramConfig {
             ("backfill_seconds", self.backfill_seconds, 0.0, 1e9),
             ("forget_seconds", self.forget_seconds, 1.0, 1e6),
             ("others_seconds", self.others_seconds, 0.0, 3600.0),
-            ("hold_max_seconds", self.hold_max_seconds, 0.0, 1e9),
+            ("most_hold_seconds", self.most_hold_seconds, 0.0, 1e9),
         ] {
             if !(least..=most).contains(&value) {
                 return Err(CoreError::BadValue {
-                    what: what.into(),
+                    what: format!("programs: {what}"),
                     got: value.to_string(),
                     expected: format!("{least} to {most}"),
                 });

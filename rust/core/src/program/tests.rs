@@ -1,7 +1,7 @@
 //! Programs, turns and admission.
 use super::lineage::{Lineage, Path};
 use super::programs::State;
-use super::{Arrival, Finish, HoldOrder, ProgramConfig, ProgramMode, Programs, TurnId, Verdict};
+use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;
 
@@ -35,8 +35,8 @@ fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
         mode,
         theta: 1.0,
         growth: 0.0,
-        min_tokens: 1000,
-        hold_max_seconds: 1e9,
+        least_tokens: 1000,
+        most_hold_seconds: 1e9,
         ..ProgramConfig::default()
     };
     let mut programs = Programs::new(config).unwrap();
@@ -209,7 +209,7 @@ fn tenants_share_the_cache_whatever_they_ask_for() {
 #[test]
 fn a_flood_of_new_programs_is_refused_with_a_time() {
     let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
-    programs.config.hold_max_seconds = 600.0;
+    programs.config.most_hold_seconds = 600.0;
     let mut refused = 0;
     for name in 0..50 {
         match programs.arrive(&arrival(&chain(&[(name, 100)])), 1.0) {
@@ -280,7 +280,7 @@ proptest! {
     #[test]
     fn nothing_is_lost_and_all_counts_return_to_zero(steps in steps(), shortest in any::<bool>()) {
         let mut programs = programs(ProgramMode::Admit, &[20_000.0, 16_000.0, 9_000.0]);
-        programs.config.order = if shortest { HoldOrder::Shortest } else { HoldOrder::Birth };
+        programs.config.shortest_first = shortest;
         let (mut now, mut lengths) = (0.0, [30u32; 8]);
         let (mut held, mut running): (Vec<TurnId>, Vec<TurnId>) = Default::default();
         let take = |programs: &mut Programs, held: &mut Vec<TurnId>, running: &mut Vec<TurnId>, now| {

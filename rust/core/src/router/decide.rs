@@ -13,7 +13,8 @@ impl Router {
     /// Chooses an instance for `request`, places the request there and opens its ticket.
     ///
     /// # Errors
-    /// `NoInstance` if no instance is eligible; the ledger is unchanged.
+    /// `NoInstance` if no instance is eligible; the ledger is unchanged. `BadValue` for an invalid
+    /// request, or for one without a turn if programs are admitted ([`Router::arrive`]).
     pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
         self.route_labelled(request, None, now)
     }
@@ -29,7 +30,8 @@ impl Router {
         now: Seconds,
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
-        let request = &*self.state.estimated(request);
+        let estimated = self.state.estimated(request);
+        let request = &*self.with_turn(estimated, now)?;
         let (chosen, receipt) = self.decide(request, request_id, now)?;
         Ok(self.commit_plan(request, chosen, receipt, now))
     }
@@ -48,7 +50,8 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
-        let whole = self.state.estimated(&whole);
+        let estimated = self.state.estimated(&whole);
+        let whole = self.with_turn(estimated, now)?;
         let (chosen, receipt) = self.decide(&whole, request_id, now)?;
         let mut lifecycle = self.lifecycle(now);
         let decision = lifecycle.commit(&whole, chosen, receipt);
@@ -57,8 +60,22 @@ impl Router {
         Ok(decision)
     }
 
-    /// Plans a request; returns the plan and a decision record of the first choice.
+    /// Plans a request; returns the plan and a decision record of the first choice. An error ends
+    /// the request's turn of its program.
     fn decide(
+        &mut self,
+        request: &Request<'_>,
+        request_id: Option<&str>,
+        now: Seconds,
+    ) -> Result<(Chosen, Box<Receipt>), CoreError> {
+        self.plan(request, request_id, now).inspect_err(|_| {
+            if let Some(turn) = request.program_turn {
+                self.drop_turn(turn, now);
+            }
+        })
+    }
+
+    fn plan(
         &mut self,
         request: &Request<'_>,
         request_id: Option<&str>,

@@ -26,6 +26,8 @@ const REQUEST: Request<'static> = Request {
     uncut: None,
     unpulled: None,
     instance: None,
+    program_turn: None,
+    home: None,
     tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     lora: None,
     priority: None,

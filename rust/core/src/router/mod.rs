@@ -10,7 +10,7 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `idle`, `rounds` | checks of a policy on an idle fleet; rescheduling |
+//! | `idle`, `programs`, `rounds` | checks of a policy on an idle fleet; agent programs; rescheduling |
 //! | `configure`, `reports`, `tiers` | settings that can change; reports of engines and peers; KV indexes below the GPU |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
@@ -37,6 +37,7 @@ pub mod lifecycle;
 mod parts;
 mod plan;
 pub mod priorities;
+mod programs;
 mod replicas;
 mod reports;
 mod requests;

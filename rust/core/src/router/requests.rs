@@ -3,6 +3,7 @@ use super::decision::Totals;
 use super::priorities::Ordering;
 use super::tickets::Tickets;
 use crate::estimate::Turns;
+use crate::program::Programs;
 use crate::receipt::ReceiptRing;
 
 /// All request data of a router, apart from the load on instances.
@@ -15,6 +16,8 @@ pub(super) struct Requests {
     pub ordering: Option<Ordering>,
     /// The latest turns of conversations, if a forecast reads them.
     pub turns: Option<Turns>,
+    /// Agent programs, if they are followed.
+    pub programs: Option<Programs>,
 }
 
 impl Requests {
@@ -26,6 +29,7 @@ impl Requests {
             totals: Totals::default(),
             ordering: None,
             turns: None,
+            programs: None,
         }
     }
 }

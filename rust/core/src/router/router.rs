@@ -16,6 +16,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
+use crate::program::Programs;
 use crate::receipt::Receipt;
 use crate::request::Request;
 
@@ -43,9 +44,11 @@ impl Router {
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
+        let mut requests = Requests::new(config.receipt_bytes);
+        requests.programs = config.programs.map(Programs::new).transpose()?;
         Ok(Router {
             context: DecisionContext::new(config.seed),
-            requests: Requests::new(config.receipt_bytes),
+            requests,
             replicas: Replicas::default(),
             fallbacks: Fallbacks::default(),
             latest: 0.0,

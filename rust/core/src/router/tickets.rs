@@ -5,6 +5,7 @@ use crate::estimate::Turn;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
+use crate::program::TurnId;
 use crate::request::{Request, Tenant};
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
@@ -119,6 +120,8 @@ pub struct TicketState {
     pub priority: Option<f64>,
     /// Turn of its conversation, if a forecast reads turns.
     pub turn: Turn,
+    /// Turn of its agent program, if programs are followed.
+    pub program_turn: Option<TurnId>,
     /// Place of its tenant, if virtual token counters order requests.
     pub place: Option<Place>,
     /// Slots that failed the open segment.
@@ -141,6 +144,8 @@ impl TicketState {
             uncut: (!self.may_be_cut).then_some("it must not be split"),
             instance: self.pinned_to.as_deref(),
             unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
+            program_turn: self.program_turn,
+            home: None,
             tenant: self.tenant,
             lora: self.lora,
             priority: self.priority,

@@ -119,6 +119,7 @@ impl Cluster<'_> {
             prompt_tokens: Some(prompt),
             cached_tokens: Some(self.records.found_tokens(request)),
             output_tokens: Some(made.max(1)),
+            ..Usage::default()
         };
         let observer = self.routers.of(request as u64);
         let bound = observer.bound(request as u64).next();

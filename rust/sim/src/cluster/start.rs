@@ -120,6 +120,7 @@ impl<'a> Cluster<'a> {
             now: 0.0,
             left: workload.len(),
             moving: 0,
+            held: HashMap::new(),
             leaving: vec![Vec::new(); engines.len()],
             warming: HashMap::new(),
             last_tokens: vec![f64::NAN; workload.len()],
@@ -175,6 +176,9 @@ impl<'a> Cluster<'a> {
         }
         if self.engines.len() > 1 {
             self.at(0.0, Event::Compare);
+        }
+        if self.config.router.programs.is_some() {
+            self.at(0.0, Event::Programs);
         }
         if self.config.router.guard.on {
             self.at(0.0, Event::Tick);

@@ -56,6 +56,7 @@ impl Lifecycle<'_> {
             lora: request.lora,
             priority: request.priority,
             turn: requests.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
+            program_turn: request.program_turn,
             place,
             failed: Vec::new(),
             lost: Vec::new(),
@@ -63,6 +64,9 @@ impl Lifecycle<'_> {
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
         state.first.made += 1;
+        if let (Some(programs), Some(turn)) = (&mut requests.programs, request.program_turn) {
+            programs.placed(turn, segment.instance, now);
+        }
         self.open_legs(ticket);
         let pull = chosen.pull.map(|pulling| pulling.pull);
         let (predicted_hit_tokens, predicted_tier_tokens) = (hit as u32, tier as u32);

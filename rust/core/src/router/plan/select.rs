@@ -39,10 +39,20 @@ impl State {
         if eligible_count == 0 {
             return Err(self.nobody(turn));
         }
+        let eligible = &mut context.first.eligible;
+        let home = request.home.filter(|home| turn == Turn::First && eligible[home.index()]);
+        let eligible_count = if let Some(home) = home {
+            eligible.fill(false);
+            eligible[home.index()] = true;
+            1
+        } else {
+            eligible_count
+        };
         self.derive(context, request, selector.reads, eligible_count, handoff, now);
         self.derive_declared(context, &selector.declared, now);
         let DecisionContext { first, later, derived, declared, rng, restriction, unscored, .. } = context;
         let (selection, restriction) = match turn {
+            Turn::First if home.is_some() => (first, Restriction::Free),
             Turn::First => {
                 *restriction = self.guard.restrict(request.chain, &mut first.eligible);
                 (first, *restriction)

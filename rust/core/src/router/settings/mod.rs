@@ -10,6 +10,7 @@ pub use tiers::TierConfig;
 use crate::estimate::StepTime;
 use crate::guard::GuardConfig;
 use crate::plan::Binding;
+use crate::program::ProgramConfig;
 
 /// Source of the entries in the KV index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -54,6 +55,8 @@ pub struct RouterConfig {
     pub unlimited_prefill: bool,
     /// Settings of prefix fetches; `None`: off.
     pub pull: Option<PullConfig>,
+    /// How agent programs are followed and admitted; `None`: not at all.
+    pub programs: Option<ProgramConfig>,
     /// How the tiers below the GPU count in scores.
     pub tiers: TierConfig,
 }
@@ -74,6 +77,7 @@ impl Default for RouterConfig {
             colocate: true,
             unlimited_prefill: false,
             pull: None,
+            programs: None,
             tiers: TierConfig::default(),
         }
     }

@@ -1,0 +1,134 @@
+//! Agent programs: which requests run now, and which wait until their program fits into a cache.
+use super::router::Router;
+use crate::error::CoreError;
+use crate::ids::{InstanceId, Seconds};
+use crate::kv::tiers::Tier;
+use crate::program::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Released, TurnId, Verdict};
+use crate::request::Request;
+use std::borrow::Cow;
+
+impl Router {
+    /// Records an arriving request before its decision: finds its agent program and decides whether
+    /// it runs now. The caller passes the turn in [`Request::program_turn`] to [`Router::route`],
+    /// and after [`Verdict::Run`] the instance in [`Request::home`]. A request that is never routed
+    /// needs [`Router::drop_turn`]. Returns `None` if programs are not followed.
+    ///
+    /// # Errors
+    /// `BadValue` for an invalid request.
+    pub fn arrive(
+        &mut self,
+        request: &Request<'_>,
+        now: Seconds,
+    ) -> Result<Option<(TurnId, Verdict)>, CoreError> {
+        if self.requests.programs.is_none() {
+            return Ok(None);
+        }
+        request.check()?;
+        let now = self.clock(now);
+        if self.programs().is_some_and(|programs| programs.instances().len() < self.state.fleet.slots()) {
+            self.update_capacities(request.tokens_per_block);
+        }
+        let Some(programs) = &mut self.requests.programs else { return Ok(None) };
+        let arrival = Arrival {
+            chain: request.chain,
+            prompt_tokens: request.prompt_tokens,
+            tokens_per_block: request.tokens_per_block,
+            session: request.session.filter(|_| programs.config().sessions),
+            tenant: request.tenant.id,
+            weight: request.tenant.weight,
+        };
+        let (turn, verdict) = programs.arrive(&arrival, now);
+        // Its instance may have gone since the last tick.
+        if let Verdict::Run(instance) = verdict
+            && !self.state.fleet.eligible().get(instance.index()).copied().unwrap_or(false)
+        {
+            return Ok(Some((turn, Verdict::Free)));
+        }
+        Ok(Some((turn, verdict)))
+    }
+
+    /// Returns a request with its turn of a program. A caller that only observes programs may route
+    /// requests without [`Router::arrive`].
+    pub(super) fn with_turn<'r>(
+        &mut self,
+        request: Cow<'r, Request<'r>>,
+        now: Seconds,
+    ) -> Result<Cow<'r, Request<'r>>, CoreError> {
+        let Some(programs) = self.programs().filter(|_| request.program_turn.is_none()) else {
+            return Ok(request);
+        };
+        if programs.config().mode == ProgramMode::Admit {
+            return Err(CoreError::BadValue {
+                what: "turn".into(),
+                got: "none".into(),
+                expected: "the turn that arrive() returned, because the router admits programs".into(),
+            });
+        }
+        let program_turn = self.arrive(&request, now)?.map(|(turn, _)| turn);
+        Ok(Cow::Owned(Request { program_turn, ..request.into_owned() }))
+    }
+
+    /// Ends a turn whose request was not routed, for example because its client left.
+    pub fn drop_turn(&mut self, turn: TurnId, now: Seconds) {
+        let now = self.clock(now);
+        if let Some(programs) = &mut self.requests.programs {
+            programs.ended(turn, 0, Finish::Unknown, now);
+        }
+    }
+
+    /// Runs the periodic work on programs, about twice a second and after the end of a request.
+    /// Returns the held requests that may run now.
+    pub fn release_programs(&mut self, now: Seconds) -> Vec<Released> {
+        let now = self.clock(now);
+        if self.requests.programs.is_none() {
+            return Vec::new();
+        }
+        let tokens_per_block = self.programs().map_or(0.0, Programs::tokens_per_block);
+        self.update_capacities(tokens_per_block);
+        let Some(programs) = &mut self.requests.programs else { return Vec::new() };
+        programs.tick(now);
+        programs.released()
+    }
+
+    /// Passes the capacities of all instances to the programs.
+    fn update_capacities(&mut self, tokens_per_block: f64) {
+        for slot in 0..self.state.fleet.slots() {
+            let id = InstanceId(slot as u32);
+            let capacity = self.cached_blocks_at_most(id).map(|blocks| blocks * tokens_per_block.max(1.0));
+            let available = self.state.fleet.eligible()[slot];
+            if let Some(programs) = &mut self.requests.programs {
+                programs.set_instance(id, capacity, available);
+            }
+        }
+    }
+
+    /// Returns the blocks that an instance's cache holds; `None`: unknown. A lower tier that reports
+    /// removals is full, so the number of its blocks is its capacity; one without has no limit yet.
+    fn cached_blocks_at_most(&self, id: InstanceId) -> Option<f64> {
+        let gpu = f64::from(self.state.instances[id.index()].cache_blocks?);
+        match self.state.tiers.get(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
+            0 => Some(gpu),
+            blocks if self.state.tiers.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),
+            _ => None,
+        }
+    }
+
+    /// Sets how programs are followed; `None`: not at all. The programs known so far are kept if
+    /// programs stay on.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_programs(&mut self, config: Option<ProgramConfig>) -> Result<(), CoreError> {
+        match (&mut self.requests.programs, config) {
+            (Some(programs), Some(config)) => programs.set_config(config)?,
+            (programs, config) => *programs = config.map(Programs::new).transpose()?,
+        }
+        self.state.config.programs = config;
+        Ok(())
+    }
+
+    /// Returns the agent programs, if they are followed.
+    pub fn programs(&self) -> Option<&Programs> {
+        self.requests.programs.as_ref()
+    }
+}
