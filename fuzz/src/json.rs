@@ -115,8 +115,12 @@ fn read_choice(members: &[(String, Json)], found: &mut Found) {
                 *found.token_ids.get_or_insert(0) += scalars.count() as u64;
             }
             ("finish_reason", Json::Text(reason)) => {
-                let aborted = matches!(reason.as_str(), "abort" | "error");
-                found.finish = if aborted { Finish::Aborted } else { Finish::Done };
+                found.finish = match reason.as_str() {
+                    "abort" | "error" => Finish::Aborted,
+                    "stop" => Finish::Stopped,
+                    "tool_calls" => Finish::CalledTools,
+                    _ => Finish::Done,
+                };
             }
             _ => {}
         }

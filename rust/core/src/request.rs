@@ -33,7 +33,8 @@ pub struct Request<'a> {
     /// Turn of the request in its agent program, as [`Router::arrive`](crate::router::Router::arrive)
     /// returned it.
     pub program_turn: Option<TurnId>,
-    /// Instance that gets the request if it is eligible; else the policy chooses.
+    /// Instance that gets the request if it is eligible; else the policy chooses. The router sets
+    /// it.
     pub home: Option<InstanceId>,
     /// Tenant, used if requests are ordered.
     pub tenant: Tenant,

@@ -31,6 +31,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::register(module)?;
     router::register(module)?;
+    programs::register(module)?;
     feed::register(module)?;
     expr::register(module)?;
     engine::register(module)?;

@@ -1,10 +1,16 @@
-//! Settings of agent programs, by mode.
+//! Agent programs: settings, turns and snapshots.
 use crate::errors::Result;
 use crate::settings;
-use lmetric_core::CoreError;
-use lmetric_core::program::{ProgramConfig, ProgramMode};
+use lmetric_core::program::gaps::Gaps;
+use lmetric_core::program::ledger::InstanceLedger;
+use lmetric_core::program::programs::{Counters, State};
+use lmetric_core::program::{Finish, GapClass, Hold, ProgramConfig, ProgramMode, TurnId, Verdict};
+use lmetric_core::router::Router;
+use lmetric_core::router::shared::WaitingTurn;
+use lmetric_core::{CoreError, InstanceId};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::sync::Arc;
 
 /// Returns the settings with this mode; `None` for `"none"`.
 ///
@@ -24,4 +30,172 @@ pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<O
     };
     reader.finish()?;
     Ok(programs)
+}
+
+/// A request of an agent program, from its arrival to its decision: what the router does with it.
+///
+/// Pass it to `Router.route`, at once or, if it is held, when `Router.release_programs` returns its
+/// `id`. Drop it if its client leaves.
+#[pyclass(frozen, module = "lmetric")]
+pub struct ProgramTurn {
+    turn: WaitingTurn,
+    verdict: Verdict,
+}
+
+impl ProgramTurn {
+    pub fn new(turn: WaitingTurn, verdict: Verdict) -> ProgramTurn {
+        ProgramTurn { turn, verdict }
+    }
+
+    /// Takes the turn for a decision.
+    ///
+    /// # Errors
+    /// `BadValue` if the turn was used before.
+    pub fn take(&self) -> Result<TurnId> {
+        let used = || CoreError::BadValue {
+            what: "turn".into(),
+            got: "a turn that was routed or dropped".into(),
+            expected: "a new turn from arrive()".into(),
+        };
+        Ok(self.turn.take().ok_or_else(used)?)
+    }
+
+    fn hold(&self) -> Option<Hold> {
+        if let Verdict::Held(hold) = self.verdict { Some(hold) } else { None }
+    }
+}
+
+#[pymethods]
+impl ProgramTurn {
+    /// Number of the turn, as in `Router.release_programs`.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.turn.id().number()
+    }
+
+    /// What to do: `"free"` (route it now; the policy chooses), `"run"` (route it now; it goes to
+    /// its program's instance), `"held"` (wait), `"refused"` (answer 429).
+    #[getter]
+    fn verdict(&self) -> &'static str {
+        match self.verdict {
+            Verdict::Free => "free",
+            Verdict::Run(_) => "run",
+            Verdict::Held(_) => "held",
+            Verdict::Refused { .. } => "refused",
+        }
+    }
+
+    /// Predicted seconds until a refused program would be admitted; None unless refused.
+    #[getter]
+    fn retry_after_seconds(&self) -> Option<f64> {
+        match self.verdict {
+            Verdict::Refused { retry_after_seconds } => Some(retry_after_seconds),
+            _ => None,
+        }
+    }
+
+    /// Tokens that a held program needs on an instance; None unless held.
+    #[getter]
+    fn needed_tokens(&self) -> Option<f64> {
+        self.hold().map(|hold| hold.needed_tokens)
+    }
+
+    /// Expected working set of the instance with the most room, over its cache; None unless held.
+    #[getter]
+    fn working_set_ratio(&self) -> Option<f64> {
+        self.hold().map(|hold| hold.working_set_ratio)
+    }
+
+    /// Number of held programs, this one included; None unless held.
+    #[getter]
+    fn held_programs(&self) -> Option<usize> {
+        self.hold().map(|hold| hold.held_programs)
+    }
+
+    /// Predicted seconds until a held program is admitted (infinite: unknown); None unless held.
+    #[getter]
+    fn expected_seconds(&self) -> Option<f64> {
+        self.hold().map(|hold| hold.expected_seconds)
+    }
+
+    /// Ends the turn without a decision, for example because the client left. Does nothing if the
+    /// turn was routed.
+    #[pyo3(name = "drop")]
+    fn end(&self) {
+        self.turn.close();
+    }
+}
+
+/// What the router knows of its programs.
+pub struct Snapshot {
+    states: [usize; 4],
+    counters: Counters,
+    instances: Vec<(Arc<str>, InstanceLedger)>,
+    gaps: Gaps,
+}
+
+impl Snapshot {
+    /// Copies it from a router; `None` if programs are not followed.
+    pub fn of(router: &Router) -> Option<Snapshot> {
+        let programs = router.programs()?;
+        let live = |slot: usize| router.fleet().is_live(InstanceId(slot as u32));
+        let name = |slot: usize| router.fleet().name(InstanceId(slot as u32)).clone();
+        let ledgers = programs.instances().iter().enumerate().filter(|(slot, _)| live(*slot));
+        Some(Snapshot {
+            states: programs.states(),
+            counters: programs.counters(),
+            instances: ledgers.map(|(slot, ledger)| (name(slot), ledger.clone())).collect(),
+            gaps: programs.gaps().clone(),
+        })
+    }
+
+    /// Returns it as a dictionary.
+    pub fn dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        let states = PyDict::new(py);
+        for ((name, _), count) in State::NAMES.iter().zip(self.states) {
+            states.set_item(name, count)?;
+        }
+        dict.set_item("states", states)?;
+        let counters = self.counters;
+        for (name, count) in [
+            ("new_programs", counters.new_programs),
+            ("forks", counters.forks),
+            ("continuations", counters.continuations),
+            ("other_requests", counters.chats),
+            ("forgotten", counters.forgotten),
+            ("paused", counters.paused),
+            ("held", counters.held),
+            ("refused", counters.refused),
+            ("admitted", counters.admitted),
+        ] {
+            dict.set_item(name, count)?;
+        }
+        dict.set_item("held_seconds", counters.held_seconds)?;
+        let instances = PyDict::new(py);
+        for (name, ledger) in &self.instances {
+            let (own, roots, others) = ledger.parts();
+            let each = PyDict::new(py);
+            each.set_item("capacity_tokens", ledger.capacity_tokens)?;
+            each.set_item("expected_tokens", ledger.expected_tokens())?;
+            each.set_item("program_tokens", own)?;
+            each.set_item("shared_tokens", roots)?;
+            each.set_item("other_tokens", others)?;
+            each.set_item("programs", ledger.programs)?;
+            instances.set_item(&**name, each)?;
+        }
+        dict.set_item("instances", instances)?;
+        let gaps = PyDict::new(py);
+        for (name, finish) in Finish::NAMES {
+            let (share, gaps_seen) = self.gaps.share_ended(GapClass { long: true, finish });
+            gaps.set_item(name, (share, gaps_seen))?;
+        }
+        dict.set_item("share_ended", gaps)?;
+        Ok(dict)
+    }
+}
+
+/// Adds its class to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ProgramTurn>()
 }

@@ -4,6 +4,7 @@ use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::policies;
+use crate::programs::{ProgramTurn, Snapshot};
 use crate::registry::offering;
 use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
@@ -583,7 +584,9 @@ impl Router {
                         Ok(())
                     })?;
                 }
-                "split" | "prefix_fetch" | "priority" | "rebalance" | "programs" => self.set_option(py, &key, &value)?,
+                "split" | "prefix_fetch" | "priority" | "rebalance" | "programs" => {
+                    self.set_option(py, &key, &value)?
+                }
                 _ => return Err(unexpected("configure", &key)),
             }
         }
@@ -618,7 +621,7 @@ impl Router {
     /// dropped while open counts as an abort. Raises `NoInstanceError` (nothing is counted) and
     /// `PolicyError` (a policy function failed). Source: LMETRIC, Figure 4 and section 5.
     // One parameter per old keyword: `**old` would rule out the faster calling convention.
-    #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None), text_signature = "($self, request, *, now=None)")]
+    #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None, turn=None), text_signature = "($self, request, *, now=None, turn=None)")]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -641,6 +644,7 @@ impl Router {
         tenant: Option<Bound<'py, PyAny>>,
         tenant_weight: Option<Bound<'py, PyAny>>,
         handicap_seconds: Option<Bound<'py, PyAny>>,
+        turn: Option<Bound<'py, ProgramTurn>>,
     ) -> Result<(Decision, Ticket)> {
         let old = if tokens.is_some()
             || text.is_some()
@@ -685,7 +689,9 @@ impl Router {
         };
         let given = request::given(py, "Router.route", request, old.as_ref())?;
         let id = given.get().id(py)?;
+        let program_turn = turn.map(|turn| turn.get().take()).transpose()?;
         self.with_request(py, given.get(), |request, chain| {
+            let request = CoreRequest { program_turn, ..request };
             let (decision, name, next, pull) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
                 let decision = router.route_taking(&request, chain, id, now)?;
@@ -707,6 +713,51 @@ impl Router {
                 Ticket::new(ticket, decision.segment, name, self.clock),
             ))
         })
+    }
+
+    /// Records the arrival of a request, finds its agent program, and says whether the request may
+    /// run now. None if the router does not follow programs.
+    ///
+    /// A router that admits programs (`ProgramAdmission`) routes only requests with a turn. Raises
+    /// `BadValueError`.
+    #[pyo3(signature = (request, *, now=None))]
+    fn arrive(
+        &self,
+        py: Python<'_>,
+        request: Bound<'_, PyAny>,
+        now: Option<f64>,
+    ) -> Result<Option<ProgramTurn>> {
+        let given = request::given(py, "Router.arrive", Some(request), None)?;
+        let arrived = self.with_request(py, given.get(), |request, chain| {
+            let request = CoreRequest { chain, ..request };
+            self.with_core(py, |router| {
+                let now = self.clock.now(now, router)?;
+                Ok(router.arrive(&request, now)?)
+            })
+        })?;
+        Ok(arrived.map(|(turn, verdict)| ProgramTurn::new(self.shared.turn(turn), verdict)))
+    }
+
+    /// Runs the periodic work on agent programs; call it about twice a second. Returns the held
+    /// turns that may be routed now: id, instance, and seconds for which the turn was held.
+    #[pyo3(signature = (*, now=None))]
+    fn release_programs(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(u64, String, f64)>> {
+        self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            let released = router.release_programs(now);
+            let name = |id| router.fleet().name(id).to_string();
+            Ok(released
+                .iter()
+                .map(|each| (each.turn.number(), name(each.instance), each.held_seconds))
+                .collect())
+        })
+    }
+
+    /// The agent programs: number by state, counters, and per instance the expected tokens in its
+    /// cache. None if the router does not follow programs.
+    fn programs<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyDict>>> {
+        let snapshot = self.with_core(py, |router| Ok(Snapshot::of(router)))?;
+        Ok(snapshot.map(|snapshot| snapshot.dict(py)).transpose()?)
     }
 
     /// Leading prompt tokens that each instance holds by the KV index: uint32, in the order of

@@ -8,6 +8,7 @@ use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::tiers::Tier;
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
+use lmetric_core::program::Finish;
 use lmetric_core::receipt::{Balance, Receipt};
 use lmetric_core::router::{
     Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket, Totals,
@@ -344,31 +345,36 @@ impl Ticket {
     /// again. If `from_token` is 0 then, send the whole request again: no instance could continue
     /// it. Otherwise the request has ended: returns None, and the ticket is closed. Raises
     /// `NoInstanceError` if no instance can take the next segment; the request has failed.
-    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
+    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None))]
     fn segment_done(
         &self,
         py: Python<'_>,
         prompt_tokens: Option<u32>,
         cached_tokens: Option<u32>,
         output_tokens: Option<u32>,
+        finish_reason: Option<&str>,
         now: Option<f64>,
     ) -> Result<Option<String>> {
-        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, ..Usage::default() };
+        let finish = finish_reason.map(Finish::of).unwrap_or_default();
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, finish };
         Ok(self.advance(py, Event::Finished(usage), now)?.map(|name| name.to_string()))
     }
 
     /// Reports that the request ended successfully, even if another segment was to follow, with the
-    /// engine's usage in tokens. Closes the ticket.
-    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, now=None))]
+    /// engine's usage in tokens. Closes the ticket. `finish_reason`: as in OpenAI's API; programs
+    /// return more often after `"tool_calls"` than after `"stop"`.
+    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None))]
     fn done(
         &self,
         py: Python<'_>,
         prompt_tokens: Option<u32>,
         cached_tokens: Option<u32>,
         output_tokens: Option<u32>,
+        finish_reason: Option<&str>,
         now: Option<f64>,
     ) -> Result<()> {
-        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, ..Usage::default() };
+        let finish = finish_reason.map(Finish::of).unwrap_or_default();
+        let usage = Usage { prompt_tokens, cached_tokens, output_tokens, finish };
         self.advance(py, Event::Ended(usage), now).map(drop)
     }
 

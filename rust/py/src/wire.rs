@@ -2,6 +2,7 @@
 use crate::errors::{LmetricError, Result};
 use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
+use lmetric_core::program::Finish as EndedBy;
 use lmetric_wire::{
     Fields, Finish, Kind, MAX_TOKENS, Observer, Request, Scanner, Step, WireError as CoreWireError, split,
 };
@@ -240,7 +241,11 @@ impl ResponseReader {
                 prompt_tokens: narrow(usage.prompt),
                 cached_tokens: narrow(usage.cached),
                 output_tokens: narrow(usage.output.or(counted)),
-                ..Usage::default()
+                finish: match self.scanner.finish() {
+                    Finish::Stopped => EndedBy::Stop,
+                    Finish::CalledTools => EndedBy::ToolCalls,
+                    Finish::Open | Finish::Done | Finish::Aborted => EndedBy::Unknown,
+                },
             };
             ticket.get().advance(py, Event::Finished(usage), None)?;
         }

@@ -363,9 +363,8 @@ impl Cluster<'_> {
         let Some((turn, verdict)) = router.arrive(&unordered, self.now)? else {
             return self.place(request, &asked);
         };
-        let home = match verdict {
-            Verdict::Free => None,
-            Verdict::Run(instance) => Some(instance),
+        match verdict {
+            Verdict::Free | Verdict::Run(_) => {}
             Verdict::Held(_) => {
                 self.held.insert(turn, request as u32);
                 return Ok(());
@@ -374,8 +373,8 @@ impl Cluster<'_> {
                 self.at(self.now + retry_after_seconds, Event::Arrival { request: request as u32 });
                 return Ok(());
             }
-        };
-        self.place(request, &RouterRequest { program_turn: Some(turn), home, ..asked })
+        }
+        self.place(request, &RouterRequest { program_turn: Some(turn), ..asked })
     }
 
     /// Places a request and puts it into the engine's queue.

@@ -9,8 +9,12 @@ pub enum Finish {
     /// No `finish_reason` seen.
     #[default]
     Open,
-    /// By itself: `stop`, `length`, `tool_calls`, …
+    /// By itself, at a limit: `length`, …
     Done,
+    /// By itself: `stop`.
+    Stopped,
+    /// With a call of a tool: `tool_calls`.
+    CalledTools,
     /// By the engine: `abort` or `error`.
     Aborted,
 }
@@ -354,8 +358,12 @@ impl Probe {
             }
             (Place::Delta, Key::Role) => self.found.role = true,
             (Place::Choice, Key::FinishReason) => {
-                let aborted = matches!(word, Some(b"abort" | b"error"));
-                self.found.finish = if aborted { Finish::Aborted } else { Finish::Done };
+                self.found.finish = match word {
+                    Some(b"abort" | b"error") => Finish::Aborted,
+                    Some(b"stop") => Finish::Stopped,
+                    Some(b"tool_calls") => Finish::CalledTools,
+                    _ => Finish::Done,
+                };
             }
             (Place::Top, Key::Error) => self.found.error = true,
             (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
@@ -467,7 +475,9 @@ mod tests {
         assert_eq!((old.error, old.error_code), (true, Some(400)));
         assert!(!probe(r#"{"id":"1","error":null,"choices":[]}"#).error);
         assert_eq!(probe(r#"{"choices":[{"finish_reason":"abort"}]}"#).finish, Finish::Aborted);
-        assert_eq!(probe(r#"{"choices":[{"finish_reason":"tool_calls"}]}"#).finish, Finish::Done);
+        assert_eq!(probe(r#"{"choices":[{"finish_reason":"tool_calls"}]}"#).finish, Finish::CalledTools);
+        assert_eq!(probe(r#"{"choices":[{"finish_reason":"stop"}]}"#).finish, Finish::Stopped);
+        assert_eq!(probe(r#"{"choices":[{"finish_reason":"length"}]}"#).finish, Finish::Done);
     }
 
     #[test]

@@ -184,7 +184,9 @@ impl Programs {
         let home = program.home.filter(|home| room(home.index()).is_some());
         home.or_else(|| {
             let rooms = (0..self.instances.len()).filter_map(|slot| Some((slot, room(slot)?)));
-            rooms.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))).map(|(slot, _)| InstanceId(slot as u32))
+            rooms
+                .max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
+                .map(|(slot, _)| InstanceId(slot as u32))
         })
     }
 
@@ -211,9 +213,12 @@ impl Programs {
                 && program.children == 0
                 && program.home.is_some_and(|home| home.index() == slot)
         };
-        let mut resting: Vec<(f64, ProgramId)> = self.programs.iter().filter(|(_, p)| rests(p)).map(|(id, p)| {
-            (self.gaps.returns_within(p.class(), now - p.since, SOON_SECONDS), id)
-        }).collect();
+        let mut resting: Vec<(f64, ProgramId)> = self
+            .programs
+            .iter()
+            .filter(|(_, p)| rests(p))
+            .map(|(id, p)| (self.gaps.returns_within(p.class(), now - p.since, SOON_SECONDS), id))
+            .collect();
         resting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         for (_, id) in resting {
             let ledger = &self.instances[slot];
@@ -237,6 +242,7 @@ impl Programs {
             self.queue.admitted(program.own_tokens(0.0), now);
             self.charge(id, now);
             for turn in turns {
+                self.turns[turn].assigned = Some(instance);
                 let held_seconds = now - self.turns[turn].arrived;
                 if held_seconds > 0.0 {
                     self.counters.admitted += 1;

@@ -7,13 +7,20 @@ use super::settings::{ProgramConfig, ProgramMode};
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use slotmap::{SlotMap, new_key_type};
+use slotmap::{Key, SlotMap, new_key_type};
 
 new_key_type! {
     /// A live program.
     pub struct ProgramId;
     /// A request, from its arrival to its end.
     pub struct TurnId;
+}
+
+impl TurnId {
+    /// Returns a number that no other turn of the router has.
+    pub fn number(self) -> u64 {
+        self.data().as_ffi()
+    }
 }
 
 /// Maximum number of programs; the program with the longest gap is dropped first.
@@ -158,6 +165,8 @@ pub(super) struct Turn {
     pub tokens: f64,
     pub arrived: Seconds,
     pub running: bool,
+    /// The instance that it may run on, once it may run.
+    pub assigned: Option<InstanceId>,
 }
 
 /// Numbers since the start.
@@ -278,6 +287,11 @@ impl Programs {
         self.programs.get(self.turns.get(turn)?.program?)
     }
 
+    /// Returns the instance on which a request may run.
+    pub fn assigned(&self, turn: TurnId) -> Option<InstanceId> {
+        self.turns.get(turn)?.assigned
+    }
+
     /// Returns the number of programs in each state, in the order of [`State::NAMES`].
     pub fn states(&self) -> [usize; 4] {
         let mut counts = [0; 4];
@@ -304,6 +318,7 @@ impl Programs {
             tokens: f64::from(arrival.prompt_tokens),
             arrived: now,
             running: false,
+            assigned: None,
         };
         self.tokens_per_block = arrival.tokens_per_block;
         let known = self.lineage.look_up(arrival.chain);
@@ -332,16 +347,14 @@ impl Programs {
         };
         self.lineage.register(id, &mut program.path, arrival.chain);
         let verdict = self.admit(id, turn, now);
+        if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
+            turn.assigned = Some(instance);
+        }
         (turn, verdict)
     }
 
     /// Finds the program of a request.
-    fn identify(
-        &self,
-        arrival: &Arrival<'_>,
-        known: super::lineage::Known,
-        shared_tokens: f64,
-    ) -> Identity {
+    fn identify(&self, arrival: &Arrival<'_>, known: super::lineage::Known, shared_tokens: f64) -> Identity {
         let by_session = arrival.session.and_then(|session| self.sessions.get(&session)).copied();
         let shared = known.shared.map(|mark| Root { hash: mark.hash, tokens: shared_tokens });
         if let Some((mark, id)) = known.mark

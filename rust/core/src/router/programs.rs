@@ -9,9 +9,8 @@ use std::borrow::Cow;
 
 impl Router {
     /// Records an arriving request before its decision: finds its agent program and decides whether
-    /// it runs now. The caller passes the turn in [`Request::program_turn`] to [`Router::route`],
-    /// and after [`Verdict::Run`] the instance in [`Request::home`]. A request that is never routed
-    /// needs [`Router::drop_turn`]. Returns `None` if programs are not followed.
+    /// it runs now. The caller passes the turn in [`Request::program_turn`] to [`Router::route`]. A
+    /// request that is never routed needs [`Router::drop_turn`]. Returns `None` if programs are not followed.
     ///
     /// # Errors
     /// `BadValue` for an invalid request.
@@ -47,16 +46,18 @@ impl Router {
         Ok(Some((turn, verdict)))
     }
 
-    /// Returns a request with its turn of a program. A caller that only observes programs may route
+    /// Returns a request with its turn of a program and the turn's instance. A caller that only observes programs may route
     /// requests without [`Router::arrive`].
     pub(super) fn with_turn<'r>(
         &mut self,
         request: Cow<'r, Request<'r>>,
         now: Seconds,
     ) -> Result<Cow<'r, Request<'r>>, CoreError> {
-        let Some(programs) = self.programs().filter(|_| request.program_turn.is_none()) else {
-            return Ok(request);
-        };
+        let Some(programs) = self.programs() else { return Ok(request) };
+        if let Some(turn) = request.program_turn {
+            let home = programs.assigned(turn);
+            return Ok(Cow::Owned(Request { home, ..request.into_owned() }));
+        }
         if programs.config().mode == ProgramMode::Admit {
             return Err(CoreError::BadValue {
                 what: "turn".into(),
@@ -65,7 +66,8 @@ impl Router {
             });
         }
         let program_turn = self.arrive(&request, now)?.map(|(turn, _)| turn);
-        Ok(Cow::Owned(Request { program_turn, ..request.into_owned() }))
+        // Programs are only observed: the policy chooses.
+        Ok(Cow::Owned(Request { program_turn, home: None, ..request.into_owned() }))
     }
 
     /// Ends a turn whose request was not routed, for example because its client left.

@@ -5,6 +5,7 @@ use super::tickets::TicketId;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Segment};
+use crate::program::TurnId;
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -47,7 +48,7 @@ struct Inner {
     /// Whether a thread panicked while it held the router.
     broken: AtomicBool,
     /// Tickets dropped while the router was locked; the next holder closes them.
-    dropped: Mutex<Vec<TicketId>>,
+    dropped: Mutex<Vec<Dropped>>,
 }
 
 impl SharedRouter {
@@ -114,7 +115,7 @@ impl SharedRouter {
         let mut held = Held { router: Some(router), inner: &self.inner, fair, calm };
         if self.check().is_ok() {
             let mut dropped = self.inner.dropped.lock();
-            dropped.drain(..).for_each(|id| held.drop_ticket(id));
+            dropped.drain(..).for_each(|dropped| dropped.close(&mut held));
         }
         held
     }
@@ -144,6 +145,19 @@ impl SharedRouter {
             std::hint::spin_loop();
         }
         self.held(self.inner.router.lock(), true)
+    }
+
+    /// Returns a handle on a turn that [`Router::arrive`] returned.
+    pub fn turn(&self, id: TurnId) -> WaitingTurn {
+        WaitingTurn { shared: self.clone(), id, taken: AtomicBool::new(false) }
+    }
+
+    /// Closes a dropped handle, at once or by the router's next holder.
+    fn close(&self, dropped: Dropped) {
+        match self.try_lock() {
+            Some(mut router) => dropped.close(&mut router),
+            None => self.inner.dropped.lock().push(dropped),
+        }
     }
 
     /// Returns a handle on the ticket of a decision. Dropping the last handle closes an open
@@ -224,9 +238,57 @@ impl Drop for Ticket {
         if self.shared.check().is_err() {
             return;
         }
-        match self.shared.try_lock() {
-            Some(mut router) => router.drop_ticket(self.id),
-            None => self.shared.inner.dropped.lock().push(self.id),
+        self.shared.close(Dropped::Ticket(self.id));
+    }
+}
+
+/// Something that its handle no longer needs.
+#[derive(Clone, Copy, Debug)]
+enum Dropped {
+    Ticket(TicketId),
+    Turn(TurnId),
+}
+
+impl Dropped {
+    fn close(self, router: &mut Router) {
+        match self {
+            Dropped::Ticket(id) => router.drop_ticket(id),
+            Dropped::Turn(turn) => router.drop_turn(turn, router.latest()),
         }
+    }
+}
+
+/// A request of an agent program that is not routed yet. Dropping it ends the turn, unless it was
+/// taken.
+pub struct WaitingTurn {
+    shared: SharedRouter,
+    id: TurnId,
+    taken: AtomicBool,
+}
+
+impl WaitingTurn {
+    /// Returns its key.
+    pub fn id(&self) -> TurnId {
+        self.id
+    }
+
+    /// Takes the turn for a decision, which then ends it; `None` if it was taken before.
+    pub fn take(&self) -> Option<TurnId> {
+        (!self.taken.swap(true, Ordering::AcqRel)).then_some(self.id)
+    }
+
+    /// Ends the turn, for example because its client left. Does nothing if it was taken.
+    pub fn close(&self) {
+        if let Some(turn) = self.take()
+            && self.shared.check().is_ok()
+        {
+            self.shared.close(Dropped::Turn(turn));
+        }
+    }
+}
+
+impl Drop for WaitingTurn {
+    fn drop(&mut self) {
+        self.close();
     }
 }

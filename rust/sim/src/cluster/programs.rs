@@ -19,8 +19,7 @@ impl Cluster<'_> {
             // A request that was admitted at its arrival is not held.
             let Some(request) = self.held.remove(&admitted.turn) else { continue };
             let asked = router_request(self.workload, self.config, request as usize);
-            let (program_turn, home) = (Some(admitted.turn), Some(admitted.instance));
-            self.place(request as usize, &RouterRequest { program_turn, home, ..asked })?;
+            self.place(request as usize, &RouterRequest { program_turn: Some(admitted.turn), ..asked })?;
         }
         self.at(self.now + PERIOD_SECONDS, Event::Programs);
         Ok(())
