@@ -21,6 +21,7 @@ _HELP = {
     "prefix_fetch": ("Whether instances fetch cached prefixes from each other", DISAGGREGATION),
     "rebalance": ("Whether running requests move between instances", EXPERIMENTAL),
     "priority": ("How requests are ordered in the engines' queues", POLICY),
+    "programs": ("How agent programs are followed and admitted", POLICY),
     "guard": ("Hot-spot guard", POLICY),
 }
 # Options that accept several values in simulations; each value gets its own runs.
@@ -46,10 +47,12 @@ def _setting(each: Field[Any], *, server: bool) -> str:
     return f"{each.name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _default(what: str) -> str:
+def _default(what: str, *, server: bool) -> str:
     """The default of an option in words, with the default under `planner` if it differs."""
     if what == "guard":
         return "as the policy declares"
+    if what == "programs" and server:
+        return options.kind_of(options.ProgramObservation())
     usual, planned = (options.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))
     return usual if usual == planned else f"{usual}; with {PLANNER}: {planned}"
 
@@ -66,7 +69,7 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
         flag = "--" + what.replace("_", "-")
         kinds = ["none", *(options.served(what) if server else options.classes(what))]
         text, panel = _HELP[what]
-        option = partial(typer.Option, rich_help_panel=panel, show_default=_default(what))
+        option = partial(typer.Option, rich_help_panel=panel, show_default=_default(what, server=server))
         if what == "guard":
             kind: Any = Annotated[bool | None, option("--guard/--no-guard", help=f"{text}.")]
         elif what in SWEPT and not server:

@@ -42,6 +42,8 @@ from lmetric.options import (
     Maturity,
     PrefixFetch,
     PriorityOption,
+    ProgramObservation,
+    ProgramOption,
     RebalanceOption,
     Routing,
     SplitOption,
@@ -280,6 +282,12 @@ class PoolSettings(Strict):
         "number (ignored with API keys). `uniboost`: arrival time minus a boost, which is larger for "
         "prompts with less to compute. `vtc`: fair shares between tenants. Or a mapping: `{kind: uniboost, "
         "gamma: 0.05}`",
+    )
+    programs: Annotated[ProgramOption | None, Option("programs")] = Field(
+        default_factory=ProgramObservation,
+        description="agent programs: chains of requests that share a growing context. `observe`: follow them "
+        "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
+        "do not fit. `none`: do not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
     )
     block_size: Positive | None = Field(
         None,

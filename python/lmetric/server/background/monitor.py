@@ -23,6 +23,7 @@ LAG_PERIOD_SECONDS = 0.1
 REMINDER_SECONDS = 30.0  # time between two warnings about a model without a usable engine
 GROWTH_LOG_SECONDS = 60.0
 POLICY_WATCH_SECONDS = 1.0
+PROGRAMS_SECONDS = 0.5  # time between two rounds of admission
 
 log = structlog.get_logger("lmetric.health")
 
@@ -118,6 +119,7 @@ class Monitor:
         self._spawn("tokenizer downloads", 1.0, self._downloads.begin)
         self._spawn("policy files", POLICY_WATCH_SECONDS, self._watch_policies)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
+        self._spawn("programs", PROGRAMS_SECONDS, self._programs)
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
@@ -206,6 +208,11 @@ class Monitor:
         for pool in self.fleet.pools:
             pool.wire()
             pool.kv.watch(pool.engines.values())
+
+    async def _programs(self) -> None:
+        now = time.monotonic()
+        for pool in self.fleet.pools:
+            pool.programs.release(now)
 
     async def _clocks(self) -> None:
         for pool in self.fleet.pools:

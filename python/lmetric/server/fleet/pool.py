@@ -29,6 +29,7 @@ from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.programs import HeldPrograms
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.upstream.connection import UpstreamError
@@ -138,6 +139,7 @@ class Pool:
             offers=settings.offers,
         )
         priority.follow_clock(self.router, settings)
+        self.programs = HeldPrograms(name, self.router, routing.programs)
         # Whether requests may be split between engines of role both, and whether engines fetch
         # prefixes from each other.
         self.splits = routing.split is not None

@@ -1,6 +1,7 @@
 """The front end: checks and routes requests, starts their execution, and counts them."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lmetric._core import NoInstanceError, Request, RequestHead, RequestReader
+from lmetric._core import NoInstanceError, ProgramTurn, Request, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
@@ -32,6 +33,7 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
 from lmetric.server.http.cors import Cors
+from lmetric.server.http.holding import HeldRequest
 from lmetric.server.http.protocol import origin_form, unreadable, violation
 from lmetric.server.http.tokenizing import (
     LARGE_BODY,
@@ -510,8 +512,7 @@ class Frontend(web.Server):
         adapter: str | None,
         now: float,
     ) -> None:
-        """Routes the request and starts its execution. Raises ApiError."""
-        relay: RequestRunner | None = None
+        """Routes the request and starts its execution, or holds it. Raises ApiError."""
         if pool.orders or self.keys.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
@@ -528,35 +529,82 @@ class Frontend(web.Server):
         if client_request.tenant and session is not None:
             session = _session(client_request.tenant, session)
         policies = pool.policies
+        # Positional, in the order of `Request`: each keyword costs about 50 ns.
+        asked = Request(
+            call.tokens,
+            call.text if call.tokens is None else None,
+            None,  # block_hashes
+            prompt_tokens,
+            call.max_tokens,
+            session,
+            head.request_id,
+            adapter,
+            call.salt,
+            extra_tokens,
+            client_request.tenant or None,
+            weight,
+            handicap_seconds,
+            # Output lengths are learned per path and tenant.
+            _length_class(client_request) if pool.splits or policies.reads_length_class else None,
+            None,  # reasoning_tokens
+            split_reason is None,
+            split_reason,
+            fetch_reason is None,
+            fetch_reason,
+            _priority(head, call) if policies.reads_priority else None,
+            client_request.pinned_to,
+        )
+        fetches = pool.fetches_prefixes and fetch_reason is None
+        start = partial(self._start, client_request, call, pool, asked, moves, fetches)
+        if pool.programs.admits:
+            turn = pool.programs.arrive(asked, now)
+            if turn is not None and turn.verdict == "refused":
+                raise _crowded(pool, turn)
+            start = partial(start, turn)
+            if turn is not None and turn.verdict == "held":
+                self._hold(client_request, pool, turn, start)
+                return
+        else:
+            start = partial(start, None)
+        start(now)
+
+    def _hold(
+        self, client_request: ClientRequest, pool: Pool, turn: ProgramTurn, start: Callable[[float], None]
+    ) -> None:
+        """Calls `start` when the request's agent program fits into a cache."""
+
+        def then(now: float) -> None:
+            try:
+                start(now)
+            except ApiError as error:
+                self._ended(client_request, held, error)
+            except Exception:
+                log.exception("a request failed with an internal error", path=client_request.path)
+                self._ended(client_request, held, ApiError(500, FAILED))
+            else:
+                self.relays.discard(held)
+
+        held = HeldRequest(
+            client_request, turn, pool.programs, then, self._ended, self._rules.timeouts.request
+        )
+        client_request.client.relay = held
+        self.relays.add(held)
+
+    def _start(
+        self,
+        client_request: ClientRequest,
+        call: ParsedRequest,
+        pool: Pool,
+        asked: Request,
+        moves: bool,
+        fetches: bool,
+        turn: ProgramTurn | None,
+        now: float,
+    ) -> None:
+        """Routes the request and starts its execution. Raises ApiError."""
+        relay: RequestRunner | None = None
         try:
-            decision, ticket = pool.router.route(
-                # Positional, in the order of `Request`: each keyword costs about 50 ns.
-                Request(
-                    call.tokens,
-                    call.text if call.tokens is None else None,
-                    None,  # block_hashes
-                    prompt_tokens,
-                    call.max_tokens,
-                    session,
-                    head.request_id,
-                    adapter,
-                    call.salt,
-                    extra_tokens,
-                    client_request.tenant or None,
-                    weight,
-                    handicap_seconds,
-                    # Output lengths are learned per path and tenant.
-                    _length_class(client_request) if pool.splits or policies.reads_length_class else None,
-                    None,  # reasoning_tokens
-                    split_reason is None,
-                    split_reason,
-                    fetch_reason is None,
-                    fetch_reason,
-                    _priority(head, call) if policies.reads_priority else None,
-                    client_request.pinned_to,
-                ),
-                now=now,
-            )
+            decision, ticket = pool.router.route(asked, now=now, turn=turn)
         except NoInstanceError as error:
             if client_request.pinned_to is not None:
                 raise ApiError(
@@ -570,7 +618,6 @@ class Frontend(web.Server):
         client_request.priority = decision.priority
         try:
             client_request.keep_alive &= not self.draining
-            fetches = pool.fetches_prefixes and fetch_reason is None
             execution = RequestExecution(
                 self._rules, client_request, pool, decision, ticket, call, moves=moves, fetches=fetches
             )
@@ -652,6 +699,17 @@ def _no_room() -> ApiError:
         "the request bodies in flight exceed the router's limit; try again",
         code="too_many_bytes",
         headers={"retry-after": "1"},
+    )
+
+
+def _crowded(pool: Pool, turn: ProgramTurn) -> ApiError:
+    seconds = turn.retry_after_seconds or 1.0
+    return ApiError(
+        429,
+        f"{pool.name or 'the fleet'}: the running agent programs fill the KV caches; a new one would wait "
+        f"about {seconds:.0f} s",
+        code="caches_full",
+        headers={"retry-after": f"{math.ceil(seconds)}"},
     )
 
 

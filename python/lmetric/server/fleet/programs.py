@@ -1,0 +1,87 @@
+"""Agent programs of a model: held requests, the working set of the caches, and its log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from lmetric._core import ProgramTurn, Request, Router
+from lmetric.options import ProgramAdmission, ProgramOption
+
+LOG_SECONDS = 60.0  # time between two warnings about the working set
+CROWDED = 1.0  # working set over cache from which it is a warning
+
+log = structlog.get_logger("lmetric.programs")
+
+
+class HeldPrograms:
+    """Requests of agent programs that wait until their program fits into a cache."""
+
+    def __init__(self, model: str, router: Router, option: ProgramOption | None) -> None:
+        self._model = model
+        self._router = router
+        self.follows = option is not None
+        self.admits = isinstance(option, ProgramAdmission)
+        self.option = option
+        # By the number of the turn: called once when the request may run; argument: monotonic
+        # clock, s.
+        self._waiting: dict[int, Callable[[float], None]] = {}
+        self._warned_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def arrive(self, request: Request, now: float) -> ProgramTurn | None:
+        """Records the arrival of a request; None if programs are not followed."""
+        return self._router.arrive(request, now=now)
+
+    def wait(self, turn: ProgramTurn, then: Callable[[float], None]) -> None:
+        """Calls ``then`` once when the held turn may run."""
+        self._waiting[turn.id] = then
+
+    def leave(self, turn: ProgramTurn) -> None:
+        """Drops a held turn: its request has ended."""
+        if self._waiting.pop(turn.id, None) is not None:
+            turn.drop()
+
+    def release(self, now: float) -> None:
+        """Runs the periodic work on programs and starts the requests that may run."""
+        if not self.follows:
+            return
+        for turn, _instance, _held_seconds in self._router.release_programs(now=now):
+            if (then := self._waiting.pop(turn, None)) is not None:
+                then(now)
+        self._warn(now)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Counts of programs and the expected tokens in each engine's cache."""
+        return self._router.programs()
+
+    def crowded(self) -> dict[str, float]:
+        """Working set over capacity of each engine whose programs exceed its cache."""
+        programs = self.snapshot()
+        if programs is None:
+            return {}
+        ratios = {
+            name: each["expected_tokens"] / each["capacity_tokens"]
+            for name, each in programs["instances"].items()
+            if each["capacity_tokens"]
+        }
+        return {name: ratio for name, ratio in ratios.items() if ratio > CROWDED}
+
+    def _warn(self, now: float) -> None:
+        if self.admits or now < self._warned_at + LOG_SECONDS:
+            return
+        if crowded := self.crowded():
+            self._warned_at = now
+            worst = max(crowded, key=lambda name: crowded[name])
+            log.warning(
+                "agent programs need more than the KV caches hold; `programs: admit` would hold requests",
+                model=self._model or "any",
+                engines=len(crowded),
+                fullest=worst,
+                over_cache=f"{crowded[worst] - 1:.0%}",
+            )
