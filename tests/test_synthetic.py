@@ -313,8 +313,8 @@ def test_long_prompts_are_cut_and_sessions_end() -> None:
 
 
 BAD = [
-    ("{synthetic: poisson}", "s.yaml: expected a mapping with synthetic: requests or sessions"),
-    ("[1]", "s.yaml: expected a mapping with synthetic: requests or sessions"),
+    ("{synthetic: poisson}", "s.yaml: expected a mapping with synthetic: requests, sessions or agents"),
+    ("[1]", "s.yaml: expected a mapping with synthetic: requests, sessions or agents"),
     ("{synthetic: requests, rate: 1, duration_seconds: 1, output_tokens: 1}", "input_tokens: Field required"),
     ("{synthetic: requests, rat: 1}", "rat: Extra inputs are not permitted"),
     ("{synthetic: requests, rate: 0}", "rate: Input should be greater than 0"),

@@ -843,7 +843,16 @@ class Workload:
         previous: NDArray[np.int64] | None = None,
         think_seconds: NDArray[np.float64] | None = None,
         sessions: NDArray[np.int64] | None = None,
+        joins: NDArray[np.int64] | None = None,  # pairs of a request and a request it waits for, too
+        finish: NDArray[np.int64] | None = None,  # why each answer ends
     ) -> Workload: ...
+    def ideal(
+        self,
+        profiles: Sequence[Mapping[str, Any]],
+        *,
+        admission: str = "reserve",
+        cached_answers: bool = False,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...  # computed tokens, and earliest ends
     def faster(self, speed: float) -> Workload: ...
     @property
     def block_tokens(self) -> int: ...
@@ -901,6 +910,10 @@ def simulate(
     think_slo_seconds: float | None = None,
     routers: int = 1,
     sharing_seconds: float | None = None,
+    cached_answers: bool = False,
+    host_tier: tuple[float, float, float] | None = None,  # capacity, seconds per token, step ratio
+    tiers: str = "auto",
+    tier_load_ratio: float = 0.02,
     programs: str = "none",
     program_settings: Mapping[str, float] | None = None,
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; releases the interpreter lock

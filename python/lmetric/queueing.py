@@ -88,6 +88,72 @@ class Swap:
         return size / (self.gigabytes_per_second * 1e9), int(self.host_gigabytes * 1e9 / size)
 
 
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """Host memory that keeps a copy of an engine's KV blocks, as vLLM's OffloadingConnector does.
+
+    Every block is copied to the host when it is computed. A request whose prompt has more leading
+    blocks in the host than on the GPU loads them before its prefill. The host drops the least
+    recently used blocks. The default bandwidth is an assumption: a PCIe 5.0 x16 link (64 GB/s
+    nominal).
+    """
+
+    capacity: float = 2.0  # blocks, relative to the GPU's
+    gigabytes_per_second: float = 50.0  # to the GPU
+    step_ratio: float = 0.0  # seconds that the next step takes longer, per second of a load
+
+    def __post_init__(self) -> None:
+        if not (
+            1e-6 <= self.capacity <= 1e6
+            and 0 < self.gigabytes_per_second <= 1e6
+            and 0 <= self.step_ratio <= 1
+        ):
+            raise BadValueError(
+                f"host_tier: capacity {self.capacity:g}, {self.gigabytes_per_second:g} GB/s, step_ratio "
+                f"{self.step_ratio:g} is not valid; expected a capacity and GB/s above 0, and a step_ratio "
+                "from 0 to 1"
+            )
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, float] | Self | None) -> Self | None:
+        """Reads ``2`` (twice the GPU's blocks), ``2,50`` (GB/s), or a mapping of the fields.
+
+        Returns None for ``none`` and None.
+
+        Raises:
+            BadValueError: another value.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.strip() == "none":
+            return None
+        fields: dict[str, object] = dict(value) if isinstance(value, Mapping) else {}
+        if isinstance(value, str):
+            parts = [_number(part.strip().removesuffix("GB/s")) for part in value.split(",")]
+            names = ("capacity", "gigabytes_per_second")
+            fields = dict(zip(names, parts, strict=False)) if len(parts) <= len(names) else {"": None}
+        try:
+            return cls(**fields)  # type: ignore[arg-type]
+        except TypeError:
+            raise BadValueError(
+                f"host_tier {value!r} is not valid; expected none, or the capacity relative to the GPU's and "
+                'GB/s, e.g. "2,50"'
+            ) from None
+
+    def constants(self, profile: Profile) -> tuple[float, float, float]:
+        """Relative capacity, seconds to load a token, and step ratio.
+
+        Raises:
+            BadValueError: the profile has no `kv_bytes_per_token`.
+        """
+        if profile.kv_bytes_per_token is None:
+            raise BadValueError(
+                "host_tier: the profile has no kv_bytes_per_token; add it, or set host_tier to none"
+            )
+        seconds = profile.kv_bytes_per_token / (self.gigabytes_per_second * 1e9)
+        return self.capacity, seconds, self.step_ratio
+
+
 def _number(text: str) -> float | None:
     try:
         return float(text)

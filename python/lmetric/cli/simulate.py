@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Signals = StrEnum("Signals", {"exact": "exact", "step_end": "step_end", "delayed": "delayed"})
 Admission = StrEnum("Admission", {"reserve": "reserve", "vllm": "vllm"})
 Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
+TierUse = StrEnum("TierUse", {"auto": "auto", "all": "all", "off": "off"})
 Binding = StrEnum("Binding", {"early": "early", "late": "late"})
 Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
 
@@ -187,6 +188,39 @@ def _command(
             rich_help_panel=ENGINES,
         ),
     ] = None,
+    cached_answers: Annotated[
+        bool,
+        typer.Option(
+            "--cached-answers",
+            help="The next turn's prompt finds the blocks of an answer; needs --admission vllm.",
+            rich_help_panel=ENGINES,
+        ),
+    ] = False,
+    host_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIMES[,GB/S]",
+            help="Host memory with a copy of the KV blocks: capacity relative to the GPU's, and bandwidth.",
+            show_default="none",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    tiers: Annotated[
+        TierUse | None,
+        typer.Option(
+            help="Tiers below the GPU whose blocks count in scores.",
+            show_default="auto",
+            rich_help_panel=_SIGNALS,
+        ),
+    ] = None,
+    tier_load_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to load a token from such a tier over seconds to compute it.",
+            show_default="0.02",
+            rich_help_panel=_SIGNALS,
+        ),
+    ] = None,
     index: Annotated[
         Index,
         typer.Option(
@@ -300,7 +334,7 @@ def _command(
     """
     from lmetric import options
     from lmetric.cli.show import note, print_text, warn_unscored
-    from lmetric.queueing import Swap
+    from lmetric.queueing import HostTier, Swap
     from lmetric.sim.pools import Roles, Transfer
     from lmetric.sim.run import resolve_fleet
     from lmetric.sim.setups import Setup, TraceChoice, trace_label
@@ -336,6 +370,7 @@ def _command(
                 )
     Transfer.of(transfer)
     Swap.of(preempt)
+    HostTier.of(host_tier)
     for name, value in (("--speed", speed), ("--duration", duration), ("--report-period", report_period)):
         if value is not None and not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
@@ -352,7 +387,8 @@ def _command(
         "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo, "routers": routers, "sharing_seconds": sharing,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
-        "preempt": preempt,
+        "preempt": preempt, "host_tier": host_tier, "cached_answers": cached_answers or None,
+        "tiers": tiers and str(tiers), "tier_load_ratio": tier_load_ratio,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,
     }  # fmt: skip

@@ -38,8 +38,9 @@ class Prompts(Protocol):
 class Player:
     """Sends `trace` to `client`'s server. `records` has all requests sent so far, in order.
 
-    A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. The end
-    of the previous answer also counts if that request failed: the conversation continues.
+    A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. With
+    ``trace.joins``, the last end counts. The end of an answer also counts if that request failed:
+    the conversation continues.
     """
 
     def __init__(self, trace: Trace, client: Sender, prompts: Prompts) -> None:
@@ -52,6 +53,7 @@ class Player:
         self._sending: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
         self._feeding: asyncio.Task[None] | None = None
+        self._awaited = trace.awaited()
         # End of each answer with a waiting request, seconds since the start.
         self._ends: dict[int, asyncio.Future[float]] = {}
 
@@ -67,10 +69,9 @@ class Player:
     async def run(self) -> None:
         """Send everything and wait for every answer; returns early after `stop`."""
         start = time.monotonic()
-        if self.trace.previous is not None:
-            loop = asyncio.get_running_loop()
-            awaited = self.trace.previous[self.trace.previous >= 0].tolist()
-            self._ends = {index: loop.create_future() for index in awaited}
+        loop = asyncio.get_running_loop()
+        earlier = {index for each in self._awaited.values() for index in each}
+        self._ends = {index: loop.create_future() for index in sorted(earlier)}
         try:
             self._feeding = asyncio.create_task(self._feed(start))
             await asyncio.wait([self._feeding])
@@ -93,14 +94,13 @@ class Player:
             # Without a pause, the first overdue request is written only after all others are
             # created.
             await asyncio.sleep(max(0.0, start + record.due - time.monotonic()))
-            if self.trace.previous is None or self.trace.previous[record.index] < 0:
+            if record.index not in self._awaited:
                 self._send(record, body, start)
             else:
                 self._track(self._waiting, self._send_after(record, body, start))
 
     async def _send_after(self, record: Record, body: bytes, start: float) -> None:
-        assert self.trace.previous is not None
-        end = await asyncio.shield(self._ends[int(self.trace.previous[record.index])])
+        end = max([await asyncio.shield(self._ends[index]) for index in self._awaited[record.index]])
         think = 0.0 if self.trace.think_seconds is None else float(self.trace.think_seconds[record.index])
         record.due = max(record.due, end + think)
         await asyncio.sleep(max(0.0, start + record.due - time.monotonic()))

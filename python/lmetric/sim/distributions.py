@@ -14,10 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from lmetric._core import BadValueError
+
 _MOST_TOKENS = 2**31 - 1
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class SyntheticError(BadValueError):
+    """An invalid description, or one without a request. The message names the fields."""
 
 
 class Described(BaseModel):

@@ -38,8 +38,9 @@ from lmetric.options import (
 )
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
-from lmetric.queueing import Swap
+from lmetric.queueing import HostTier, Swap
 from lmetric.sim.pools import Roles, Transfer
+from lmetric.sim.programs import PROGRAM_SHARE, has_programs
 from lmetric.sim.pulls import constants
 from lmetric.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
 from lmetric.sim.traces import Trace, load_trace
@@ -56,6 +57,8 @@ MoveBy = Literal["kv", "recompute"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
 SwapLike = str | Mapping[str, float] | Swap | None
+HostTierLike = str | Mapping[str, float] | HostTier | None
+Tiers = Literal["auto", "all", "off"]
 PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
 
@@ -93,10 +96,13 @@ class Run:
     reschedule: str  # method of migrations
     seed: int
     arrival_seconds: NDArray[np.float64]  # closed loop: after the previous answer
+    hold_seconds: NDArray[np.float64]  # from the arrival to the placement; 0: not held
     instance: NDArray[np.int64]
     input_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]  # at least 1, from the prefill
     hit_tokens: NDArray[np.int64]  # prompt tokens found in the cache when first admitted
+    loaded_tokens: NDArray[np.int64]  # part of hit_tokens that came from the host tier
+    computed_tokens: NDArray[np.int64]  # prefill tokens, again after preemptions
     hit_blocks: NDArray[np.int64]
     prompt_blocks: NDArray[np.int64]
     predicted_hit_tokens: NDArray[np.int64]  # prediction of the router
@@ -134,6 +140,13 @@ class Run:
     oom: int  # preemptions because an engine ran out of memory
     stalled: int  # engines that stopped forever, above the profile's decode_throughput
     wall_seconds: float
+    # The program of each request, -1: none; None: no program has several requests, and the two
+    # columns below are missing, too.
+    programs: NDArray[np.int64] | None = None
+    min_computed_tokens: NDArray[np.int64] | None = None  # even if no cache ever drops a block
+    # Earliest end of each request if its program were alone, under a cache without an end: a lower
+    # bound.
+    ideal_finished_seconds: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_seconds)
@@ -191,16 +204,20 @@ class Run:
         slo_ttft_seconds: float | None = None,
         slo_tpot_seconds: float | None = None,
         share: tuple[float, float] = (0.0, 1.0),
+        program_share: tuple[float, float] = PROGRAM_SHARE,
     ) -> RunFigures:
-        """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run.
+        """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run, and the
+        figures of programs if a program has several requests.
 
         Args:
             slo_ttft_seconds: maximum TTFT of answers that count as goodput; None: no bound.
             slo_tpot_seconds: maximum TPOT of answers that count as goodput; None: no bound.
             share: the requests to summarize, as fractions in order of arrival: ``(0.1, 0.9)``
                 excludes the first and the last tenth.
+            program_share: the programs to summarize, as fractions in order of arrival; default:
+                without the first tenth.
         """
-        return figures(self, Slo(slo_ttft_seconds, slo_tpot_seconds), share)
+        return figures(self, Slo(slo_ttft_seconds, slo_tpot_seconds), share, program_share)
 
     def to_pandas(self) -> pandas.DataFrame:
         """A data frame with one row per request, in trace order.
@@ -239,6 +256,10 @@ class Run:
         if shown.hit_ratio is not None:
             rows.append(("cached prompt tokens", f"{shown.hit_ratio:.1%}"))
         rows.append(("throughput", f"{shown.requests_per_second:.3g} requests/s"))
+        if (programs := shown.programs) is not None and programs.jct_mean_seconds is not None:
+            jct = f"mean {programs.jct_mean_seconds:.4g} s, p95 {programs.jct_p95_seconds:.4g} s"
+            rows.append(("job completion", jct))
+            rows.append(("recomputed tokens", f"{programs.recomputed_share:.1%}"))
         return rows
 
     def __repr__(self) -> str:
@@ -324,9 +345,11 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
     block_tokens = resolve_profile(profile).block_tokens
     columns = {
         name: np.ascontiguousarray(column)
-        for name in ("think_tokens", "previous", "think_seconds", "sessions")
+        for name in ("think_tokens", "previous", "think_seconds", "sessions", "finish")
         if (column := getattr(trace, name, None)) is not None
     }
+    if trace.joins is not None:
+        columns["joins"] = np.ascontiguousarray(trace.joins, np.int64).ravel()
     core = _core.Workload(
         np.ascontiguousarray(trace.arrival_seconds, np.float64),
         np.ascontiguousarray(trace.input_tokens, np.int64),
@@ -383,6 +406,10 @@ def simulate(
     think_slo_seconds: float | None = None,
     routers: int = 1,
     sharing_seconds: float | None = None,
+    cached_answers: bool = False,
+    host_tier: HostTierLike = None,
+    tiers: Tiers = "auto",
+    tier_load_ratio: float = 0.02,
     **old: Any,
 ) -> Run:
     """Simulate a trace on a fleet. Equal arguments give equal columns.
@@ -474,6 +501,15 @@ def simulate(
         routers: number of routers. Each request arrives at a random one (by `seed`). All routers
             see the engines, but not each other's requests.
         sharing_seconds: seconds between load messages among the routers; None: no messages.
+        cached_answers: whether the next turn's prompt finds the blocks of an answer in the cache,
+            as on vLLM; needs admission ``"vllm"``. False: it finds the blocks of prompts alone.
+        host_tier: host memory of each engine that keeps a copy of its KV blocks
+            (`lmetric.queueing.HostTier`), with admission ``"vllm"``. ``"2"``: twice the blocks of
+            the GPU; ``"2, 50"``: loaded with 50 GB/s; or a mapping. None or ``"none"``: no host
+            tier.
+        tiers: as for `lmetric.Router`: the tiers below the GPU whose blocks count in scores.
+        tier_load_ratio: as for `lmetric.Router`: seconds to load one token from such a tier,
+            divided by the seconds to compute it.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, or a request that fits no engine.
@@ -557,11 +593,20 @@ def simulate(
         think_slo_seconds=think_slo_seconds,
         routers=routers,
         sharing_seconds=sharing_seconds,
+        cached_answers=cached_answers,
+        host_tier=None if (tier := HostTier.of(host_tier)) is None else tier.constants(chosen),
+        tiers=tiers,
+        tier_load_ratio=tier_load_ratio,
         roles=None if pools is None else pools.each(),
         **(_continued(routing, prefill) if continued else {}),
         **_transferred(routing.prefix_fetch, Transfer.of(transfer), chosen, continued),
     )
     wall_seconds = time.perf_counter() - started
+    if has_programs(workload.trace):
+        columns["programs"] = workload.trace.program_of
+        columns["min_computed_tokens"], columns["ideal_finished_seconds"] = workload.core.ideal(
+            each, admission=admission, cached_answers=cached_answers
+        )
     block = chosen.block_tokens
     timeline = Timeline(
         timeline_seconds,

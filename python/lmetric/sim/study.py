@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from hashlib import sha256
 from statistics import fmean
@@ -13,6 +13,7 @@ from lmetric._core import LmetricError
 from lmetric.sim import max_load
 from lmetric.sim.backends import Backend
 from lmetric.sim.max_load import MaxLoad, Rule
+from lmetric.sim.programs import ProgramFigures
 from lmetric.sim.setups import Result, Setup, TraceChoice, named, run
 from lmetric.sim.store import Store
 from lmetric.sim.study_file import Study
@@ -213,9 +214,18 @@ def _told(cell: Cell) -> dict[str, Any]:
         "goodput_tokens_per_second": spread(lambda r: r.figures.goodput.tokens_per_second),
         "goodput_share": spread(lambda result: result.figures.goodput.share),
     }
+    if first.figures.programs is not None:
+        told["programs"] = {
+            each.name: spread(partial(_of_programs, name=each.name)) for each in fields(ProgramFigures)
+        }
     for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
         told[name] = {part: spread(partial(latency, name=name, part=part)) for part in _PARTS}
     return told
+
+
+def _of_programs(result: Result, name: str) -> float | None:
+    programs = result.figures.programs
+    return None if programs is None else getattr(programs, name)
 
 
 def latency(result: Result, name: str, part: str) -> float | None:

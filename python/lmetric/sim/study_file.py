@@ -17,10 +17,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from lmetric import _deprecated, options
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
-from lmetric.config.kinds import OptionError
+from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
-from lmetric.queueing import Swap, checked_order
+from lmetric.queueing import HostTier, Swap, checked_order
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
@@ -70,6 +70,13 @@ def _option(what: str) -> BeforeValidator:
 def _swap(value: str) -> str:
     Swap.of(value)
     return value
+
+
+def _host_tier(value: Any) -> Any:
+    text = f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if isinstance(text, str):
+        HostTier.of(text)
+    return text
 
 
 Listed = BeforeValidator(_listed)
@@ -202,6 +209,22 @@ class SettingsEntry(Strict):
     )
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
         None, description="KV cache of preempted requests: recompute, or swap:GB/S"
+    )
+    host_tier: Annotated[list[Annotated[str, BeforeValidator(_host_tier)]], Listed] | None = Field(
+        None,
+        description="host memory with a copy of the KV blocks: none, or its capacity relative to the GPU's, "
+        "and GB/s: 2,50",
+    )
+    cached_answers: Annotated[list[bool], Listed] | None = Field(
+        None, description="the next turn's prompt finds the blocks of an answer; needs admission vllm"
+    )
+    tiers: Annotated[list[Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD]], Listed] | None = Field(
+        None, description="tiers below the GPU whose blocks count in scores; default: auto"
+    )
+    tier_load_ratio: Annotated[list[NotNegative], Listed] | None = Field(
+        None,
+        description="seconds to load one token from such a tier, divided by the seconds to compute it; "
+        "default: 0.02",
     )
     priority: Annotated[list[Any], _option("priority")] | None = Field(
         None, description="numbers for the local order priority, from the router as in a server"

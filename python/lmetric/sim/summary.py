@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lmetric._core import BadValueError
+from lmetric.sim.programs import PROGRAM_SHARE, ProgramFigures, program_figures
 
 if TYPE_CHECKING:
     from lmetric.sim.run import Run
@@ -138,6 +139,7 @@ class RunFigures:
     slow_token_share: float | None = None  # share of token gaps above the SLO; None: no gap
     tbt_p50_seconds: float | None = None  # time between tokens, over the whole run, to 1%
     tbt_p99_seconds: float | None = None
+    programs: ProgramFigures | None = None  # None: no program has several requests
 
 
 def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.int64]:
@@ -147,8 +149,13 @@ def measured(arrival_seconds: Floats, share: tuple[float, float]) -> NDArray[np.
     return order[round(share[0] * len(order)) : round(share[1] * len(order))]
 
 
-def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunFigures:
-    """The figures of a `share` of a run's requests.
+def figures(
+    run: Run,
+    slo: Slo,
+    share: tuple[float, float] = (0.0, 1.0),
+    program_share: tuple[float, float] = PROGRAM_SHARE,
+) -> RunFigures:
+    """The figures of a `share` of a run's requests, and of a share of its programs.
 
     Times are on the simulated clock. TTFT and end to end start at the arrival. Rates cover the time
     from the first measured arrival to the last measured end.
@@ -194,6 +201,7 @@ def figures(run: Run, slo: Slo, share: tuple[float, float] = (0.0, 1.0)) -> RunF
         slow_token_share=int(slow.sum()) / gaps if gaps else None,
         tbt_p50_seconds=run.gap_seconds(0.5),
         tbt_p99_seconds=run.gap_seconds(0.99),
+        programs=program_figures(run, program_share),
     )
 
 

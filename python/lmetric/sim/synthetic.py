@@ -9,6 +9,9 @@ identical traces::
      turns: {quantiles: {0: 1, 1: 8}}, think_seconds: {p50: 10, p90: 60},
      prefixes: {count: 20, zipf: 1.0, tokens: 1000}}
 
+``{synthetic: agents, seed: 1}`` makes agent programs (`lmetric.sim.agents`), with defaults for all
+keys.
+
 `lengths: sharegpt-like` sets both lengths (`lmetric.sim.distributions.LENGTHS`).
 
 Each purpose (arrivals, lengths, prefixes, ...) has its own random stream, so a change of one leaves
@@ -22,13 +25,13 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
-from lmetric._core import BadValueError
+from lmetric.sim.agents import AgentsTrace
 from lmetric.sim.distributions import (
     LENGTHS,
     Described,
@@ -38,6 +41,7 @@ from lmetric.sim.distributions import (
     Kind,
     LogNormal,
     Quantiles,
+    SyntheticError,
     check_shares,
     draw,
     draw_whole,
@@ -48,10 +52,6 @@ Number = TypeVar("Number", np.float64, np.int64)
 
 _MOST_REQUESTS = 5_000_000
 _MOST_BLOCKS = 200_000_000
-
-
-class SyntheticError(BadValueError):
-    """An invalid description, or one without a request. The message names the fields."""
 
 
 class Gamma(Described):
@@ -363,11 +363,12 @@ class SessionsTrace(_Synthetic):
         )
 
 
-SyntheticTrace = Annotated[RequestsTrace | SessionsTrace, Field(discriminator="synthetic")]
-_ADAPTER: TypeAdapter[RequestsTrace | SessionsTrace] = TypeAdapter(SyntheticTrace)
+AnySynthetic = RequestsTrace | SessionsTrace | AgentsTrace
+SyntheticTrace = Annotated[AnySynthetic, Field(discriminator="synthetic")]
+_ADAPTER: TypeAdapter[AnySynthetic] = TypeAdapter(SyntheticTrace)
 
 
-def read_synthetic(description: str) -> RequestsTrace | SessionsTrace:
+def read_synthetic(description: str) -> AnySynthetic:
     """Reads the path of a YAML file, or YAML text that begins with a brace.
 
     Raises:
@@ -385,13 +386,12 @@ def read_synthetic(description: str) -> RequestsTrace | SessionsTrace:
     return check_synthetic(content, where)
 
 
-def check_synthetic(content: Any, where: str) -> RequestsTrace | SessionsTrace:
+def check_synthetic(content: Any, where: str) -> AnySynthetic:
     """Checks a description. Raises `SyntheticError` with `where` and every invalid field."""
-    kinds = [kind.model_fields["synthetic"].default for kind in (RequestsTrace, SessionsTrace)]
+    kinds = [kind.model_fields["synthetic"].default for kind in get_args(AnySynthetic)]
     if not isinstance(content, Mapping) or content.get("synthetic") not in kinds:
-        raise SyntheticError(
-            f"synthetic trace {where}: expected a mapping with synthetic: {' or '.join(kinds)}"
-        )
+        known = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        raise SyntheticError(f"synthetic trace {where}: expected a mapping with synthetic: {known}")
     try:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:

@@ -57,10 +57,38 @@ _POOLS = ("pools", (
 ))  # fmt: skip
 
 
+def _of_programs(title: str, name: str, scale: float = 1.0, digits: int = 1, better: int = -1) -> Column:
+    def of(result: Result) -> float | None:
+        programs = result.figures.programs
+        return None if programs is None else getattr(programs, name)
+
+    return Column(title, of, scale, digits, better)
+
+
+# Only with programs of several requests, behind the last head.
+_PROGRAMS = (
+    ("job completion, s", (
+        _of_programs("mean", "jct_mean_seconds"),
+        _of_programs("p50", "jct_p50_seconds"),
+        _of_programs("p95", "jct_p95_seconds"),
+        _of_programs("max stretch", "stretch_max"),
+    )),
+    ("programs", (
+        _of_programs("turns/min", "turns_per_minute", better=1),
+        _of_programs("recomputed, %", "recomputed_share", 100),
+        _of_programs("max hold, s", "max_hold_seconds"),
+    )),
+)  # fmt: skip
+
+
 def table_of(results: Iterable[Result]) -> Table:
-    """`TABLE`, with the columns of pools if a result has pools."""
+    """`TABLE`, with the columns of pools if a result has pools, and of programs if a result has
+    programs."""
+    results = list(results)
     pools = any(result.figures.decode_policy is not None for result in results)
-    return (*TABLE[:-1], _POOLS, TABLE[-1]) if pools else TABLE
+    table = (*TABLE[:-1], _POOLS, TABLE[-1]) if pools else TABLE
+    programs = any(result.figures.programs is not None for result in results)
+    return (*table, *_PROGRAMS) if programs else table
 
 
 @dataclass(frozen=True, slots=True)

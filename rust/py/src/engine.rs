@@ -95,7 +95,7 @@ impl Engine {
         };
         let order = Order::named(order, 0, TokenSlo::same(order_slo_seconds)).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
-        let settings = Settings { admission, order, preempt: preempt(swap), kv_events };
+        let settings = Settings { admission, order, preempt: preempt(swap), host: None, kv_events };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;
         Ok(Engine { engine, submitted: 0 })
     }
@@ -159,11 +159,11 @@ impl Engine {
         let list = PyList::empty(py);
         for event in &log.events {
             match event {
-                KvEvent::Stored { parent, hashes, tokens, salt } => {
+                KvEvent::Stored { parent, hashes, tokens, salt, .. } => {
                     let (hashes, tokens) = (&log.hashes[hashes.clone()], &log.tokens[tokens.clone()]);
                     list.append(("stored", *parent, hashes.to_vec(), tokens.to_vec(), salt.as_deref()))?;
                 }
-                KvEvent::Removed { hashes } => {
+                KvEvent::Removed { hashes, .. } => {
                     log.hashes[hashes.clone()].iter().try_for_each(|hash| list.append(("removed", *hash)))?;
                 }
                 KvEvent::Cleared => list.append(("cleared",))?,

@@ -7,13 +7,14 @@ use crate::{policies, router};
 use lmetric_core::CoreError;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::router::{IndexFeed, RouterConfig};
+use lmetric_core::kv::tiers::TierUse;
+use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile, Pulling,
-    Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, HostTier, MoveBy, Order, Outcome, Overlap, Policies, Profile,
+    Pulling, Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
 };
 use lmetric_study::REGISTRY;
-use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -21,6 +22,8 @@ use pyo3::types::PyDict;
 const MOST_ROUTERS: u32 = 1024;
 /// Decision records are not read after a run, so only the latest few are kept.
 const RECEIPT_BYTES: usize = 64 << 10;
+
+type Column<'py, T> = Bound<'py, PyArray1<T>>;
 
 /// A trace prepared for engines with blocks of `block_tokens` tokens. Block hashes of prompts are
 /// chained once and shared by all runs over the trace, in any thread and at any arrival speed.
@@ -34,7 +37,7 @@ pub struct Workload {
 impl Workload {
     #[new]
     #[pyo3(signature = (arrival_seconds, input_tokens, output_tokens, hash_offsets, hash_ids, *, trace_block_tokens,
-        block_tokens, think_tokens=None, previous=None, think_seconds=None, sessions=None))]
+        block_tokens, think_tokens=None, previous=None, think_seconds=None, sessions=None, joins=None, finish=None))]
     fn new(
         py: Python<'_>,
         arrival_seconds: PyReadonlyArray1<'_, f64>,
@@ -48,6 +51,8 @@ impl Workload {
         previous: Option<PyReadonlyArray1<'_, i64>>,
         think_seconds: Option<PyReadonlyArray1<'_, f64>>,
         sessions: Option<PyReadonlyArray1<'_, i64>>,
+        joins: Option<PyReadonlyArray1<'_, i64>>,
+        finish: Option<PyReadonlyArray1<'_, i64>>,
     ) -> Result<Workload> {
         let trace = Trace {
             arrival_seconds: column(&arrival_seconds)?,
@@ -60,6 +65,8 @@ impl Workload {
             previous: optional(previous.as_ref())?,
             think_seconds: optional(think_seconds.as_ref())?,
             sessions: optional(sessions.as_ref())?,
+            joins: optional(joins.as_ref())?,
+            finish: optional(finish.as_ref())?,
         };
         Ok(Workload { inner: py.detach(|| lmetric_sim::Workload::new(&trace, block_tokens))? })
     }
@@ -68,6 +75,27 @@ impl Workload {
     /// `BadValueError`.
     fn faster(&self, speed: f64) -> Result<Workload> {
         Ok(Workload { inner: self.inner.faster(speed)? })
+    }
+
+    /// Returns two columns for engines with these profiles: the prompt tokens that must be computed
+    /// even under a cache without an end, and the earliest end of each request alone on such an
+    /// engine, in seconds. Raises `BadValueError`.
+    #[pyo3(signature = (profiles, *, admission="reserve", cached_answers=false))]
+    fn ideal<'py>(
+        &self,
+        py: Python<'py>,
+        profiles: Vec<Bound<'py, PyAny>>,
+        admission: &str,
+        cached_answers: bool,
+    ) -> Result<(Column<'py, i64>, Column<'py, f64>)> {
+        let profiles = profiles.iter().map(profile).collect::<PyResult<Vec<Profile>>>()?;
+        let admission = admission_of(admission)?;
+        let (computed, ends) = py.detach(|| {
+            let computed = self.inner.min_computed_tokens(admission, cached_answers);
+            let ends = self.inner.ideal_finished_seconds(&profiles, &computed);
+            (computed, ends)
+        });
+        Ok((computed.into_pyarray(py), ends.into_pyarray(py)))
     }
 
     #[getter]
@@ -103,7 +131,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
     migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
-    think_slo_seconds=None, routers=1, sharing_seconds=None, programs="none", program_settings=None))]
+    think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, host_tier=None, tiers="auto",
+    tier_load_ratio=0.02, programs="none", program_settings=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -154,6 +183,10 @@ fn simulate<'py>(
     think_slo_seconds: Option<f64>,
     routers: u32,
     sharing_seconds: Option<f64>,
+    cached_answers: bool,
+    host_tier: Option<(f64, f64, f64)>,
+    tiers: &str,
+    tier_load_ratio: f64,
     programs: &str,
     program_settings: Option<&Bound<'py, PyDict>>,
 ) -> Result<Bound<'py, PyDict>> {
@@ -202,13 +235,15 @@ fn simulate<'py>(
             unshared: transfer_unshared,
         },
         pulling: Pulling { holder_seconds: pull_holder_seconds, waits: pull_waits, pinned: pull_pinned },
-        admission: match admission {
-            "reserve" => Admission::Reserve,
-            "vllm" => Admission::Vllm,
-            other => return Err(unknown("admission", other, "reserve or vllm").into()),
-        },
+        admission: admission_of(admission)?,
+        cached_answers,
         order: Order::named(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         preempt: preempt(swap),
+        host: host_tier.map(|(capacity_ratio, seconds_per_token, step_ratio)| HostTier {
+            capacity_ratio,
+            seconds_per_token,
+            step_ratio,
+        }),
         priorities: crate::priorities::priorities_of(priority, priority_settings)?,
         sharing_seconds,
         signals: Signals { token_stride, ..seen },
@@ -227,6 +262,10 @@ fn simulate<'py>(
             // raise an error.
             colocate: false,
             unlimited_prefill,
+            tiers: TierConfig {
+                counted: router::named("tiers", tiers, &TierUse::NAMES)?,
+                load_ratio: tier_load_ratio,
+            },
             programs: crate::programs::programs_of(programs, program_settings)?,
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
@@ -260,6 +299,14 @@ fn simulate<'py>(
     Ok(columns(py, outcome, config.profiles.len())?)
 }
 
+fn admission_of(name: &str) -> Result<Admission> {
+    match name {
+        "reserve" => Ok(Admission::Reserve),
+        "vllm" => Ok(Admission::Vllm),
+        other => Err(unknown("admission", other, "reserve or vllm").into()),
+    }
+}
+
 /// Token SLO for answer tokens and, if it differs, for reasoning tokens.
 fn slo(answer_seconds: f64, think_seconds: Option<f64>) -> TokenSlo {
     TokenSlo { answer_seconds, think_seconds: think_seconds.unwrap_or(answer_seconds) }
@@ -271,6 +318,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     let dict = PyDict::new(py);
     for (name, times) in [
         ("arrival_seconds", records.arrival_seconds),
+        ("hold_seconds", records.hold_seconds),
         ("scheduled_seconds", records.scheduled_seconds),
         ("first_token_seconds", records.first_token_seconds),
         ("finished_seconds", records.finished_seconds),
@@ -283,6 +331,8 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     }
     for (name, counts) in [
         ("instance", records.instance),
+        ("computed_tokens", records.computed_tokens),
+        ("loaded_tokens", records.loaded_tokens),
         ("predicted_hit_tokens", records.predicted_hit_tokens),
         ("hit_tokens", records.hit_tokens),
         ("preemptions", records.preemptions),

@@ -9,6 +9,7 @@
 use crate::events::KvLog;
 use crate::pool::ChainHasher;
 use hashbrown::HashMap;
+use lmetric_core::kv::tiers::Tier;
 use std::hash::BuildHasherDefault;
 
 /// A prefix cache of a fixed number of blocks, with a list of runs from the least to the most
@@ -23,6 +24,8 @@ pub struct PrefixCache {
     /// it.
     by_first: HashMap<u64, u32, BuildHasherDefault<ChainHasher>>,
     capacity: usize,
+    /// The tier whose removals it reports.
+    tier: Tier,
     held: usize,
     /// The runs of the current prompt.
     path: Vec<u32>,
@@ -38,13 +41,14 @@ struct Run {
 const RING: u32 = 0;
 
 impl PrefixCache {
-    /// An empty cache of `capacity` blocks.
-    pub fn new(capacity: u32) -> PrefixCache {
+    /// An empty cache of `capacity` blocks in a tier.
+    pub fn new(capacity: u32, tier: Tier) -> PrefixCache {
         PrefixCache {
             runs: vec![Run::default()],
             vacant: Vec::new(),
             by_first: HashMap::default(),
             capacity: capacity as usize,
+            tier,
             held: 0,
             path: Vec::new(),
         }
@@ -87,7 +91,7 @@ impl PrefixCache {
 
     /// Empties the cache.
     pub fn clear(&mut self) {
-        *self = PrefixCache::new(self.capacity as u32);
+        *self = PrefixCache::new(self.capacity as u32, self.tier);
     }
 
     /// Returns the run at the chain's begin, the number of its equal blocks, and whether the whole
@@ -131,7 +135,7 @@ impl PrefixCache {
             let hashes = &mut self.runs[oldest as usize].hashes;
             let stay = hashes.len().saturating_sub(self.held + blocks - self.capacity);
             self.held -= hashes.len() - stay;
-            hashes[stay..].iter().rev().for_each(|&hash| log.removed(hash));
+            hashes[stay..].iter().rev().for_each(|&hash| log.removed(self.tier, hash));
             if stay > 0 {
                 hashes.truncate(stay);
             } else {
@@ -218,7 +222,7 @@ mod tests {
             capacity in 1u32..60,
             steps in prop::collection::vec((any::<bool>(), 0u64..3, 0u64..20, 0u64..3, 1u64..40), 1..80),
         ) {
-            let mut cache = PrefixCache::new(capacity);
+            let mut cache = PrefixCache::new(capacity, Tier::Gpu);
             let mut naive = Naive { capacity: capacity as usize, ..Naive::default() };
             let mut log = KvLog { on: true, ..KvLog::default() };
             for (insert, family, fork, member, length) in steps {

@@ -14,14 +14,14 @@
 //! `arrive` and runs one segment of its plan at a time; `handover` leads from one segment to the
 //! next.
 use crate::engine::order::Order;
-use crate::engine::{Admission, Engine, Preempt, Prompt, Request};
+use crate::engine::{Admission, Engine, HostTier, Preempt, Prompt, Request};
 use crate::gaps::{GapHistogram, Gaps, Makes, TokenGaps, TokenSlo};
 use crate::profile::Profile;
 use crate::record::{Quantity, Records, Timeline};
 use crate::routers::{Policies, Routers};
 use crate::signals::Signals;
 use crate::transfer::{Links, Transfer};
-use crate::workload::Workload;
+use crate::workload::{Waiting, Workload};
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
@@ -30,7 +30,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
-use lmetric_core::program::{TurnId, Verdict};
+use lmetric_core::program::{Finish, TurnId, Verdict};
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig, Split};
 pub use pulls::Pulling;
@@ -56,10 +56,15 @@ pub struct ClusterConfig {
     pub pulling: Pulling,
     /// How requests get memory.
     pub admission: Admission,
+    /// Whether the next turn's prompt finds the blocks of an answer in the cache, as on real
+    /// engines: only under [`Admission::Vllm`]. Else it finds the blocks of prompts alone.
+    pub cached_answers: bool,
     /// The local order of the engines.
     pub order: Order,
     /// Handling of the KV of requests that go back into a queue.
     pub preempt: Preempt,
+    /// The host-memory tier of each engine; `None`: they have none.
+    pub host: Option<HostTier>,
     /// Source of the numbers for the order `priority`; a session is a tenant. `None`: all requests
     /// have 0.
     pub priorities: Option<Priorities>,
@@ -129,6 +134,8 @@ enum Event {
     Prefilled { request: u32 },
     /// An instance whose last step was seen before its end may begin the next step.
     Free { instance: u32 },
+    /// Blocks have arrived from an instance's host tier.
+    Loaded { instance: u32 },
     /// The KV of a segment has arrived at the next segment's instance.
     HandOver { request: u32 },
     /// The holder of a prefix can send it.
@@ -198,6 +205,8 @@ struct Cluster<'a> {
     links: Links,
     /// Prefix fetches that have not ended, by request.
     pulls: HashMap<u32, UnderWay>,
+    /// Requests that wait for others.
+    waiting: Waiting,
     /// The running part of each request, and whether its engine has made a token of it.
     parts: Vec<Part>,
     started: Vec<bool>,
@@ -314,6 +323,11 @@ impl Cluster<'_> {
             Event::Step { .. } => {}
             Event::Prefilled { request } => self.prefilled(request as usize)?,
             Event::Free { instance } => self.free(instance as usize),
+            Event::Loaded { instance } => {
+                if self.instances[instance as usize].state == State::Idle {
+                    self.free(instance as usize);
+                }
+            }
             Event::HandOver { request } => self.hand_over(request as usize)?,
             Event::PullBegins { request } => self.begin_pull(request as usize),
             Event::PullEnds { request } => self.end_pull(request as usize)?,
@@ -386,6 +400,7 @@ impl Cluster<'_> {
         observer.sent(request as u64, self.now)?;
         self.priorities[request] = decision.priority.map_or(0, |priority| priority.value);
         let instance = decision.segment.instance.index();
+        self.records.hold_seconds[request] = self.now - self.records.arrival_seconds[request];
         self.records.instance[request] = instance as i64;
         self.records.predicted_hit_tokens[request] = i64::from(decision.predicted_hit_tokens);
         if let Some(next) = decision.next {
@@ -462,6 +477,7 @@ impl Cluster<'_> {
                     self.records.scheduled_seconds[request] = self.now;
                     self.records.hit_tokens[request] = i64::from(admitted.cached_tokens);
                     self.records.pulled_tokens[request] = i64::from(admitted.pulled_tokens);
+                    self.records.loaded_tokens[request] = i64::from(admitted.loaded_tokens);
                 }
             }
             let whole = events.preempted.iter().filter(|id| ahead_of(**id).is_none());
@@ -479,6 +495,8 @@ impl Cluster<'_> {
             if let Some(end) = end {
                 self.instances[instance].state = State::Stepping;
                 self.expect(instance, end);
+            } else if let Some(end) = self.engines[instance].next_load() {
+                self.at(end, Event::Loaded { instance: instance as u32 });
             }
         }
         ready.clear();
@@ -510,6 +528,10 @@ impl Cluster<'_> {
         self.timeline.add(instance, Quantity::Running, start, end, running);
         let computed: u32 = events.prefilled.iter().map(|chunk| chunk.tokens).sum();
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
+        for chunk in &events.prefilled {
+            let request = ahead_of(chunk.id).unwrap_or(chunk.id as usize);
+            self.records.computed_tokens[request] += i64::from(chunk.tokens);
+        }
         for chunk in events.prefilled.iter().filter(|chunk| ahead_of(chunk.id).is_none()) {
             let request = chunk.id as usize;
             // No client receives the first token of a prefill for another instance.
@@ -563,13 +585,14 @@ impl Cluster<'_> {
                 prompt_tokens: Some(prompt),
                 cached_tokens: Some(self.records.found_tokens(request)),
                 output_tokens: Some(output),
-                ..Usage::default()
+                finish: match self.workload.finish(request) {
+                    0 => Finish::Stop,
+                    1 => Finish::ToolCalls,
+                    _ => Finish::Unknown,
+                },
             };
             self.routers.of(id).ended(id, usage, self.now)?;
-            arrivals.extend(shape.followers(request).map(|next| {
-                let earliest = self.workload.arrival_seconds[next];
-                (earliest.max(end + self.workload.think_seconds(next)), next as u32)
-            }));
+            arrivals.extend(self.waiting.end(self.workload, request, end));
         }
         arrivals.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
         self.routers.cache_changed(instance, self.engines[instance].kv_log(), self.now);
@@ -603,12 +626,18 @@ impl Cluster<'_> {
 /// Returns the chain of a request's prompt that an engine's cache can hold: vLLM's holds full
 /// blocks only.
 fn chain<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> &'w [u64] {
-    let (shape, chain) = (&workload.shape, workload.shape.chain(request));
+    let shape = &workload.shape;
     match config.admission {
-        Admission::Reserve => chain,
-        Admission::Vllm => {
-            &chain[..chain.len().min((shape.input_tokens[request] / shape.block_tokens) as usize)]
-        }
+        Admission::Reserve => shape.chain(request),
+        Admission::Vllm => shape.full_blocks(request, shape.input_tokens[request]),
+    }
+}
+
+/// Returns the chain of a request's prompt and, if answers are cached, of its answer.
+fn chain_with_answer<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> &'w [u64] {
+    match config.cached_answers {
+        true => workload.shape.chain_with_answer(request),
+        false => chain(workload, config, request),
     }
 }
 
@@ -645,7 +674,7 @@ fn engine_request<'w>(
     request: usize,
     part: Part,
 ) -> Request<'w> {
-    let (shape, hashes) = (&workload.shape, chain(workload, config, request));
+    let (shape, hashes) = (&workload.shape, chain_with_answer(workload, config, request));
     let (prompt, output) = (shape.input_tokens[request], shape.output_tokens[request]);
     // The engine computes the prompt up to the boundary, and reads earlier output tokens like a
     // prompt.

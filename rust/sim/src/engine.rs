@@ -15,11 +15,13 @@ use crate::text::Generator;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
+use lmetric_core::kv::tiers::Tier;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 
 mod by_rank;
+mod host;
 mod learned;
 mod one_order;
 pub mod order;
@@ -27,6 +29,8 @@ mod plan;
 mod put_back;
 mod settle;
 
+use host::Host;
+pub use host::HostTier;
 use learned::Learned;
 use order::Order;
 pub use put_back::Preempt;
@@ -55,6 +59,8 @@ pub struct Settings {
     pub order: Order,
     /// Handling of the KV of requests that go back into the queue.
     pub preempt: Preempt,
+    /// The host-memory tier; `None`: the engine has none.
+    pub host: Option<HostTier>,
     /// Whether [`Engine::kv_log`] records changes of the cache.
     pub kv_events: bool,
 }
@@ -65,6 +71,7 @@ impl Default for Settings {
             admission: Admission::Vllm,
             order: Order::default(),
             preempt: Preempt::Recompute,
+            host: None,
             kv_events: false,
         }
     }
@@ -153,6 +160,7 @@ pub struct Engine {
     /// The blocks under [`Admission::Vllm`], or the cache under [`Admission::Reserve`].
     pool: BlockPool,
     cache: PrefixCache,
+    host: Option<Host>,
     kv: KvLog,
     events: StepEvents,
     counters: Counters,
@@ -217,11 +225,13 @@ impl Engine {
     ) -> Result<Engine, CoreError> {
         profile.check()?;
         settings.preempt.check(settings.admission)?;
+        settings.host.map_or(Ok(()), |tier| tier.check(settings.admission, &settings.order))?;
         let reserve = settings.admission == Admission::Reserve;
         Ok(Engine {
             learned: Learned::new(settings.order.rules().learns(), &profile)?,
             pool: BlockPool::new(if reserve { 0 } else { profile.cache_blocks }),
-            cache: PrefixCache::new(profile.cache_blocks),
+            cache: PrefixCache::new(profile.cache_blocks, Tier::Gpu),
+            host: settings.host.map(|tier| Host::new(tier, profile.cache_blocks)),
             kv: KvLog { on: settings.kv_events, ..Default::default() },
             crossings: vec![Vec::new(); profile.block_tokens as usize],
             profile,
@@ -376,8 +386,9 @@ impl Engine {
     /// Drops a request in any state. Returns false if it is not in the engine.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(slot) = self.by_id.get(&id).copied() else { return false };
-        if self.sequences[slot].state == State::Waiting {
+        if matches!(self.sequences[slot].state, State::Waiting | State::Loading) {
             self.waiting_requests -= 1;
+            self.release_loaded(slot);
         } else {
             self.unplace(slot);
         }
@@ -435,6 +446,7 @@ impl Engine {
                 self.enqueue(slot);
             }
         }
+        self.end_loads(now);
         self.promote();
         if self.settings.order.rules().ranks_decodes() {
             self.plan_by_one_order();
@@ -465,6 +477,7 @@ impl Engine {
             // Each further step has one more token of context for each sequence.
             step.more = self.profile.more_seconds(self.decoding.len() as u32);
             let horizon = self.incoming.front().map_or(until, |(arrival, ..)| arrival.min(until));
+            let horizon = self.next_load().map_or(horizon, |end| end.min(horizon));
             step.steps = step.begun(horizon, self.alike_steps());
             step.end = now + step.lasting(step.steps);
         }

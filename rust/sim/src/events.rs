@@ -1,5 +1,6 @@
 //! Output of an engine: events of a step, events of the KV cache, load.
 use crate::gaps::Gaps;
+use lmetric_core::kv::tiers::Tier;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -37,6 +38,8 @@ pub struct Admitted {
     pub cached_tokens: u32,
     /// Tokens behind the cached ones whose KV came from another engine or the host's memory.
     pub pulled_tokens: u32,
+    /// Part of the cached tokens that was loaded from the host tier for this admission.
+    pub loaded_tokens: u32,
     /// False after a preemption.
     pub first_time: bool,
 }
@@ -70,6 +73,8 @@ pub struct Token {
 pub enum KvEvent {
     /// Consecutive blocks were stored.
     Stored {
+        /// The tier that holds them now.
+        tier: Tier,
         /// Hash of the block before the first block; none if the blocks start the chain.
         parent: Option<u64>,
         /// Range of the blocks' hashes in [`KvLog::hashes`].
@@ -81,6 +86,8 @@ pub enum KvEvent {
     },
     /// One copy of each of these blocks was removed.
     Removed {
+        /// The tier that held them.
+        tier: Tier,
         /// Range of their hashes in [`KvLog::hashes`], in the order of removal.
         hashes: Range<usize>,
     },
@@ -110,20 +117,21 @@ impl KvLog {
         self.tokens.clear();
     }
 
-    pub(crate) fn removed(&mut self, hash: u64) {
+    pub(crate) fn removed(&mut self, tier: Tier, hash: u64) {
         if !self.on {
             return;
         }
         let at = self.hashes.len();
         self.hashes.push(hash);
         match self.events.last_mut() {
-            Some(KvEvent::Removed { hashes }) => hashes.end += 1,
-            _ => self.events.push(KvEvent::Removed { hashes: at..at + 1 }),
+            Some(KvEvent::Removed { tier: last, hashes }) if *last == tier => hashes.end += 1,
+            _ => self.events.push(KvEvent::Removed { tier, hashes: at..at + 1 }),
         }
     }
 
     pub(crate) fn stored(
         &mut self,
+        tier: Tier,
         parent: Option<u64>,
         hashes: &[u64],
         tokens: &[u32],
@@ -134,6 +142,7 @@ impl KvLog {
             self.hashes.extend_from_slice(hashes);
             self.tokens.extend_from_slice(tokens);
             self.events.push(KvEvent::Stored {
+                tier,
                 parent,
                 hashes: h..self.hashes.len(),
                 tokens: t..self.tokens.len(),
@@ -175,6 +184,8 @@ pub struct Counters {
     pub swapped_out_tokens: u64,
     /// Tokens whose KV was copied back from the host's memory.
     pub swapped_in_tokens: u64,
+    /// Tokens whose KV was loaded from the host tier.
+    pub loaded_tokens: u64,
     /// Steps run.
     pub steps: u64,
 }

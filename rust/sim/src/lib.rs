@@ -24,7 +24,7 @@ pub mod workload;
 
 pub use cluster::{ClusterConfig, MoveBy, Outcome, Pulling, Recompute, simulate};
 pub use engine::order::{Order, OrderSpec, TOKEN_SECONDS};
-pub use engine::{Admission, Engine, Preempt, Prompt, Request, Settings};
+pub use engine::{Admission, Engine, HostTier, Preempt, Prompt, Request, Settings};
 pub use events::{Counters, KvEvent, KvLog, Load, StepEvents};
 pub use gaps::{DEFAULT_TOKEN_SLO_SECONDS, GapHistogram, Gaps, Makes, TokenSlo};
 pub use profile::{DecodeThroughput, Profile, StepWork};

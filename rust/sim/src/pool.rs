@@ -1,6 +1,7 @@
 //! The KV blocks of one engine: their users, their contents, and their order of eviction.
 use crate::events::KvLog;
 use hashbrown::HashMap;
+use lmetric_core::kv::tiers::Tier;
 use std::hash::{BuildHasherDefault, Hasher};
 
 const NONE: u32 = u32::MAX;
@@ -86,7 +87,7 @@ impl BlockPool {
         let block = self.blocks[self.capacity() as usize].next;
         if self.blocks[block as usize].twin != UNNAMED {
             self.unname(block);
-            log.removed(self.blocks[block as usize].hash);
+            log.removed(Tier::Gpu, self.blocks[block as usize].hash);
         }
         self.share(block);
         Some(block)
@@ -197,7 +198,10 @@ mod tests {
         pool.share(blocks[2]);
         pool.release(blocks[2]);
         pool.take(&mut log).unwrap();
-        assert_eq!((&log.events[..], &log.hashes[..]), (&[KvEvent::Removed { hashes: 0..1 }][..], &[11][..]));
+        assert_eq!(
+            (&log.events[..], &log.hashes[..]),
+            (&[KvEvent::Removed { tier: Tier::Gpu, hashes: 0..1 }][..], &[11][..])
+        );
         assert_eq!((pool.find(10), pool.find(11), pool.find(12)), (Some(blocks[0]), None, Some(blocks[2])));
     }
 
@@ -228,7 +232,7 @@ mod tests {
         }
         assert_eq!(
             (&log.events[..], &log.hashes[..]),
-            (&[KvEvent::Removed { hashes: 0..3 }][..], &[7; 3][..])
+            (&[KvEvent::Removed { tier: Tier::Gpu, hashes: 0..3 }][..], &[7; 3][..])
         );
     }
 

@@ -8,12 +8,19 @@ use lmetric_core::ids::Seconds;
 pub struct Records {
     /// Arrival and placement.
     pub arrival_seconds: Vec<Seconds>,
+    /// Seconds from the arrival to the placement: admission of programs may hold a request.
+    pub hold_seconds: Vec<Seconds>,
+    /// Prompt tokens computed for it, on all instances and again after preemptions (then output
+    /// tokens, too).
+    pub computed_tokens: Vec<i64>,
     /// Instance on which it first ran.
     pub instance: Vec<i64>,
     /// Cached prompt tokens that the router predicted there.
     pub predicted_hit_tokens: Vec<i64>,
     /// Cached prompt tokens at its first admission.
     pub hit_tokens: Vec<i64>,
+    /// Part of these tokens that was loaded from the host tier.
+    pub loaded_tokens: Vec<i64>,
     /// Holder of the prefix that it fetched before it queued; -1: no prefix fetch.
     pub pull_instance: Vec<i64>,
     /// Fetched prompt tokens at its first admission.
@@ -57,6 +64,7 @@ impl PartialEq for Records {
         let times = |r: &Records| {
             [
                 &r.arrival_seconds,
+                &r.hold_seconds,
                 &r.scheduled_seconds,
                 &r.first_token_seconds,
                 &r.finished_seconds,
@@ -70,6 +78,8 @@ impl PartialEq for Records {
         let counts = |r: &Records| {
             [
                 r.instance.clone(),
+                r.computed_tokens.clone(),
+                r.loaded_tokens.clone(),
                 r.predicted_hit_tokens.clone(),
                 r.hit_tokens.clone(),
                 r.preemptions.clone(),
@@ -92,6 +102,9 @@ impl Records {
         let (times, counts, none) = (vec![f64::NAN; requests], vec![0; requests], vec![-1; requests]);
         Records {
             arrival_seconds: times.clone(),
+            hold_seconds: vec![0.0; requests],
+            computed_tokens: counts.clone(),
+            loaded_tokens: counts.clone(),
             instance: none.clone(),
             predicted_hit_tokens: counts.clone(),
             hit_tokens: counts.clone(),

@@ -9,6 +9,8 @@ pub enum State {
     #[default]
     Vacant,
     Waiting,
+    /// Its blocks are on their way from the host tier.
+    Loading,
     Prefill,
     Decode,
     /// It decodes, but is left out of this step.
@@ -49,6 +51,8 @@ pub struct Sequence {
     pub pulled: u32,
     /// Tokens whose KV the host's memory holds while it waits.
     pub in_host: u32,
+    /// Tokens loaded from the host tier, in blocks that it holds while it waits.
+    pub loaded: u32,
     /// Tokens that it did not have to compute at its first admission.
     pub spared: u32,
     /// Tokens computed for it before its last preemption, each counted once.

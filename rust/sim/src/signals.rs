@@ -328,16 +328,21 @@ impl Observer {
 
     /// Applies the changes of an instance's cache.
     pub fn apply(&mut self, instance: usize, log: &KvLog) {
-        let (id, index) = (InstanceId(instance as u32), self.router.index_mut());
+        let id = InstanceId(instance as u32);
         for event in &log.events {
             match event {
-                KvEvent::Stored { parent, hashes, .. } => {
-                    index.stored(id, *parent, &log.hashes[hashes.clone()]);
+                KvEvent::Stored { tier, parent, hashes, .. } => {
+                    if let Some(index) = self.router.index_of_mut(*tier) {
+                        index.stored(id, *parent, &log.hashes[hashes.clone()]);
+                    }
                 }
-                KvEvent::Removed { hashes } => {
-                    index.removed_all(id, &log.hashes[hashes.clone()]);
+                KvEvent::Removed { tier, hashes } => {
+                    if let Some(index) = self.router.index_of_mut(*tier) {
+                        index.removed_all(id, &log.hashes[hashes.clone()]);
+                    }
+                    self.router.note_removal(*tier, id);
                 }
-                KvEvent::Cleared => index.cleared(id),
+                KvEvent::Cleared => self.router.index_mut().cleared(id),
             }
         }
     }

@@ -6,8 +6,14 @@ use lmetric_core::ids::Seconds;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A trace's requests as columns. `think_tokens`, `previous`, `think_seconds` and `sessions` are
-/// empty or as long as the others.
+mod ideal;
+mod waits;
+
+pub(crate) use waits::Waiting;
+use waits::Waits;
+
+/// A trace's requests as columns. `think_tokens`, `previous`, `think_seconds`, `sessions` and
+/// `finish` are empty or as long as the others.
 #[derive(Clone, Debug, Default)]
 pub struct Trace<'a> {
     /// Arrival of each request, in seconds from the trace's start.
@@ -27,10 +33,16 @@ pub struct Trace<'a> {
     pub block_tokens: u32,
     /// The request whose end each request waits for; -1: none.
     pub previous: &'a [i64],
-    /// Seconds from that end to the arrival, which is never earlier than `arrival_seconds`.
+    /// Further requests that requests wait for, as pairs in a flat list: a request, and a request
+    /// whose end it waits for, too.
+    pub joins: &'a [i64],
+    /// Seconds from the last of these ends to the arrival, which is never earlier than
+    /// `arrival_seconds`.
     pub think_seconds: &'a [Seconds],
     /// The conversation of each request; -1: none.
     pub sessions: &'a [i64],
+    /// Why each answer ends: 0: stop, 1: tool calls, -1: unknown.
+    pub finish: &'a [i64],
 }
 
 /// Requests prepared for engines of one block size. Cloning shares everything except the arrivals.
@@ -50,12 +62,12 @@ pub(crate) struct Shape {
     pub output_tokens: Vec<u32>,
     pub think_tokens: Vec<u32>,
     pub sessions: Vec<Option<u64>>,
-    /// For requests that others wait for: the first follower, and for each follower the next (index
-    /// + 1; 0: none).
-    pub first_follower: Vec<u32>,
-    pub next_follower: Vec<u32>,
-    pub waits: Vec<bool>,
+    pub waits: Waits,
+    /// For each request, a follower whose prompt begins with its prompt and answer (index + 1; 0:
+    /// none).
+    continued_by: Vec<u32>,
     pub think_seconds: Vec<Seconds>,
+    finish: Vec<i8>,
     offsets: Vec<usize>,
     chain: Vec<u64>,
 }
@@ -64,6 +76,43 @@ impl Shape {
     /// Returns the chained hashes of the blocks of a prompt, including its partial last block.
     pub fn chain(&self, request: usize) -> &[u64] {
         &self.chain[self.offsets[request]..self.offsets[request + 1]]
+    }
+
+    /// Returns the chained hashes of the full blocks of a prompt and its answer, as far as a
+    /// follower's prompt names them; at least the prompt's.
+    pub fn chain_with_answer(&self, request: usize) -> &[u64] {
+        let tokens = match self.continued_by[request] {
+            0 => return self.full_blocks(request, self.input_tokens[request]),
+            // The last token has no KV.
+            _ => self.input_tokens[request] + self.output_tokens[request] - 1,
+        };
+        self.full_blocks(self.continued_by[request] as usize - 1, tokens)
+    }
+
+    /// Returns the hashes of the full blocks among the first `tokens` tokens of a prompt.
+    pub fn full_blocks(&self, request: usize, tokens: u32) -> &[u64] {
+        let chain = self.chain(request);
+        &chain[..chain.len().min((tokens / self.block_tokens) as usize)]
+    }
+
+    /// Finds the requests whose answers a follower's prompt holds. A follower holds the answer if
+    /// its prompt is long enough and has the same full blocks of the prompt; if the prompt has no
+    /// full block, if it is of the same session.
+    fn continue_prompts(&mut self) {
+        self.continued_by = (0..self.input_tokens.len())
+            .map(|i| {
+                let (prompt, total) = (self.input_tokens[i], self.input_tokens[i] + self.output_tokens[i]);
+                let own = self.full_blocks(i, prompt).last();
+                let continues = |next: usize| {
+                    self.input_tokens[next] >= total
+                        && match own {
+                            Some(_) => self.full_blocks(next, prompt).last() == own,
+                            None => self.sessions[i].is_some() && self.sessions[i] == self.sessions[next],
+                        }
+                };
+                self.waits.followers(i).find(|&next| continues(next)).map_or(0, |next| next as u32 + 1)
+            })
+            .collect();
     }
 }
 
@@ -90,6 +139,7 @@ impl Workload {
             ("previous", trace.previous.len(), true),
             ("think_seconds", trace.think_seconds.len(), true),
             ("sessions", trace.sessions.len(), true),
+            ("finish", trace.finish.len(), true),
         ] {
             if length != n && !(optional && length == 0) {
                 return bad(format!("length of {name}"), length, format!("{n}, as arrival_seconds"));
@@ -141,8 +191,24 @@ impl Workload {
             .map(|&s| u64::try_from(s).ok().map(|s| xxh3_64(&s.to_le_bytes())))
             .collect();
         shape.sessions.resize(n, None);
-        shape.follow(trace)?;
+        shape.finish = vec![-1; n];
+        for (i, &finish) in trace.finish.iter().enumerate() {
+            match i8::try_from(finish) {
+                Ok(finish @ -1..=1) => shape.finish[i] = finish,
+                _ => {
+                    let expected = "0 (stop), 1 (tool calls) or -1 (unknown)";
+                    return bad(format!("finish of request {i}"), finish, expected);
+                }
+            }
+        }
+        shape.think_seconds = trace.think_seconds.to_vec();
+        shape.think_seconds.resize(n, 0.0);
+        if let Some(i) = shape.think_seconds.iter().position(|s| !(0.0..1e11).contains(s)) {
+            return bad(format!("think_seconds of request {i}"), shape.think_seconds[i], "0 to 1e11 seconds");
+        }
+        shape.waits = Waits::new(n, trace.previous, trace.joins)?;
         shape.hash(trace)?;
+        shape.continue_prompts();
         Ok(Workload { arrival_seconds: trace.arrival_seconds.to_vec(), speed: 1.0, shape: Arc::new(shape) })
     }
 
@@ -163,6 +229,11 @@ impl Workload {
     /// Returns the seconds from the end of the previous answer to the request.
     pub(crate) fn think_seconds(&self, request: usize) -> Seconds {
         self.shape.think_seconds[request] / self.speed
+    }
+
+    /// Returns why an answer ends, as in [`Trace::finish`].
+    pub fn finish(&self, request: usize) -> i8 {
+        self.shape.finish[request]
     }
 
     /// Returns the number of requests.
@@ -198,60 +269,6 @@ fn check_arrivals(arrivals: &[Seconds]) -> Result<(), CoreError> {
 }
 
 impl Shape {
-    /// Links each request to the requests that wait for it.
-    fn follow(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {
-        let n = self.input_tokens.len();
-        self.think_seconds = trace.think_seconds.to_vec();
-        self.think_seconds.resize(n, 0.0);
-        if let Some(i) = self.think_seconds.iter().position(|s| !(0.0..1e11).contains(s)) {
-            return bad(format!("think_seconds of request {i}"), self.think_seconds[i], "0 to 1e11 seconds");
-        }
-        self.waits = vec![false; n];
-        self.first_follower = vec![0; n];
-        self.next_follower = vec![0; n];
-        for (i, &previous) in trace.previous.iter().enumerate().rev() {
-            if previous == -1 {
-                continue;
-            }
-            let Some(before) = usize::try_from(previous).ok().filter(|p| *p < n && *p != i) else {
-                return bad(
-                    format!("previous of request {i}"),
-                    previous,
-                    format!("another request (0 to {}) or -1", n - 1),
-                );
-            };
-            self.waits[i] = true;
-            self.next_follower[i] = std::mem::replace(&mut self.first_follower[before], i as u32 + 1);
-        }
-        // A request arrives if it can be reached from a request that waits for none; the others
-        // wait in a circle.
-        let mut reached: Vec<usize> = (0..n).filter(|&i| !self.waits[i]).collect();
-        let mut at = 0;
-        while let Some(&i) = reached.get(at) {
-            reached.extend(self.followers(i));
-            at += 1;
-        }
-        if reached.len() < n {
-            let mut known = vec![false; n];
-            reached.iter().for_each(|&i| known[i] = true);
-            let stuck = known.iter().position(|k| !k).unwrap_or(0);
-            return bad(
-                format!("previous of request {stuck}"),
-                trace.previous[stuck],
-                "one that does not wait for it in turn",
-            );
-        }
-        Ok(())
-    }
-
-    /// Returns the requests that wait for this request's end.
-    pub fn followers(&self, request: usize) -> impl Iterator<Item = usize> {
-        let follower = |next: u32| (next > 0).then(|| next as usize - 1);
-        std::iter::successors(follower(self.first_follower[request]), move |&i| {
-            follower(self.next_follower[i])
-        })
-    }
-
     /// Chains the trace's ids over blocks of the engine's size: several ids make a block, or an id
     /// makes several blocks.
     fn hash(&mut self, trace: &Trace<'_>) -> Result<(), CoreError> {

@@ -52,7 +52,7 @@ fn workload(asks: &[Ask]) -> Workload {
         block_tokens: 16,
         previous: &column(|a| a.previous),
         think_seconds: &seconds(|a| a.think),
-        sessions: &[],
+        ..Trace::default()
     };
     Workload::new(&trace, 16).unwrap()
 }

@@ -1,4 +1,5 @@
 //! Small cases worked out by hand.
+use lmetric_core::kv::tiers::Tier;
 use lmetric_sim::{
     Admission, DecodeThroughput, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request,
     Settings, TokenSlo,
@@ -156,7 +157,8 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     engine.start_step(0.0).unwrap();
     engine.finish_step();
     let log = engine.kv_log();
-    let [KvEvent::Stored { parent: None, hashes, tokens, salt: None }] = &log.events[..] else {
+    let [KvEvent::Stored { tier: Tier::Gpu, parent: None, hashes, tokens, salt: None }] = &log.events[..]
+    else {
         panic!("{log:?}")
     };
     assert_eq!((hashes.len(), &log.tokens[tokens.clone()]), (2, &first[..32]));
@@ -170,7 +172,7 @@ fn the_cache_log_names_parents_tokens_and_removals() {
     engine.start_step(0.0).unwrap();
     engine.finish_step();
     let log = engine.kv_log();
-    let KvEvent::Removed { hashes } = &log.events[0] else { panic!("{:?}", log.events[0]) };
+    let KvEvent::Removed { hashes, .. } = &log.events[0] else { panic!("{:?}", log.events[0]) };
     assert_eq!(log.hashes[hashes.clone()], stored[1..2]);
     assert!(matches!(log.events[1], KvEvent::Stored { parent: None, .. }));
     log.clear();

@@ -1,11 +1,12 @@
 //! Laws that hold for any load: no request is lost, memory is bounded and is released, the same
 //! inputs give the same events.
+use lmetric_core::kv::tiers::Tier;
 use lmetric_sim::{
-    Admission, Engine, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings, StepEvents,
-    TOKEN_SECONDS, TokenSlo,
+    Admission, Engine, Generator, HostTier, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings,
+    StepEvents, TOKEN_SECONDS, TokenSlo,
 };
 use proptest::prelude::*;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 #[derive(Clone, Debug)]
 enum Do {
@@ -55,33 +56,51 @@ fn settings() -> impl Strategy<Value = Settings> {
             host_tokens,
         })
     });
-    (any::<bool>(), prop::sample::select(Order::names()), swap).prop_map(move |(reserve, order, swap)| {
-        Settings {
-            admission: if reserve { Admission::Reserve } else { Admission::Vllm },
-            order: Order::named(order, 1, slo).unwrap(),
-            preempt: if reserve { Preempt::Recompute } else { swap },
-            kv_events: true,
-        }
-    })
+    let host = prop::option::of((0.05f64..3.0, 0.0f64..1e-2, 0.0f64..1.0)).prop_map(|host| {
+        host.map(|(capacity_ratio, seconds_per_token, step_ratio)| HostTier {
+            capacity_ratio,
+            seconds_per_token,
+            step_ratio,
+        })
+    });
+    (any::<bool>(), prop::sample::select(Order::names()), swap, host).prop_map(
+        move |(reserve, order, swap, host)| {
+            let order = Order::named(order, 1, slo).unwrap();
+            Settings {
+                admission: if reserve { Admission::Reserve } else { Admission::Vllm },
+                host: host.filter(|_| !reserve && !order.preempts()),
+                order,
+                preempt: if reserve { Preempt::Recompute } else { swap },
+                kv_events: true,
+            }
+        },
+    )
 }
 
-/// A cache index that follows the log: copies by hash, and the block before each block.
+/// A cache index that follows the log: copies by hash, the block before each block, and the hashes
+/// in the host tier.
 #[derive(Default)]
-struct Follower(HashMap<u64, i64>, HashMap<u64, Option<u64>>);
+struct Follower(HashMap<u64, i64>, HashMap<u64, Option<u64>>, HashSet<u64>);
 
 impl Follower {
     fn follow(&mut self, engine: &mut Engine) {
         let log = engine.kv_log();
         for event in &log.events {
             match event {
-                KvEvent::Stored { parent, hashes, .. } => {
+                KvEvent::Stored { tier: Tier::Gpu, parent, hashes, .. } => {
                     let mut before = *parent;
                     for &hash in &log.hashes[hashes.clone()] {
                         *self.0.entry(hash).or_default() += 1;
                         self.1.insert(hash, before.replace(hash));
                     }
                 }
-                KvEvent::Removed { hashes } => {
+                KvEvent::Stored { hashes, .. } => {
+                    assert!(log.hashes[hashes.clone()].iter().all(|&hash| self.2.insert(hash)));
+                }
+                KvEvent::Removed { tier: Tier::Cpu, hashes } => {
+                    assert!(log.hashes[hashes.clone()].iter().all(|hash| self.2.remove(hash)));
+                }
+                KvEvent::Removed { hashes, .. } => {
                     log.hashes[hashes.clone()].iter().for_each(|&hash| *self.0.entry(hash).or_default() -= 1);
                 }
                 KvEvent::Cleared => self.0.clear(),
@@ -128,8 +147,11 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                     prop_assert!(end > now || running);
                     (now, running) = (end, true);
                 }
-                None if i >= actions.len() => break,
-                None => {}
+                None => match engine.next_load() {
+                    Some(end) => now = end.max(now),
+                    None if i >= actions.len() => break,
+                    None => {}
+                },
             },
             Do::Finish => {
                 let events = engine.finish_step().clone();
@@ -137,6 +159,7 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                 running = false;
                 let computed: u32 = events.prefilled.iter().map(|p| p.tokens).sum();
                 for admitted in &events.admitted {
+                    prop_assert!(admitted.loaded_tokens <= admitted.cached_tokens);
                     let swaps = settings.preempt != Preempt::Recompute;
                     prop_assert!(admitted.first_time || admitted.pulled_tokens == 0 || swaps);
                 }
@@ -151,6 +174,10 @@ fn play(profile: &Profile, settings: Settings, actions: &[Do]) -> Result<Vec<Ste
                 follower.follow(&mut engine);
                 prop_assert!(follower.0.values().all(|&copies| copies >= 0));
                 prop_assert!(follower.0.values().sum::<i64>() <= i64::from(profile.cache_blocks));
+                let ratio = settings.host.map_or(0.0, |host| host.capacity_ratio);
+                prop_assert!(
+                    follower.2.len() as f64 <= (ratio * f64::from(profile.cache_blocks)).round().max(1.0)
+                );
                 all.push(events);
             }
         }
@@ -224,8 +251,12 @@ proptest! {
                         let events = engine.finish_step();
                         results[jumps].extend(events.finished.iter().map(|&id| (id, events.end)));
                     }
-                    None if next < arrivals.len() => now = arrivals[next].0,
-                    None => break,
+                    None => {
+                        now = engine.next_load().unwrap_or(f64::INFINITY).min(until);
+                        if now.is_infinite() {
+                            break;
+                        }
+                    }
                 }
             }
             all_steps[jumps] = engine.load().counters.steps;

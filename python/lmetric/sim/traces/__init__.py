@@ -3,10 +3,11 @@
 from lmetric.sim.traces.formats import FORMATS, TraceFormat
 from lmetric.sim.traces.load import load_trace, recognise
 from lmetric.sim.traces.summary import TraceSummary, ideal_hit_tokens, summarize_trace
-from lmetric.sim.traces.trace import BadLine, Trace, TraceError
+from lmetric.sim.traces.trace import FINISH, BadLine, Trace, TraceError
 from lmetric.sim.traces.write import write_trace
 
 __all__ = [
+    "FINISH",
     "FORMATS",
     "BadLine",
     "Trace",

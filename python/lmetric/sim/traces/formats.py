@@ -8,7 +8,9 @@ equal prefix up to there::
 
 `write_trace` adds keys that the reader supports: ``block_tokens`` if it is not 512, and for
 conversations ``session_id``, ``previous`` and ``delay``. ``previous`` is the number (from 0) of the
-line to wait for, and ``delay`` is the time in ms from its end.
+line to wait for, and ``delay`` is the time in ms from its end. For agents, ``joins`` has the
+numbers of further lines to wait for, ``program`` the number of the program, and ``finish`` the
+reason why the answer ends (``stop`` or ``tool_calls``).
 
 Qwen-Bailian (ATC '25): one JSON object per line. ``timestamp`` is in seconds, blocks have 16
 tokens, and turns of a conversation are linked (-1 ends the chain)::
@@ -32,6 +34,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from lmetric.sim.traces.trace import FINISH
+
 _BOM = b"\xef\xbb\xbf"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -49,6 +53,9 @@ class Row(NamedTuple):
     think_seconds: float = 0.0
     think_tokens: int = 0  # of output_tokens
     waits: bool = False  # the file sets that it waits for its parent's answer
+    joins: tuple[Hashable, ...] = ()  # keys of further lines to wait for
+    program: int = -1  # -1: none
+    finish: int = -1  # index in `FINISH`; -1: unknown
 
 
 # Reads one line; None for a header. Raises ValueError with the problem.
@@ -133,12 +140,20 @@ class _Mooncake(_JsonLines):
                     f"think_length is {thoughts}, of an output_length of {request.output_tokens}"
                 )
             request = request._replace(think_tokens=thoughts)
+        if (finish := row.get("finish")) is not None:
+            if finish not in FINISH:
+                raise ValueError(f"finish must be one of {', '.join(FINISH)}, got {finish!r}")
+            request = request._replace(finish=FINISH.index(finish))
+        if "program" in row:
+            request = request._replace(program=_whole(row, "program", 0))
+        if "joins" in row:
+            request = request._replace(joins=_lines(row), think_seconds=_delay(row), waits=True)
         if "previous" not in row:
             return request._replace(session=session)
         return request._replace(
             parent=_whole(row, "previous", 0),
             session=session,
-            think_seconds=_number(row, "delay") * 1e-3 if "delay" in row else 0.0,
+            think_seconds=_delay(row),
             waits=True,
         )
 
@@ -188,6 +203,17 @@ def _number(row: dict[str, Any], key: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
         raise ValueError(f"{key} must be a number of at least 0, got {value!r}")
     return value
+
+
+def _delay(row: dict[str, Any]) -> float:
+    return _number(row, "delay") * 1e-3 if "delay" in row else 0.0
+
+
+def _lines(row: dict[str, Any]) -> tuple[int, ...]:
+    lines = row["joins"]
+    if not isinstance(lines, list) or not all(type(line) is int and line >= 0 for line in lines):
+        raise ValueError(f"joins must be a list of line numbers, got {str(lines)[:60]}")
+    return tuple(lines)
 
 
 def _whole(row: dict[str, Any], key: str, least: int) -> int:

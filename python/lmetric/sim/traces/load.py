@@ -123,6 +123,9 @@ class _Rows:
     thinks: array[float] = field(default_factory=lambda: array("d"))
     thoughts: array[int] = field(default_factory=lambda: array("q"))
     sessions: array[int] = field(default_factory=lambda: array("q"))
+    programs: array[int] = field(default_factory=lambda: array("q"))
+    finish: array[int] = field(default_factory=lambda: array("q"))
+    joins: list[tuple[int, tuple[Hashable, ...]]] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     parents: list[Hashable] = field(default_factory=list)
     by_key: dict[Hashable, int] = field(default_factory=dict)
@@ -167,7 +170,7 @@ class _Rows:
         if key in self.by_key:
             raise ValueError(f"chat_id {key} stands in line {self.lines[self.by_key[key]]} already")
         self.by_key[key] = len(self.lines)
-        self.chained |= row.key is not None or row.parent is not None
+        self.chained |= row.key is not None or row.parent is not None or bool(row.joins)
         self.waits |= row.waits
         self.lines.append(number)
         self.parents.append(row.parent)
@@ -179,6 +182,10 @@ class _Rows:
         self.thinks.append(row.think_seconds)
         self.thoughts.append(row.think_tokens)
         self.sessions.append(-1 if row.session is None else row.session)
+        self.programs.append(row.program)
+        self.finish.append(row.finish)
+        if row.joins:
+            self.joins.append((len(self.lines) - 1, row.joins))
 
     def _refuse(self, number: int, reason: str) -> None:
         self.bad.append(BadLine(str(self.path), number, reason))
@@ -213,7 +220,31 @@ class _Rows:
             previous=renumbered(previous, order) if waits and previous is not None else None,
             think_seconds=np.frombuffer(self.thinks, np.float64)[order] if waits else None,
             think_tokens=np.frombuffer(self.thoughts, np.int64)[order] if any(self.thoughts) else None,
+            joins=self._joined(order) if waits and self.joins else None,
+            programs=_if_any(self.programs, order),
+            finish=_if_any(self.finish, order),
         )
+
+    def _joined(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pairs of a request and a further request that it waits for, in the order of the trace.
+
+        Raises `TraceError` if a line waits for a later request.
+        """
+        place = np.full(len(self.lines), -1, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        pairs = []
+        for row, keys in self.joins:
+            for key in keys:
+                before = self.by_key.get(key)
+                if place[row] < 0 or before is None or place[before] < 0:
+                    continue  # one of the two lines was skipped
+                if place[before] >= place[row]:
+                    raise TraceError(
+                        f"{self.path}, line {self.lines[row]}: joins names line {self.lines[before]}, which "
+                        "does not come before it"
+                    )
+                pairs.append((place[row], place[before]))
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def _named(self) -> NDArray[np.int64] | None:
         """The sessions that the file numbers."""
@@ -253,6 +284,12 @@ class _Rows:
             sessions[row] = numbers.setdefault(name, len(numbers))
         named = self._named()
         return previous, sessions if named is None else named, order[~refused[order]]
+
+
+def _if_any(column: array[int], order: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The column in this order; None if all entries are -1."""
+    values = np.frombuffer(column, np.int64)
+    return values[order] if (values >= 0).any() else None
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

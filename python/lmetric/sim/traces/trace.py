@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 
+# Reasons why an answer ends: the model has finished, or it calls tools.
+FINISH = ("stop", "tool_calls")
+
 
 class TraceError(LmetricError):
     """A trace cannot be read or written. The message has the file, the line and what was
@@ -37,7 +40,8 @@ class Trace:
     ``blocks(i)``. A prompt with fewer IDs than blocks shares nothing beyond them.
 
     A request with ``previous[i] >= 0`` waits for an answer: it arrives at ``max(arrival_seconds[i],
-    end of request previous[i] + think_seconds[i])``. Raises `ValueError` for inconsistent columns.
+    end of request previous[i] + think_seconds[i])``. `joins` names further requests to wait for:
+    then the end is the last one. Raises `ValueError` for inconsistent columns.
     """
 
     name: str
@@ -55,6 +59,13 @@ class Trace:
     think_seconds: NDArray[np.float64] | None = None  # shape (n,), at least 0; None: 0 for all
     # Shape (n,): number of first output tokens that are reasoning tokens; None: 0 for all.
     think_tokens: NDArray[np.int64] | None = None
+    # Shape (m, 2), rows (request, earlier request): the request also waits for the end of the
+    # earlier one, as an agent waits for all its subagents.
+    joins: NDArray[np.int64] | None = None
+    # Shape (n,): the program of each request, -1: none. A program is a tree of requests: an agent's
+    # session with all its subagents. None: each session is a program.
+    programs: NDArray[np.int64] | None = None
+    finish: NDArray[np.int64] | None = None  # shape (n,): index in `FINISH`, -1: unknown
 
     def __post_init__(self) -> None:
         n = len(self.arrival_seconds)
@@ -65,12 +76,17 @@ class Trace:
             "previous": self.previous,
             "think_seconds": self.think_seconds,
             "think_tokens": self.think_tokens,
+            "programs": self.programs,
+            "finish": self.finish,
         }
         for name, column in columns.items():
             if column is not None and column.shape != (n,):
                 raise ValueError(f"{name} must have the shape ({n},) of arrival_seconds, got {column.shape}")
         if self.hash_offsets.shape != (n + 1,):
             raise ValueError(f"hash_offsets must have the shape ({n + 1},), got {self.hash_offsets.shape}")
+        joins = np.empty((0, 2), np.int64) if self.joins is None else self.joins
+        if joins.ndim != 2 or joins.shape[1] != 2:
+            raise ValueError(f"joins must have the shape (m, 2), got {joins.shape}")
         arrivals, think, previous = self.arrival_seconds, self.think_seconds, self.previous
         demands = {
             "block_tokens must be at least 1": self.block_tokens >= 1,
@@ -83,6 +99,11 @@ class Trace:
             and self.hash_offsets[-1] == len(self.hash_ids),
             "previous must be -1 or the index of an earlier request": previous is None
             or ((previous >= -1) & (previous < np.arange(n))).all(),
+            "joins must be pairs of a request and an earlier request": (
+                (joins[:, 1] >= 0) & (joins[:, 1] < joins[:, 0]) & (joins[:, 0] < n)
+            ).all(),
+            "finish must be -1 or an index in FINISH": self.finish is None
+            or ((self.finish >= -1) & (self.finish < len(FINISH))).all(),
             "think_seconds must be finite and at least 0": think is None
             or (np.isfinite(think) & (think >= 0)).all(),
             "think_tokens must be at least 0 and at most output_tokens": self.think_tokens is None
@@ -100,6 +121,22 @@ class Trace:
         """From the first arrival to the last."""
         return float(self.arrival_seconds[-1] - self.arrival_seconds[0]) if len(self) else 0.0
 
+    @property
+    def program_of(self) -> NDArray[np.int64] | None:
+        """The program of each request, shape (n,), -1: none; None: the trace has no programs and no
+        sessions."""
+        return self.sessions if self.programs is None else self.programs
+
+    def awaited(self) -> dict[int, list[int]]:
+        """The requests that wait for others, each with the requests that it waits for."""
+        found: dict[int, list[int]] = {}
+        if self.previous is not None:
+            waits = np.flatnonzero(self.previous >= 0)
+            found = {i: [j] for i, j in zip(waits.tolist(), self.previous[waits].tolist(), strict=True)}
+        for request, earlier in [] if self.joins is None else self.joins.tolist():
+            found.setdefault(request, []).append(earlier)
+        return found
+
     def blocks(self, index: int) -> NDArray[np.uint64]:
         """The block ids of request `index`'s prompt, first block first."""
         return self.hash_ids[self.hash_offsets[index] : self.hash_offsets[index + 1]]
@@ -108,7 +145,7 @@ class Trace:
         """The requests with a true `keep` (shape (n,)), with unchanged arrival times.
 
         A request that waits for a removed request waits for the nearest earlier kept request of its
-        chain.
+        chain. A removed request's own joins are lost.
         """
         return self.take(np.flatnonzero(keep))
 
@@ -128,6 +165,9 @@ class Trace:
             previous=None if self.previous is None else renumbered(self.previous, indices),
             think_seconds=_at(self.think_seconds, indices),
             think_tokens=_at(self.think_tokens, indices),
+            joins=None if self.joins is None else _kept_joins(self.joins, self.previous, indices, len(self)),
+            programs=_at(self.programs, indices),
+            finish=_at(self.finish, indices),
         )
 
     def first(self, requests: int) -> Trace:
@@ -171,7 +211,7 @@ class Trace:
 
     def open_loop(self) -> Trace:
         """The same requests waiting for no answer: each arrives at its `arrival_seconds`."""
-        return replace(self, previous=None, think_seconds=None)
+        return replace(self, previous=None, joins=None, think_seconds=None)
 
     def _at(self, arrival_seconds: NDArray[np.float64]) -> Trace:
         return replace(self, arrival_seconds=arrival_seconds)
@@ -196,9 +236,31 @@ def renumbered(previous: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArr
     A request that waits for a removed request waits for the nearest earlier kept request of its
     chain.
     """
+    return _nearest_kept(previous[indices], previous, indices)
+
+
+def _nearest_kept(
+    wanted: NDArray[np.int64], previous: NDArray[np.int64], indices: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The new numbers of the requests `wanted`, or of the nearest earlier kept requests of their
+    chains; -1: none."""
     new = np.full(len(previous) + 1, -1, dtype=np.int64)  # last entry: for -1 (no wait)
     new[indices] = np.arange(len(indices))
-    wanted = previous[indices]
+    wanted = wanted.copy()
     while len(lost := np.flatnonzero((wanted >= 0) & (new[wanted] < 0))):
         wanted[lost] = previous[wanted[lost]]
     return new[wanted]
+
+
+def _kept_joins(
+    joins: NDArray[np.int64], previous: NDArray[np.int64] | None, indices: NDArray[np.int64], n: int
+) -> NDArray[np.int64]:
+    """`joins` of the requests at `indices`, renumbered as in `renumbered`, without pairs that
+    `previous` has, and without equal pairs."""
+    chain = np.full(n, -1, dtype=np.int64) if previous is None else previous
+    new = np.full(n, -1, dtype=np.int64)
+    new[indices] = np.arange(len(indices))
+    pairs = np.column_stack((new[joins[:, 0]], _nearest_kept(joins[:, 1], chain, indices)))
+    kept = pairs[(pairs >= 0).all(axis=1)]
+    kept = kept[renumbered(chain, indices)[kept[:, 0]] != kept[:, 1]]
+    return np.unique(kept, axis=0).astype(np.int64).reshape(-1, 2)

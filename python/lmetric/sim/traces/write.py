@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from lmetric.sim.traces.formats import FORMATS
-from lmetric.sim.traces.trace import Trace
+from lmetric.sim.traces.trace import FINISH, Trace
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
@@ -30,6 +30,9 @@ def _lines(trace: Trace) -> list[bytes]:
     offsets = trace.hash_offsets.tolist()
     ids = trace.hash_ids.tolist()
     previous = None if trace.previous is None else trace.previous.tolist()
+    joins: dict[int, list[int]] = {}
+    for request, awaited_request in [] if trace.joins is None else trace.joins.tolist():
+        joins.setdefault(request, []).append(awaited_request)
     lines = []
     for index, (arrival, prompt, answer) in enumerate(
         zip(
@@ -53,6 +56,14 @@ def _lines(trace: Trace) -> list[bytes]:
             row["previous"] = previous[index]
             if trace.think_seconds is not None and trace.think_seconds[index] > 0:
                 row["delay"] = _milliseconds(float(trace.think_seconds[index]))
+        if awaited := joins.get(index):
+            row["joins"] = awaited
+            if "delay" not in row and trace.think_seconds is not None and trace.think_seconds[index] > 0:
+                row["delay"] = _milliseconds(float(trace.think_seconds[index]))
+        if trace.programs is not None and trace.programs[index] >= 0:
+            row["program"] = int(trace.programs[index])
+        if trace.finish is not None and trace.finish[index] >= 0:
+            row["finish"] = FINISH[trace.finish[index]]
         if trace.think_tokens is not None and trace.think_tokens[index] > 0:
             row["think_length"] = int(trace.think_tokens[index])
         lines.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))

@@ -62,9 +62,11 @@ impl Cluster<'_> {
         let tokens = self.workload.shape.input_tokens[request];
         let seconds = self.engines[instance].profile().prefill_seconds(tokens);
         self.records.scheduled_seconds[request] = self.now;
+        self.records.computed_tokens[request] += i64::from(tokens);
         self.parts[request].began = self.now;
         let id = request as u64;
-        let admitted = Admitted { id, cached_tokens: 0, pulled_tokens: 0, first_time: true };
+        let admitted =
+            Admitted { id, cached_tokens: 0, pulled_tokens: 0, loaded_tokens: 0, first_time: true };
         self.routers.of(id).started(&admitted, self.now)?;
         let (start, end) = (self.now, self.now + seconds);
         self.timeline.add(instance, Quantity::Running, start, end, 1.0);
@@ -149,7 +151,7 @@ impl Cluster<'_> {
         let tokens = from - u32::from(kept && from > self.workload.shape.input_tokens[request]);
         let to = instance as usize;
         self.records.handoff_least_loaded[request] = i64::from(self.least_loaded(to));
-        let chain = super::chain(self.workload, self.config, request);
+        let chain = super::chain_with_answer(self.workload, self.config, request);
         let held = match back {
             true => self.engines[to].own_tokens(chain, request as u64, tokens),
             false => self.engines[to].hit_tokens(chain, tokens),

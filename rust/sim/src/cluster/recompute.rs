@@ -142,11 +142,14 @@ impl Cluster<'_> {
     /// tokens.
     pub(super) fn chain_with_answer(&self, request: usize, tokens: u32) -> Vec<u64> {
         let shape = &self.workload.shape;
-        let (prompt, block) = (shape.input_tokens[request], shape.block_tokens);
-        let chain = shape.chain(request);
-        let mut hashes = chain[..chain.len().min((prompt / block) as usize)].to_vec();
+        let blocks = (tokens / shape.block_tokens) as usize;
+        let mut hashes = match self.config.cached_answers {
+            true => shape.chain_with_answer(request).to_vec(),
+            false => shape.full_blocks(request, shape.input_tokens[request]).to_vec(),
+        };
+        hashes.truncate(blocks);
         // A trace may know fewer blocks than the prompt has.
-        hash::extend_own(&mut hashes, (tokens / block) as usize, request as u64);
+        hash::extend_own(&mut hashes, blocks, request as u64);
         hashes
     }
 }

@@ -6,10 +6,11 @@ use crate::gaps::{TokenGaps, TokenSlo};
 use crate::record::{Records, Timeline};
 use crate::routers::{Policies, Routers};
 use crate::transfer::Links;
-use crate::workload::Workload;
+use crate::workload::{Waiting, Workload};
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
+use lmetric_core::kv::tiers::Tier;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
 
@@ -50,6 +51,9 @@ impl<'a> Cluster<'a> {
         if config.router.unlimited_prefill && config.router.pull.is_some() {
             return bad("prefix_fetch", "prefix fetches", "none with unlimited_prefill");
         }
+        if config.cached_answers && config.admission != Admission::Vllm {
+            return bad("cached_answers", "admission reserve", "admission vllm: its cache holds answers");
+        }
         let TokenSlo { answer_seconds, think_seconds } = config.token_slo;
         for (what, seconds) in [("token_slo_seconds", answer_seconds), ("think_slo_seconds", think_seconds)] {
             if !(seconds > 0.0 && seconds <= 1e9) {
@@ -75,10 +79,14 @@ impl<'a> Cluster<'a> {
         if routers.is_empty() {
             return bad("routers", 0, "at least 1");
         }
+        if config.host.is_some() && exact && !routers.iter_mut().all(|router| router.open_tier(Tier::Cpu)) {
+            return bad("index_bytes", config.router.index_bytes, "more: a quarter is for the host tier");
+        }
         let settings = Settings {
             admission: config.admission,
             order: config.order.clone(),
             preempt: config.preempt,
+            host: config.host,
             kv_events: exact,
         };
         let mut engines = Vec::with_capacity(config.profiles.len());
@@ -108,6 +116,7 @@ impl<'a> Cluster<'a> {
             routers: Routers::new(routers, config.signals, workload.len(), config.router.seed),
             links: Links::new(config.transfer, engines.len()),
             pulls: HashMap::new(),
+            waiting: Waiting::new(workload),
             parts: vec![Part::default(); workload.len()],
             started: vec![false; workload.len()],
             early: vec![false; workload.len()],
@@ -153,7 +162,7 @@ impl<'a> Cluster<'a> {
 
     fn schedule_first_events(&mut self) {
         for request in 0..self.workload.len() {
-            if !self.workload.shape.waits[request] {
+            if self.workload.shape.waits.counts[request] == 0 {
                 let at = self.workload.arrival_seconds[request];
                 self.at(at, Event::Arrival { request: request as u32 });
             }

@@ -34,6 +34,8 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         order: Order::default(),
         preempt: Preempt::Recompute,
         priorities: None,
+        cached_answers: false,
+        host: None,
         sharing_seconds: None,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },
         router: RouterConfig {

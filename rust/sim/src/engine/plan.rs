@@ -1,10 +1,12 @@
 //! The plan of the next step: room for running requests, then for waiting ones.
+use super::host::Loading;
 use super::order::Job;
 use super::{Admission, Chunk, Engine, prompt_blocks};
 use crate::events::Admitted;
 use crate::gaps::Makes;
 use crate::profile::StepWork;
 use crate::sequence::State;
+use lmetric_core::kv::tiers::Tier;
 use std::cmp::Reverse;
 
 /// Resources that preempted requests free.
@@ -115,7 +117,16 @@ impl Engine {
     pub(super) fn admit_waiting(&mut self) {
         while let Some((.., slot)) = self.next_waiting() {
             self.look_up(slot);
-            if !self.fits(slot, Freed::default()) {
+            let loading = self.load_from_host(slot);
+            if loading == Loading::Begun {
+                continue;
+            }
+            if loading == Loading::NoRoom || !self.fits(slot, Freed::default()) {
+                // Queued requests may hold all blocks, and nothing runs that could free one.
+                let stuck = self.running() == 0 && !self.loads();
+                if stuck && self.take_loaded_back(slot) {
+                    continue;
+                }
                 break;
             }
             self.waiting.pop();
@@ -161,7 +172,7 @@ impl Engine {
     }
 
     /// Puts a waiting request into the queue, by its current rank.
-    fn enqueue_by_rank(&mut self, slot: u32) {
+    pub(super) fn enqueue_by_rank(&mut self, slot: u32) {
         let rank = self.settings.order.rules().rank(&self.job(slot));
         let sequence = &mut self.sequences[slot];
         sequence.rank = rank;
@@ -261,12 +272,18 @@ impl Engine {
         if first_time && sequence.report_cached && hit >= block {
             let blocks = (hit / block) as usize;
             let tokens = sequence.tokens.get(..blocks * block as usize).unwrap_or_default();
-            self.kv.stored(None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
+            self.kv.stored(Tier::Gpu, None, &sequence.chain[..blocks], tokens, sequence.salt.as_ref());
         }
         let pulled_tokens = before - hit;
-        let id = sequence.id;
+        let (id, loaded_tokens) = (sequence.id, std::mem::take(&mut sequence.loaded));
         self.leave_host(slot, pulled_tokens);
-        self.events.admitted.push(Admitted { id, cached_tokens: hit, pulled_tokens, first_time });
+        self.events.admitted.push(Admitted {
+            id,
+            cached_tokens: hit,
+            pulled_tokens,
+            loaded_tokens,
+            first_time,
+        });
         self.name_blocks(slot, before + tokens);
     }
 
@@ -282,8 +299,11 @@ impl Engine {
         self.found.clear();
         if self.settings.admission == Admission::Vllm {
             let sequence = &self.sequences[slot];
-            let most = ((sequence.total - 1) / self.profile.block_tokens) as usize;
-            self.found.extend(sequence.chain.iter().take(most).map_while(|&hash| self.pool.find(hash)));
+            // It may hold blocks that were loaded from the host tier.
+            let (held, most) =
+                (sequence.blocks.len(), ((sequence.total - 1) / self.profile.block_tokens) as usize);
+            let chain = sequence.chain.iter().take(most).skip(held);
+            self.found.extend(chain.map_while(|&hash| self.pool.find(hash)));
         }
     }
 
@@ -313,7 +333,8 @@ impl Engine {
     /// Returns, for a waiting request that was looked up, the tokens of its first chunk, and the
     /// blocks it needs beside those found.
     fn first_blocks(&self, slot: u32, budget: u32) -> (u32, u32) {
-        let (block, found) = (self.profile.block_tokens, self.found.len() as u32);
+        let held = self.sequences[slot].blocks.len() + self.found.len();
+        let (block, found) = (self.profile.block_tokens, held as u32);
         let before = self.before(slot, found * block);
         let tokens = self.share(before, (self.sequences[slot].total - before).min(budget));
         (tokens, (before + tokens).div_ceil(block) - found)
@@ -325,10 +346,12 @@ impl Engine {
         let (_, new) = self.first_blocks(slot, self.budget());
         let sequence = &mut self.sequences[slot];
         sequence.blocks.extend_from_slice(&self.found);
-        sequence.named = self.found.len();
+        sequence.named = sequence.blocks.len();
         self.found.iter().for_each(|&block| self.pool.share(block));
+        let held = sequence.named as u32;
         sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
-        self.found.len() as u32 * self.profile.block_tokens
+        self.forget_loaded(slot);
+        held * self.profile.block_tokens
     }
 
     /// Returns the steps until a sequence ends, finishes reasoning or needs a block.
@@ -369,6 +392,7 @@ impl Engine {
         while self.sequences[slot].blocks.len() < needed {
             match self.pool.take(&mut self.kv) {
                 Some(block) => self.sequences[slot].blocks.push(block),
+                None if self.take_loaded_back(slot) => {}
                 None => {
                     let running = self.prefilling.iter().chain(&self.decoding).chain(&self.paused);
                     let ranked = self.settings.order.rules().ranks_decodes();

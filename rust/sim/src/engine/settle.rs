@@ -4,6 +4,7 @@ use crate::events::{Prefilled, Token};
 use crate::gaps::{Gaps, Makes};
 use crate::hash;
 use crate::sequence::State;
+use lmetric_core::kv::tiers::Tier;
 use std::cmp::Reverse;
 
 impl Engine {
@@ -156,7 +157,7 @@ impl Engine {
             let block = block as usize;
             let tokens = sequence.tokens.get(found * block..kept * block).unwrap_or_default();
             let parent = found.checked_sub(1).map(|last| chain[last]);
-            self.kv.stored(parent, &chain[found..kept], tokens, sequence.salt.as_ref());
+            self.kv.stored(Tier::Gpu, parent, &chain[found..kept], tokens, sequence.salt.as_ref());
         }
     }
 
@@ -230,8 +231,9 @@ impl Engine {
         }
         let parent = named.checked_sub(1).map(|i| sequence.chain[i]);
         let tokens = sequence.tokens.get(named * block..full * block).unwrap_or_default();
-        self.kv.stored(parent, &sequence.chain[named..full], tokens, sequence.salt.as_ref());
+        self.kv.stored(Tier::Gpu, parent, &sequence.chain[named..full], tokens, sequence.salt.as_ref());
         sequence.named = full;
+        self.write_through(slot, full);
     }
 
     /// Removes a running sequence from the batch and releases its blocks, the last first.
