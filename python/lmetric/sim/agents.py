@@ -2,8 +2,8 @@
 them.
 
 The defaults follow published figures of coding agents (vLLM issue 57103): a median of 43 turns,
-some 140,000 tokens at the end, and 450 output tokens a turn. Over 96% of the input tokens are repeated.
-The other figures are assumptions of this project.
+some 140,000 tokens at the end, and 450 output tokens a turn. Over 96% of the input tokens are
+repeated. The other figures are assumptions of this project.
 """
 
 from __future__ import annotations
