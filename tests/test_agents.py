@@ -213,7 +213,7 @@ def test_the_synthetic_agents_have_the_published_figures() -> None:
     assert 0.34 < len(forks) / len(programs) < 0.54
     roots = np.unique(trace.hash_ids[trace.hash_offsets[:-1][agents]])
     assert len(roots) == 3
-    # What the reason to end tells: another turn follows, or a subagent's, or none.
+    # The reason to end says whether another turn follows, of the agent or of a subagent.
     follows = np.zeros(len(trace), np.bool_)
     follows[trace.previous[trace.previous >= 0]] = True
     told = trace.finish[agents] == FINISH.index("tool_calls")

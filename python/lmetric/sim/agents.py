@@ -1,9 +1,9 @@
 """Synthetic agent programs: long sessions with tool calls, forks into subagents, and chats beside
 them.
 
-The defaults follow published figures of coding agents: a median of 43 turns, some 140,000 tokens at
-the end, 450 output tokens a turn, and over 96% repeated input tokens (vLLM issue 57103). The other
-figures are assumptions of this project.
+The defaults follow published figures of coding agents (vLLM issue 57103): a median of 43 turns,
+some 140,000 tokens at the end, and 450 output tokens a turn. Over 96% of the input tokens are
+repeated. The other figures are assumptions of this project.
 """
 
 from __future__ import annotations

@@ -104,10 +104,10 @@ def _turns_per_minute(ends: Floats, arrivals: Floats) -> float | None:
 def working_set_tokens(trace: Trace, run: Run, share: tuple[float, float] = PROGRAM_SHARE) -> float:
     """The tokens of all live programs, mean over the time in which a share of the programs arrives.
 
-    A program needs a whole block of a prompt from the first start of such a prompt to the last end
-    of one: a subagent's own blocks until the subagent ends. A prefix that several programs share
-    counts for each of them. With a run under a cache without an end, this is the memory that the
-    programs need. Divided by the capacity of all caches, it is the pressure on them.
+    A program needs a block from the first start to the last end of its prompts with this block. So
+    a subagent's own blocks count until the subagent ends. Partial blocks do not count. A prefix
+    that several programs share counts for each of them. A run under a cache without an end gives
+    the memory that the programs need. Divided by the capacity of all caches, it is the pressure.
 
     Raises:
         BadValueError: the trace has no programs, or all arrive at once.

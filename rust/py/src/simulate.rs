@@ -77,9 +77,9 @@ impl Workload {
         Ok(Workload { inner: self.inner.faster(speed)? })
     }
 
-    /// Returns two columns for engines with these profiles: the prompt tokens that must be computed
-    /// even under a cache without an end, and the earliest end of each request alone on such an
-    /// engine, in seconds. Raises `BadValueError`.
+    /// Returns two columns for engines with these profiles and a cache without an end. First: the
+    /// prompt tokens that must be computed even then. Second: the earliest end of each request, in
+    /// seconds. Raises `BadValueError`.
     #[pyo3(signature = (profiles, *, admission="reserve", cached_answers=false))]
     fn ideal<'py>(
         &self,

@@ -96,8 +96,8 @@ impl Shape {
     }
 
     /// Finds the requests whose answers a follower's prompt holds. A follower holds the answer if
-    /// its prompt is long enough and has the same full blocks of the prompt; if the prompt has no
-    /// full block, if it is of the same session.
+    /// its prompt is long enough and has the same full blocks of the prompt. If the prompt has no
+    /// full block, the follower must be of the same session.
     fn continue_prompts(&mut self) {
         self.continued_by = (0..self.input_tokens.len())
             .map(|i| {

@@ -18,7 +18,7 @@ fn close(got: f64, expected: f64) {
 }
 
 /// A parent, two subagents behind it, and the parent's next turn, which waits for both. No prompt
-/// shares a block. Prompts of 16 tokens take 1.16 s alone, the one of 32 takes 1.32 s.
+/// shares a block. A prompt of 16 tokens takes 1.16 s alone, a prompt of 32 tokens 1.32 s.
 fn family() -> Trace<'static> {
     Trace {
         arrival_seconds: &[0.0; 4],
@@ -80,8 +80,8 @@ fn wrong_joins_are_named() {
     assert_eq!([0, 1, 2].map(|i| workload.finish(i)), [0, 1, -1]);
 }
 
-/// A turn of 30 prompt and 20 output tokens, and the next turn, whose prompt of 70 tokens begins
-/// with both: they share the first block, and the next holds the rest of the prompt.
+/// A turn of 30 prompt and 20 output tokens, and the next turn. The next prompt, of 70 tokens,
+/// begins with the first prompt and its answer. They share the first block.
 fn turns() -> Trace<'static> {
     Trace {
         arrival_seconds: &[0.0; 2],

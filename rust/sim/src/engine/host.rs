@@ -3,10 +3,10 @@
 //!
 //! Every block is copied to the host when it is computed (write-through), and the host drops the
 //! least recently used blocks. A request whose prompt has more leading blocks in the host than on
-//! the GPU loads them before its prefill: its blocks on the GPU are allocated, it waits outside of
-//! the queue while they are copied, and other requests run. Loads take turns on the instance's
-//! link, in the order in which they begin. The link's other direction has room for all copies to
-//! the host: a step makes few tokens, compared with the link's speed.
+//! the GPU loads them before its prefill. Its blocks on the GPU are allocated at once. It waits
+//! outside of the queue while they are copied, and other requests run. Loads take turns on the
+//! instance's link, in the order in which they begin. The link's other direction has room for all
+//! copies to the host: a step makes few tokens, compared with the link's speed.
 //!
 //! Loaded blocks stay allocated until the request is admitted. If a running request finds no free
 //! block, the last request in the queue that holds loaded blocks gives them up, and loads them
@@ -91,7 +91,7 @@ impl Host {
     }
 }
 
-/// What the host tier has for a queued request that was looked up.
+/// The host tier's part in the admission of a queued request that was looked up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Loading {
     /// Nothing that the GPU does not have.

@@ -33,10 +33,10 @@ impl Workload {
             .collect()
     }
 
-    /// Returns the earliest end of each request, in seconds on the trace's clock: it computes
-    /// `computed_tokens[i]` prompt tokens and decodes its answer alone on the fastest of the
-    /// engines, at once when it arrives. So a program alone ends no earlier, and its requests wait
-    /// for each other as in the trace.
+    /// Returns the earliest end of each request, in seconds on the trace's clock. Each request
+    /// computes `computed_tokens[i]` prompt tokens and decodes its answer when it arrives, alone on
+    /// the fastest of the engines. Requests wait for each other as in the trace. So a program alone
+    /// ends no earlier.
     pub fn ideal_finished_seconds(&self, profiles: &[Profile], computed_tokens: &[i64]) -> Vec<Seconds> {
         let mut kinds: Vec<&Profile> = Vec::new();
         for profile in profiles {

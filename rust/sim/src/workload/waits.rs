@@ -4,7 +4,7 @@ use super::{Workload, bad};
 use lmetric_core::CoreError;
 use lmetric_core::ids::Seconds;
 
-/// Which request waits for which.
+/// The relation between requests and the requests that they wait for.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Waits {
     /// Number of requests that each request waits for.
