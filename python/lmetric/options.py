@@ -375,7 +375,11 @@ class ProgramObservation:
     others_seconds: float = 15.0
     """How long tokens of requests outside programs count after their end."""
     min_tokens: int = 4096
-    """Prompts of new requests below this length are chats: not followed, never held."""
+    """Requests that continue no program and have fewer tokens of their own, apart from a shared
+    prefix such as a system prompt, belong to no program: they are never held."""
+    free: float = 0.6
+    """Share of `theta` below which an instance is roomy: requests of its programs go where the policy
+    places them."""
     max_hold_seconds: float = 300.0
     """Predicted hold above which a new program is refused (429)."""
     max_held: int = 10_000

@@ -110,7 +110,7 @@ impl Programs {
         let home = program.home.filter(|home| self.instances[home.index()].available);
         let has_place = matches!(program.state, State::Running | State::Gap);
         if let (true, Some(home)) = (has_place, home) {
-            return Verdict::Run(home);
+            return if self.is_roomy(home) { Verdict::Free } else { Verdict::Run(home) };
         }
         if !self.holds() {
             if self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some())
@@ -133,7 +133,10 @@ impl Programs {
         self.queue.insert(&self.programs[id], id, self.config.shortest_first);
         self.release(now);
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
-            return Verdict::Run(self.queue.released.swap_remove(place).instance);
+            let instance = self.queue.released.swap_remove(place).instance;
+            // Every instance has room: the policy chooses.
+            let roomy = (0..self.instances.len()).all(|slot| self.is_roomy(InstanceId(slot as u32)));
+            return if roomy { Verdict::Free } else { Verdict::Run(instance) };
         }
         let hold = self.hold_of(id, now);
         let too_long = hold.expected_seconds > self.config.most_hold_seconds;
@@ -144,6 +147,13 @@ impl Programs {
         }
         self.counters.held += 1;
         Verdict::Held(hold)
+    }
+
+    /// Returns whether an instance has so much room that programs may be placed by other criteria.
+    fn is_roomy(&self, instance: InstanceId) -> bool {
+        let ledger = &self.instances[instance.index()];
+        let limit = ledger.capacity_tokens.map(|capacity| self.config.free * self.config.theta * capacity);
+        limit.is_none_or(|limit| ledger.expected_tokens() < limit)
     }
 
     fn hold_of(&mut self, id: ProgramId, now: Seconds) -> Hold {

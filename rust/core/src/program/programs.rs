@@ -407,7 +407,8 @@ impl Programs {
         parent: Option<ProgramId>,
         now: Seconds,
     ) -> Option<ProgramId> {
-        if arrival.prompt_tokens < self.config.least_tokens || arrival.chain.is_empty() {
+        let own_tokens = f64::from(arrival.prompt_tokens) - base.map_or(0.0, |base| base.tokens);
+        if arrival.chain.is_empty() || parent.is_none() && own_tokens < f64::from(self.config.least_tokens) {
             return None;
         }
         if self.programs.len() >= MAX_PROGRAMS {

@@ -43,12 +43,16 @@ pub struct ProgramConfig {
     pub forget_seconds: Seconds,
     /// How long tokens of requests outside programs count after their end.
     pub others_seconds: Seconds,
-    /// Prompts of new requests below this length are chats: not tracked, never held.
+    /// Requests that continue no program and have fewer tokens of their own, apart from a shared
+    /// prefix such as a system prompt, belong to no program: they are never held.
     pub least_tokens: u32,
     /// Predicted hold above which a new program is refused.
     pub most_hold_seconds: Seconds,
     /// Maximum number of held requests.
     pub most_held: usize,
+    /// Share of `theta` below which an instance counts as roomy: the policy places requests of
+    /// programs whose instance is roomy, and others return to their instance.
+    pub free: f64,
     /// Whether the session that a request names identifies its program.
     pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
@@ -69,6 +73,7 @@ impl Default for ProgramConfig {
             least_tokens: 4096,
             most_hold_seconds: 300.0,
             most_held: 10_000,
+            free: 0.6,
             sessions: true,
             finish_reason: true,
         }
@@ -83,6 +88,7 @@ impl ProgramConfig {
             ("theta", self.theta, 0.1, 2.0),
             ("resume", self.resume, 0.1, 1.0),
             ("growth", self.growth, 0.0, 1.0),
+            ("free", self.free, 0.0, 1.0),
             ("backfill_seconds", self.backfill_seconds, 0.0, 1e9),
             ("forget_seconds", self.forget_seconds, 1.0, 1e6),
             ("others_seconds", self.others_seconds, 0.0, 3600.0),
