@@ -314,9 +314,9 @@ def test_extras_that_are_shown_exist() -> None:
 
 @pytest.mark.nightly
 def test_flags_of_vllm_are_those_of_its_parser() -> None:
-    venv = os.environ.get("LMETRIC_VLLM_VENV")
+    venv = os.environ.get("TEST_VLLM_VENV")
     if venv is None:
-        pytest.skip("LMETRIC_VLLM_VENV names no environment with vLLM")
+        pytest.skip("TEST_VLLM_VENV names no environment with vLLM")
     program = (
         "from vllm.utils.argparse_utils import FlexibleArgumentParser as P\n"
         "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"

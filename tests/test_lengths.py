@@ -416,10 +416,10 @@ def test_samples_are_made_by_a_command(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_real_training_learns_what_can_be_known(tmp_path: Path) -> None:
     """Answers of 100 tokens times a feature, and a second feature that says nothing."""
-    venv = os.environ.get("LMETRIC_VLLM_VENV")
+    venv = os.environ.get("TEST_VLLM_VENV")
     python = str(Path(venv) / "bin" / "python") if venv else sys.executable
     if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        pytest.skip("no PyTorch; LMETRIC_VLLM_VENV may name an environment with it")
+        pytest.skip("no PyTorch; TEST_VLLM_VENV may name an environment with it")
     random = np.random.default_rng(5)
     kind = random.integers(1, 6, size=800)
     ids = np.repeat(np.arange(800), 5)

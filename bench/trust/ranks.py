@@ -26,6 +26,8 @@ from lmetric.sim.traces import Trace
 
 POLICIES = ("round_robin", "random", "vllm", "filter", "linear", "dynamo", "lmetric")
 CONTROL = "always_worst"
+# Servers do not offer the control, which is for studies. They play it as an expression.
+_SERVED = {CONTROL: "0 - p_token * (bs + 1)"}
 QUANTITIES = ("ttft_seconds", "tpot_seconds")
 _READ_SECONDS = 1.0  # interval at which the router reads the engines' loads, by the wall's clock
 Floats = NDArray[np.float64]  # runs of a policy: shape (runs, QUANTITIES, requests)
@@ -134,7 +136,7 @@ def agreement(sim: dict[str, Floats], live: dict[str, Floats]) -> dict[str, Any]
 
 async def _live(scene: Scene, fleet: Engines, trace: Trace, policy: str, repeat: int) -> Floats:
     await fleet.fresh()
-    async with router(policy, fleet.urls, scene, seed=repeat) as client:
+    async with router(_SERVED.get(policy, policy), fleet.urls, scene, seed=repeat) as client:
         live = await play(trace, client, scene.clock_speed, seed=repeat)
     if live.failures:
         raise SystemExit(f"{policy}: {len(live.failures)} requests failed, the first: {live.failures[0]}")

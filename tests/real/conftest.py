@@ -1,4 +1,4 @@
-"""Real engines for tests marked nightly. LMETRIC_VLLM_VENV names an environment with it; else
+"""Real engines for tests marked nightly. TEST_VLLM_VENV names an environment with it; else
 one is made."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SESSIONS, TURNS = 24, 4
 
 
 def aiperf() -> Path:
-    """The aiperf program: in $LMETRIC_AIPERF_VENV, or in a cached environment made on first use."""
+    """The aiperf program: in $TEST_AIPERF_VENV, or in a cached environment made on first use."""
     named = NAMED["AIPERF"]
     target = Path(named or CACHE.parent / "aiperf")
     if not named:

@@ -79,10 +79,10 @@ def locked(name: str) -> Iterator[None]:
 
 
 def environment() -> Path:
-    """The virtual environment with vLLM: $LMETRIC_VLLM_VENV, or a cached one, made on first use."""
+    """The virtual environment with vLLM: $TEST_VLLM_VENV, or a cached one, made on first use."""
     if named := NAMED["VLLM"]:
         if not (Path(named) / "bin" / "python").exists():
-            raise FileNotFoundError(f"LMETRIC_VLLM_VENV={named}: no virtual environment there")
+            raise FileNotFoundError(f"TEST_VLLM_VENV={named}: no virtual environment there")
         return Path(named)
     target = CACHE / "environment"
     with locked("environment"):
