@@ -340,13 +340,13 @@ def test_adapters_salts_pictures_tiers_and_groups(bed: Bed) -> None:
         )
         # Other tiers and groups of layers say nothing of what a prompt would hit.
         engine.publish(
-            stored([61], tokens[:16], medium="CPU_PINNED"),
-            removed(1, medium="CPU_PINNED"),
-            stored([62], tokens[:16], group_idx=1, kv_cache_spec_kind="sliding_window"),
+            stored([61], tokens[:16], medium="CPU_FAR"),
+            removed(1, medium="CPU_FAR"),
+            stored([62], tokens[:16], group_idx=1, kv_cache_spec_kind="chunked_local_attention"),
             stored([63], [5] * BLOCK, group_idx=0, kv_cache_spec_kind="full_attention"),
             stored([63], [5] * BLOCK, group_idx=2, kv_cache_spec_kind="full_attention"),
             removed(63, group_idx=1),
-            stored([], [], medium="DISK", block_size=0),
+            stored([], [], medium="TAPE", block_size=0),
             stored([64], [], block_size=0),
             stored([65], [6] * 8, block_size=8),
             {"type": "BlocksMoved", "from": "GPU"},
@@ -363,7 +363,7 @@ def test_adapters_salts_pictures_tiers_and_groups(bed: Bed) -> None:
         assert status["skipped"] == {
             "group": 3, "no_tokens": 1, "block_size": 1, "unknown_event": 1, "malformed_event": 1
         }  # fmt: skip
-        assert status["tiers"] == {"CPU_PINNED": 0, "DISK": 0}
+        assert status["tiers"] == {"CPU_FAR": 0, "TAPE": 0}
         engine.publish(removed(63, group_idx=0))
         bed.settle(engine, "live")
         assert bed.held([5] * BLOCK) == 0

@@ -363,8 +363,9 @@ class EventFeed:
     def instances(self) -> list[str]: ...
     def status(self, instance: str) -> dict[int, dict[str, Any]]: ...
     # By rank. `state` is "connecting", "live" or "incomplete". `skipped` is {reason: count},
-    # `tiers` {medium: blocks}. `least_delay_seconds` is from the engine's timestamp of a batch. The
-    # others: `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`,
+    # `tiers` {medium: blocks}, `groups` the number of KV cache groups apart from full attention,
+    # `group_blocks` their blocks. `least_delay_seconds` is from the engine's timestamp of a batch.
+    # The others: `connected`, `batches`, `replayed`, `events`, `blocks_stored`, `blocks_removed`,
     # `cleared`, `gaps`, `resyncs`, `restarts`, `unanswered`, `unknown_parent`, `unknown_removed`,
     # `last_sequence`, `last_batch_age_seconds`, `block_size`, `reported_rank`, `other_topic`,
     # `last_error`, and more.

@@ -69,7 +69,7 @@ fn main() {
                 tokens_per_block: 16.0,
                 ..Request::default()
             };
-            router.match_prefix(&chain);
+            router.match_prefix(&whole);
             let matched = Instant::now();
             let chosen = router.score(&whole, now).expect("an instance");
             let scored = Instant::now();

@@ -120,7 +120,7 @@ fn a_retry_leaves_nothing_to_the_next_commit() {
     assert!(router.advance(retried.ticket, Event::Failed(Failure::Refused), 0.1).unwrap().is_some());
     let why = router.receipt(retried.id).unwrap().uncut.clone();
     assert_eq!(why.as_deref(), Some("no second instance is available"));
-    router.match_prefix(&prompt);
+    router.match_prefix(&request);
     let chosen = router.score(&request, 0.2).unwrap();
     let next = router.commit(&request, None, chosen, 0.2).unwrap();
     assert_eq!(router.receipt(next.id).unwrap().uncut, None);

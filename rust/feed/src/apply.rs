@@ -2,6 +2,8 @@
 //! repeated report of known blocks means.
 use crate::decode::Reader;
 use crate::event::{Event, Removed, Scratch, Stored, read_batch};
+use crate::groups::{Others, Role};
+use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::hash::Domain;
 use lmetric_core::kv::tiers::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
@@ -21,6 +23,10 @@ pub struct Tally {
     pub blocks_stored: u64,
     /// Blocks of the GPU removed from the index.
     pub blocks_removed: u64,
+    /// KV cache groups of windows and states.
+    pub groups: usize,
+    /// Blocks of these groups, stored or removed.
+    pub group_blocks: u64,
     /// Times that the engine cleared its whole cache.
     pub cleared: u64,
     /// Blocks of the GPU with an unknown parent.
@@ -64,6 +70,18 @@ impl Tally {
             self.skip("tier_removed", applied.unknown_removed);
         }
         self.skip("no_tokens", applied.unknown_name);
+        self.add_refused(applied);
+    }
+
+    /// Counts the blocks of a group apart from full attention.
+    fn add_group(&mut self, applied: Applied) {
+        self.group_blocks += applied.done as u64;
+        self.skip("group_name", applied.unknown_name);
+        self.skip("group_removed", applied.unknown_removed);
+        self.add_refused(applied);
+    }
+
+    fn add_refused(&mut self, applied: Applied) {
         self.skip("no_room", applied.unplaced);
         self.skip("instance_gone", applied.gone);
         self.skip("not_exact", applied.not_exact);
@@ -82,8 +100,10 @@ enum Waiting {
 pub struct Applier {
     feed: Arc<KvFeed>,
     source: Source,
-    /// The group of layers whose blocks count: the first full-attention group reported.
+    /// The group of layers whose blocks form prefixes: the first full-attention group reported.
     group: Option<u64>,
+    /// The other groups whose blocks count.
+    others: Others,
     tally: Tally,
     /// Blocks of consecutive events of one kind, to apply together.
     waiting: Option<Waiting>,
@@ -101,6 +121,7 @@ impl Applier {
             feed,
             source,
             group: None,
+            others: Others::default(),
             tally: Tally::default(),
             waiting: None,
             hashes: Vec::new(),
@@ -128,11 +149,13 @@ impl Applier {
     /// Sets the source after another instance took the same name.
     pub fn set_source(&mut self, source: Source) {
         self.source = source;
+        self.others.full_is_known = false;
     }
 
     /// Forgets the source's blocks, tiers and block size.
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
+        self.others.take_unnamed();
         self.tally.tiers.clear();
         self.tally.hints.clear();
         self.tally.block_size = None;
@@ -154,6 +177,7 @@ impl Applier {
             Event::Other(_) => self.tally.skip("unknown_event", 1),
         });
         self.flush();
+        self.name_others();
         self.scratch = scratch;
         match read {
             Ok(batch) => {
@@ -176,15 +200,18 @@ impl Applier {
             self.tally.tier(medium(tier, event.medium), blocks as i64);
         }
         let Some(tier) = tier else { return };
-        if event.kind.is_some_and(|kind| !is_full_attention(kind)) {
-            return self.tally.skip("group", blocks);
-        }
-        // All full-attention groups hold the same blocks. If only one group counts, each block
-        // counts once.
-        if event.group.is_some()
-            && *self.group.get_or_insert(event.group.unwrap_or(0)) != event.group.unwrap_or(0)
-        {
-            return self.tally.skip("group", blocks);
+        match self.others.role(event, self.group, self.feed.keys().block_size as u64) {
+            // All full-attention groups hold the same blocks. If only one group counts, each block
+            // counts once.
+            Role::Full => {
+                if event.group.is_some()
+                    && *self.group.get_or_insert(event.group.unwrap_or(0)) != event.group.unwrap_or(0)
+                {
+                    return self.tally.skip("group", blocks);
+                }
+            }
+            Role::Other(group) => return self.stored_in_other(tier, group, event),
+            Role::Unknown(reason) => return self.tally.skip(reason, blocks),
         }
         if tier != Tier::Gpu && !self.removes.contains(tier.medium()) {
             self.tally.hints.insert(tier.medium());
@@ -215,8 +242,9 @@ impl Applier {
             // block. A second copy of known blocks hardly ever begins there, since its front would
             // have been a hit. If such a copy is taken for a report, the copy is forgotten too
             // early, which costs a hit. If a report is taken for a copy, the index keeps a block
-            // that is gone.
-            None if event.parent.is_none() => Means::Report,
+            // that is gone. Hybrid models often compute known blocks again, because a window lacks
+            // theirs; the router requests no reports from them.
+            None if event.parent.is_none() && self.others.count() == 0 => Means::Report,
             None => Means::NewCopy,
         };
         let applied = self.feed.stored_in(
@@ -243,6 +271,9 @@ impl Applier {
             self.tally.tier(medium(tier, event.medium), -(event.hashes.len() as i64));
         }
         let Some(tier) = tier else { return };
+        if let Some(group) = event.group.filter(|group| self.others.knows(*group)) {
+            return self.removed_from_other(tier, group, event.hashes);
+        }
         if event.group.is_some() && event.group != self.group {
             return self.tally.skip("group", event.hashes.len());
         }
@@ -251,6 +282,47 @@ impl Applier {
             self.tally.hints.remove(tier.medium());
         }
         self.wait(Waiting::Removed(tier), event.hashes);
+    }
+
+    /// Stores blocks of a group apart from full attention.
+    fn stored_in_other(&mut self, tier: Tier, group: Group, event: &Stored<'_>) {
+        self.flush();
+        let domain = self.domain(self.feed.keys().tokens, event);
+        let blocks = Blocks {
+            parent: event.parent,
+            engine_hashes: event.hashes,
+            token_ids: event.tokens,
+            domain,
+            narrowing: &self.narrowing,
+            means: Means::NewCopy,
+        };
+        let place = (tier, group);
+        self.tally.groups = self.others.count();
+        let unnamed = self.others.unnamed(tier, group.id);
+        let applied = self.feed.stored_in_group(self.source, place, &blocks, self.group.is_some(), unnamed);
+        self.tally.add_group(applied);
+    }
+
+    /// Removes blocks of a group apart from full attention.
+    fn removed_from_other(&mut self, tier: Tier, group: u64, hashes: &[u64]) {
+        self.flush();
+        let group = group as u32;
+        self.hashes.extend(hashes.iter().filter(|hash| !self.others.forget(tier, group, **hash)));
+        let applied = self.feed.removed_from_group(self.source, tier, group, &self.hashes);
+        self.hashes.clear();
+        self.tally.add_group(applied);
+    }
+
+    /// Ends a batch: stores the blocks of other groups that only events after them name.
+    fn name_others(&mut self) {
+        for (tier, group, hashes) in self.others.take_unnamed() {
+            let applied = self.feed.named_in_group(self.source, tier, group, &hashes);
+            self.tally.add_group(applied);
+        }
+        if self.group.is_some() && self.others.count() > 0 && !self.others.full_is_known {
+            self.others.full_is_known = true;
+            self.feed.note_full_attention(self.source);
+        }
     }
 
     /// Adds blocks to those that wait, after those of another kind are applied.
@@ -353,10 +425,4 @@ fn medium(tier: Option<Tier>, reported: Option<&str>) -> &str {
         Some(tier) => tier.medium(),
         None => reported.unwrap_or_default(),
     }
-}
-
-/// Returns whether a block in these layers means that the prefix is cached. This holds for layers
-/// that attend to all tokens; other layers hold a window or a state.
-fn is_full_attention(kind: &str) -> bool {
-    matches!(kind, "full_attention" | "mla_attention" | "sink_full_attention")
 }

@@ -56,6 +56,8 @@ pub struct Stored<'a> {
     pub group: Option<u64>,
     /// Attention kind of the group.
     pub kind: Option<&'a str>,
+    /// Tokens of the group's sliding window, if it has one.
+    pub window: Option<u64>,
     /// Whether the blocks were cached already (`true`) or are new (`false`), if the engine reports
     /// it.
     pub reused: Option<bool>,
@@ -246,6 +248,7 @@ fn read_field<'a>(
         "lora_id" => fields.lora_id = optional(reader)?,
         "cache_salt" => fields.cache_salt = reader.optional_text()?,
         "group_idx" => fields.group = optional(reader)?,
+        "kv_cache_spec_sliding_window" => fields.window = optional(reader)?,
         "kv_cache_spec_kind" => fields.kind = reader.optional_text()?,
         "origin" => {
             let origin = reader.optional_text()?;

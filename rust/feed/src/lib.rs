@@ -8,6 +8,7 @@
 pub mod apply;
 pub mod decode;
 pub mod event;
+mod groups;
 mod heartbeat;
 pub mod source;
 pub mod status;

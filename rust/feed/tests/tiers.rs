@@ -147,7 +147,7 @@ impl Bed {
 #[test]
 fn a_prompt_evicted_from_the_gpu_hits_the_cpu_tier() {
     for described in [false, true] {
-        for medium in ["CPU", "cpu", "Cpu"] {
+        for medium in ["CPU", "cpu", "Cpu", "CPU_PINNED"] {
             let mut bed = Bed::new();
             let mut events = vec![stored(Some("GPU"), 0..62, true)];
             events.extend((0..62).map(|block| stored(Some(medium), block..block + 1, described)));
@@ -190,12 +190,12 @@ fn what_cannot_be_placed_is_counted() {
     assert_eq!(bed.skipped(), [("no_tokens", 3), ("tier_parent", 3), ("tier_removed", 1)]);
     // Blocks of an unknown medium are counted alone.
     bed.batch(&[
-        stored(Some("CPU_PINNED"), 0..3, true),
-        stored(Some("DISK"), 0..3, false),
-        removed(Some("DISK"), 0..1),
+        stored(Some("CPU_FAR"), 0..3, true),
+        stored(Some("TAPE"), 0..3, false),
+        removed(Some("TAPE"), 0..1),
     ]);
     let tiers: Vec<_> = bed.applier.tally().tiers.iter().map(|(name, n)| (name.as_str(), *n)).collect();
-    assert_eq!(tiers, [("CPU", 5), ("CPU_PINNED", 3), ("DISK", 2)]);
+    assert_eq!(tiers, [("CPU", 5), ("CPU_FAR", 3), ("TAPE", 2)]);
     let tally = bed.applier.tally();
     assert_eq!((tally.unknown_parent, tally.unknown_removed, bed.hits()), (0, 0, (48, 0)));
 }

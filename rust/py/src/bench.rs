@@ -104,7 +104,7 @@ fn measure(
             session: Some(iteration as u64),
             ..Request::default()
         };
-        router.match_prefix(&chain);
+        router.match_prefix(&request);
         let matched = Instant::now();
         let chosen = router.score(&request, now)?;
         let scored = Instant::now();

@@ -1345,7 +1345,7 @@ fn scores_of(
     members: &[(InstanceId, u32)],
     out: &mut Vec<f64>,
 ) -> std::result::Result<(), CoreError> {
-    router.match_prefix(request.chain);
+    router.match_prefix(request);
     router.score(request, now)?;
     let (fleet, last) = (router.fleet(), router.last_scores());
     out.extend(members.iter().map(|&(id, generation)| {

@@ -87,6 +87,7 @@ class _Tally:
     restarts: int
     losses: tuple[int, int]  # changes when the index has dropped blocks that the engine still holds
     block_size: int | None
+    hybrid: bool  # the engine reports windows or states beside full attention
 
     @staticmethod
     def of(status: dict[int, dict[str, Any]]) -> _Tally:
@@ -103,6 +104,7 @@ class _Tally:
             restarts=restarts,
             losses=(restarts, resyncs),
             block_size=min(sizes) if sizes else None,
+            hybrid=any(rank["groups"] > 0 for rank in ranks),
         )
 
 
@@ -190,8 +192,10 @@ class KvFeed:
             self._turn(engine, events.exact if problem is None else problem)
             if tally.incomplete and events.refilled != tally.losses:
                 events.refilled = tally.losses
-                self._refill(engine)
-            elif engine.refill is not None and (engine.refill.over(now) or not tally.incomplete):
+                self._refill(engine, hybrid=tally.hybrid)
+            elif engine.refill is not None and (
+                engine.refill.over(now) or not tally.incomplete or tally.hybrid
+            ):
                 engine.refill = None
 
     def _problem(
@@ -261,9 +265,10 @@ class KvFeed:
                 fix=mode.fix,
             )
 
-    def _refill(self, engine: Engine) -> None:
+    def _refill(self, engine: Engine, *, hybrid: bool = False) -> None:
         field = engine.capabilities.full_report
-        if field is None:
+        # Full reports of hybrid models name blocks of windows that are gone.
+        if field is None or hybrid:
             what = "its cached blocks become known when it stores them again"
         else:
             assert engine.pool is not None

@@ -1,4 +1,5 @@
 //! Cached prefixes: for each instance, the number of leading blocks of a prompt that it holds.
+pub mod groups;
 pub mod hash;
 pub mod index;
 pub mod keys;

@@ -43,11 +43,20 @@ pub enum Means {
     Report,
 }
 
-/// A cache of an instance: one tier of one data-parallel rank.
+/// A cache of an instance: one tier of one data-parallel rank, or of one KV cache group there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cache {
     pub rank: u32,
     pub tier: Tier,
+    /// The KV cache group; `None`: full attention.
+    pub group: Option<u32>,
+}
+
+impl Cache {
+    /// Returns a tier of a rank, with the blocks of full attention.
+    pub(crate) fn new(rank: u32, tier: Tier) -> Cache {
+        Cache { rank, tier, group: None }
+    }
 }
 
 struct Rank {
@@ -183,6 +192,19 @@ impl Names {
     /// Returns the number of names in the table segment of `engine`.
     pub(crate) fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
         self.table(instance, cache).map_or(0, |table| table.near(table.key(engine)))
+    }
+
+    /// Returns the caches of a rank.
+    pub(crate) fn caches(&self, instance: InstanceId, rank: u32) -> Vec<Cache> {
+        let ranks = self.ranks.get(instance.index()).map_or(&[][..], Vec::as_slice);
+        ranks.iter().map(|r| r.cache).filter(|cache| cache.rank == rank).collect()
+    }
+
+    /// Returns the index's hash of the block that some cache of the rank calls `engine`.
+    pub(crate) fn find_on_rank(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+        let of_rank = |r: &&Rank| r.cache.rank == rank;
+        let mut tables = self.ranks.get(instance.index())?.iter().filter(of_rank).map(|r| &r.table);
+        tables.find_map(|t| t.find(t.key(engine), |e| e.engine == engine).map(|e| e.chain))
     }
 
     /// Removes a cache and returns the index's hashes of its copies.

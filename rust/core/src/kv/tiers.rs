@@ -2,8 +2,10 @@
 //!
 //! Each lower tier has an index of its own, made when the first event of that tier arrives. A
 //! router without such events has no lower index and pays nothing for them. The prefix that an
-//! instance can reuse is the longest leading run of one of its tiers. Engines may also continue a
-//! run of one tier in another tier; the router does not count that, so it claims too little.
+//! instance can reuse is the run of the GPU, continued by the run of one lower tier behind it.
+//! Engines may continue again in a third tier; the router does not count that, so it claims too
+//! little.
+use super::groups::Groups;
 use super::index::KvIndex;
 use crate::ids::InstanceId;
 
@@ -23,6 +25,9 @@ impl Tier {
     /// All tiers, with their media in the engines' events.
     pub const MEDIA: [(&'static str, Tier); 3] =
         [("GPU", Tier::Gpu), ("CPU", Tier::Cpu), ("STORAGE", Tier::Storage)];
+    /// Further media in events: SGLang's names.
+    const OTHER_MEDIA: [(&'static str, Tier); 3] =
+        [("CPU_PINNED", Tier::Cpu), ("DISK", Tier::Storage), ("EXTERNAL", Tier::Storage)];
     /// Tiers below the GPU.
     pub const LOWER: [Tier; 2] = [Tier::Cpu, Tier::Storage];
 
@@ -30,7 +35,8 @@ impl Tier {
     /// without a medium are about the GPU.
     pub fn of_medium(medium: Option<&str>) -> Option<Tier> {
         let Some(medium) = medium.filter(|medium| !medium.is_empty()) else { return Some(Tier::Gpu) };
-        Tier::MEDIA.iter().find(|(name, _)| name.eq_ignore_ascii_case(medium)).map(|(_, tier)| *tier)
+        let mut all = Tier::MEDIA.iter().chain(&Tier::OTHER_MEDIA);
+        all.find(|(name, _)| name.eq_ignore_ascii_case(medium)).map(|(_, tier)| *tier)
     }
 
     /// Returns the tier's medium in events.
@@ -56,6 +62,15 @@ impl TierUse {
     /// All values, with their names.
     pub const NAMES: [(&'static str, TierUse); 3] =
         [("off", TierUse::Off), ("auto", TierUse::Auto), ("all", TierUse::All)];
+}
+
+/// A prompt to find in the tiers.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// Chained hashes of its blocks.
+    pub chain: &'a [u64],
+    /// Blocks that a hit may have at most.
+    pub most_blocks: u32,
 }
 
 /// The index of a lower tier.
@@ -151,26 +166,29 @@ impl Tiers {
     #[inline]
     pub fn add_hits(
         &self,
-        chain: &[u64],
+        prompt: Prompt<'_>,
         counted: TierUse,
+        groups: &Groups,
         gpu_blocks: &[u32],
         scratch: &mut Vec<u32>,
         more: &mut Vec<u32>,
     ) {
         more.clear();
         if !self.is_empty() && counted != TierUse::Off {
-            self.add_hits_of_tiers(chain, counted, gpu_blocks, scratch, more);
+            self.add_hits_of_tiers(prompt, counted, groups, gpu_blocks, scratch, more);
         }
     }
 
     fn add_hits_of_tiers(
         &self,
-        chain: &[u64],
+        prompt: Prompt<'_>,
         counted: TierUse,
+        groups: &Groups,
         gpu_blocks: &[u32],
         scratch: &mut Vec<u32>,
         more: &mut Vec<u32>,
     ) {
+        let Prompt { chain, most_blocks } = prompt;
         more.resize(gpu_blocks.len(), 0);
         scratch.resize(gpu_blocks.len(), 0);
         let mut any = false;
@@ -179,8 +197,18 @@ impl Tiers {
             let always = counted == TierUse::All || *tier == Tier::Cpu;
             lower.index.match_prefix(chain, scratch);
             for (slot, ((more, blocks), gpu)) in more.iter_mut().zip(&*scratch).zip(gpu_blocks).enumerate() {
-                let adds = blocks.saturating_sub(*gpu);
-                if adds > *more && (always || lower.removes.get(slot) == Some(&true)) {
+                let id = InstanceId(slot as u32);
+                // A run that begins with the GPU's blocks continues here.
+                let behind = chain.get(*gpu as usize..).unwrap_or_default();
+                let adds = match blocks.checked_sub(*gpu) {
+                    Some(adds) => adds,
+                    None => behind.iter().take_while(|hash| lower.index.holds(id, **hash)).count() as u32,
+                };
+                if adds <= *more || !(always || lower.removes.get(slot) == Some(&true)) {
+                    continue;
+                }
+                let adds = groups.shorten_tier(id, chain, most_blocks, *tier, *gpu, adds);
+                if adds > *more {
                     (*more, any) = (adds, true);
                 }
             }

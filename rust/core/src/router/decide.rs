@@ -83,7 +83,7 @@ impl Router {
     ) -> Result<(Chosen, Box<Receipt>), CoreError> {
         check_weight(request.tenant.weight)?;
         request.check()?;
-        self.match_prefix(request.chain);
+        self.match_prefix(request);
         let first = self.score(request, now).inspect_err(|_| self.requests.totals.no_instance += 1)?;
         // The rest is planned later: the choice of a second instance overwrites the derived
         // columns.
@@ -116,14 +116,14 @@ impl Router {
     }
 
     /// First stage of a decision: finds the length of the prompt's prefix on each instance.
-    pub fn match_prefix(&mut self, chain: &[u64]) {
-        self.state.match_prefix(&mut self.context, chain);
+    pub fn match_prefix(&mut self, request: &Request<'_>) {
+        self.state.match_prefix(&mut self.context, request);
     }
 
     /// Returns the leading prompt tokens that each live instance holds, in slot order. Changes no
     /// state.
     pub fn hit_tokens(&mut self, request: &Request<'_>) -> Vec<u32> {
-        self.match_prefix(request.chain);
+        self.match_prefix(request);
         let mut hits = self.context.hit_blocks.clone();
         self.state.whole_hits(request, &mut hits);
         let fleet = &self.state.fleet;

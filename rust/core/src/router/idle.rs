@@ -111,7 +111,7 @@ impl Router {
             let ahead = Ahead::new(selector.reads, slots, policy.length_curve(), policy.decode_weights());
             idle.state.ledger.set_ahead(Some(ahead));
         }
-        idle.match_prefix(REQUEST.chain);
+        idle.match_prefix(&REQUEST);
         let able = idle.state.fleet.eligible_count();
         idle.state.derive(&mut idle.context, &REQUEST, selector.reads, able, handoff, 0.0);
         idle.state.derive_declared(&mut idle.context, &selector.declared, 0.0);

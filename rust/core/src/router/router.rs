@@ -95,6 +95,7 @@ impl Router {
         self.state.ledger.clear(id.index());
         self.state.index.remove_instance(id);
         self.state.tiers.remove_instance(id);
+        self.state.groups.remove_instance(id);
         self.state.guard.instance_removed(id);
         Ok(())
     }

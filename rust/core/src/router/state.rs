@@ -12,6 +12,7 @@ use crate::fleet::{Fleet, Role};
 use crate::guard::Guard;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, IndicatorSet, Indicators};
+use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
 use crate::kv::tiers::Tiers;
 use crate::plan::Cuts;
@@ -94,6 +95,8 @@ pub(super) struct State {
     pub index: KvIndex,
     /// KV indexes of the tiers below the GPU.
     pub tiers: Tiers,
+    /// KV cache groups apart from full attention.
+    pub groups: Groups,
     pub guard: Guard,
     /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
@@ -121,6 +124,7 @@ impl State {
             ledger: Ledger::new(if config.drain { config.prior_prefill_tokens_per_second } else { 0.0 }),
             index: KvIndex::new(config.index_bytes),
             tiers: Tiers::default(),
+            groups: Groups::default(),
             guard: Guard::new(config.guard)?,
             first: Selector::new(policy),
             later: Selector::new(least_requests()?),
@@ -159,6 +163,7 @@ impl State {
         self.ledger.clear(id.index());
         self.index.add_instance(id, cache_blocks);
         self.tiers.add_instance(id);
+        self.groups.add_instance(id);
         Ok(id)
     }
 

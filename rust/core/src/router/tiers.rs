@@ -3,7 +3,9 @@ use super::router::Router;
 use super::settings::TierConfig;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
+use crate::kv::groups::Groups;
 use crate::kv::index::KvIndex;
+use crate::kv::names::Cache;
 use crate::kv::tiers::{Tier, Tiers};
 
 impl Router {
@@ -35,6 +37,41 @@ impl Router {
         let live = state.ids().filter(|id| state.fleet.is_live(*id));
         state.tiers.open(tier, live);
         true
+    }
+
+    /// Makes the index of KV cache groups, if there is none: it takes half the bytes of the GPUs'
+    /// index. Returns false if the GPUs' index has already grown beyond its half, or if the half is
+    /// below [`KvIndex::MIN_BYTES`].
+    pub(super) fn open_groups(&mut self) -> bool {
+        let state = &mut self.state;
+        if !state.groups.is_empty() {
+            return true;
+        }
+        let half = state.index.byte_bound() / 2;
+        if half < KvIndex::MIN_BYTES || !state.index.lower_bound(half) {
+            return false;
+        }
+        let live = state.ids().filter(|id| state.fleet.is_live(*id));
+        state.groups.open(half, live);
+        true
+    }
+
+    /// Returns the KV cache groups of all instances, for changes.
+    pub(super) fn groups_mut(&mut self) -> &mut Groups {
+        &mut self.state.groups
+    }
+
+    /// Returns the KV cache groups of all instances.
+    pub fn groups(&self) -> &Groups {
+        &self.state.groups
+    }
+
+    /// Returns the index that holds the blocks of a cache.
+    pub(super) fn index_of_cache(&mut self, cache: Cache) -> Option<&mut KvIndex> {
+        match cache.group {
+            None => self.index_of_mut(cache.tier),
+            Some(_) => self.state.groups.index_mut(),
+        }
     }
 
     /// Drops the indexes of all lower tiers and returns them, because dropping them takes time.

@@ -5,6 +5,7 @@
 //! index changes of a few dozen blocks each, so that decisions wait no longer, even for large
 //! events.
 mod event;
+mod group;
 mod place;
 mod state;
 
@@ -20,6 +21,7 @@ pub use crate::kv::names::Means;
 use crate::kv::names::{Cache, Names};
 use crate::kv::tiers::Tier;
 use event::Refused;
+use group::block_in;
 use parking_lot::{Mutex, RwLock};
 use place::PIECE;
 use state::State;
@@ -82,7 +84,7 @@ impl KvFeed {
             state.begin_anew(InstanceId(slot as u32), &self.epoch);
         }
         let bound = router.index().byte_bound();
-        let old = (router.renew_index(bound), router.drop_tiers());
+        let old = (router.renew_index(bound), router.drop_tiers(), router.groups_mut().take());
         drop(router);
         drop(old);
     }
@@ -124,8 +126,12 @@ impl KvFeed {
         state.begin_anew(id, &self.epoch);
         match feed {
             IndexFeed::Exact => self.clear_index(id, None),
-            // The names are dropped, so blocks of lower tiers could never be removed.
-            IndexFeed::Approximate => Tier::LOWER.iter().for_each(|tier| self.clear_tier(id, *tier, None)),
+            // The names are dropped, so blocks of lower tiers and groups could never be removed.
+            IndexFeed::Approximate => {
+                Tier::LOWER.iter().for_each(|tier| self.clear_tier(id, *tier, None));
+                self.clear_groups(id, None);
+                self.router.lock_behind().groups_mut().forget(id);
+            }
         }
         Ok(())
     }
@@ -155,7 +161,7 @@ impl KvFeed {
     /// blocks of another tier; their tokens count only if a name is unknown.
     pub fn stored_in(&self, source: Source, tier: Tier, stored: &Stored<'_>) -> Applied {
         let state = &mut *self.state.lock();
-        let cache = Cache { rank: source.rank, tier };
+        let cache = Cache::new(source.rank, tier);
         let (all, mut applied) = (stored.engine_hashes.len(), Applied::default());
         if tier != Tier::Gpu {
             if let Some(applied) = self.tier_refuses(source, tier, all) {
@@ -203,7 +209,7 @@ impl KvFeed {
         let state = &mut *self.state.lock();
         match self.tier_refuses(source, tier, engine_hashes.len()) {
             Some(applied) => applied,
-            None => self.place_named(state, source, Cache { rank: source.rank, tier }, engine_hashes),
+            None => self.place_named(state, source, Cache::new(source.rank, tier), engine_hashes),
         }
     }
 
@@ -216,7 +222,7 @@ impl KvFeed {
     pub fn removed_from(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
         let state = &mut *self.state.lock();
         let mut applied = Applied::default();
-        let cache = Cache { rank: source.rank, tier };
+        let cache = Cache::new(source.rank, tier);
         for engines in engine_hashes.chunks(PIECE) {
             let instance = source.instance;
             state.chain.clear();
@@ -245,7 +251,7 @@ impl KvFeed {
         if !self.is_current(source) {
             return;
         }
-        let caches = Tier::MEDIA.map(|(_, tier)| Cache { rank, tier });
+        let caches = state.names.caches(instance, rank);
         if !state.names.has_others(instance, rank) {
             caches.into_iter().for_each(|cache| drop(state.names.take(instance, cache)));
             // If events do not feed the instance, its entries are predictions from sent requests
@@ -258,12 +264,12 @@ impl KvFeed {
         }
         for cache in caches {
             let Some(hashes) = state.names.take(instance, cache) else { continue };
-            let mut hashes = hashes.peekable();
+            let mut hashes = hashes.map(|hash| block_in(cache, hash)).peekable();
             while hashes.peek().is_some() {
                 state.chain.clear();
                 state.chain.extend(hashes.by_ref().take(PIECE));
                 let Ok(mut router) = self.take(source) else { return };
-                let Some(index) = router.index_of_mut(cache.tier) else { break };
+                let Some(index) = router.index_of_cache(cache) else { break };
                 index.removed_all(instance, &state.chain);
             }
         }
@@ -316,6 +322,7 @@ impl KvFeed {
     /// generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
         Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
+        self.clear_groups(instance, generation);
     }
 
     fn clear_tier(&self, instance: InstanceId, tier: Tier, generation: Option<u32>) {

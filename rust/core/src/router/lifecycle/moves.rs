@@ -58,7 +58,7 @@ impl Lifecycle<'_> {
         }
         let (key, now) = (tickets::slot(ticket), self.now);
         let mut leg = self.plan_for(ticket, |state, context, request, _| {
-            state.match_prefix(context, request.chain);
+            state.match_prefix(context, request);
             let mut leg = state.leg(context, request, target, from, None);
             leg.start = Some(now);
             if carry == Carry::Recompute {
@@ -88,7 +88,7 @@ impl Lifecycle<'_> {
         state.failed.clone_from(&state.lost);
         let (turn, now) = (self.state.turn_behind(source), self.now);
         self.plan_for(ticket, |state, context, request, failed| {
-            state.match_prefix(context, request.chain);
+            state.match_prefix(context, request);
             state.choose(context, request, turn, failed, None, now)
         })?
     }

@@ -232,6 +232,12 @@ impl State {
         (all, if tier == 0 { 0.0 } else { all - self.saved_tokens(request, gpu) })
     }
 
+    /// Returns the maximum number of whole blocks of the prompt that a cache can save.
+    pub fn most_hit_blocks(&self, request: &Request<'_>) -> u32 {
+        let most = most_hit_tokens(request, self.config.partial_blocks);
+        if request.tokens_per_block > 0.0 { (most / request.tokens_per_block) as u32 } else { 0 }
+    }
+
     /// Converts matched blocks to hit tokens, rounded down.
     pub fn whole_hits(&self, request: &Request<'_>, blocks: &mut [u32]) {
         let most = most_hit_tokens(request, self.config.partial_blocks);

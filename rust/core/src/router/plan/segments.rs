@@ -112,7 +112,7 @@ impl State {
         failed: &[u32],
         now: Seconds,
     ) -> Result<(Leg, Next), CoreError> {
-        self.match_prefix(context, request.chain);
+        self.match_prefix(context, request);
         let handoff = self.ledger.ahead().map_or(0.0, |ahead| ahead.lag());
         match self.choose(context, request, turn, failed, Some(handoff), now) {
             Ok(next) => {
@@ -173,7 +173,7 @@ impl State {
         failed: &[u32],
         now: Seconds,
     ) -> Result<Replaced, CoreError> {
-        self.match_prefix(context, request.chain);
+        self.match_prefix(context, request);
         let first = self.choose(context, request, Turn::First, failed, None, now)?;
         let chosen = self.plan(context, request, first, failed, now)?;
         let (leg, later) = self.legs_of(context, request, &chosen, now);

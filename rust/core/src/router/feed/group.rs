@@ -1,0 +1,209 @@
+//! Blocks of KV cache groups apart from full attention: windows and states.
+use super::event::{Applied, Refused, Source, Stored};
+use super::place::PIECE;
+use super::state::{KvFeed, State};
+use crate::ids::InstanceId;
+use crate::kv::groups::{Group, GroupTier};
+use crate::kv::index::Copies;
+use crate::kv::names::Cache;
+use crate::kv::tiers::Tier;
+
+/// Returns the name of a cache's block in the index that holds it.
+pub(super) fn block_in(cache: Cache, hash: u64) -> u64 {
+    match cache.group {
+        None => hash,
+        Some(group) => GroupTier { tier: cache.tier, group }.key(hash),
+    }
+}
+
+impl KvFeed {
+    /// Stores blocks of a KV cache group apart from full attention. A block takes the position of
+    /// the equally named block of another cache of the rank, else of its tokens, if the event has
+    /// all of them. `full`: the engine also has full attention. Appends blocks without a position
+    /// to `unplaced`; other events of the batch may name them.
+    pub fn stored_in_group(
+        &self,
+        source: Source,
+        (tier, group): (Tier, Group),
+        stored: &Stored<'_>,
+        full: bool,
+        unplaced: &mut Vec<u64>,
+    ) -> Applied {
+        let state = &mut *self.state.lock();
+        let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
+        match self.take(source).map(|mut router| {
+            let open = router.open_groups();
+            if open {
+                router.groups_mut().note(source.instance, group, full);
+            }
+            open
+        }) {
+            Ok(true) => {}
+            Ok(false) => return Applied { unplaced: stored.engine_hashes.len(), ..Applied::default() },
+            Err(why) => return refused(why, stored.engine_hashes.len()),
+        }
+        let mut chain = std::mem::take(&mut state.chain);
+        self.positions(state, source, group, stored, &mut chain);
+        let mut applied = Applied::default();
+        for (at, engine) in stored.engine_hashes.iter().enumerate() {
+            let known = state.names.find_on_rank(source.instance, source.rank, *engine);
+            let Some(hash) = known.or_else(|| chain.get(at).copied()) else {
+                unplaced.push(*engine);
+                continue;
+            };
+            match self.enter_group(state, source, cache, *engine, hash) {
+                Ok(true) => applied.done += 1,
+                Ok(false) => applied.unplaced += 1,
+                Err(why) => {
+                    let left = stored.engine_hashes.len() - at;
+                    applied.refuse(why, left);
+                    break;
+                }
+            }
+        }
+        state.chain = chain;
+        applied
+    }
+
+    /// Stores blocks of a group by their names in other caches of the rank.
+    pub fn named_in_group(&self, source: Source, tier: Tier, group: u32, engine_hashes: &[u64]) -> Applied {
+        let state = &mut *self.state.lock();
+        let cache = Cache { rank: source.rank, tier, group: Some(group) };
+        let mut applied = Applied::default();
+        for (at, engine) in engine_hashes.iter().enumerate() {
+            let Some(hash) = state.names.find_on_rank(source.instance, source.rank, *engine) else {
+                applied.unknown_name += 1;
+                continue;
+            };
+            match self.enter_group(state, source, cache, *engine, hash) {
+                Ok(true) => applied.done += 1,
+                Ok(false) => applied.unplaced += 1,
+                Err(why) => {
+                    applied.refuse(why, engine_hashes.len() - at);
+                    break;
+                }
+            }
+        }
+        applied
+    }
+
+    /// Removes one physical copy of each block from a group.
+    pub fn removed_from_group(
+        &self,
+        source: Source,
+        tier: Tier,
+        group: u32,
+        engine_hashes: &[u64],
+    ) -> Applied {
+        let state = &mut *self.state.lock();
+        let cache = Cache { rank: source.rank, tier, group: Some(group) };
+        let mut applied = Applied::default();
+        for engines in engine_hashes.chunks(PIECE) {
+            state.chain.clear();
+            let removed = engines.iter().filter_map(|e| state.names.remove(source.instance, cache, *e));
+            state.chain.extend(removed.map(|hash| block_in(cache, hash)));
+            match self.take(source) {
+                Ok(mut router) => {
+                    let index = router.groups_mut().index_mut();
+                    let known = index.map_or(0, |index| index.removed_all(source.instance, &state.chain));
+                    applied.done += known;
+                    applied.unknown_removed += engines.len() - known;
+                }
+                Err(why) => {
+                    applied.refuse(why, engine_hashes.len() - applied.done - applied.unknown_removed);
+                    break;
+                }
+            }
+        }
+        applied
+    }
+
+    /// Notes that the engine has full attention beside its other groups.
+    pub fn note_full_attention(&self, source: Source) {
+        if let Ok(mut router) = self.take(source) {
+            router.groups_mut().note_full(source.instance);
+        }
+    }
+
+    /// Writes the positions of the blocks to `chain`, if the event has the tokens of all of them.
+    /// Events of sparse groups leave out blocks, so their tokens cannot be assigned.
+    fn positions(
+        &self,
+        state: &State,
+        source: Source,
+        group: Group,
+        stored: &Stored<'_>,
+        chain: &mut Vec<u64>,
+    ) {
+        chain.clear();
+        let (keys, every) = (self.keys(), group.every as usize);
+        let narrowed = every > 1 && stored.narrowing.iter().any(|part| *part != 0);
+        let tokens = stored.engine_hashes.len() * keys.block_size * every;
+        if narrowed || tokens == 0 || stored.token_ids.len() != tokens {
+            return;
+        }
+        let before = |engine| state.names.find_on_rank(source.instance, source.rank, engine);
+        let last = match stored.parent.map(before) {
+            Some(None) => return,
+            Some(last) => last,
+            None => None,
+        };
+        stored.hash(keys.block_size, last, chain);
+        let mut at = 0;
+        chain.retain(|_| {
+            at += 1;
+            at % every == 0
+        });
+    }
+
+    /// Adds a copy of a block to a group; returns false if there is no room.
+    fn enter_group(
+        &self,
+        state: &mut State,
+        source: Source,
+        cache: Cache,
+        engine: u64,
+        hash: u64,
+    ) -> Result<bool, Refused> {
+        let instance = source.instance;
+        let mut router = self.take(source)?;
+        let Some(index) = router.groups_mut().index_mut() else { return Ok(false) };
+        let key = block_in(cache, hash);
+        let known = state.names.find(instance, cache, engine);
+        if known.is_some_and(|known| known != hash || !index.holds(instance, key)) {
+            while let Some(old) = state.names.remove(instance, cache, engine) {
+                index.removed(instance, block_in(cache, old));
+            }
+        }
+        if !state.names.insert(instance, cache, engine, hash) {
+            return Ok(false);
+        }
+        let placed = index.store(instance, None, &[key], Copies::Add) == 1;
+        if !placed {
+            state.names.remove(instance, cache, engine);
+        }
+        Ok(placed)
+    }
+
+    /// Removes an instance's blocks from all groups in pieces, while the instance has this
+    /// generation.
+    pub(super) fn clear_groups(&self, instance: InstanceId, generation: Option<u32>) {
+        loop {
+            let mut router = self.router.lock_behind();
+            if generation.is_some_and(|g| !router.fleet().is_current(instance, g))
+                || router
+                    .groups_mut()
+                    .index_mut()
+                    .is_none_or(|index| index.clear_some(instance, PIECE as u32) == 0)
+            {
+                return;
+            }
+        }
+    }
+}
+
+fn refused(why: Refused, blocks: usize) -> Applied {
+    let mut applied = Applied::default();
+    applied.refuse(why, blocks);
+    applied
+}
