@@ -364,17 +364,17 @@ class ProgramObservation:
     """Share of an instance's cache that its programs may be expected to use."""
     resume: float = 0.85
     """Share of `theta` up to which programs are admitted."""
-    growth: float = 0.25
+    growth: float = 0.1
     """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
     shortest_first: bool = False
     """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
     backfill_seconds: float = 120.0
     """How long smaller programs may pass a held program that does not fit."""
-    forget_seconds: float = 300.0
-    """Length of a gap between two requests after which a program counts as ended."""
+    forget_seconds: float = 120.0
+    """Length of a gap between two requests after which a program counts as ended, until it returns."""
     others_seconds: float = 15.0
     """How long tokens of requests outside programs count after their end."""
-    min_tokens: int = 4096
+    min_tokens: int = 2048
     """Requests that continue no program and have fewer tokens of their own, apart from a shared
     prefix such as a system prompt, belong to no program: they are never held."""
     free: float = 0.6

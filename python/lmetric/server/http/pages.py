@@ -96,6 +96,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
         case "/debug/discovery":
             return _json(front.discovery.state())
+        case "/debug/programs":
+            return _json({pool.name: pool.programs.snapshot() for pool in front.fleet.pools})
         case "/debug/replicas":
             return _json(front.replicas.state())
     raise AssertionError(f"{page.path}: no answer")

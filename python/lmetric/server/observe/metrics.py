@@ -15,6 +15,7 @@ from lmetric._core import indicator_table
 from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.observe.programs import program_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -235,6 +236,7 @@ class Metrics(Collector):
             if (learned := pool.router.learned()["gamma"]) is not None:
                 gamma.add_metric((pool.name,), learned)
         yield gamma
+        yield from program_metrics(self.fleet)
         yield from self._routers()
         for further in self.further:
             yield from further()

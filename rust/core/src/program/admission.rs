@@ -4,6 +4,7 @@
 //! two turns, those least likely to return soon first. A program without a place is admitted if an
 //! instance then stays below `resume x theta`: this hysteresis leaves room to grow. Programs are
 //! admitted by birth within a tenant, and tenants by the tokens that already count for them.
+use super::ledger::Root;
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
@@ -182,8 +183,8 @@ impl Programs {
             let Some(capacity) = ledger.capacity_tokens else {
                 return Some(1e15 - ledger.expected_tokens());
             };
-            let root = self.root_to_count(program, instance).filter(|root| !ledger.has_root(root.hash));
-            let need = own + root.map_or(0.0, |root| root.tokens);
+            let missing = |root: Root| root.tokens * (1.0 - ledger.share_of_root(root.hash));
+            let need = own + self.root_to_count(program, instance).map_or(0.0, missing);
             // A fork lives on what its parent has in the cache, and its parent waits for it.
             let resume = if follows == Some(instance) { 1.0 } else { self.config.resume };
             let limit = resume * self.config.theta * capacity;

@@ -139,11 +139,14 @@ impl Default for Gaps {
 }
 
 impl Gaps {
-    /// Records a gap that ended with a request.
-    pub fn returned(&mut self, class: GapClass, seconds: Seconds) {
+    /// Records a gap that ended with a request. `forgotten`: [`Gaps::ended`] was called for it.
+    pub fn returned(&mut self, class: GapClass, seconds: Seconds, forgotten: bool) {
         let class = &mut self.classes[class.index()];
         class.bins[place(seconds) as usize] += 1.0;
         class.returned += 1.0;
+        if forgotten {
+            class.ended = (class.ended - 1.0).max(0.0);
+        }
         class.derive();
     }
 
@@ -201,8 +204,8 @@ mod tests {
         let class = GapClass { long: true, finish: Finish::ToolCalls };
         let mut gaps = Gaps::default();
         // 900 gaps of 1 s, 90 of 100 s, 10 programs that end: the prior of 8 hardly counts.
-        (0..900).for_each(|_| gaps.returned(class, 1.0));
-        (0..90).for_each(|_| gaps.returned(class, 100.0));
+        (0..900).for_each(|_| gaps.returned(class, 1.0, false));
+        (0..90).for_each(|_| gaps.returned(class, 100.0, false));
         (0..10).for_each(|_| gaps.ended(class));
         assert!((gaps.returns(class, 0.0) - 0.99).abs() < 0.002);
         // After 10 s: 90 come back, 10 do not.
@@ -213,6 +216,17 @@ mod tests {
         // Another class knows nothing of it.
         let other = GapClass { long: true, finish: Finish::Stop };
         assert!((gaps.share_ended(other).0 - 0.3).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_late_return_takes_its_end_back() {
+        let class = GapClass::default();
+        let mut gaps = Gaps::default();
+        let before = gaps.share_ended(class);
+        gaps.ended(class);
+        gaps.returned(class, 500.0, true);
+        assert_eq!(gaps.share_ended(class).1, before.1 + 1.0);
+        assert!(gaps.share_ended(class).0 < before.0);
     }
 
     #[test]
@@ -231,7 +245,7 @@ mod tests {
     fn extreme_gaps_stay_in_the_bins() {
         let mut gaps = Gaps::default();
         for seconds in [0.0, 1e-9, 1e6, 1e12] {
-            gaps.returned(GapClass::default(), seconds);
+            gaps.returned(GapClass::default(), seconds, false);
             let p = gaps.returns(GapClass::default(), seconds);
             assert!((0.0..=1.0).contains(&p), "{p}");
         }

@@ -18,6 +18,8 @@ pub struct Charge {
     pub own: f64,
     /// The root, if it must be counted.
     pub root: Option<Root>,
+    /// Probability that the program needs its root again.
+    pub probability: f64,
 }
 
 /// Buckets of recent tokens.
@@ -56,6 +58,21 @@ impl Recent {
     }
 }
 
+/// A root on one instance: the number of its programs, and the sum of their probabilities.
+#[derive(Clone, Copy, Debug)]
+struct SharedRoot {
+    programs: u32,
+    tokens: f64,
+    probability: f64,
+}
+
+impl SharedRoot {
+    /// Returns the expected tokens; several programs need one copy.
+    fn expected_tokens(&self) -> f64 {
+        self.tokens * self.probability.min(1.0)
+    }
+}
+
 /// One instance.
 #[derive(Clone, Debug, Default)]
 pub struct InstanceLedger {
@@ -66,7 +83,7 @@ pub struct InstanceLedger {
     own: f64,
     /// Number of programs that count.
     pub programs: u32,
-    roots: HashMap<u64, (u32, f64)>,
+    roots: HashMap<u64, SharedRoot>,
     root_tokens: f64,
     /// Tokens of running requests outside programs, and of recent ones.
     running_others: f64,
@@ -84,9 +101,9 @@ impl InstanceLedger {
         (self.own, self.root_tokens, self.running_others + self.recent.sum())
     }
 
-    /// Returns whether a root counts on the instance.
-    pub fn has_root(&self, hash: u64) -> bool {
-        self.roots.contains_key(&hash)
+    /// Returns the part of a root that counts on the instance, 0 to 1.
+    pub fn share_of_root(&self, hash: u64) -> f64 {
+        self.roots.get(&hash).map_or(0.0, |root| root.probability.min(1.0))
     }
 
     /// Adds a program.
@@ -94,11 +111,12 @@ impl InstanceLedger {
         self.own += charge.own;
         self.programs += 1;
         if let Some(root) = charge.root {
-            let entry = self.roots.entry(root.hash).or_insert((0, root.tokens));
-            if entry.0 == 0 {
-                self.root_tokens += entry.1;
-            }
-            entry.0 += 1;
+            let new = SharedRoot { programs: 0, tokens: root.tokens, probability: 0.0 };
+            let entry = self.roots.entry(root.hash).or_insert(new);
+            let before = entry.expected_tokens();
+            entry.programs += 1;
+            entry.probability += charge.probability;
+            self.root_tokens += entry.expected_tokens() - before;
         }
     }
 
@@ -109,10 +127,14 @@ impl InstanceLedger {
         if let Some(root) = charge.root
             && let Some(entry) = self.roots.get_mut(&root.hash)
         {
-            entry.0 -= 1;
-            if entry.0 == 0 {
-                self.root_tokens -= entry.1;
+            let before = entry.expected_tokens();
+            entry.programs -= 1;
+            entry.probability -= charge.probability;
+            if entry.programs == 0 {
+                self.root_tokens = (self.root_tokens - before).max(0.0);
                 self.roots.remove(&root.hash);
+            } else {
+                self.root_tokens += entry.expected_tokens() - before;
             }
         }
         if self.programs == 0 {
@@ -156,13 +178,14 @@ mod tests {
     fn a_root_counts_once() {
         let root = Some(Root { hash: 7, tokens: 15_000.0 });
         let mut ledger = InstanceLedger::default();
-        ledger.add(Charge { own: 100.0, root });
-        ledger.add(Charge { own: 50.0, root });
+        ledger.add(Charge { own: 100.0, root, probability: 1.0 });
+        ledger.add(Charge { own: 50.0, root, probability: 0.25 });
         assert_eq!(ledger.parts(), (150.0, 15_000.0, 0.0));
-        ledger.remove(Charge { own: 100.0, root });
-        assert_eq!(ledger.expected_tokens(), 15_050.0);
-        ledger.remove(Charge { own: 50.0, root });
-        assert_eq!((ledger.expected_tokens(), ledger.has_root(7)), (0.0, false));
+        ledger.remove(Charge { own: 100.0, root, probability: 1.0 });
+        assert_eq!(ledger.parts(), (50.0, 3750.0, 0.0));
+        assert_eq!((ledger.share_of_root(7), ledger.share_of_root(8)), (0.25, 0.0));
+        ledger.remove(Charge { own: 50.0, root, probability: 0.25 });
+        assert_eq!((ledger.expected_tokens(), ledger.share_of_root(7)), (0.0, 0.0));
     }
 
     #[test]

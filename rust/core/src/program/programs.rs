@@ -25,8 +25,12 @@ impl TurnId {
 
 /// Maximum number of programs; the program with the longest gap is dropped first.
 const MAX_PROGRAMS: usize = 1 << 16;
-/// Least probability that counts for a program with children in a cache: it waits for them.
+/// Least probability that counts for the tokens of a program that its children continue: while they
+/// live, it waits for them.
 const PARENT_RETURNS: f64 = 0.9;
+/// Gap after which a program is dropped. Until then, a program that counts as ended keeps its place
+/// in the order of birth.
+const KEEP_SECONDS: Seconds = 3600.0;
 /// Contexts from this length on are long (a class of gaps).
 const LONG_TOKENS: f64 = 8192.0;
 
@@ -114,6 +118,8 @@ pub struct Program {
     parent: Option<ProgramId>,
     /// Programs with a place that continue this program's context, as of the last tick.
     pub children: u32,
+    /// Tokens of this program's context that these programs continue.
+    continued_tokens: f64,
     /// The instance that holds its context, or held it last.
     pub home: Option<InstanceId>,
     /// State.
@@ -121,6 +127,8 @@ pub struct Program {
     /// Start of the gap.
     pub since: Seconds,
     class: GapClass,
+    /// Whether the gap counts as an end.
+    forgotten: bool,
     running: u32,
     /// Its held turns, oldest first.
     pub held: Vec<TurnId>,
@@ -393,9 +401,10 @@ impl Programs {
 
     /// Ends the gap of a returning program.
     fn record_return(&mut self, id: ProgramId, now: Seconds) {
-        let program = &self.programs[id];
+        let program = &mut self.programs[id];
         if matches!(program.state, State::Gap | State::Paused) {
-            self.gaps.returned(program.class, (now - program.since).max(0.0));
+            let forgotten = std::mem::take(&mut program.forgotten);
+            self.gaps.returned(program.class, (now - program.since).max(0.0), forgotten);
         }
     }
 
@@ -421,6 +430,7 @@ impl Programs {
         match parent.and_then(|id| self.programs.get_mut(id)) {
             Some(parent) => {
                 parent.children += 1; // it waits for this one
+                parent.continued_tokens = base.map_or(0.0, |base| base.tokens.max(parent.continued_tokens));
                 order = (parent.born, parent.order);
                 self.counters.forks += 1;
             }
@@ -438,10 +448,12 @@ impl Programs {
             base,
             parent,
             children: 0,
+            continued_tokens: 0.0,
             home,
             state: State::Held,
             since: now,
             class: GapClass::default(),
+            forgotten: false,
             running: 0,
             held: Vec::new(),
             charge: None,
@@ -483,16 +495,20 @@ impl Programs {
         let least = self.least_tokens();
         let program = &self.programs[id];
         let Some(home) = program.home else { return };
-        let probability = match program.state {
-            State::Running => 1.0,
+        let (own, probability) = match program.state {
+            State::Running => (program.own_tokens(least), 1.0),
             State::Gap => {
                 let returns = self.gaps.returns(program.class, now - program.since);
-                if program.children > 0 { returns.max(PARENT_RETURNS) } else { returns }
+                // Its children need the part that they continue.
+                let base = program.base.map_or(0.0, |base| base.tokens);
+                let continued = (program.continued_tokens - base).max(0.0);
+                let waits = (PARENT_RETURNS - returns).max(0.0) * continued;
+                let probability = if program.children > 0 { returns.max(PARENT_RETURNS) } else { returns };
+                (returns * program.own_tokens(least) + waits, probability)
             }
             State::Paused | State::Held => return,
         };
-        let own = probability * program.own_tokens(least);
-        let charge = Charge { own, root: self.root_to_count(program, home) };
+        let charge = Charge { own, root: self.root_to_count(program, home), probability };
         self.instances[home.index()].add(charge);
         self.programs[id].charge = Some(charge);
     }
@@ -570,21 +586,31 @@ impl Programs {
     /// admits programs. [`Programs::released`] then has the admitted requests.
     pub fn tick(&mut self, now: Seconds) {
         self.gaps.decay(now);
-        let forget = self.config.forget_seconds;
-        let over = |program: &Program| {
-            matches!(program.state, State::Gap | State::Paused)
-                && program.children == 0
-                && now - program.since > forget
-        };
-        let ended: Vec<ProgramId> =
-            self.programs.iter().filter(|(_, program)| over(program)).map(|(id, _)| id).collect();
+        let ended = self.resting_for(self.config.forget_seconds, now, |program| !program.forgotten);
         for id in ended {
-            self.gaps.ended(self.programs[id].class);
+            let program = &mut self.programs[id];
+            (program.state, program.forgotten) = (State::Paused, true);
+            let class = program.class;
+            self.gaps.ended(class);
             self.counters.forgotten += 1;
+        }
+        for id in self.resting_for(self.config.forget_seconds.max(KEEP_SECONDS), now, |_| true) {
             self.remove(id);
         }
         self.recount(now);
         self.balance(now);
+    }
+
+    /// Returns the programs without children that have been between two turns for longer than
+    /// `seconds`.
+    fn resting_for(&self, seconds: Seconds, now: Seconds, which: fn(&Program) -> bool) -> Vec<ProgramId> {
+        let rests = |program: &Program| {
+            matches!(program.state, State::Gap | State::Paused)
+                && program.children == 0
+                && now - program.since > seconds
+                && which(program)
+        };
+        self.programs.iter().filter(|(_, program)| rests(program)).map(|(id, _)| id).collect()
     }
 
     /// Counts all programs again.
@@ -597,12 +623,16 @@ impl Programs {
             ledger.advance(now, self.config.others_seconds);
         }
         let mut ids: Vec<ProgramId> = self.programs.keys().collect();
-        self.programs.values_mut().for_each(|program| program.children = 0);
+        for program in self.programs.values_mut() {
+            (program.children, program.continued_tokens) = (0, 0.0);
+        }
         for id in &ids {
             let program = &self.programs[*id];
             let placed = matches!(program.state, State::Running | State::Gap);
+            let tokens = program.base.map_or(0.0, |base| base.tokens);
             if let Some(parent) = program.parent.filter(|_| placed).and_then(|id| self.programs.get_mut(id)) {
                 parent.children += 1;
+                parent.continued_tokens = tokens.max(parent.continued_tokens);
             }
         }
         // Parents first: a child's root does not count beside its parent.

@@ -39,7 +39,7 @@ pub struct ProgramConfig {
     pub shortest_first: bool,
     /// How long smaller programs may pass a held program that does not fit.
     pub backfill_seconds: Seconds,
-    /// Length of a gap after which a program counts as ended.
+    /// Length of a gap after which a program counts as ended, until it returns.
     pub forget_seconds: Seconds,
     /// How long tokens of requests outside programs count after their end.
     pub others_seconds: Seconds,
@@ -65,12 +65,12 @@ impl Default for ProgramConfig {
             mode: ProgramMode::Observe,
             theta: 0.95,
             resume: 0.85,
-            growth: 0.25,
+            growth: 0.1,
             shortest_first: false,
             backfill_seconds: 120.0,
-            forget_seconds: 300.0,
+            forget_seconds: 120.0,
             others_seconds: 15.0,
-            least_tokens: 4096,
+            least_tokens: 2048,
             most_hold_seconds: 300.0,
             most_held: 10_000,
             free: 0.6,

@@ -35,6 +35,8 @@ fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
         mode,
         theta: 1.0,
         growth: 0.0,
+        free: 0.0,
+        forget_seconds: 300.0,
         least_tokens: 1000,
         most_hold_seconds: 1e9,
         ..ProgramConfig::default()
@@ -155,7 +157,7 @@ fn a_crowded_instance_pauses_the_program_that_returns_last() {
     programs.tick(404.0);
     assert_eq!(programs.released().len(), 1);
     programs.ended(a, 0, Finish::Unknown, 405.0); // its client has left before it was sent
-    assert_eq!(programs.states(), [0, 0, 1, 0]);
+    assert_eq!(programs.states(), [0, 0, 2, 0]);
 }
 
 #[test]
@@ -226,6 +228,32 @@ fn a_flood_of_new_programs_is_refused_with_a_time() {
 }
 
 #[test]
+fn a_roomy_instance_leaves_the_choice_to_the_policy() {
+    let mut programs = programs(ProgramMode::Admit, &[100_000.0]);
+    programs.config.free = 0.1;
+    let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    finish(&mut programs, a, 1.0);
+    let (turn, verdict) = programs.arrive(&arrival(&chain(&[(1, 110)])), 2.0);
+    assert_eq!(verdict, Verdict::Free);
+    programs.placed(turn, InstanceId(0), 2.0);
+    // A second program makes it less roomy.
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 3.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+}
+
+#[test]
+fn a_program_that_returns_late_keeps_its_birth() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    finish(&mut programs, a, 1.0);
+    programs.tick(400.0);
+    assert_eq!((programs.states(), programs.counters().forgotten), ([0, 0, 1, 0], 1));
+    run(&mut programs, &chain(&[(1, 110)]), 500.0);
+    assert_eq!((programs.iter().count(), programs.iter().next().unwrap().1.born), (1, 0.0));
+    assert_eq!(programs.counters().continuations, 1);
+}
+
+#[test]
 fn an_instance_that_is_gone_pauses_its_programs() {
     let mut programs = programs(ProgramMode::Admit, &[20_000.0, 20_000.0]);
     let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
@@ -249,7 +277,8 @@ fn a_session_names_its_program_when_its_history_was_rewritten() {
     programs.arrive(&Arrival { session: Some(9), ..arrival(&other) }, 2.0);
     assert_eq!((programs.iter().count(), programs.counters().continuations), (1, 1));
     // Another tenant's session of that name is another program.
-    programs.arrive(&Arrival { session: Some(9), tenant: 5, ..arrival(&other) }, 3.0);
+    let third = chain(&[(3, 50)]);
+    programs.arrive(&Arrival { session: Some(9), tenant: 5, ..arrival(&third) }, 3.0);
     assert_eq!(programs.iter().count(), 2);
 }
 

@@ -1,0 +1,55 @@
+"""Metrics of agent programs and of the working sets in the engines' caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.server.fleet.fleet import Fleet
+
+# By metric: its meaning, and its name in `Router.programs`.
+_COUNTERS = {
+    "lmetric_programs_started": ("Agent programs found by their first request", "new_programs"),
+    "lmetric_program_forks": ("Agent programs that continue the context of another", "forks"),
+    "lmetric_program_turns": ("Further requests of agent programs", "continuations"),
+    "lmetric_programs_forgotten": ("Agent programs that did not return", "forgotten"),
+    "lmetric_programs_paused": ("Agent programs that lost their place in a cache between requests", "paused"),
+    "lmetric_program_holds": (
+        "Requests held until their program fits into a cache; with `observe`, those that `admit` would hold",
+        "held",
+    ),
+    "lmetric_program_refusals": ("Requests of new programs refused with 429", "refused"),
+    "lmetric_program_hold_seconds": ("Seconds for which admitted requests were held", "held_seconds"),
+}
+
+
+def program_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yields the metrics of all models whose programs are followed."""
+    followed = [(pool.name, told) for pool in fleet.pools if (told := pool.programs.snapshot()) is not None]
+    states = GaugeMetricFamily("lmetric_programs", "Live agent programs, by state", labels=("model", "state"))
+    for model, told in followed:
+        for state, count in told["states"].items():
+            states.add_metric((model, state), count)
+    yield states
+    for name, (text, key) in _COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=("model",))
+        for model, told in followed:
+            counter.add_metric((model,), told[key])
+        yield counter
+    ratio = GaugeMetricFamily(
+        "lmetric_working_set_ratio",
+        "Tokens that agent programs and recent requests need in the instance's cache, over its capacity",
+        labels=("model", "instance"),
+    )
+    for model, told in followed:
+        for instance, each in told["instances"].items():
+            if (over := _ratio(each)) is not None:
+                ratio.add_metric((model, instance), over)
+    yield ratio
+
+
+def _ratio(each: dict[str, Any]) -> float | None:
+    capacity = each["capacity_tokens"]
+    return each["expected_tokens"] / capacity if capacity else None
