@@ -16,6 +16,7 @@ FIGURES = {
     "turns": ("turns/min", 1, 0),
     "recomputed": ("recomputed, %", 100, 1),
     "stretch": ("max stretch", 1, 1),
+    "hold": ("longest hold, s", 1, 0),
     "ttft": ("TTFT mean, s", 1, 2),
     "capacity": ("cache of an instance, 1,000 tokens", 1e-3, 0),
 }

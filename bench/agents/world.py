@@ -45,11 +45,17 @@ class Rival:
 
 
 LMETRIC = Rival("lmetric", "lmetric")
+ADMITTED = Rival(
+    "lmetric, admission",
+    "lmetric",
+    {"programs": {"kind": "admit", "theta": 1.0, "sessions": False, "max_hold_seconds": 1e9}},
+)
 POLICIES = [
     LMETRIC,
     Rival("session_affinity", "session_affinity"),
     Rival("linear", "linear"),
     Rival("least_requests", "least_requests"),
+    ADMITTED,
 ]
 # Twice the GPU's blocks, 50 GB/s; an instance pays 5% of a load's time in its next step.
 HOST = {"host_tier": {"capacity": 2.0, "gigabytes_per_second": 50.0, "step_ratio": 0.05}}
@@ -58,6 +64,7 @@ TIERED = [
     Rival("lmetric, host tier not scored", "lmetric", {**HOST, "tiers": "off"}),
     Rival("lmetric, host tier", "lmetric", HOST),
     Rival("session_affinity, host tier", "session_affinity", HOST),
+    Rival("lmetric, host tier, admission", "lmetric", {**HOST, **ADMITTED.settings}),
 ]
 
 

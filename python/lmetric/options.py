@@ -371,15 +371,15 @@ class ProgramObservation:
     backfill_seconds: float = 120.0
     """How long smaller programs may pass a held program that does not fit."""
     forget_seconds: float = 120.0
-    """Length of a gap between two requests after which a program counts as ended, until it returns."""
+    """Length of a gap between two requests after which a program counts as ended until it
+    returns."""
     others_seconds: float = 15.0
     """How long tokens of requests outside programs count after their end."""
     min_tokens: int = 2048
     """Requests that continue no program and have fewer tokens of their own, apart from a shared
     prefix such as a system prompt, belong to no program: they are never held."""
     free: float = 0.6
-    """Share of `theta` below which an instance is roomy: requests of its programs go where the policy
-    places them."""
+    """Share of `theta` below which the policy places the requests of an instance's programs."""
     max_hold_seconds: float = 300.0
     """Predicted hold above which a new program is refused (429)."""
     max_held: int = 10_000

@@ -284,6 +284,7 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("GET", "/debug/indicators"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions"): told(_answer("Decisions", array), 400, *page, parameters=(limit,)),
         ("GET", "/debug/discovery"): told(_answer("State", array), *page),
+        ("GET", "/debug/programs"): told(_answer("Programs by model", OBJECT), *page),
         ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions/{id}"): told(
             _answer("Decision record", OBJECT), *(400, 401, 404), parameters=(label, full)

@@ -116,6 +116,11 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             "service discovery: sources and their engines",
         ),
         _debug(
+            "/debug/programs",
+            "Agent programs and the working sets of the caches",
+            "agent programs: counts, and expected tokens in each engine's cache",
+        ),
+        _debug(
             "/debug/replicas",
             "State of the exchange with other routers",
             "other routers and their published load",

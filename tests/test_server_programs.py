@@ -1,0 +1,121 @@
+"""Agent programs behind the server: held, released, refused and abandoned requests."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+
+from server_world import World, world
+
+SETTINGS = {
+    "kind": "admit",
+    "min_tokens": 100,
+    "theta": 1.0,
+    "resume": 1.0,
+    "growth": 0.0,
+    "free": 0.0,
+    "max_hold_seconds": 3600,
+}
+
+
+@asynccontextmanager
+async def small_cache(**settings: Any) -> AsyncIterator[World]:
+    """A router over one engine whose cache holds 1,600 tokens."""
+    async with world(1, cache_blocks=100, programs={**SETTINGS, **settings}) as w:
+        yield w
+
+
+def body(name: int, tokens: int = 1200) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [name * 1000 + i % 900 for i in range(tokens)], "max_tokens": 3}
+
+
+async def programs(w: World) -> dict[str, Any]:
+    _, text = await w.get("/debug/programs")
+    told: dict[str, Any] = orjson.loads(text)
+    return next(iter(told.values()))
+
+
+async def held(w: World, count: int) -> None:
+    async with asyncio.timeout(10):
+        while (await programs(w))["states"]["held"] != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def send(w: World, name: int) -> tuple[int, Any]:
+    status, _, answer = await w.post(body(name))
+    return status, answer
+
+
+async def test_a_program_waits_until_another_counts_as_ended() -> None:
+    async with small_cache(forget_seconds=1) as w:
+        assert (await send(w, 1))[0] == 200
+        waiting = asyncio.create_task(send(w, 2))
+        await held(w, 1)
+        assert not waiting.done()
+        async with asyncio.timeout(20):
+            assert (await waiting)[0] == 200
+        told = await programs(w)
+        assert told["admitted"] == 1
+        assert 0.3 < told["held_seconds"] < 20
+        _, metrics = await w.get("/metrics")
+        assert b"lmetric_program_holds_total" in metrics
+        assert b"lmetric_working_set_ratio" in metrics
+        await w.settled()
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    async with small_cache() as w:
+        assert (await send(w, 1))[0] == 200
+        waiting = asyncio.create_task(send(w, 2))
+        await held(w, 1)
+        waiting.cancel()
+        await held(w, 0)
+        await w.settled()
+
+
+async def test_new_programs_beyond_the_longest_hold_are_refused_with_a_time() -> None:
+    async with small_cache(max_hold_seconds=0) as w:
+        assert (await send(w, 1))[0] == 200
+        status, answer = await send(w, 2)
+        assert status == 429
+        error = answer["error"]
+        assert error["code"] == "caches_full"
+        assert "would wait about" in error["message"]
+        assert (await programs(w))["refused"] == 1
+        assert (await send(w, 1))[0] == 200  # the running program goes on
+
+
+async def test_chats_are_never_held() -> None:
+    async with small_cache() as w:
+        assert (await send(w, 1))[0] == 200
+        for name in range(2, 8):
+            status, _, _ = await w.post(body(name, tokens=50))
+            assert status == 200
+        assert (await programs(w))["other_requests"] == 6
+
+
+async def test_observe_holds_nothing_and_counts_what_admit_would_hold() -> None:
+    async with small_cache(kind="observe") as w:
+        for name in range(4):
+            assert (await send(w, name))[0] == 200
+        told = await programs(w)
+        assert told["held"] == 3
+        (engine,) = told["instances"].values()
+        assert engine["expected_tokens"] > 2 * engine["capacity_tokens"]
+
+
+async def test_a_server_that_stops_ends_held_requests() -> None:
+    async with small_cache() as w:
+        assert (await send(w, 1))[0] == 200
+        waiting = asyncio.create_task(send(w, 2))
+        await held(w, 1)
+        for relay in list(w.server.front.relays):
+            relay.stop()
+        try:
+            status, _ = await waiting
+        except aiohttp.ClientError:
+            status = 503
+        assert status == 503
