@@ -130,6 +130,12 @@ async def test_older_and_other_engines() -> None:
     # Not told yet is not a number.
     _, told = await of(pages | {"/metrics": metrics + config % (0, "None")})
     assert (told.block_size, told.cache_blocks) == (16, None)
+    assert told.max_loras is None
+    loras = (
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""} 1.7e9\n'
+    )
+    _, told = await of(pages | {"/metrics": metrics + loras})
+    assert told.max_loras == 4
     off = config.replace('block_size="16"', 'block_size="16",enable_prefix_caching="False"')
     _, told = await of(pages | {"/metrics": metrics + off % (0, "9")})
     assert told.prefix_caching is False

@@ -194,6 +194,31 @@ def test_lora_affinity_is_one_line() -> None:
     assert sorted(router.score(lm.Request(prompt_tokens=32, lora_name="sql"))) == [0, 0, 0]
 
 
+def test_an_adapter_is_loaded_until_max_loras_others_came() -> None:
+    router = fleet("lora_loaded")
+
+    def loaded(adapter: str | None = None) -> list[float]:
+        request = lm.Request(prompt_tokens=32, lora_name=adapter)
+        return [float(score) for score in router.score(request)]
+
+    def serve(adapter: str) -> None:
+        _, ticket = router.route(lm.Request(prompt_tokens=32, lora_name=adapter, instance="gpu-1"))
+        ticket.done(output_tokens=1)
+
+    assert (loaded(), loaded("sql")) == ([1, 1, 1], [0, 0, 0])
+    serve("sql")
+    assert loaded("sql") == [0, 1, 0], "also after its request"
+    router.update_instance("gpu-1", max_loras=2)
+    serve("chat")
+    serve("sql")
+    serve("code")  # the engine evicts the least recently used adapter
+    assert [loaded(name)[1] for name in ("sql", "chat", "code")] == [1, 0, 1]
+    router.update_instance("gpu-1", max_loras=1)
+    assert [loaded(name)[1] for name in ("sql", "chat", "code")] == [0, 0, 1]
+    router.blocks_cleared("gpu-1")  # the engine has restarted
+    assert loaded("code") == [0, 0, 0]
+
+
 def test_a_tenant_fence_is_one_line() -> None:
     fenced = lm.indicator("test_fenced", default=0.0)
     router = fleet(lm.Policy("bs", filter=(fenced == 0) | (lm.TENANT == "acme")))

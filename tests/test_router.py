@@ -270,14 +270,17 @@ def test_tiers_below_the_gpu() -> None:
     ticket.segment_done(cached_tokens=64)
     assert router.stats()["predicted_cached_tokens"] == router.stats()["cached_tokens"] == 64
     assert router.cached_tokens(lm.Request(token_ids=tokens)).tolist() == [0, 0, 16, 0], "on the GPU"
+    tier = {"blocks": 4, "hint": True, "load_ratio": 0.25, "loads": 0, "hit_tokens": 48}
+    assert router.tiers("e2") == {"CPU": tier}  # no first token was seen, so no load was measured
+    assert router.tiers("e0") == {}
     router.blocks_removed("e2", hashes[3:], medium="CPU")
     assert placed(router, token_ids=tokens).predicted_tier_tokens == 32
     router.blocks_cleared("e2")
     assert placed(router, token_ids=tokens).predicted_cached_tokens == 0
     router.blocks_removed("e1", hashes[1:2], medium="STORAGE")  # from here on, it is no hint
     assert placed(router, token_ids=tokens).predicted_tier_tokens == 16
-    with pytest.raises(lm.BadValueError, match=r'medium: "disk" is not valid; expected GPU, CPU, STORAGE'):
-        router.blocks_removed("e1", hashes, medium="disk")
+    with pytest.raises(lm.BadValueError, match=r'medium: "tape" is not valid; expected GPU, CPU, STORAGE'):
+        router.blocks_removed("e1", hashes, medium="tape")
     with pytest.raises(lm.BadValueError, match="tier_load_ratio: 2 is not valid; expected a number from 0"):
         fleet(tier_load_ratio=2.0)
     with pytest.raises(lm.BadValueError, match='tiers: "some" is not valid; expected "off", "auto" or "all"'):

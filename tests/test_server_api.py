@@ -434,9 +434,45 @@ async def test_load_reports_reach_the_indicators() -> None:
         assert pool.router.indicators()["kv_usage"][0] == 0.5
 
 
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages", "/inference/v1/generate"]
+)
+async def test_engines_get_the_session_where_they_read_it(path: str) -> None:
+    """vLLM reads the header on every path, but the field of the body only on some."""
+    prompt: dict[str, Any] = {
+        CHAT: CHAT_BODY,
+        COMPLETIONS: {"prompt": "hello"},
+        "/v1/responses": {"input": "hello", "store": False},
+        "/v1/messages": {"messages": CHAT_BODY["messages"], "max_tokens": 4},
+        "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {}},
+    }[path]
+    async with world(1) as w:
+        for given, headers, sent in (
+            ({}, {"x-session-id": "s1"}, "s1"),
+            ({"session_id": "s2"}, {}, "s2"),
+            ({"session_id": "s3"}, {"x-session-id": "s1"}, "s1"),  # the engine prefers its own order
+            ({"session_id": ""}, {}, None),
+            ({"session_id": 7}, {}, None),
+            ({"session_id": "two words"}, {}, None),
+            ({"session_id": "x\r\nx-tenant: other"}, {}, None),
+            ({"session_id": "é"}, {}, None),
+            ({}, {}, None),
+        ):
+            body = {"model": "tiny", **prompt, **given}
+            await w.post(body, path=path, headers=headers)
+            got = w.engines[0].requests[-1]
+            assert got.headers.get("x-session-id") == sent, (given, headers)
+            assert got.json.get("session_id") == given.get("session_id"), "the body is unchanged"
+
+
 async def test_sessions_stay_together() -> None:
     async with world(4, policy="session_affinity") as w:
-        for headers, body in (({"x-session-id": "s1"}, {}), ({}, {"user": "u1"})):
+        for headers, body in (
+            ({"x-session-id": "s1"}, {}),
+            ({}, {"user": "u1"}),
+            ({}, {"session_id": "b1"}),
+            ({}, {"vllm_xargs": {"session_id": "x1"}}),
+        ):
             places = {
                 (await w.post({"prompt": str(n), **body}, headers=headers))[1]["x-lmetric-instance"]
                 for n in range(8)

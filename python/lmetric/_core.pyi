@@ -28,7 +28,7 @@ from lmetric.options import (
     SplitOption,
 )
 from lmetric.policies import Policy, PolicyFunction
-from lmetric.records import DecisionRecord, LearnedValues, RouterStats
+from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
 
 __all__ = [
     "END",
@@ -256,6 +256,7 @@ class Router:
         handoff: Handoff = ...,
         step_time: Mapping[str, float] | None = ...,
         kv_source: KvSource = ...,
+        max_loras: int | None = ...,
     ) -> None: ...
     def remove_instance(self, name: str) -> None: ...
     def set_clock_offset(
@@ -315,6 +316,7 @@ class Router:
     def blocks_cleared(
         self, name: str, *, rank: int | None = None
     ) -> None: ...  # None: all ranks, and the guessed blocks
+    def tiers(self, name: str) -> dict[str, TierStats]: ...  # below the GPU, by medium
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     @property
     def guard_reason(self) -> str: ...  # why the guard is on or off under the policy
@@ -584,6 +586,7 @@ def read_request(
     bool,
     str | None,
     str | None,
+    str | None,
     int | None,
     bytes | None,
     NDArray[np.uint32] | None,
@@ -596,7 +599,8 @@ def read_request(
     Returns the fields of `ParsedRequest` in their order, from the second:
 
     - the body
-    - model, whether it streams, session, cache salt, largest number of answer tokens
+    - model, whether it streams, session by other fields, ``session_id``, cache salt, largest number
+      of answer tokens
     - its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts
     - its ``priority`` (NaN: not a number; None: no such field)
 

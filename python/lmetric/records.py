@@ -110,6 +110,16 @@ class InstanceStats(TypedDict):
     predicted_ttft_source: str
 
 
+class TierStats(TypedDict):
+    """A tier below the GPU of an instance: `Router.tiers`."""
+
+    blocks: int
+    hint: bool  # it has reported no removal: its blocks may be gone
+    load_ratio: float  # seconds to load a token divided by the seconds to compute it
+    loads: int  # requests that taught the ratio
+    hit_tokens: int  # prompt tokens loaded
+
+
 class RouterStats(TypedDict):
     """Counters since the router's creation, and its current state: `Router.stats`."""
 

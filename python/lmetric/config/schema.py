@@ -344,7 +344,7 @@ class PoolSettings(Strict):
         ge=0,
         le=1,
         description="seconds to load one token from a tier below the GPU, divided by the seconds to "
-        "prefill it",
+        "prefill it, until the router has learned it from an engine's loads",
     )
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
     guard: Annotated[Guard, Option("guard")] = Field(

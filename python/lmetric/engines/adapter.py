@@ -121,6 +121,7 @@ class Capabilities:
     models: tuple[Model, ...] = ()
     block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
     cache_blocks: int | None = None  # KV blocks, over all its data-parallel ranks
+    max_loras: int | None = None  # LoRA adapters that it keeps loaded
     prefix_caching: bool | None = None
     ranks: tuple[int, ...] = ()  # its data-parallel ranks; empty: not reported
     # KV event sources by rank, and the reason if there are none.

@@ -77,6 +77,7 @@ class Vllm(Adapter):
         metrics = self.own(await pages.text("/metrics"))
         caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
         blocks = [count for cache in caches if (count := count_of(cache, "num_gpu_blocks"))]
+        loras = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("lora_requests_info",))]
         caching = {cache.get("enable_prefix_caching") for cache in caches}
         kv_events = await pages.answer("/kv_event_sources")
         sources, no_events = _sources(kv_events, version)
@@ -90,6 +91,7 @@ class Vllm(Adapter):
             await pages.models(),
             block_size=next((size for cache in caches if (size := count_of(cache, "block_size"))), None),
             cache_blocks=sum(blocks) if blocks else None,
+            max_loras=next((count for each in loras if (count := count_of(each, "max_lora"))), None),
             prefix_caching=None if not caching & {"True", "False"} else "True" in caching,
             ranks=tuple(source.rank for source in sources),
             event_sources=sources,

@@ -4,6 +4,7 @@ use lmetric_core::fleet::Role;
 use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
+use lmetric_core::plan::{Event, Usage};
 use lmetric_core::request::Request;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{Decision, IndexFeed, PullConfig, Router, RouterConfig, SharedRouter, TierConfig};
@@ -358,4 +359,60 @@ proptest! {
             }
         }
     }
+}
+
+/// A router learns what a load costs from its first tokens. It scores with what it learned.
+#[test]
+fn the_cost_of_loads_is_learned_from_first_tokens() {
+    let slow = |seconds_per_loaded_token: f64, reports: Option<u32>| {
+        let bed = Bed::new(TierConfig::default());
+        let mut now = 0.0;
+        for prompt in 1..=60 {
+            let blocks = 20 + prompt * 7 % 60;
+            bed.store(bed.b, Tier::Gpu, prompt, 0..blocks);
+            bed.name(bed.b, Tier::Cpu, prompt, 0..blocks);
+            if prompt % 2 == 0 {
+                bed.remove(bed.b, Tier::Gpu, prompt, 0..blocks);
+            }
+            // Every prompt has 100 more tokens to compute; those of even prompts load the others.
+            let mut chain = Vec::new();
+            hash_tokens(bed.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+            let request = Request {
+                chain: &chain,
+                prompt_tokens: (blocks * BLOCK + 100 + prompt * 13 % 200) as u32,
+                tokens_per_block: BLOCK as f64,
+                instance: Some("b"),
+                ..Request::default()
+            };
+            let mut router = bed.feed.router().lock();
+            let decision = router.route(&request, now).unwrap();
+            let computed = f64::from(request.prompt_tokens - decision.predicted_hit_tokens);
+            let loaded = f64::from(decision.predicted_tier_tokens);
+            assert_eq!(loaded > 0.0, prompt % 2 == 0);
+            now += 0.01 + 1e-4 * computed + seconds_per_loaded_token * loaded;
+            router.advance(decision.ticket, Event::FirstToken, now).unwrap();
+            let cached_tokens = Some(reports.unwrap_or(decision.predicted_hit_tokens));
+            let usage = Usage { cached_tokens, ..Usage::default() };
+            router.advance(decision.ticket, Event::Finished(usage), now).unwrap();
+            now += 1.0;
+        }
+        let router = bed.feed.router().lock();
+        let loads = router.tier_loads_of(bed.b.instance, Tier::Cpu);
+        assert_eq!(router.tier_loads_of(bed.a.instance, Tier::Cpu), (0.02, 0, 0), "another instance");
+        assert_eq!(router.tier_loads_of(bed.b.instance, Tier::Storage), (0.02, 0, 0), "another tier");
+        drop(router);
+        bed.store(bed.b, Tier::Gpu, 99, 0..64);
+        bed.name(bed.b, Tier::Cpu, 99, 0..64);
+        bed.remove(bed.b, Tier::Gpu, 99, 0..64);
+        bed.store(bed.a, Tier::Gpu, 99, 0..40);
+        (loads, bed.chosen(99, 64))
+    };
+    let ((ratio, observed, tokens), chosen) = slow(2e-6, None);
+    assert!((ratio - 0.02).abs() < 0.01 && observed == 30 && tokens > 10_000, "{ratio}");
+    assert_eq!(chosen, "b", "loading all costs less than computing 24 blocks");
+    let ((ratio, ..), chosen) = slow(8e-5, None);
+    assert!((ratio - 0.8).abs() < 0.1, "{ratio}");
+    assert_eq!(chosen, "a", "loading all costs more than computing 24 blocks");
+    let (loads, _) = slow(8e-5, Some(0));
+    assert_eq!(loads, (0.02, 0, 0), "the engine found nothing in its cache");
 }

@@ -1,7 +1,8 @@
 //! Applies cache events to the index: decides which blocks count, in which domain, and what a
 //! repeated report of known blocks means.
-use crate::decode::Reader;
+use crate::early::Early;
 use crate::event::{Event, Removed, Scratch, Stored, read_batch};
+use crate::extra::Rest;
 use crate::groups::{Others, Role};
 use lmetric_core::kv::groups::Group;
 use lmetric_core::kv::hash::Domain;
@@ -9,7 +10,6 @@ use lmetric_core::kv::tiers::Tier;
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Blocks};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use xxhash_rust::xxh3::Xxh3;
 
 /// Maximum number of tier names that are counted separately. Engines choose these names.
 const MOST_NAMES: usize = 16;
@@ -21,6 +21,8 @@ pub struct Tally {
     pub events: u64,
     /// Blocks of the GPU added to the index. Repeated reports count again.
     pub blocks_stored: u64,
+    /// Blocks of the GPU with the session of their request.
+    pub session_blocks: u64,
     /// Blocks of the GPU removed from the index.
     pub blocks_removed: u64,
     /// KV cache groups of windows and states.
@@ -108,6 +110,8 @@ pub struct Applier {
     /// Blocks of consecutive events of one kind, to apply together.
     waiting: Option<Waiting>,
     hashes: Vec<u64>,
+    /// Blocks of lower tiers whose previous block may come later in the batch.
+    early: Vec<Early>,
     /// Lower tiers that have reported a removal.
     removes: BTreeSet<&'static str>,
     narrowing: Vec<u64>,
@@ -125,6 +129,7 @@ impl Applier {
             tally: Tally::default(),
             waiting: None,
             hashes: Vec::new(),
+            early: Vec::new(),
             removes: BTreeSet::new(),
             narrowing: Vec::new(),
             scratch: Scratch::default(),
@@ -156,6 +161,7 @@ impl Applier {
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
         self.others.take_unnamed();
+        self.early.clear();
         self.tally.tiers.clear();
         self.tally.hints.clear();
         self.tally.block_size = None;
@@ -177,6 +183,7 @@ impl Applier {
             Event::Other(_) => self.tally.skip("unknown_event", 1),
         });
         self.flush();
+        self.drop_early();
         self.name_others();
         self.scratch = scratch;
         match read {
@@ -216,7 +223,9 @@ impl Applier {
         if tier != Tier::Gpu && !self.removes.contains(tier.medium()) {
             self.tally.hints.insert(tier.medium());
         }
-        if event.tokens.is_empty() && tier != Tier::Gpu {
+        if tier != Tier::Gpu
+            && (event.tokens.is_empty() || self.feed.names_all(self.source, tier, event.hashes))
+        {
             return self.wait(Waiting::Named(tier), event.hashes);
         }
         self.flush();
@@ -224,6 +233,7 @@ impl Applier {
             return self.tally.skip("no_tokens", blocks);
         }
         // Keep the largest: engines report parts of blocks with smaller sizes.
+        self.tally.session_blocks += if event.session_id.is_some() { blocks as u64 } else { 0 };
         self.tally.block_size = self.tally.block_size.max(Some(event.block_size));
         let keys = self.feed.keys();
         if event.block_size != keys.block_size as u64 {
@@ -261,8 +271,42 @@ impl Applier {
         );
         if tier == Tier::Gpu {
             self.tally.blocks_stored += applied.done as u64;
+        } else if applied.unknown_parent > 0 {
+            return self.early.push(Early::of(tier, event, domain, &self.narrowing));
         }
         self.tally.add(tier, applied);
+        if tier != Tier::Gpu && !self.early.is_empty() {
+            self.retry();
+        }
+    }
+
+    /// Stores early blocks whose previous block has come. Engines report a tier's blocks in any
+    /// order.
+    fn retry(&mut self) {
+        loop {
+            let before = self.early.len();
+            for early in std::mem::take(&mut self.early) {
+                let applied = self.feed.stored_in(self.source, early.tier, &early.blocks());
+                if applied.unknown_parent > 0 {
+                    self.early.push(early);
+                } else {
+                    self.tally.add(early.tier, applied);
+                }
+            }
+            // The other direction next: blocks in reverse order need one pass, not one pass each.
+            self.early.reverse();
+            if self.early.is_empty() || self.early.len() == before {
+                return;
+            }
+        }
+    }
+
+    /// Ends a batch: counts early blocks whose previous block has not come.
+    fn drop_early(&mut self) {
+        for early in std::mem::take(&mut self.early) {
+            let unknown_parent = early.hashes.len();
+            self.tally.add(early.tier, Applied { unknown_parent, ..Applied::default() });
+        }
     }
 
     fn removed(&mut self, event: &Removed<'_>) {
@@ -278,6 +322,7 @@ impl Applier {
             return self.tally.skip("group", event.hashes.len());
         }
         if tier != Tier::Gpu {
+            self.early.retain(|early| !early.hashes.iter().any(|hash| event.hashes.contains(hash)));
             self.removes.insert(tier.medium());
             self.tally.hints.remove(tier.medium());
         }
@@ -376,46 +421,6 @@ impl Applier {
             (name, _) => name,
         };
         domain.of_request(adapter, salt)
-    }
-}
-
-/// A block's extra keys without the adapter's name.
-struct Rest<'a> {
-    /// The only remaining key, if it is a string: in a prompt's first block, the cache salt.
-    salt: Option<&'a str>,
-    /// Hash of the remaining keys; 0 if there are none.
-    narrowing: u64,
-}
-
-impl<'a> Rest<'a> {
-    fn of(keys: &'a [u8], lora_name: Option<&str>) -> Rest<'a> {
-        let mut rest = Rest { salt: None, narrowing: 0 };
-        let mut reader = Reader::new(keys);
-        if reader.nil() {
-            return rest;
-        }
-        let mut hasher = Xxh3::new();
-        let (mut left, mut named) = (0, lora_name.is_none());
-        let Ok(length) = reader.array() else {
-            hasher.update(keys);
-            rest.narrowing = hasher.digest() | 1;
-            return rest;
-        };
-        for _ in 0..length {
-            let Ok(raw) = reader.raw() else { break };
-            let text = Reader::new(raw).text().ok();
-            if !named && text == lora_name {
-                named = true;
-                continue;
-            }
-            left += 1;
-            hasher.update(raw);
-            rest.salt = text.filter(|_| left == 1);
-        }
-        if left > 0 {
-            rest.narrowing = hasher.digest() | 1;
-        }
-        rest
     }
 }
 

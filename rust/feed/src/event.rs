@@ -58,6 +58,8 @@ pub struct Stored<'a> {
     pub kind: Option<&'a str>,
     /// Tokens of the group's sliding window, if it has one.
     pub window: Option<u64>,
+    /// The session of the request that stored the blocks.
+    pub session_id: Option<&'a str>,
     /// Whether the blocks were cached already (`true`) or are new (`false`), if the engine reports
     /// it.
     pub reused: Option<bool>,
@@ -248,6 +250,7 @@ fn read_field<'a>(
         "lora_id" => fields.lora_id = optional(reader)?,
         "cache_salt" => fields.cache_salt = reader.optional_text()?,
         "group_idx" => fields.group = optional(reader)?,
+        "session_id" => fields.session_id = reader.optional_text()?,
         "kv_cache_spec_sliding_window" => fields.window = optional(reader)?,
         "kv_cache_spec_kind" => fields.kind = reader.optional_text()?,
         "origin" => {

@@ -7,7 +7,9 @@
 #![forbid(unsafe_code)]
 pub mod apply;
 pub mod decode;
+mod early;
 pub mod event;
+mod extra;
 mod groups;
 mod heartbeat;
 pub mod source;

@@ -177,6 +177,31 @@ fn a_block_described_by_its_tokens_needs_no_gpu_event() {
     assert_eq!((bed.hits(), bed.hints()), ((0, 0), vec![]), "the engine may have cleared all tiers");
 }
 
+/// vLLM reports the blocks of a tier in any order: each has its own parent.
+#[test]
+fn blocks_of_a_tier_come_in_any_order() {
+    let orders: [Vec<u64>; 3] =
+        [(0..62).rev().collect(), (0..62).map(|at| at * 23 % 62).collect(), (0..62).collect()];
+    for (order, described) in orders.iter().flat_map(|order| [(order, false), (order, true)]) {
+        let blocks = || order.iter().map(|block| stored(Some("CPU"), *block..block + 1, described));
+        let mut bed = Bed::new();
+        bed.batch(&[stored(Some("GPU"), 0..62, true)].into_iter().chain(blocks()).collect::<Vec<_>>());
+        bed.batch(&[removed(Some("GPU"), 0..62)]);
+        assert_eq!((bed.hits(), bed.skipped()), ((992, 992), vec![]), "{described} {order:?}");
+        if described {
+            // The GPU has forgotten the blocks: only their tokens say what they are.
+            let mut bed = Bed::new();
+            bed.batch(&blocks().collect::<Vec<_>>());
+            assert_eq!((bed.hits(), bed.skipped()), ((992, 992), vec![]), "{order:?}");
+            let mut bed = Bed::new();
+            let gone = removed(Some("CPU"), order[0]..order[0] + 1);
+            let events: Vec<_> = blocks().take(31).chain([gone]).chain(blocks().skip(31)).collect();
+            bed.batch(&events);
+            assert_eq!(bed.hits().0, order[0] as u32 * 16, "{order:?}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_placed_is_counted() {
     let mut bed = Bed::new();

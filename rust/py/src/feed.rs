@@ -110,7 +110,7 @@ impl EventFeed {
     /// - `skipped`: counts by reason. `tiers`: blocks held outside the GPU, by medium. `hints`:
     ///   media with stored blocks and without any removal, whose blocks may be gone. `groups`: KV
     ///   cache groups apart from full attention (windows, states); `group_blocks`: their blocks,
-    ///   stored or removed.
+    ///   stored or removed. `session_blocks`: blocks stored with the session of their request.
     /// - `least_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
     ///   (this machine's clock), without replayed batches.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
@@ -190,6 +190,7 @@ impl EventFeed {
         dict.set_item("skipped", skipped)?;
         dict.set_item("tiers", tiers)?;
         dict.set_item("groups", tally.groups)?;
+        dict.set_item("session_blocks", tally.session_blocks)?;
         dict.set_item("group_blocks", tally.group_blocks)?;
         dict.set_item("hints", tally.hints.iter().collect::<Vec<_>>())?;
         dict.set_item("last_sequence", status.last_sequence)?;

@@ -275,6 +275,7 @@ fn refuse_in_policy(what: &str) -> Result<()> {
 /// A change to an instance that needs the router.
 enum InstanceChange {
     Role(Role),
+    MaxLoras(Option<u32>),
     Healthy(bool),
     Draining(bool),
     Handoff(Cuts),
@@ -466,11 +467,13 @@ impl Router {
     ///   the router's constants.
     /// - `kv_source`: `"approximate"` or `"exact"`, as for `Router`. A change to exact drops the
     ///   guessed blocks.
+    /// - `max_loras`: LoRA adapters that the engine keeps loaded; None: unknown. It bounds the
+    ///   adapters that count as loaded (indicator `lora_loaded`).
     ///
     /// Running requests are not affected. Raises `UnknownNameError`, `BadValueError`; an invalid
     /// value changes nothing.
     #[pyo3(signature = (name, **changes), text_signature = "($self, name, *, role=..., healthy=..., draining=..., \
-        cache_blocks=..., handoff=..., step_time=..., kv_source=...)")]
+        cache_blocks=..., handoff=..., step_time=..., kv_source=..., max_loras=...)")]
     fn update_instance(&self, py: Python<'_>, name: &str, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
         let Some(changes) = changes else {
             return self.with_core(py, |router| Ok(router.fleet().find(name).map(drop)?));
@@ -488,6 +491,7 @@ impl Router {
                         &Role::NAMES,
                     )?));
                 }
+                "max_loras" => under_router.push(InstanceChange::MaxLoras(value.extract()?)),
                 "healthy" => under_router.push(InstanceChange::Healthy(value.extract()?)),
                 "draining" => under_router.push(InstanceChange::Draining(value.extract()?)),
                 "handoff" => {
@@ -516,6 +520,7 @@ impl Router {
             for change in under_router {
                 match change {
                     InstanceChange::Role(role) => router.fleet_mut().set_role(id, role)?,
+                    InstanceChange::MaxLoras(most) => router.set_max_loras(id, most)?,
                     InstanceChange::Healthy(healthy) => router.fleet_mut().set_healthy(id, healthy)?,
                     InstanceChange::Draining(draining) => router.fleet_mut().set_draining(id, draining)?,
                     InstanceChange::Handoff(cuts) => router.set_cuts(id, cuts)?,
@@ -1024,6 +1029,41 @@ impl Router {
                 Ok(())
             }
         })
+    }
+
+    /// The tiers below the GPU with blocks or loads of an instance, by medium.
+    ///
+    /// - `blocks`: blocks in the KV index. `hint`: the tier has reported no removal, so its blocks
+    ///   may be gone.
+    /// - `load_ratio`: seconds to load a token divided by the seconds to compute it, learned from
+    ///   `loads` requests; before the first, `tier_load_ratio`.
+    /// - `hit_tokens`: prompt tokens loaded, as predicted and not contradicted by the engine.
+    ///
+    /// Raises `UnknownNameError`.
+    fn tiers<'py>(&self, py: Python<'py>, name: &str) -> Result<Bound<'py, PyDict>> {
+        let tiers = self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            let known: Vec<_> = router.tiers_of(id).collect();
+            Ok(Tier::LOWER.map(|tier| {
+                let blocks = known.iter().find(|(each, ..)| *each == tier).map(|(_, n, hint)| (*n, *hint));
+                (tier.medium(), blocks, router.tier_loads_of(id, tier))
+            }))
+        })?;
+        let dict = PyDict::new(py);
+        for (medium, blocks, (ratio, loads, hit_tokens)) in tiers {
+            if blocks.is_none() && loads == 0 && hit_tokens == 0 {
+                continue;
+            }
+            let (blocks, hint) = blocks.unwrap_or((0, false));
+            let row = PyDict::new(py);
+            row.set_item("blocks", blocks)?;
+            row.set_item("hint", hint)?;
+            row.set_item("load_ratio", ratio)?;
+            row.set_item("loads", loads)?;
+            row.set_item("hit_tokens", hit_tokens)?;
+            dict.set_item(medium, row)?;
+        }
+        Ok(dict)
     }
 
     /// Indicator columns of the live instances, in the order of `instances()`; declared indicators

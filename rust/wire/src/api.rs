@@ -100,8 +100,10 @@ pub struct ApiRequest<'a> {
     pub model: Option<Cow<'a, str>>,
     /// `stream`.
     pub stream: bool,
-    /// `user`: key of session affinity.
+    /// `vllm_xargs.session_id`, else `user`: session of a request that names none elsewhere.
     pub session: Option<Cow<'a, str>>,
+    /// `session_id`, if it is a text that is not empty.
+    pub session_id: Option<Cow<'a, str>>,
     /// `cache_salt`.
     pub salt: Option<Cow<'a, str>>,
     /// Largest number of answer tokens.
@@ -114,6 +116,11 @@ pub struct ApiRequest<'a> {
     pub more_tokens: usize,
     /// `priority`; NaN if the field is not a number.
     pub priority: Option<f64>,
+}
+
+/// Returns a text that is not empty.
+fn name(value: Json<'_>) -> Option<Cow<'_, str>> {
+    if let Json::Text(text) = value { Some(text).filter(|text| !text.is_empty()) } else { None }
 }
 
 impl<'a> ApiRequest<'a> {
@@ -135,12 +142,17 @@ impl<'a> ApiRequest<'a> {
             other => return must_be("stream", "true or false", &other),
         };
         let salt = text(&mut fields, "cache_salt")?;
+        let mut session = None;
         match fields.take("vllm_xargs") {
-            Json::Object(inner) => internal(&inner, "vllm_xargs.")?,
+            Json::Object(mut inner) => {
+                internal(&inner, "vllm_xargs.")?;
+                session = name(inner.take("session_id"));
+            }
             Json::Null => {}
             other => return must_be("vllm_xargs", "an object", &other),
         }
-        let session = if let Json::Text(user) = fields.take("user") { Some(user) } else { None };
+        let session = session.or_else(|| name(fields.take("user")));
+        let session_id = name(fields.take("session_id"));
         let max_tokens = match (reader, fields.get_mut("sampling_params")) {
             (PromptReader::TokenIds, Some(Json::Object(inner))) => max_tokens(inner, "sampling_params.")?,
             _ => max_tokens(&mut fields, "")?,
@@ -149,6 +161,7 @@ impl<'a> ApiRequest<'a> {
             model,
             stream,
             session,
+            session_id,
             salt,
             max_tokens,
             prompt: Prompt::None,

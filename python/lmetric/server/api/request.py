@@ -25,7 +25,8 @@ class ParsedRequest(Struct, eq=False, gc=False):
     body: bytes  # as the client sent it, until `replace`
     model: str | None
     stream: bool
-    session: str | None
+    session: str | None  # from `vllm_xargs.session_id` or `user`
+    session_id: str | None
     salt: str | None
     max_tokens: int | None
     # The prompt as UTF-8 text or as tokens. The tokenizer of its model may turn the text into

@@ -133,7 +133,11 @@ class EngineAttempt:
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
         head = client_request.head.for_engine(
-            first, len(body), given, upstream.has_key, client_request.drops_priority
+            first + client_request.session_line,
+            len(body),
+            given,
+            upstream.has_key,
+            client_request.drops_priority,
         )
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)

@@ -78,6 +78,7 @@ class ClientRequest:
     pool: Pool | None = None
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
+    session_line = b""  # head line for engines: the session that only the body names
     prompt_bytes = 0  # 0 if the prompt was given as tokens
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None

@@ -351,6 +351,7 @@ class Pool:
             held = each.capabilities.cache_tokens
             if held and not (each.config.cache_blocks or self.settings.cache_blocks):
                 self.router.update_instance(each.name, cache_blocks=self._blocks_of(held))
+            self.router.update_instance(each.name, max_loras=each.capabilities.max_loras)
             self.kv.wire(each, pooled)
 
     def _take_block_size(self, capabilities: Capabilities) -> None:

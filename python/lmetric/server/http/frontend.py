@@ -525,7 +525,9 @@ class Frontend(web.Server):
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
         moves = joins and split_reason is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
-        session = head.session or call.session
+        session = call.session_id or head.session or call.session
+        if call.session_id is not None and head.session is None:
+            client_request.session_line = _session_line(call.session_id)
         if client_request.tenant and session is not None:
             session = _session(client_request.tenant, session)
         policies = pool.policies
@@ -750,6 +752,15 @@ def _log_access(
 
 def _writable(transport: asyncio.Transport | None) -> TypeGuard[asyncio.Transport]:
     return transport is not None and not transport.is_closing()
+
+
+def _session_line(session: str) -> bytes:
+    """Returns the head line with which engines read the session on every path.
+
+    vLLM ignores the body's field on some paths. Empty if the session cannot be in a head.
+    """
+    sendable = session.isascii() and session.isprintable() and " " not in session
+    return b"x-session-id: %s\r\n" % session.encode() if sendable else b""
 
 
 def _session(tenant: str, session: str) -> str:

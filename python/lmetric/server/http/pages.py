@@ -205,6 +205,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                     "missing_metrics": engine.missing_metrics,
                 },
                 "kv_events": pool.kv.status(engine.name) if pool else None,
+                "tiers": pool.router.tiers(engine.name) if pool else None,
                 "refilling": engine.refill is not None,
                 "priority": priority.how(engine) if pool and pool.settings.priority is not None else None,
                 "tokenizer": _tokenizer(pool, engine) if pool else None,

@@ -301,8 +301,30 @@ class Metrics(Collector):
         events = CounterMetricFamily(
             "lmetric_kv_events", "Counts of the KV event feed, by kind", labels=("model", "instance", "what")
         )
+        blocks = GaugeMetricFamily(
+            "lmetric_tier_blocks",
+            "Blocks of a tier below the GPU in the KV index",
+            labels=("model", "instance", "medium"),
+        )
+        ratio = GaugeMetricFamily(
+            "lmetric_tier_load_ratio",
+            "Seconds to load a token from a tier divided by the seconds to compute it; learned once loads "
+            "are measured",
+            labels=("model", "instance", "medium"),
+        )
+        hits = CounterMetricFamily(
+            "lmetric_tier_hit_tokens",
+            "Prompt tokens that engines loaded from a tier below the GPU, as predicted and not "
+            "contradicted by cached_tokens",
+            labels=("model", "instance", "medium"),
+        )
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
+                for medium, tier in pool.router.tiers(engine.name).items():
+                    tier_labels = (pool.name, engine.name, medium)
+                    blocks.add_metric(tier_labels, tier["blocks"])
+                    ratio.add_metric(tier_labels, tier["load_ratio"])
+                    hits.add_metric(tier_labels, tier["hit_tokens"])
                 capabilities, chosen = engine.capabilities, engine.mode
                 engine_labels = (capabilities.engine, capabilities.version or "")
                 labels = (pool.name, engine.name, *engine_labels, chosen.name, chosen.reason)
@@ -314,6 +336,9 @@ class Metrics(Collector):
         yield mode
         yield reports
         yield events
+        yield blocks
+        yield ratio
+        yield hits
 
     def _tokenizers(self) -> Iterator[Metric]:
         """Yields metrics of the tokenizer caches, and of the prompts matched as text."""

@@ -9,6 +9,7 @@ pub mod step_fit;
 pub mod step_time;
 pub mod step_watch;
 pub mod survival;
+pub mod tier_load;
 pub mod turns;
 
 pub use decode_load::{DecodeLoad, Histogram};
@@ -21,4 +22,5 @@ pub use step_fit::StepFit;
 pub use step_time::StepTime;
 pub use step_watch::StepWatch;
 pub use survival::Survival;
+pub use tier_load::TierLoad;
 pub use turns::{Turn, Turns};

@@ -109,7 +109,7 @@ indicators! {
     ReportAgeSeconds "report_age_seconds", "s", Instance, Engine, "at once", "until the engine reports",
         "Age of the engine's last report.";
     HitTokens "hit_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never",
-        "Leading prompt tokens in the instance's cache, by the KV index. A token that the instance loads from a tier below the GPU counts `1 - tier_load_ratio`.";
+        "Leading prompt tokens in the instance's cache, by the KV index. A token that the instance loads from a tier below the GPU counts `1 - load_ratio`, the learned cost of loading (before the first load, `tier_load_ratio`).";
     TierHitTokens "tier_hit_tokens", "tokens", Pair, Router, "as fresh as the KV index", "never: 0 without KV events of lower tiers",
         "Part of the cached leading prompt tokens that the instance loads from a tier below the GPU (CPU, storage).";
     KvHit "kv_hit", "fraction", Pair, Router, "as fresh as the KV index", "never",
@@ -144,6 +144,8 @@ indicators! {
         "`decode_pressure` if answers are as long as `expected_output_tokens`: an oracle in simulations. A request without `expected_output_tokens` is assumed to run on.";
     LoraBs "lora_bs", "requests", Pair, Router, "at once", "never: 0 if the request names no LoRA adapter",
         "This router's requests on the instance with this request's LoRA adapter.";
+    LoraLoaded "lora_loaded", "0 or 1", Pair, Router, "at once", "never: 1 if the request names no LoRA adapter",
+        "1 if the instance has this request's LoRA adapter loaded: it is among the last `max_loras` adapters of the requests that this router placed there. 256 if the engine does not report `max_loras`.";
     TenantBs "tenant_bs", "requests", Pair, Router, "at once", "never: 0 if the request has no tenant",
         "This router's requests on the instance from this request's tenant.";
     HandoffSeconds "handoff_seconds", "s", Request, Router, "at once", "unless a second segment is being placed",
@@ -224,6 +226,7 @@ impl IndicatorSet {
         Indicator::ExpectedOutputTokens,
         Indicator::Instances,
         Indicator::LoraBs,
+        Indicator::LoraLoaded,
         Indicator::TenantBs,
         Indicator::LoraName,
         Indicator::Tenant,

@@ -162,7 +162,8 @@ impl Tiers {
     }
 
     /// Writes the number of blocks that an instance's lower tiers add to its leading `gpu_blocks`
-    /// to `more[slot]`. Leaves `more` empty if no lower tier adds a block. `scratch` is a buffer.
+    /// to `more[slot]`, and the tier to `tiers[slot]`. Leaves `more` empty if no lower tier adds a
+    /// block. `scratch` is a buffer.
     #[inline]
     pub fn add_hits(
         &self,
@@ -171,11 +172,11 @@ impl Tiers {
         groups: &Groups,
         gpu_blocks: &[u32],
         scratch: &mut Vec<u32>,
-        more: &mut Vec<u32>,
+        (more, tiers): (&mut Vec<u32>, &mut Vec<Tier>),
     ) {
         more.clear();
         if !self.is_empty() && counted != TierUse::Off {
-            self.add_hits_of_tiers(prompt, counted, groups, gpu_blocks, scratch, more);
+            self.add_hits_of_tiers(prompt, counted, groups, gpu_blocks, scratch, (more, tiers));
         }
     }
 
@@ -186,10 +187,12 @@ impl Tiers {
         groups: &Groups,
         gpu_blocks: &[u32],
         scratch: &mut Vec<u32>,
-        more: &mut Vec<u32>,
+        (more, tiers): (&mut Vec<u32>, &mut Vec<Tier>),
     ) {
         let Prompt { chain, most_blocks } = prompt;
         more.resize(gpu_blocks.len(), 0);
+        tiers.clear();
+        tiers.resize(gpu_blocks.len(), Tier::Gpu);
         scratch.resize(gpu_blocks.len(), 0);
         let mut any = false;
         for (tier, lower) in Tier::LOWER.iter().zip(&self.lower) {
@@ -209,11 +212,12 @@ impl Tiers {
                 }
                 let adds = groups.shorten_tier(id, chain, most_blocks, *tier, *gpu, adds);
                 if adds > *more {
-                    (*more, any) = (adds, true);
+                    (*more, tiers[slot], any) = (adds, *tier, true);
                 }
             }
         }
         if !any {
+            tiers.clear();
             more.clear();
         }
     }

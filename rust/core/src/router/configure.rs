@@ -100,6 +100,21 @@ impl Router {
         Ok(())
     }
 
+    /// Sets the number of LoRA adapters that the instance's engine keeps loaded; `None`: unknown.
+    ///
+    /// # Errors
+    /// `BadValue` if the router has no such slot.
+    pub fn set_max_loras(&mut self, id: InstanceId, max_loras: Option<u32>) -> Result<(), CoreError> {
+        self.state.fleet.check(id)?;
+        self.state.ledger.parts_mut(id.index()).0.set_max_loras(max_loras);
+        Ok(())
+    }
+
+    /// Forgets the LoRA adapters that the instance has loaded: its engine has restarted.
+    pub(super) fn forget_loaded(&mut self, id: InstanceId) {
+        self.state.ledger.parts_mut(id.index()).0.forget_loaded();
+    }
+
     /// Turns the hot-spot guard on or off.
     pub fn set_guard(&mut self, on: bool) {
         self.state.guard.set_on(on);

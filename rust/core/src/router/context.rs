@@ -3,6 +3,7 @@ use super::decision::Totals;
 use super::parts::Rest;
 use crate::guard::Restriction;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
+use crate::kv::tiers::Tier;
 use crate::policy::{PolicyRng, Scores};
 use crate::receipt::Balance;
 use rand::SeedableRng;
@@ -22,6 +23,8 @@ pub(super) struct DecisionContext {
     pub hit_blocks: Vec<u32>,
     /// Blocks behind `hit_blocks` that each slot can load from a lower tier; empty if no slot can.
     pub tier_blocks: Vec<u32>,
+    /// The tier of these blocks, by slot.
+    pub tiers: Vec<Tier>,
     /// Buffer for the blocks of one tier.
     pub tier_scratch: Vec<u32>,
     /// Indicators derived for the request and the time.
@@ -48,6 +51,7 @@ impl DecisionContext {
         DecisionContext {
             hit_blocks: Vec::new(),
             tier_blocks: Vec::new(),
+            tiers: Vec::new(),
             tier_scratch: Vec::new(),
             derived: Columns::of(IndicatorSet::DERIVED),
             declared: Vec::new(),
@@ -71,6 +75,11 @@ impl DecisionContext {
     #[inline]
     pub fn blocks_on(&self, slot: usize) -> (u32, u32) {
         (self.hit_blocks[slot], self.tier_blocks.get(slot).copied().unwrap_or(0))
+    }
+
+    /// Returns the tier of the blocks that a slot can load.
+    pub fn tier_of(&self, slot: usize) -> Tier {
+        self.tiers.get(slot).copied().unwrap_or_default()
     }
 
     /// Moves the count of choices without a scored candidate into the totals.

@@ -217,6 +217,7 @@ impl Router {
     pub fn derive_all(&mut self, now: Seconds) {
         self.context.hit_blocks.fill(0);
         self.context.tier_blocks.clear();
+        self.context.tiers.clear();
         let able = self.state.fleet.eligible_count();
         self.state.derive(&mut self.context, &Request::default(), IndicatorSet::ALL, able, None, now);
         let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();

@@ -93,6 +93,14 @@ impl Router {
         })
     }
 
+    /// Returns the loads of an instance from a tier: the cost of loading a token divided by the cost
+    /// of computing it, the number of loads that taught it, and the tokens loaded.
+    pub fn tier_loads_of(&self, id: InstanceId, tier: Tier) -> (f64, u64, u64) {
+        let ratio = self.state.tier_load_ratio(id.index(), tier);
+        let loads = self.state.ledger.loads(id.index()).of(tier);
+        loads.map_or((ratio, 0, 0), |loads| (ratio, loads.cost.observed(), loads.hit_tokens as u64))
+    }
+
     /// Sets how lower tiers count in scores.
     ///
     /// # Errors

@@ -283,6 +283,7 @@ impl KvFeed {
         let mut state = self.state.lock();
         let id = self.router.lock_behind().fleet().find(instance)?;
         state.begin_anew(id, &self.epoch);
+        self.router.lock_behind().forget_loaded(id);
         self.clear_index(id, None);
         Ok(())
     }

@@ -5,6 +5,7 @@ use crate::ids::InstanceId;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tiers::Tier;
+use hashbrown::HashMap;
 
 /// Blocks per lock of the router.
 pub(super) const PIECE: usize = 64;
@@ -12,6 +13,13 @@ pub(super) const PIECE: usize = 64;
 const SWEPT_SHARE: f64 = 0.0625;
 /// Fraction of an instance's blocks to evict then.
 const EVICTED_SHARE: u32 = 8;
+
+/// A block with its position.
+struct Named {
+    engine: u64,
+    chain: u64,
+    parent: Option<u64>,
+}
 
 impl KvFeed {
     /// Ensures that a lower tier has an index. Otherwise returns the result for `blocks` blocks.
@@ -31,7 +39,14 @@ impl KvFeed {
         router.index_of(tier).is_some_and(|index| index.parent_of(hash).is_some())
     }
 
-    /// Places blocks of a lower tier by their names in other tiers.
+    /// Returns whether another cache of the source's rank, or the tier itself, names all blocks.
+    pub fn names_all(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> bool {
+        let (names, cache) = (&self.state.lock().names, Cache::new(source.rank, tier));
+        engine_hashes.iter().all(|engine| names.find_in_any(source.instance, cache, *engine).is_some())
+    }
+
+    /// Places blocks of a lower tier by their names in other tiers, in any order: a block is placed
+    /// after the block before it.
     pub(super) fn place_named(
         &self,
         state: &mut State,
@@ -40,7 +55,9 @@ impl KvFeed {
         engine_hashes: &[u64],
     ) -> Applied {
         let mut applied = Applied::default();
-        for (at, engine) in engine_hashes.iter().enumerate() {
+        let mut ready = Vec::new();
+        let mut behind: HashMap<u64, Vec<Named>> = HashMap::new();
+        for engine in engine_hashes {
             let chain = state.names.find_in_any(source.instance, cache, *engine);
             // Any index that knows the block knows the block before it.
             let place = chain.and_then(|chain| {
@@ -52,19 +69,28 @@ impl KvFeed {
                 applied.unknown_name += 1;
                 continue;
             };
-            if parent.is_some_and(|parent| !self.knows(cache.tier, parent)) {
-                applied.unknown_parent += 1;
-                continue;
+            let named = Named { engine: *engine, chain, parent };
+            match parent.filter(|parent| !self.knows(cache.tier, *parent)) {
+                Some(parent) => behind.entry(parent).or_default().push(named),
+                None => ready.push(named),
             }
-            match self.place(state, source, cache, parent, &[*engine], &[chain], Means::Report) {
+        }
+        ready.reverse();
+        while let Some(Named { engine, chain, parent }) = ready.pop() {
+            match self.place(state, source, cache, parent, &[engine], &[chain], Means::Report) {
                 Ok(0) => applied.unplaced += 1,
-                Ok(_) => applied.done += 1,
+                Ok(_) => {
+                    applied.done += 1;
+                    ready.extend(behind.remove(&chain).into_iter().flatten());
+                }
                 Err(why) => {
-                    applied.refuse(why, engine_hashes.len() - at);
-                    break;
+                    let left = ready.len() + 1 + behind.values().map(Vec::len).sum::<usize>();
+                    applied.refuse(why, left);
+                    return applied;
                 }
             }
         }
+        applied.unknown_parent += behind.values().map(Vec::len).sum::<usize>();
         applied
     }
 

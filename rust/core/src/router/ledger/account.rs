@@ -1,7 +1,9 @@
 //! The ledger's account of one instance, without its prefill backlog.
-use super::counts::Counts;
+use super::backlog::Ended;
+use super::counts::{Counts, Entry};
 use super::external::External;
 use super::share::Share;
+use super::tier_loads::TierLoads;
 use super::windows::Windows;
 use crate::estimate::PrefillRate;
 use crate::estimate::step_watch::{Batch, StepWatch};
@@ -18,6 +20,8 @@ pub(super) struct Account {
     /// Prefix fetches that this instance serves.
     pub pulls: f64,
     pub rate: PrefillRate,
+    /// Loads from the tiers below the GPU.
+    pub loads: TierLoads,
     pub steps: StepWatch,
     /// End of the last own request that decoded.
     pub decoded_until: Seconds,
@@ -34,6 +38,23 @@ impl Account {
         Batch {
             sequences: self.own.decoding + self.peers.decoding,
             context: self.own.decode_tokens + self.peers.decode_tokens,
+        }
+    }
+
+    /// Learns from prefills that a first token ended: the prefill rate, or the cost of loads.
+    pub fn learn_prefill(&mut self, ended: &Ended, entry: &mut Entry) {
+        if !self.loads.prefilled(ended, entry) {
+            self.rate.observe(ended.tokens, ended.pairs, ended.seconds);
+        }
+    }
+
+    /// Writes the learned prefill rate and its error.
+    pub fn write_rate(&self, slot: usize, columns: &mut Columns) {
+        for (id, value) in [
+            (Indicator::PrefillTokensPerSecond, self.rate.tokens_per_second()),
+            (Indicator::PrefillRelativeError, self.rate.relative_error()),
+        ] {
+            columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
         }
     }
 

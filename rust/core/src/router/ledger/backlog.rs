@@ -47,6 +47,8 @@ pub(super) struct Ended {
     pub pairs: f64,
     /// Seconds since the first of the prefills began.
     pub seconds: Seconds,
+    /// Whether there was only one prefill.
+    pub single: bool,
 }
 
 /// The prefill backlogs of all instances, by slot.
@@ -175,13 +177,15 @@ impl Backlogs {
         let queue = &mut self.queues[slot];
         let last = queue.prefills.iter().position(|p| p.ticket == ticket)?;
         let (mut ended, mut left, mut left_seconds) =
-            (Ended { tokens: 0.0, pairs: 0.0, seconds: 0.0 }, 0.0, 0.0);
+            (Ended { tokens: 0.0, pairs: 0.0, seconds: 0.0, single: false }, 0.0, 0.0);
+        let mut prefills = 0;
         let mut waiting: SmallVec<[Prefill; 4]> = SmallVec::new();
         for gone in queue.prefills.drain(..=last) {
             if gone.waits && gone.ticket != ticket {
                 waiting.push(gone);
                 continue;
             }
+            prefills += 1;
             ended.tokens += gone.tokens;
             ended.pairs += gone.pairs;
             left += gone.left;
@@ -189,6 +193,7 @@ impl Backlogs {
         }
         waiting.into_iter().rev().for_each(|prefill| queue.prefills.push_front(prefill));
         ended.seconds = now - queue.head_since;
+        ended.single = prefills == 1;
         queue.head_since = now;
         self.take_off(slot, left, left_seconds);
         Some(ended)

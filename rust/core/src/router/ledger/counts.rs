@@ -1,4 +1,6 @@
 //! Number of requests at each stage on an instance, and their tokens.
+use crate::ids::Seconds;
+use crate::kv::tiers::Tier;
 
 /// Progress of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +28,12 @@ pub struct Entry {
     pub expected_output_tokens: Option<f64>,
     /// Progress of the segment.
     pub stage: Stage,
+    /// Cached prompt tokens that the instance loads from a tier below the GPU.
+    pub tier_tokens: f64,
+    /// The tier that it loads them from.
+    pub tier: Tier,
+    /// Seconds until its first token, if its prefill ran alone and loaded tokens.
+    pub load_seconds: Option<Seconds>,
     /// Hash of its LoRA adapter's name; 0: none.
     pub lora: u64,
     /// Hash of its tenant's name; 0: none.

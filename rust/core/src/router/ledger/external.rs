@@ -1,5 +1,6 @@
 //! External load: requests that an engine reports beyond those of this router and its peers.
 use crate::ids::Seconds;
+use crate::indicators::{Columns, Indicator};
 
 /// An engine's load report.
 #[derive(Clone, Copy, Debug)]
@@ -12,6 +13,19 @@ pub struct Report {
     pub running: Option<f64>,
     /// Fraction of the KV cache in use, 0 to 1.
     pub kv_usage: Option<f64>,
+}
+
+impl Report {
+    /// Writes the reported values.
+    pub(super) fn write(&self, slot: usize, columns: &mut Columns) {
+        for (id, value) in [
+            (Indicator::ReportedWaiting, self.waiting),
+            (Indicator::ReportedRunning, self.running),
+            (Indicator::KvUsage, self.kv_usage),
+        ] {
+            columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
+        }
+    }
 }
 
 /// Minimum and maximum number of own and peer requests on an instance since the last report with

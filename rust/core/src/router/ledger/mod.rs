@@ -10,6 +10,7 @@ mod declared;
 mod external;
 mod owners;
 mod share;
+mod tier_loads;
 mod windows;
 
 pub use ahead::{AHEAD, Ahead, PROJECTED, WEIGHED};
@@ -18,6 +19,7 @@ pub use declared::DeclaredValues;
 pub use external::Report;
 pub use owners::Owners;
 pub use share::Share;
+pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
 use crate::estimate::{DecodeCost, StepFit, StepTime, attention_pairs};
@@ -204,23 +206,18 @@ impl Ledger {
         if entry.stage == Stage::Decoding {
             return;
         }
-        let account = &mut self.accounts[slot];
         let (mut prefilled, mut idle_since) = (Prefilled::default(), None);
         if let Some(ended) = self.backlogs.end_through(slot, ticket, now) {
             prefilled = Prefilled { tokens: ended.tokens, pairs: ended.pairs };
+            let account = &mut self.accounts[slot];
             let began = now - ended.seconds;
             let alone = account.own.decoding == 0.0 && account.decoded_until <= began;
             idle_since = alone.then_some(began);
-            account.rate.observe(ended.tokens, ended.pairs, ended.seconds);
+            account.learn_prefill(&ended, entry);
             self.backlogs.price(slot, &account.rate);
-            for (id, value) in [
-                (Indicator::PrefillTokensPerSecond, account.rate.tokens_per_second()),
-                (Indicator::PrefillRelativeError, account.rate.relative_error()),
-            ] {
-                self.columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
-            }
+            account.write_rate(slot, &mut self.columns);
         }
-        account.own.advance(entry, Stage::Decoding);
+        self.accounts[slot].own.advance(entry, Stage::Decoding);
         self.count(slot, entry, 1.0, now);
         let account = &mut self.accounts[slot];
         let prefills = !self.backlogs.is_empty(slot);
@@ -283,20 +280,23 @@ impl Ledger {
         }
         let (known, queued) = (account.known(), account.own.queued + account.peers.queued);
         account.external.compare(&report, known, queued);
-        let kept = account.external.keep(report);
-        for (id, value) in [
-            (Indicator::ReportedWaiting, kept.waiting),
-            (Indicator::ReportedRunning, kept.running),
-            (Indicator::KvUsage, kept.kv_usage),
-        ] {
-            self.columns.get_mut(id)[slot] = value.unwrap_or(f64::NAN);
-        }
+        account.external.keep(report).write(slot, &mut self.columns);
         self.write(slot);
     }
 
     /// Returns the requests by LoRA adapter and by tenant, by slot.
     pub fn owners(&self) -> &[Owners] {
         &self.owners
+    }
+
+    /// Returns the loads of a slot from the tiers below the GPU.
+    pub fn loads(&self, slot: usize) -> &TierLoads {
+        &self.accounts[slot].loads
+    }
+
+    /// Returns the requests and the loads of a slot, for changes.
+    pub fn parts_mut(&mut self, slot: usize) -> (&mut Owners, &mut TierLoads) {
+        (&mut self.owners[slot], &mut self.accounts[slot].loads)
     }
 
     /// Sets the reported value of a declared indicator; `None`: the value is no longer known.

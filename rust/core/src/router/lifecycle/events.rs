@@ -188,6 +188,7 @@ impl Lifecycle<'_> {
             Some((_, first)) => Usage { cached_tokens: first.cached_tokens, ..usage },
             None => {
                 self.count_cached(&state.leg, usage);
+                self.learn_load(&state.leg, usage);
                 usage
             }
         };

@@ -166,6 +166,19 @@ impl Lifecycle<'_> {
         }
     }
 
+    /// Learns the cost of a load from a lower tier, unless the engine found other cached tokens than
+    /// predicted.
+    pub(super) fn learn_load(&mut self, leg: &Leg, usage: Usage) {
+        let entry = &leg.entry;
+        let predicted = entry.prompt_tokens - entry.new_tokens;
+        if entry.tier_tokens > 0.0
+            && self.state.fleet.is_current(leg.segment.instance, leg.instance_generation)
+            && usage.cached_tokens.is_none_or(|cached| f64::from(cached) == predicted)
+        {
+            self.state.ledger.parts_mut(leg.segment.instance.index()).1.ended(entry);
+        }
+    }
+
     /// Closes a ticket and all its segments.
     pub(super) fn close(&mut self, ticket: TicketId) -> Option<TicketState> {
         self.end_pull(ticket);

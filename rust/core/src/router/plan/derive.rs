@@ -1,5 +1,6 @@
 //! Computes indicators that depend on the request or on the time, if they are read.
 use super::fetch::PULL;
+use super::tiers::{hit, tier_hits};
 use crate::estimate::{DecodeCost, StepTime};
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
@@ -8,7 +9,7 @@ use crate::request::{Request, text_number};
 use crate::router::context::DecisionContext;
 use crate::router::ledger::AHEAD;
 use crate::router::state::State;
-use crate::wide::{greater, lesser};
+use crate::wide::greater;
 use multiversion::multiversion;
 
 /// Returns the maximum number of prompt tokens that a cache can save. Every engine computes the
@@ -31,6 +32,7 @@ const FACTS: IndicatorSet = IndicatorSet::of(&[
     Indicator::LengthClass,
     Indicator::Priority,
     Indicator::LoraBs,
+    Indicator::LoraLoaded,
     Indicator::TenantBs,
 ]);
 const QUEUED: IndicatorSet = IndicatorSet::of(&[
@@ -97,7 +99,7 @@ impl State {
         handoff: Option<Seconds>,
         now: Seconds,
     ) {
-        let DecisionContext { hit_blocks, tier_blocks, derived: columns, .. } = context;
+        let DecisionContext { hit_blocks, tier_blocks, tiers, derived: columns, .. } = context;
         let prompt = f64::from(request.prompt_tokens);
         if columns.slots() == 0 {
             return;
@@ -121,8 +123,12 @@ impl State {
         let tiered = !tier_blocks.is_empty() && reads.intersects(P.union(HITS).union(TIER));
         if tiered {
             let [out, tier] = columns.several_mut([Indicator::HitTokens, Indicator::TierHitTokens]);
-            let counts = 1.0 - self.config.tiers.load_ratio;
-            tier_hits(hit_blocks, tier_blocks, per_block, most, counts, out, tier);
+            tier_hits(hit_blocks, tier_blocks, per_block, most, out, tier);
+            for (slot, (out, tokens)) in out.iter_mut().zip(&*tier).enumerate() {
+                if *tokens > 0.0 {
+                    *out -= tokens * self.tier_load_ratio(slot, tiers[slot]);
+                }
+            }
         } else if reads.intersects(TIER) {
             columns.get_mut(Indicator::TierHitTokens).fill(0.0);
         }
@@ -202,6 +208,8 @@ impl State {
         columns.get_mut(Indicator::Tenant)[0] = number(tenant);
         columns.get_mut(Indicator::LengthClass)[0] = number(request.length_class.unwrap_or(0));
         columns.get_mut(Indicator::Priority)[0] = request.priority.unwrap_or(f64::NAN);
+        let loaded = columns.get_mut(Indicator::LoraLoaded).iter_mut();
+        loaded.zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.lora_loaded(lora));
         let [of_lora, of_tenant] = columns.several_mut([Indicator::LoraBs, Indicator::TenantBs]);
         of_lora.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.lora(lora));
         of_tenant.iter_mut().zip(self.ledger.owners()).for_each(|(out, owners)| *out = owners.tenant(tenant));
@@ -356,36 +364,10 @@ impl State {
     }
 }
 
-/// Returns whole tokens, so that the ledger's numbers stay integers. Converts through i32, which
-/// processors vectorize; an index never holds 2^31 blocks of a prompt.
-#[inline(always)]
-fn hit(blocks: u32, per_block: f64, most: f64) -> f64 {
-    lesser(f64::from(blocks as i32) * per_block, most).floor()
-}
-
 #[multiversion(targets("x86_64+avx2"))]
 fn hits(blocks: &[u32], per_block: f64, most: f64, out: &mut [f64]) {
     for (out, blocks) in out.iter_mut().zip(blocks) {
         *out = hit(*blocks, per_block, most);
-    }
-}
-
-/// Writes the tokens that each slot can load from a lower tier to `tier`, and its cached tokens to
-/// `out`; a token to load counts `counts`.
-#[multiversion(targets("x86_64+avx2"))]
-fn tier_hits(
-    blocks: &[u32],
-    tier_blocks: &[u32],
-    per_block: f64,
-    most: f64,
-    counts: f64,
-    out: &mut [f64],
-    tier: &mut [f64],
-) {
-    for (((out, tier), blocks), more) in out.iter_mut().zip(tier).zip(blocks).zip(tier_blocks) {
-        let gpu = hit(*blocks, per_block, most);
-        *tier = hit(*blocks + *more, per_block, most) - gpu;
-        *out = gpu + *tier * counts;
     }
 }
 

@@ -7,6 +7,7 @@ mod lengths;
 pub mod planners;
 mod segments;
 mod select;
+mod tiers;
 
 pub use derive::TtftSource;
 
@@ -24,14 +25,15 @@ use crate::router::state::{Planner, State, View};
 impl State {
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
     pub fn match_prefix(&self, context: &mut DecisionContext, request: &Request<'_>) {
-        let DecisionContext { hit_blocks, tier_blocks, tier_scratch, .. } = context;
+        let DecisionContext { hit_blocks, tier_blocks, tiers, tier_scratch, .. } = context;
         let chain = request.chain;
         self.index.match_prefix(chain, hit_blocks);
         let most = if self.groups.is_empty() { u32::MAX } else { self.most_hit_blocks(request) };
         self.groups.shorten(chain, most, hit_blocks);
         let prompt = Prompt { chain, most_blocks: most };
         let counted = self.config.tiers.counted;
-        self.tiers.add_hits(prompt, counted, &self.groups, hit_blocks, tier_scratch, tier_blocks);
+        let out = (tier_blocks, tiers);
+        self.tiers.add_hits(prompt, counted, &self.groups, hit_blocks, tier_scratch, out);
     }
 
     /// Plans the segments after a first segment on `first`, and its prefix fetch. `failed`: slots

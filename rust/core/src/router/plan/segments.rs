@@ -3,6 +3,7 @@ use crate::error::CoreError;
 use crate::fleet::Role;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
+use crate::kv::tiers::Tier;
 use crate::plan::Segment;
 use crate::receipt::Next;
 use crate::request::Request;
@@ -46,9 +47,10 @@ impl State {
         to_token: Option<u32>,
     ) -> Leg {
         let (hit_blocks, tier_blocks) = context.blocks_on(instance.index());
-        let (hit, _) = self.reusable_tokens(request, (hit_blocks, tier_blocks));
+        let (hit, tier_tokens) = self.reusable_tokens(request, (hit_blocks, tier_blocks));
         let hit = hit.max(f64::from(from_token.min(request.prompt_tokens)));
         let mut entry = entry(request, hit);
+        (entry.tier_tokens, entry.tier) = (tier_tokens, context.tier_of(instance.index()));
         if let Some(to) = to_token {
             entry.prompt_tokens = f64::from(to.min(request.prompt_tokens));
             entry.new_tokens = (entry.prompt_tokens - hit).max(0.0);
@@ -201,6 +203,9 @@ fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
         output_tokens: 0.0,
         expected_output_tokens: request.expected_output_tokens.map(f64::from),
         stage: Stage::Bound,
+        tier_tokens: 0.0,
+        tier: Tier::Gpu,
+        load_seconds: None,
         lora: request.lora.unwrap_or(0),
         tenant: request.tenant.id,
     }
