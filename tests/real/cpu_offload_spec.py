@@ -1,8 +1,8 @@
 """Lets vLLM 0.32's OffloadingConnector run on the CPU build, which lacks only its copy kernels.
 
 Part of this repository, under its license. Scheduler side, KV events, metrics and HTTP parameters
-are vLLM's own; blocks are copied by torch, at once. Name it with `spec_name` and `spec_module_path` in
-`kv_connector_extra_config`, with this folder in PYTHONPATH.
+are vLLM's own; blocks are copied by torch, at once. Name it with `spec_name` and `spec_module_path`
+in `kv_connector_extra_config`, with this folder in PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ fn solve(mut m: [[f64; 3]; 3], mut t: [f64; 3]) -> Option<[f64; 3]> {
 mod tests {
     use super::*;
 
-    /// Prefills of an engine: fixed time, 100 µs per computed token, `ratio` of it per loaded token.
+    /// Prefills with a fixed time, 100 µs per computed token and `ratio` of it per loaded token.
     fn taught(ratio: f64, loads: u32) -> TierLoad {
         let mut load = TierLoad::default();
         for i in 0..200u32 {

@@ -2,9 +2,9 @@
 //!
 //! Hybrid models keep one cache per group of layers. The index of a tier holds the blocks of full
 //! attention, of which a hit needs all. Of a window, a hit needs only the last blocks before its
-//! end; of a state (Mamba), only the last block. So the prefix that an instance can reuse is the
-//! longest one that all groups have, found as vLLM finds it: each group shortens the candidate,
-//! until no group does.
+//! end; of a state (Mamba), only the last block. An instance can reuse the longest prefix that
+//! satisfies all groups. It is found as vLLM finds it: each group shortens the candidate, until no
+//! group does.
 //!
 //! One [`KvIndex`] keeps the blocks of all groups as a set without chains. It is made at the first
 //! event of such a group; routers without hybrid models pay nothing for it.

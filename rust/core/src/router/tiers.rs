@@ -93,8 +93,8 @@ impl Router {
         })
     }
 
-    /// Returns the loads of an instance from a tier: the cost of loading a token divided by the cost
-    /// of computing it, the number of loads that taught it, and the tokens loaded.
+    /// Returns an instance's loads from a tier: the cost of a loaded token relative to a computed
+    /// one, the number of loads behind it, and the tokens loaded.
     pub fn tier_loads_of(&self, id: InstanceId, tier: Tier) -> (f64, u64, u64) {
         let ratio = self.state.tier_load_ratio(id.index(), tier);
         let loads = self.state.ledger.loads(id.index()).of(tier);

@@ -166,8 +166,8 @@ impl Lifecycle<'_> {
         }
     }
 
-    /// Learns the cost of a load from a lower tier, unless the engine found other cached tokens than
-    /// predicted.
+    /// Learns the cost of a load from a lower tier, unless the engine found other cached tokens
+    /// than predicted.
     pub(super) fn learn_load(&mut self, leg: &Leg, usage: Usage) {
         let entry = &leg.entry;
         let predicted = entry.prompt_tokens - entry.new_tokens;
