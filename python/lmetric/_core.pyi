@@ -55,6 +55,7 @@ __all__ = [
     "PolicyError",
     "PolicyTimeout",
     "Program",
+    "ProgramTurn",
     "Request",
     "RequestHead",
     "RequestReader",

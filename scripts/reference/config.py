@@ -51,6 +51,8 @@ def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value in ([], {}) or isinstance(value, BaseModel | options.Guard):
         return ""
+    if isinstance(value, options.ProgramObservation):
+        value = options.kind_of(value)
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 

@@ -1,11 +1,11 @@
 //! Plans of two segments, step by step: placements, ledger entries, and failures.
-use lmetric_core::program::Finish;
 use lmetric_core::CoreError;
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::ids::InstanceId;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
+use lmetric_core::program::Finish;
 use lmetric_core::request::Request;
 use lmetric_core::router::{Carry, Decision, RescheduleConfig, Router, RouterConfig};
 
@@ -26,8 +26,12 @@ fn is(router: &mut Router, id: Indicator, expected: &[f64]) {
     assert_eq!(router.columns().get(id), expected, "{}", id.decl().name);
 }
 
-const DONE: Event =
-    Event::Finished(Usage { prompt_tokens: Some(1000), cached_tokens: Some(0), output_tokens: None, finish: Finish::Unknown });
+const DONE: Event = Event::Finished(Usage {
+    prompt_tokens: Some(1000),
+    cached_tokens: Some(0),
+    output_tokens: None,
+    finish: Finish::Unknown,
+});
 use Indicator::{BoundBs, BoundTokens, Bs, DecodeBs, DecodeTokens};
 use Role::{Both, Decode, Prefill};
 

@@ -32,7 +32,7 @@ pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<O
     Ok(programs)
 }
 
-/// A request of an agent program, from its arrival to its decision: what the router does with it.
+/// A request from its arrival to its placement, and whether its agent program lets it run.
 ///
 /// Pass it to `Router.route`, at once or, if it is held, when `Router.release_programs` returns its
 /// `id`. Drop it if its client leaves.
@@ -73,7 +73,7 @@ impl ProgramTurn {
         self.turn.id().number()
     }
 
-    /// What to do: `"free"` (route it now; the policy chooses), `"run"` (route it now; it goes to
+    /// The decision: `"free"` (route it now; the policy chooses), `"run"` (route it now; it goes to
     /// its program's instance), `"held"` (wait), `"refused"` (answer 429).
     #[getter]
     fn verdict(&self) -> &'static str {
@@ -126,7 +126,7 @@ impl ProgramTurn {
     }
 }
 
-/// What the router knows of its programs.
+/// A copy of the state of a router's programs.
 pub struct Snapshot {
     states: [usize; 4],
     counters: Counters,

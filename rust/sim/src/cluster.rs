@@ -642,11 +642,7 @@ fn chain_with_answer<'w>(workload: &'w Workload, config: &ClusterConfig, request
 }
 
 /// Returns a request as its router sees it.
-fn router_request<'w>(
-    workload: &'w Workload,
-    config: &ClusterConfig,
-    request: usize,
-) -> RouterRequest<'w> {
+fn router_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: usize) -> RouterRequest<'w> {
     let shape = &workload.shape;
     RouterRequest {
         chain: chain(workload, config, request),

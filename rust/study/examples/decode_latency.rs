@@ -3,16 +3,21 @@
 //!
 //! Each decision also chooses a prefill instance and counts the request there; `round_robin` shows
 //! the time of that alone. Microseconds.
-use lmetric_core::program::Finish;
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
+use lmetric_core::program::Finish;
 use lmetric_core::request::Request;
 use lmetric_core::router::{Router, RouterConfig};
 use lmetric_study::REGISTRY;
 use rand::{RngExt, SeedableRng};
 use std::time::Instant;
 
-const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None, finish: Finish::Unknown });
+const DONE: Event = Event::Finished(Usage {
+    prompt_tokens: None,
+    cached_tokens: None,
+    output_tokens: None,
+    finish: Finish::Unknown,
+});
 
 fn main() {
     let mut args = std::env::args().skip(1).map(|a| a.parse::<usize>().expect("a number"));

@@ -4,16 +4,21 @@
 mod common;
 
 use common::STEP;
-use lmetric_core::program::Finish;
 use lmetric_core::InstanceId;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Cuts, Event, Failure, Segment, Usage};
+use lmetric_core::program::Finish;
 use lmetric_core::request::{Request, Tenant};
 use lmetric_core::router::{Decision, Router, RouterConfig, Split};
 use lmetric_study::REGISTRY;
 
-const DONE: Event = Event::Finished(Usage { prompt_tokens: None, cached_tokens: None, output_tokens: None, finish: Finish::Unknown });
+const DONE: Event = Event::Finished(Usage {
+    prompt_tokens: None,
+    cached_tokens: None,
+    output_tokens: None,
+    finish: Finish::Unknown,
+});
 
 fn libra(parts: u32) -> Split {
     let planner = if parts == 3 { "libra_three" } else { "libra" };

@@ -1,4 +1,4 @@
-//! Which programs are paused, which are admitted, and which requests wait.
+//! Admission: the choice of programs to pause and to admit, and the queue of held programs.
 //!
 //! An instance whose expected tokens exceed `theta` of its capacity loses programs that are between
 //! two turns, those least likely to return soon first. A program without a place is admitted if an

@@ -50,7 +50,7 @@ impl Path {
     }
 }
 
-/// What is known of a prompt.
+/// The known part of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Known {
     /// The longest known end of a prompt that this prompt passes through, and its program.

@@ -51,7 +51,7 @@ pub struct Arrival<'a> {
     pub weight: f64,
 }
 
-/// What to do with a request.
+/// Decision on an arriving request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
     /// Place it by the policy: it belongs to no program, or programs are only observed.
@@ -132,7 +132,7 @@ pub struct Program {
     running: u32,
     /// Its held turns, oldest first.
     pub held: Vec<TurnId>,
-    /// What counts on its home.
+    /// Tokens that count on its home.
     charge: Option<Charge>,
 }
 
@@ -388,8 +388,8 @@ impl Programs {
             }
             return Identity::New { base: shared, parent: Some(id) };
         }
-        // A prompt that leaves a program behind the end of one of its prompts is a fork of that
-        // program; one that leaves it before shares a root such as a system prompt.
+        // A prompt may leave a program behind the end of one of its prompts: then it is a fork.
+        // Otherwise, both only share a root such as a system prompt.
         let parent = known.sharer.filter(|id| {
             self.programs.get(*id).is_some_and(|program| {
                 program.tenant == arrival.tenant

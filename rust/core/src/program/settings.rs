@@ -3,7 +3,7 @@ use crate::error::CoreError;
 use crate::ids::Seconds;
 use serde::Deserialize;
 
-/// What the router does about programs.
+/// Treatment of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ProgramMode {
     /// Measures the working set and counts the requests that `admit` would hold. Holds nothing.
@@ -23,7 +23,7 @@ impl ProgramMode {
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct ProgramConfig {
-    /// What the router does about programs.
+    /// Treatment of programs.
     #[serde(skip)]
     pub mode: ProgramMode,
     /// Share of an instance's cache that its programs may be expected to use; above it, programs

@@ -304,7 +304,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Whatever happens, every request ends, the ledgers return to zero, and held requests are
+    /// In every history, all requests end, the ledgers return to zero, and held requests are
     /// released once there is room.
     #[test]
     fn nothing_is_lost_and_all_counts_return_to_zero(steps in steps(), shortest in any::<bool>()) {
