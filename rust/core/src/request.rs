@@ -30,8 +30,8 @@ pub struct Request<'a> {
     pub unpulled: Option<&'a str>,
     /// Name of the only instance that may take the request, if there is one.
     pub instance: Option<&'a str>,
-    /// Turn of the request in its agent program, as [`Router::arrive`](crate::router::Router::arrive)
-    /// returned it.
+    /// Turn of the request in its agent program, as
+    /// [`Router::arrive`](crate::router::Router::arrive) returned it.
     pub program_turn: Option<TurnId>,
     /// Instance that gets the request if it is eligible; else the policy chooses. The router sets
     /// it.

@@ -115,8 +115,8 @@ impl Clock {
 /// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
 ///   rate.
 /// - `seed`: seed of all random choices.
-/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`: options of `lmetric.options`, as for
-///   `configure`.
+/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`: options of `lmetric.options`, as
+///   for `configure`.
 /// - `offers`: the least mature policies and planners that the router accepts (`"stable"`,
 ///   `"experimental"`, `"study"`: all).
 ///

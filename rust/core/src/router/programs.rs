@@ -10,7 +10,8 @@ use std::borrow::Cow;
 impl Router {
     /// Records an arriving request before its decision: finds its agent program and decides whether
     /// it runs now. The caller passes the turn in [`Request::program_turn`] to [`Router::route`]. A
-    /// request that is never routed needs [`Router::drop_turn`]. Returns `None` if programs are not followed.
+    /// request that is never routed needs [`Router::drop_turn`]. Returns `None` if programs are not
+    /// followed.
     ///
     /// # Errors
     /// `BadValue` for an invalid request.
@@ -46,8 +47,8 @@ impl Router {
         Ok(Some((turn, verdict)))
     }
 
-    /// Returns a request with its turn of a program and the turn's instance. A caller that only observes programs may route
-    /// requests without [`Router::arrive`].
+    /// Returns a request with its turn of a program and the turn's instance. A caller that only
+    /// observes programs may route requests without [`Router::arrive`].
     pub(super) fn with_turn<'r>(
         &mut self,
         request: Cow<'r, Request<'r>>,
@@ -104,8 +105,9 @@ impl Router {
         }
     }
 
-    /// Returns the blocks that an instance's cache holds; `None`: unknown. A lower tier that reports
-    /// removals is full, so the number of its blocks is its capacity; one without has no limit yet.
+    /// Returns the blocks that an instance's cache holds; `None`: unknown. A lower tier that
+    /// reports removals is full, so the number of its blocks is its capacity; one without has no
+    /// limit yet.
     fn cached_blocks_at_most(&self, id: InstanceId) -> Option<f64> {
         let gpu = f64::from(self.state.instances[id.index()].cache_blocks?);
         match self.state.tiers.get(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
