@@ -163,7 +163,7 @@ impl Lineage {
 
     /// Returns the number of registered hashes.
     #[cfg(test)]
-    pub fn len(&self) -> usize {
+    pub fn registered(&self) -> usize {
         self.checkpoints.len() + self.marks.len()
     }
 }

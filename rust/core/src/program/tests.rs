@@ -415,6 +415,6 @@ proptest! {
         for (id, _, path) in &mut registered {
             lineage.remove(*id, path);
         }
-        prop_assert_eq!(lineage.len(), 0);
+        prop_assert_eq!(lineage.registered(), 0);
     }
 }
