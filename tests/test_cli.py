@@ -95,7 +95,7 @@ WRONG = [
     (["engine", "--port", "99999"], 2, "--port"),
     (["demo", "--clock-speed", "-1"], 2, "--clock-speed: -1 is not above 0"),
     (["demo", "--priority", "fastest"], 2, "none, uniboost, vtc"),
-    (["demo", "--trace", "{synthetic: nothing}"], 2, "requests or sessions"),
+    (["demo", "--trace", "{synthetic: nothing}"], 2, "requests, sessions or agents"),
 ]
 
 
@@ -188,7 +188,7 @@ def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
     assert json.loads(open_loop.stdout)["waiting_requests"] == 0
     for arguments, code, message in (
         (["make", "{synthetic: sessions", "--out", "x"], 2, "not YAML"),
-        (["make", "{synthetic: session}", "--out", "x"], 2, "synthetic: requests or sessions"),
+        (["make", "{synthetic: session}", "--out", "x"], 2, "synthetic: requests, sessions or agents"),
         (["make", str(tmp_path / "none.yaml"), "--out", "x"], 2, "No such file"),
         (["show", str(tmp_path / "d.yaml")], 1, "no request in it that is recognised"),
         (["show", str(path), "--format", "mooncak"], 1, "did you mean 'mooncake'?"),

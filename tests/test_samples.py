@@ -91,7 +91,7 @@ def test_sglang_events() -> None:
         send(moved)
         until(lambda: held(router, tokens, cache_salt="tenant") == 0)
         status = feed.status("e0")[0]
-        assert status["tiers"] == {"CPU_PINNED": 1}
+        assert status["tiers"] == {"CPU": 1}
         assert held(router, tokens) == 8  # a copy elsewhere takes none away
         send(cleared)
         until(lambda: held(router, tokens) == 0)

@@ -22,7 +22,7 @@ def run_of(n: int = 4) -> Any:
     finished = first + np.array([1.0, 0.0, 4.0, 2.0])
     output = np.array([11, 1, 21, 11])
     return SimpleNamespace(
-        policy="lmetric", decode_policy="sibyl", roles=None, stalled=0, seed=7,
+        policy="lmetric", programs=None, decode_policy="sibyl", roles=None, stalled=0, seed=7,
         handoff_least_loaded=np.array([1, 0, -1, 1])[:n], wall_seconds=0.25, arrival_seconds=arrival[:n],
         first_token_seconds=first[:n], finished_seconds=finished[:n], output_tokens=output[:n],
         input_tokens=np.array([100, 300, 200, 400])[:n], hit_tokens=np.array([0, 150, 50, 300])[:n],

@@ -312,6 +312,9 @@ class SettingsEntry(Strict):
         description="migration of running requests: none, star, {kind: star, threshold: [0.1, 0.2], "
         "forecast: bins_4}, llumnix",
     )
+    programs: Annotated[list[Any], _option("programs")] | None = Field(
+        None, description="agent programs: none, observe, admit, {kind: admit, theta: [0.9, 1.0]}"
+    )
     decode_profile: Annotated[list[str], Listed] | None = Field(
         None, description="with roles: profile of decode instances; default: as the others"
     )

@@ -88,6 +88,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
         "409, 503",
         "`limits.max_concurrent_requests` is reached, or too many routers exchange load.",
     ),
+    "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
