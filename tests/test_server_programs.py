@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from server_world import World, world
+from server_world import World, decision_id, world
 
 SETTINGS = {
     "kind": "admit",
@@ -52,11 +52,16 @@ async def send(w: World, name: int) -> tuple[int, Any]:
 async def test_a_program_waits_until_another_counts_as_ended() -> None:
     async with small_cache(forget_seconds=1) as w:
         assert (await send(w, 1))[0] == 200
-        waiting = asyncio.create_task(send(w, 2))
+        waiting = asyncio.create_task(w.post(body(2)))
         await held(w, 1)
         assert not waiting.done()
         async with asyncio.timeout(20):
-            assert (await waiting)[0] == 200
+            status, headers, _ = await waiting
+        assert status == 200
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert record["program_tokens"] == 1200
+        assert record["held_seconds"] > 0.3
         told = await programs(w)
         assert told["admitted"] == 1
         assert 0.3 < told["held_seconds"] < 20

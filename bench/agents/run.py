@@ -20,7 +20,7 @@ Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "agents.md", rendered)
 figure = RERUN.figure
 
-PRESSURES = [Stage(pressure) for pressure in (0.5, 0.8, 1.0, 1.5)]
+PRESSURES = [Stage(pressure) for pressure in (0.5, 0.8, 1.0, 1.25, 1.5)]
 SHOWN = ["jct", "jct_p50", "jct_p95", "turns", "recomputed", "stretch", "hold", "ttft"]
 QUICK_SECONDS = 900.0
 

@@ -50,11 +50,19 @@ ADMITTED = Rival(
     "lmetric",
     {"programs": {"kind": "admit", "theta": 1.0, "sessions": False, "max_hold_seconds": 1e9}},
 )
+# Far above the caches, nothing is held: new programs go where the fewest tokens are expected, and
+# all further requests follow.
+STICKY = Rival(
+    "sticky, placed by load",
+    "lmetric",
+    {"programs": {"kind": "admit", "theta": 10.0, "free": 0.0, "sessions": False, "max_hold_seconds": 1e9}},
+)
 POLICIES = [
     LMETRIC,
     Rival("session_affinity", "session_affinity"),
     Rival("linear", "linear"),
     Rival("least_requests", "least_requests"),
+    STICKY,
     ADMITTED,
 ]
 # Twice the GPU's blocks, 50 GB/s; an instance pays 5% of a load's time in its next step.

@@ -62,6 +62,9 @@ class DecisionRecord(TypedDict):
     stay_seconds: float | None
     decode_placement_seconds: float | None
     migrations: list[tuple[int, str]]  # token and target instance of each migration
+    program: int | None  # number of the agent program; None: the request belongs to none
+    program_tokens: float | None  # its context at the decision
+    held_seconds: float | None  # time for which the request waited for a place in a cache
     predicted_cached_tokens: int
     predicted_tier_tokens: int  # part of predicted_cached_tokens in a tier below the GPU
     cached_tokens: int | None

@@ -4,6 +4,7 @@ use crate::indicators::{DeclaredId, IndicatorSet};
 use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
 use crate::priority::Priority;
+use crate::program::ProgramNote;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -157,6 +158,8 @@ pub struct Receipt {
     pub balance: Option<Balance>,
     /// Priority for the engine's queue, if requests are ordered.
     pub priority: Option<Priority>,
+    /// The request's agent program, if it belongs to one.
+    pub program: Option<ProgramNote>,
     /// Instances that the request moved to while it ran: token position, slot and name.
     pub moves: Vec<(u32, u32, Arc<str>)>,
     /// Instances that the request moved to before its first token, in order: slot and name.

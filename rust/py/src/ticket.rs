@@ -494,6 +494,9 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("decode_placement_seconds", balance(|b| b.apart_seconds))?;
     let moves = receipt.moves.iter().map(|(token, _, name)| (*token, &**name));
     dict.set_item("migrations", PyList::new(py, moves)?)?;
+    dict.set_item("program", receipt.program.map(|note| note.program))?;
+    dict.set_item("program_tokens", receipt.program.map(|note| note.context_tokens))?;
+    dict.set_item("held_seconds", receipt.program.map(|note| note.held_seconds))?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     dict.set_item("predicted_tier_tokens", receipt.predicted_tier_tokens)?;
     let outcome = &receipt.outcome;

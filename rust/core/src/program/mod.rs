@@ -24,5 +24,5 @@ mod tests;
 
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
-pub use programs::{Arrival, ProgramId, Programs, Released, TurnId, Verdict};
+pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict};
 pub use settings::{ProgramConfig, ProgramMode};

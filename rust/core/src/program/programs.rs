@@ -16,6 +16,13 @@ new_key_type! {
     pub struct TurnId;
 }
 
+impl ProgramId {
+    /// Returns a number that no other program of the router has.
+    pub fn number(self) -> u64 {
+        self.data().as_ffi()
+    }
+}
+
 impl TurnId {
     /// Returns a number that no other turn of the router has.
     pub fn number(self) -> u64 {
@@ -74,6 +81,17 @@ pub struct Released {
     pub turn: TurnId,
     /// Its instance.
     pub instance: InstanceId,
+    /// Seconds for which the request was held.
+    pub held_seconds: Seconds,
+}
+
+/// A request's program in a decision record.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProgramNote {
+    /// Number of the program.
+    pub program: u64,
+    /// Tokens of its context at the decision.
+    pub context_tokens: f64,
     /// Seconds for which the request was held.
     pub held_seconds: Seconds,
 }
@@ -173,6 +191,8 @@ pub(super) struct Turn {
     pub tokens: f64,
     pub arrived: Seconds,
     pub running: bool,
+    /// Whether it had to wait.
+    pub held: bool,
     /// The instance that it may run on, once it may run.
     pub assigned: Option<InstanceId>,
 }
@@ -295,6 +315,15 @@ impl Programs {
         self.programs.get(self.turns.get(turn)?.program?)
     }
 
+    /// Returns what a decision record shows of a request's program.
+    pub fn note(&self, turn: TurnId, now: Seconds) -> Option<ProgramNote> {
+        let at = self.turns.get(turn)?;
+        let id = at.program?;
+        let held_seconds = if at.held { (now - at.arrived).max(0.0) } else { 0.0 };
+        let context_tokens = self.programs.get(id)?.tokens;
+        Some(ProgramNote { program: id.number(), context_tokens, held_seconds })
+    }
+
     /// Returns the instance on which a request may run.
     pub fn assigned(&self, turn: TurnId) -> Option<InstanceId> {
         self.turns.get(turn)?.assigned
@@ -326,6 +355,7 @@ impl Programs {
             tokens: f64::from(arrival.prompt_tokens),
             arrived: now,
             running: false,
+            held: false,
             assigned: None,
         };
         self.tokens_per_block = arrival.tokens_per_block;
@@ -357,6 +387,9 @@ impl Programs {
         let verdict = self.admit(id, turn, now);
         if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
             turn.assigned = Some(instance);
+        }
+        if let (Verdict::Held(_), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
+            turn.held = true;
         }
         (turn, verdict)
     }

@@ -85,7 +85,7 @@ impl ProgramConfig {
     /// `BadValue` for a setting out of its range.
     pub fn checked(self) -> Result<ProgramConfig, CoreError> {
         for (what, value, least, most) in [
-            ("theta", self.theta, 0.1, 2.0),
+            ("theta", self.theta, 0.1, 10.0),
             ("resume", self.resume, 0.1, 1.0),
             ("growth", self.growth, 0.0, 1.0),
             ("free", self.free, 0.0, 1.0),

@@ -34,6 +34,8 @@ impl Lifecycle<'_> {
         };
         receipt.priority = priority;
         receipt.balance = chosen.balance;
+        let programs = requests.programs.as_ref().zip(request.program_turn);
+        receipt.program = programs.and_then(|(programs, turn)| programs.note(turn, now));
         let id = requests.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = requests.tickets.open(TicketState {
