@@ -1,8 +1,6 @@
 //! Agent programs: settings, turns and snapshots.
 use crate::errors::Result;
 use crate::settings;
-use lmetric_core::program::gaps::Gaps;
-use lmetric_core::program::ledger::InstanceLedger;
 use lmetric_core::program::programs::{Counters, State};
 use lmetric_core::program::{Finish, GapClass, Hold, ProgramConfig, ProgramMode, TurnId, Verdict};
 use lmetric_core::router::Router;
@@ -126,12 +124,23 @@ impl ProgramTurn {
     }
 }
 
-/// A copy of the state of a router's programs.
+/// The numbers of one instance's ledger.
+struct Ledger {
+    name: Arc<str>,
+    capacity_tokens: Option<f64>,
+    expected_tokens: f64,
+    /// Tokens of programs, of shared roots and of other requests.
+    parts: (f64, f64, f64),
+    programs: u32,
+}
+
+/// The numbers of a router's programs, read under its lock.
 pub struct Snapshot {
     states: [usize; 4],
     counters: Counters,
-    instances: Vec<(Arc<str>, InstanceLedger)>,
-    gaps: Gaps,
+    instances: Vec<Ledger>,
+    /// By the end of the last answer: share of the gaps without a return, and observed gaps.
+    ended: [(&'static str, (f64, f64)); 3],
 }
 
 impl Snapshot {
@@ -139,13 +148,22 @@ impl Snapshot {
     pub fn of(router: &Router) -> Option<Snapshot> {
         let programs = router.programs()?;
         let live = |slot: usize| router.fleet().is_live(InstanceId(slot as u32));
-        let name = |slot: usize| router.fleet().name(InstanceId(slot as u32)).clone();
         let ledgers = programs.instances().iter().enumerate().filter(|(slot, _)| live(*slot));
+        let gaps = programs.gaps();
         Some(Snapshot {
             states: programs.states(),
             counters: programs.counters(),
-            instances: ledgers.map(|(slot, ledger)| (name(slot), ledger.clone())).collect(),
-            gaps: programs.gaps().clone(),
+            instances: ledgers
+                .map(|(slot, ledger)| Ledger {
+                    name: router.fleet().name(InstanceId(slot as u32)).clone(),
+                    capacity_tokens: ledger.capacity_tokens,
+                    expected_tokens: ledger.expected_tokens(),
+                    parts: ledger.parts(),
+                    programs: ledger.programs,
+                })
+                .collect(),
+            ended: Finish::NAMES
+                .map(|(name, finish)| (name, gaps.share_ended(GapClass { long: true, finish }))),
         })
     }
 
@@ -173,22 +191,21 @@ impl Snapshot {
         }
         dict.set_item("held_seconds", counters.held_seconds)?;
         let instances = PyDict::new(py);
-        for (name, ledger) in &self.instances {
-            let (own, roots, others) = ledger.parts();
+        for ledger in &self.instances {
+            let (own, roots, others) = ledger.parts;
             let each = PyDict::new(py);
             each.set_item("capacity_tokens", ledger.capacity_tokens)?;
-            each.set_item("expected_tokens", ledger.expected_tokens())?;
+            each.set_item("expected_tokens", ledger.expected_tokens)?;
             each.set_item("program_tokens", own)?;
             each.set_item("shared_tokens", roots)?;
             each.set_item("other_tokens", others)?;
             each.set_item("programs", ledger.programs)?;
-            instances.set_item(&**name, each)?;
+            instances.set_item(&*ledger.name, each)?;
         }
         dict.set_item("instances", instances)?;
         let gaps = PyDict::new(py);
-        for (name, finish) in Finish::NAMES {
-            let (share, gaps_seen) = self.gaps.share_ended(GapClass { long: true, finish });
-            gaps.set_item(name, (share, gaps_seen))?;
+        for (name, ended) in self.ended {
+            gaps.set_item(name, ended)?;
         }
         dict.set_item("share_ended", gaps)?;
         Ok(dict)

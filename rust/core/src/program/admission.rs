@@ -8,7 +8,7 @@ use super::ledger::Root;
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 /// Horizon of the return probability by which programs are paused.
 const SOON_SECONDS: Seconds = 30.0;
@@ -30,13 +30,13 @@ pub struct Hold {
     pub expected_seconds: Seconds,
 }
 
-/// Order of a program among the held programs of its tenant.
-type Place = (u64, u64);
+/// Place of a program among the held programs of its tenant: what the order counts, then its birth.
+type Place = (u64, u64, ProgramId);
 
 /// The held programs, and requests admitted but not yet taken by the caller.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Queue {
-    tenants: HashMap<u64, BTreeMap<Place, ProgramId>>,
+    tenants: HashMap<u64, BTreeSet<Place>>,
     /// Tenant, place and needed tokens of each held program.
     places: HashMap<ProgramId, (u64, Place, f64)>,
     /// Tokens that the held programs need.
@@ -52,10 +52,10 @@ impl Queue {
     pub fn insert(&mut self, program: &Program, id: ProgramId, shortest_first: bool) {
         self.remove(id);
         let first = if shortest_first { program.tokens as u64 } else { program.born.max(0.0).to_bits() };
-        let place = (first, program.order << 16 | u64::from(id_bits(id)));
+        let place = (first, program.order, id);
         let tokens = program.own_tokens(0.0);
         self.places.insert(id, (program.tenant, place, tokens));
-        self.tenants.entry(program.tenant).or_default().insert(place, id);
+        self.tenants.entry(program.tenant).or_default().insert(place);
         self.tokens += tokens;
     }
 
@@ -90,18 +90,12 @@ impl Queue {
         self.flow += tokens;
     }
 
-    /// Returns the predicted seconds until all held programs and `tokens` more are admitted.
-    fn expected_seconds(&mut self, tokens: f64, now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all held programs are admitted.
+    fn expected_seconds(&mut self, now: Seconds) -> Seconds {
         self.flow_to(now);
         let rate = self.flow / FLOW_SECONDS;
-        if rate > 0.0 { (self.tokens + tokens) / rate } else { f64::INFINITY }
+        if rate > 0.0 { self.tokens / rate } else { f64::INFINITY }
     }
-}
-
-/// Returns bits of a key that differ between programs of one birth.
-fn id_bits(id: ProgramId) -> u16 {
-    use slotmap::Key;
-    id.data().as_ffi() as u16
 }
 
 impl Programs {
@@ -109,17 +103,15 @@ impl Programs {
     pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
         let program = &self.programs[id];
         let home = program.home.filter(|home| self.instances[home.index()].available);
-        let has_place = matches!(program.state, State::Running | State::Gap);
-        if let (true, Some(home)) = (has_place, home) {
-            return if self.is_roomy(home) { Verdict::Free } else { Verdict::Run(home) };
-        }
+        let place = home.filter(|_| program.state.has_place());
         if !self.holds() {
-            if self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some())
-                && self.room_for(id).is_none()
-            {
-                self.counters.held += 1;
-            }
+            // Only observed: the policy places every request.
+            let limited = self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some());
+            self.counters.held += u64::from(place.is_none() && limited && self.room_for(id).is_none());
             return Verdict::Free;
+        }
+        if let Some(home) = place {
+            return if self.is_roomy(home) { Verdict::Free } else { Verdict::Run(home) };
         }
         if let Some(program) = self.programs.get_mut(id).filter(|program| !program.held.is_empty()) {
             program.held.push(turn); // waits with the other turns of its program
@@ -128,7 +120,7 @@ impl Programs {
         }
         self.uncharge(id);
         let program = &mut self.programs[id];
-        let is_new = program.home.is_none() || program.parent().is_some() && program.since == now;
+        let is_new = !program.has_run;
         program.state = State::Held;
         program.held.push(turn);
         self.queue.insert(&self.programs[id], id, self.config.shortest_first);
@@ -164,7 +156,7 @@ impl Programs {
             needed_tokens: self.programs[id].own_tokens(self.least_tokens()),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.queue.expected_seconds(0.0, now),
+            expected_seconds: self.queue.expected_seconds(now),
         }
     }
 
@@ -267,7 +259,7 @@ impl Programs {
     /// Returns the held program to admit next, if one fits.
     fn next_to_admit(&self, now: Seconds) -> Option<(ProgramId, InstanceId)> {
         for tenant in self.tenants_by_share() {
-            for &id in self.queue.tenants[&tenant].values().take(CANDIDATES) {
+            for &(_, _, id) in self.queue.tenants[&tenant].iter().take(CANDIDATES) {
                 if let Some(instance) = self.room_for(id) {
                     return Some((id, instance));
                 }
@@ -286,7 +278,7 @@ impl Programs {
         let mut tenants: Vec<u64> = self.queue.tenants.keys().copied().collect();
         if tenants.len() > 1 {
             let mut shares: HashMap<u64, f64> = HashMap::new();
-            for program in self.programs.values().filter(|program| program.has_place()) {
+            for program in self.programs.values().filter(|program| program.charge().is_some()) {
                 *shares.entry(program.tenant).or_default() += program.own_tokens(0.0) / program.weight;
             }
             let share = |tenant: &u64| shares.get(tenant).copied().unwrap_or(0.0);

@@ -54,7 +54,7 @@ impl Finish {
 /// A class of gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct GapClass {
-    /// Whether the program has a long context (at least the setting `root_tokens`).
+    /// Whether the program has a long context (at least 8,192 tokens).
     pub long: bool,
     /// How the last answer ended.
     pub finish: Finish,

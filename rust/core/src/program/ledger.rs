@@ -153,10 +153,15 @@ impl InstanceLedger {
         self.running_others += tokens;
     }
 
+    /// Removes a running request outside programs that has left the instance.
+    pub fn other_left(&mut self, tokens: f64) {
+        self.running_others = (self.running_others - tokens).max(0.0);
+    }
+
     /// Moves a request outside programs from the running to the recent ones. `tokens`: as at its
     /// beginning; `output_tokens`: of its answer.
     pub fn other_ended(&mut self, tokens: f64, output_tokens: f64, now: Seconds, window: Seconds) {
-        self.running_others = (self.running_others - tokens).max(0.0);
+        self.other_left(tokens);
         if window > 0.0 {
             self.recent.add(tokens + output_tokens, now, window);
         }

@@ -37,7 +37,7 @@ pub struct Mark {
 /// Registered hashes of one program.
 #[derive(Clone, Debug, Default)]
 pub struct Path {
-    /// Hashes at the checkpoints, in order, from the program's base on.
+    /// Hashes at the checkpoints of its latest prompt, in order.
     checkpoints: Vec<u64>,
     /// Ends of its prompts, oldest first.
     marks: Vec<Mark>,

@@ -113,6 +113,16 @@ impl State {
     /// All states, with their names in metrics.
     pub const NAMES: [(&'static str, State); 4] =
         [("running", State::Running), ("gap", State::Gap), ("paused", State::Paused), ("held", State::Held)];
+
+    /// Returns whether the program counts on its home.
+    pub fn has_place(self) -> bool {
+        matches!(self, State::Running | State::Gap)
+    }
+
+    /// Returns whether the program is between two turns.
+    pub fn rests(self) -> bool {
+        matches!(self, State::Gap | State::Paused)
+    }
 }
 
 /// A program.
@@ -147,6 +157,11 @@ pub struct Program {
     class: GapClass,
     /// Whether the gap counts as an end.
     forgotten: bool,
+    /// Whether one of its turns has run.
+    pub(super) has_run: bool,
+    /// Number of its turns: running, held, or admitted and not placed yet.
+    turns: u32,
+    /// Number of its running turns.
     running: u32,
     /// Its held turns, oldest first.
     pub held: Vec<TurnId>,
@@ -170,9 +185,9 @@ impl Program {
         self.class
     }
 
-    /// Returns whether it counts on an instance.
-    pub(super) fn has_place(&self) -> bool {
-        self.charge.is_some()
+    /// Returns what counts for it on its home, if it has a place.
+    pub(super) fn charge(&self) -> Option<Charge> {
+        self.charge
     }
 
     /// Returns the program whose context it continues.
@@ -346,8 +361,7 @@ impl Programs {
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
     }
 
-    /// Records an arriving request and decides what to do with it. `held_ahead`: whether a request
-    /// may be held at all (a caller without a queue passes false).
+    /// Records an arriving request and decides what to do with it.
     pub fn arrive(&mut self, arrival: &Arrival<'_>, now: Seconds) -> (TurnId, Verdict) {
         let turn = Turn {
             program: None,
@@ -378,6 +392,7 @@ impl Programs {
         };
         let turn = self.turns.insert(Turn { program: Some(id), ..turn });
         let program = &mut self.programs[id];
+        program.turns += 1;
         program.tokens = match program.state {
             // A second request of a running program may be shorter than the first.
             State::Running | State::Held => program.tokens.max(f64::from(arrival.prompt_tokens)),
@@ -403,7 +418,7 @@ impl Programs {
         {
             let at_end = program.path.last() == Some(mark);
             let again = mark.blocks as usize == arrival.chain.len();
-            if at_end && (again || matches!(program.state, State::Gap | State::Paused)) {
+            if at_end && (again || program.state.rests()) {
                 return Identity::Continues(id);
             }
             if by_session.is_none_or(|known| known == id) {
@@ -416,7 +431,7 @@ impl Programs {
             && program.tenant == arrival.tenant
         {
             // A session with another history: the client has rewritten its context.
-            if matches!(program.state, State::Gap | State::Paused) {
+            if program.state.rests() {
                 return Identity::Continues(id);
             }
             return Identity::New { base: shared, parent: Some(id) };
@@ -435,7 +450,7 @@ impl Programs {
     /// Ends the gap of a returning program.
     fn record_return(&mut self, id: ProgramId, now: Seconds) {
         let program = &mut self.programs[id];
-        if matches!(program.state, State::Gap | State::Paused) {
+        if program.state.rests() {
             let forgotten = std::mem::take(&mut program.forgotten);
             self.gaps.returned(program.class, (now - program.since).max(0.0), forgotten);
         }
@@ -454,7 +469,7 @@ impl Programs {
             return None;
         }
         if self.programs.len() >= MAX_PROGRAMS {
-            let idle = self.programs.iter().filter(|(_, p)| matches!(p.state, State::Gap | State::Paused));
+            let idle = self.programs.iter().filter(|(_, program)| program.state.rests());
             let oldest = idle.min_by(|a, b| a.1.since.total_cmp(&b.1.since)).map(|(id, _)| id);
             self.remove(oldest?);
         }
@@ -487,6 +502,8 @@ impl Programs {
             since: now,
             class: GapClass::default(),
             forgotten: false,
+            has_run: false,
+            turns: 0,
             running: 0,
             held: Vec::new(),
             charge: None,
@@ -549,7 +566,7 @@ impl Programs {
     /// Returns the root of a program, unless its parent's context on the same instance has it.
     pub(super) fn root_to_count(&self, program: &Program, home: InstanceId) -> Option<Root> {
         let parent = program.parent.and_then(|id| self.programs.get(id));
-        let covered = parent.is_some_and(|parent| parent.home == Some(home) && parent.charge.is_some());
+        let covered = parent.is_some_and(|parent| parent.home == Some(home) && parent.charge().is_some());
         program.base.filter(|_| !covered)
     }
 
@@ -564,7 +581,7 @@ impl Programs {
         let (program, tokens) = (at.program, at.tokens);
         let Some(id) = program else {
             if let Some(old) = old.filter(|_| was_running) {
-                self.instances[old.index()].other_ended(tokens, -tokens, now, self.config.others_seconds);
+                self.instances[old.index()].other_left(tokens);
             }
             self.instances[instance.index()].other_began(tokens);
             return;
@@ -575,6 +592,7 @@ impl Programs {
         program.running += u32::from(!was_running);
         program.home = Some(instance);
         program.state = State::Running;
+        program.has_run = true;
         self.charge(id, now);
     }
 
@@ -590,28 +608,28 @@ impl Programs {
             return;
         };
         let Some(program) = self.programs.get_mut(id) else { return };
-        if !at.running {
-            self.queue.remove(id);
-            program.held.retain(|held| *held != turn);
-        }
-        let program = &mut self.programs[id];
+        program.turns -= 1;
         program.running -= u32::from(at.running);
+        program.held.retain(|held| *held != turn);
         program.tokens = program.tokens.max(at.tokens + output_tokens);
-        if program.running > 0 {
+        if !program.held.is_empty() {
+            return; // the program keeps its place in the queue
+        }
+        self.queue.remove(id);
+        if program.turns > 0 {
+            // The others run, or were admitted and are about to.
+            program.state = State::Running;
+            self.charge(id, now);
             return;
         }
-        if !program.held.is_empty() {
-            self.queue.insert(&self.programs[id], id, self.config.shortest_first);
+        if !program.has_run {
+            self.remove(id);
             return;
         }
         let finish = if self.config.finish_reason { finish } else { Finish::Unknown };
         program.class = GapClass { long: program.tokens >= LONG_TOKENS, finish };
         program.since = now;
-        if !at.running && program.home.is_none() {
-            self.remove(id); // it was never admitted
-            return;
-        }
-        program.state = if at.running { State::Gap } else { State::Paused };
+        program.state = if at.running || program.state.has_place() { State::Gap } else { State::Paused };
         self.charge(id, now);
     }
 
@@ -638,7 +656,7 @@ impl Programs {
     /// `seconds`.
     fn resting_for(&self, seconds: Seconds, now: Seconds, which: fn(&Program) -> bool) -> Vec<ProgramId> {
         let rests = |program: &Program| {
-            matches!(program.state, State::Gap | State::Paused)
+            program.state.rests()
                 && program.children == 0
                 && now - program.since > seconds
                 && which(program)
@@ -661,7 +679,7 @@ impl Programs {
         }
         for id in &ids {
             let program = &self.programs[*id];
-            let placed = matches!(program.state, State::Running | State::Gap);
+            let placed = program.state.has_place();
             let tokens = program.base.map_or(0.0, |base| base.tokens);
             if let Some(parent) = program.parent.filter(|_| placed).and_then(|id| self.programs.get_mut(id)) {
                 parent.children += 1;

@@ -157,7 +157,7 @@ fn a_crowded_instance_pauses_the_program_that_returns_last() {
     programs.tick(404.0);
     assert_eq!(programs.released().len(), 1);
     programs.ended(a, 0, Finish::Unknown, 405.0); // its client has left before it was sent
-    assert_eq!(programs.states(), [0, 0, 2, 0]);
+    assert_eq!(programs.states(), [0, 1, 1, 0]);
 }
 
 #[test]
@@ -182,6 +182,41 @@ fn held_requests_of_clients_that_leave_are_dropped() {
     assert_eq!(programs.states(), [1, 0, 0, 1]);
     programs.ended(again, 0, Finish::Unknown, 3.0);
     assert_eq!((programs.states(), programs.iter().count()), ([1, 0, 0, 0], 1));
+}
+
+#[test]
+fn a_turn_that_leaves_does_not_take_the_other_held_turns_along() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0, 10_000.0]);
+    let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    // Its instance goes while a turn runs; two further turns of it find no room elsewhere.
+    let home = programs.program_of(running).unwrap().home.unwrap();
+    programs.set_instance(home, Some(10_000.0), false);
+    let (first, _) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
+    let (second, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(hold) if hold.held_programs == 1), "{verdict:?}");
+    programs.ended(first, 0, Finish::Unknown, 2.0);
+    assert_eq!(programs.states(), [1, 0, 0, 1]);
+    programs.ended(second, 0, Finish::Unknown, 3.0);
+    assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
+    finish(&mut programs, running, 4.0);
+    assert_eq!(programs.states(), [1, 1, 0, 0]);
+}
+
+#[test]
+fn observed_programs_never_change_a_placement() {
+    let mut programs = programs(ProgramMode::Observe, &[10_000.0]);
+    for round in 0..3 {
+        for name in 0..4 {
+            let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 100 + round)])), f64::from(round));
+            assert_eq!((verdict, programs.assigned(turn)), (Verdict::Free, None));
+            programs.placed(turn, InstanceId(0), f64::from(round));
+            finish(&mut programs, turn, f64::from(round) + 0.5);
+        }
+        programs.tick(f64::from(round) + 0.5);
+    }
+    // `admit` would have held three of the four programs.
+    assert_eq!((programs.counters().held, programs.counters().paused), (3, 0));
 }
 
 #[test]

@@ -37,14 +37,7 @@ impl Router {
             tenant: request.tenant.id,
             weight: request.tenant.weight,
         };
-        let (turn, verdict) = programs.arrive(&arrival, now);
-        // Its instance may have gone since the last tick.
-        if let Verdict::Run(instance) = verdict
-            && !self.state.fleet.eligible().get(instance.index()).copied().unwrap_or(false)
-        {
-            return Ok(Some((turn, Verdict::Free)));
-        }
-        Ok(Some((turn, verdict)))
+        Ok(Some(programs.arrive(&arrival, now)))
     }
 
     /// Returns a request with its turn of a program and the turn's instance. A caller that only
