@@ -136,6 +136,7 @@ if TYPE_CHECKING:
         SplitAt,
         SplitBy,
         Star,
+        ThunderAgent,
         UniBoost,
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
@@ -224,6 +225,7 @@ __all__ = [
     "SplitAt",
     "SplitBy",
     "Star",
+    "ThunderAgent",
     "Ticket",
     "TicketError",
     "Trace",

@@ -152,6 +152,7 @@ class Request:
         fetch_reason: str | None = None,
         priority: float | None = None,
         instance: str | None = None,  # the only instance that may take the request
+        session_final: bool = False,  # the last request of its session
     ) -> Request: ...
     @property
     def token_ids(self) -> NDArray[np.uint32] | None: ...
@@ -195,6 +196,8 @@ class Request:
     def handicap_seconds(self) -> float: ...
     @property
     def priority(self) -> float | None: ...
+    @property
+    def session_final(self) -> bool: ...
 
 @final
 class Router:
@@ -534,6 +537,8 @@ class RequestHead:
     def request_id(self) -> str: ...  # at most 256 bytes, latin-1; a new id if the client sent none
     @property
     def session(self) -> str | None: ...  # x-session-id, as latin-1
+    @property
+    def session_final(self) -> bool: ...  # x-session-final is "true" or "1"
     @property
     def authorization(self) -> bytes | None: ...
     @property

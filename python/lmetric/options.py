@@ -84,6 +84,7 @@ _LENGTHS = {"maturity": "study", "because": "it needs the true length of each an
 _FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the true length of each answer"}
 _REASONING = {"maturity": "study", "because": "requests do not contain the length of their reasoning"}
 _SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
+_GAPS = {"maturity": "study", "because": "it makes the learned gaps wrong"}
 _ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
 
 
@@ -388,6 +389,8 @@ class ProgramObservation:
     """Whether the session that a request names identifies its program."""
     finish_reason: bool = True
     """Whether gaps after tool calls and after other answers are learned apart."""
+    gap_error: float = field(default=1.0, metadata=_GAPS)
+    """Learned gaps are taken as this many times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,10 +401,47 @@ class ProgramAdmission(ProgramObservation):
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThunderAgent:
+    """Hold requests of agent programs by the rules of ThunderAgent, to compare with them.
+
+    A program counts with all its tokens; between two requests, with a share that halves at a fixed
+    rate. Crowded engines lose the programs with the fewest tokens first; returning programs go
+    before new ones, those with the fewest tokens first. Clients should send ``x-session-final``.
+    Source: Kang et al. 2026, arXiv 2602.13692.
+    """
+
+    core_kind: ClassVar[str] = "thunder_agent"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+    theta: float = 1.0
+    """Share of an instance's cache above which programs are paused."""
+    pause_to: float = 1.0
+    """Share of `theta` down to which programs are paused."""
+    resume: float = 1.0
+    """Share of `theta` up to which programs are admitted."""
+    half_life_seconds: float = 30.0
+    """Time after an answer until half of its program's tokens count; 0: all count."""
+    shared_roots: bool = True
+    """Whether a prefix that several programs share counts once."""
+    max_wait_seconds: float = 1e9
+    """Hold after which a program is admitted above the limit."""
+    forget_seconds: float = 600.0
+    """Length of a gap between two requests after which a program counts as ended."""
+    others_seconds: float = 0.0
+    """How long tokens of requests outside programs count after their end."""
+    min_tokens: int = 2048
+    """Requests that continue no program and have fewer tokens of their own belong to no program."""
+    max_held: int = 10_000
+    """Most held programs."""
+    sessions: bool = True
+    """Whether the session that a request names identifies its program."""
+
+
 SplitOption: TypeAlias = LibraSplit | DecodePlacement | SplitAt | SplitBy
 PriorityOption: TypeAlias = UniBoost | FairShares
 RebalanceOption: TypeAlias = Star | Llumnix
-ProgramOption: TypeAlias = ProgramObservation | ProgramAdmission
+ProgramOption: TypeAlias = ProgramObservation | ProgramAdmission | ThunderAgent
 Option: TypeAlias = ProgramOption | SplitOption | PrefixFetch | PriorityOption | RebalanceOption
 
 
@@ -468,7 +508,11 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "star_oracle": (Star, {"forecast": "given"}),
         "llumnix": (Llumnix, {}),
     },
-    "programs": {"observe": (ProgramObservation, {}), "admit": (ProgramAdmission, {})},
+    "programs": {
+        "observe": (ProgramObservation, {}),
+        "admit": (ProgramAdmission, {}),
+        "thunder_agent": (ThunderAgent, {}),
+    },
     "guard": {"on": (Guard, {})},
 }
 OPTIONS = tuple(_KINDS)

@@ -33,6 +33,8 @@ pub struct Request<'a> {
     /// Turn of the request in its agent program, as
     /// [`Router::arrive`](crate::router::Router::arrive) returned it.
     pub program_turn: Option<TurnId>,
+    /// Whether the client says that this is the last request of its session.
+    pub session_final: bool,
     /// Instance that gets the request if it is eligible; else the policy chooses. The router sets
     /// it.
     pub home: Option<InstanceId>,

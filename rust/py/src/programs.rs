@@ -19,9 +19,13 @@ pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<O
     let mode = ProgramMode::NAMES.iter().find(|(name, _)| *name == kind).map(|(_, mode)| *mode);
     let programs = match mode {
         Some(mode) => Some(ProgramConfig { mode, ..reader.read()? }.checked()?),
+        None if kind == "thunder_agent" => {
+            let thunder = reader.read()?;
+            Some(reader.read::<ProgramConfig>()?.of_thunder(thunder).checked()?)
+        }
         None if kind == "none" => None,
         None => {
-            let expected = "\"none\", \"observe\" or \"admit\"".into();
+            let expected = "\"none\", \"observe\", \"admit\" or \"thunder_agent\"".into();
             let (what, got) = ("programs".into(), format!("{kind:?}"));
             return Err(CoreError::BadValue { what, got, expected }.into());
         }

@@ -86,6 +86,10 @@ pub struct Request {
     /// `Decision.priority` is the router's own priority.
     #[pyo3(get)]
     priority: Option<f64>,
+    /// Whether the client says that this is the last request of its session: an agent program then
+    /// frees its place in the cache at once.
+    #[pyo3(get)]
+    session_final: bool,
 }
 
 type Text = Option<Py<PyString>>;
@@ -147,7 +151,7 @@ impl Request {
     #[new]
     // Positional, too: the server makes every request with positional arguments, since each keyword
     // costs about 50 ns.
-    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None))]
+    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None, session_final=false))]
     fn new(
         py: Python<'_>,
         token_ids: Option<&Bound<'_, PyAny>>,
@@ -171,6 +175,7 @@ impl Request {
         fetch_reason: Text,
         priority: Option<f64>,
         instance: Text,
+        session_final: bool,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -201,6 +206,7 @@ impl Request {
             tenant_weight,
             handicap_seconds,
             priority,
+            session_final,
         })
     }
 
@@ -262,12 +268,14 @@ impl Request {
         });
         let allowed = [("allow_split", self.allow_split), ("allow_fetch", self.allow_fetch)];
         let denied = allowed.iter().filter(|(_, allowed)| !allowed).map(|(name, _)| format!("{name}=False"));
+        let last = self.session_final.then(|| Ok("session_final=True".to_string()));
         let fields: Vec<String> = prompt
             .into_iter()
             .map(Ok)
             .chain(numbers.map(Ok))
             .chain(texts)
             .chain(denied.map(Ok))
+            .chain(last)
             .collect::<PyResult<_>>()?;
         Ok(format!("Request({})", fields.join(", ")))
     }
@@ -295,6 +303,7 @@ impl Request {
             think_tokens: self.reasoning_tokens.map(saturated),
             length_class: key(&self.length_class)?,
             session: key(&self.session)?,
+            session_final: self.session_final,
             uncut: denied(self.allow_split, &self.split_reason)?,
             unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
             instance: of(py, &self.instance)?,

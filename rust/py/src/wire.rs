@@ -379,6 +379,13 @@ impl RequestHead {
         self.fields.session.as_deref().map(latin1)
     }
 
+    /// Whether `x-session-final` is `true` or `1`.
+    #[getter]
+    fn session_final(&self) -> bool {
+        let said = self.fields.session_final.as_deref().unwrap_or_default().trim_ascii();
+        said == b"1" || said.eq_ignore_ascii_case(b"true")
+    }
+
     #[getter]
     fn authorization(&self) -> Option<&[u8]> {
         self.fields.authorization.as_deref()

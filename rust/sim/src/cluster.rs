@@ -59,6 +59,10 @@ pub struct ClusterConfig {
     /// Whether the next turn's prompt finds the blocks of an answer in the cache, as on real
     /// engines: only under [`Admission::Vllm`]. Else it finds the blocks of prompts alone.
     pub cached_answers: bool,
+    /// Whether the last request of a conversation says so.
+    pub session_final: bool,
+    /// Cache size that the routers are told, divided by the engines' own.
+    pub told_cache_ratio: f64,
     /// The local order of the engines.
     pub order: Order,
     /// Handling of the KV of requests that go back into a queue.
@@ -652,6 +656,7 @@ fn router_request<'w>(workload: &'w Workload, config: &ClusterConfig, request: u
         think_tokens: config.output_known.then(|| shape.think_tokens[request]),
         length_class: None,
         session: shape.sessions[request],
+        session_final: config.session_final && workload.is_final(request),
         tenant: Tenant { id: shape.sessions[request].unwrap_or(Tenant::NOBODY.id), ..Tenant::NOBODY },
         ..RouterRequest::default()
     }

@@ -231,6 +231,11 @@ impl Workload {
         self.shape.think_seconds[request] / self.speed
     }
 
+    /// Returns whether no prompt continues this request and its answer.
+    pub fn is_final(&self, request: usize) -> bool {
+        self.shape.continued_by[request] == 0
+    }
+
     /// Returns why an answer ends, as in [`Trace::finish`].
     pub fn finish(&self, request: usize) -> i8 {
         self.shape.finish[request]

@@ -21,7 +21,7 @@ const DROPPED: [&str; 12] = [
 
 /// Header fields for the far end, so that `connection` cannot name them (RFC 9110, 7.6.1). Without
 /// them, the body changes its meaning, or the request its sender.
-const END_TO_END: [&[u8]; 22] = [
+const END_TO_END: [&[u8]; 23] = [
     b"accept",
     b"accept-language",
     b"authorization",
@@ -42,6 +42,7 @@ const END_TO_END: [&[u8]; 22] = [
     b"user-agent",
     b"vary",
     b"www-authenticate",
+    b"x-session-final",
     b"x-session-id",
     b"x-vllm-priority",
 ];

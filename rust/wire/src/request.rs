@@ -45,6 +45,8 @@ pub struct Fields {
     pub request_id: Option<Vec<u8>>,
     /// `x-session-id`, which is also passed on.
     pub session: Option<Vec<u8>>,
+    /// `x-session-final`, which is also passed on: whether the request is its session's last one.
+    pub session_final: Option<Vec<u8>>,
     /// `authorization`, which is passed on unless the router has keys of its own.
     pub authorization: Option<Vec<u8>>,
     /// `x-api-key`.
@@ -72,6 +74,7 @@ impl Fields {
                 12 if name.eq_ignore_ascii_case(b"x-request-id") => &mut found.request_id,
                 12 if name.eq_ignore_ascii_case(b"x-session-id") => &mut found.session,
                 13 if name.eq_ignore_ascii_case(b"authorization") => &mut found.authorization,
+                15 if name.eq_ignore_ascii_case(b"x-session-final") => &mut found.session_final,
                 15 if name.eq_ignore_ascii_case(b"x-vllm-priority") => &mut found.priority,
                 _ => continue,
             };
@@ -397,6 +400,7 @@ mod tests {
                 .map(|id| id[..id.len().min(256)].to_vec())
                 .filter(|id| !id.is_empty() && id.iter().all(|byte| (33..127).contains(byte))),
             session: first("x-session-id"),
+            session_final: first("x-session-final"),
             authorization: first("authorization"),
             api_key: first("x-api-key"),
             priority: first("x-vllm-priority"),
@@ -409,7 +413,10 @@ mod tests {
             DROPPED
                 .iter()
                 .map(|name| String::from_utf8_lossy(name).into_owned())
-                .chain(["authorization", "x-session-id", "x-own", "content-type"].map(String::from))
+                .chain(
+                    ["authorization", "x-session-id", "x-session-final", "x-own", "content-type"]
+                        .map(String::from),
+                )
                 .filter(|name| name != "content-length")
                 .collect::<Vec<_>>(),
         );

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from lmetric._core import ProgramTurn, Request, Router
-from lmetric.options import ProgramAdmission, ProgramOption
+from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
 
 LOG_SECONDS = 60.0  # time between two warnings about the working set
 CROWDED = 1.0  # working set over cache from which it is a warning
@@ -24,7 +24,7 @@ class HeldPrograms:
         self._model = model
         self._router = router
         self.follows = option is not None
-        self.admits = isinstance(option, ProgramAdmission)
+        self.admits = isinstance(option, ProgramAdmission | ThunderAgent)
         self.option = option
         # By the number of the turn: called once when the request may run; argument: monotonic
         # clock, s.

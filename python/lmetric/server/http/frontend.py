@@ -555,6 +555,7 @@ class Frontend(web.Server):
             fetch_reason,
             _priority(head, call) if policies.reads_priority else None,
             client_request.pinned_to,
+            head.session_final,
         )
         fetches = pool.fetches_prefixes and fetch_reason is None
         start = partial(self._start, client_request, call, pool, asked, moves, fetches)

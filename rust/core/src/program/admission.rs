@@ -4,8 +4,10 @@
 //! two turns, those least likely to return soon first. A program without a place is admitted if an
 //! instance then stays below `resume x theta`: this hysteresis leaves room to grow. Programs are
 //! admitted by birth within a tenant, and tenants by the tokens that already count for them.
-use super::ledger::Root;
+use super::ledger::{InstanceLedger, Root};
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
+use super::settings::ProgramConfig;
+use super::thunder::Thunder;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use std::collections::BTreeSet;
@@ -49,11 +51,15 @@ pub(super) struct Queue {
 
 impl Queue {
     /// Adds a held program, or gives it a new place.
-    pub fn insert(&mut self, program: &Program, id: ProgramId, shortest_first: bool) {
+    pub fn insert(&mut self, program: &Program, id: ProgramId, config: &ProgramConfig) {
         self.remove(id);
-        let first = if shortest_first { program.tokens as u64 } else { program.born.max(0.0).to_bits() };
+        let first = match (&config.thunder, config.shortest_first) {
+            (Some(_), _) => Thunder::place(program),
+            (None, true) => program.tokens as u64,
+            (None, false) => program.born.max(0.0).to_bits(),
+        };
         let place = (first, program.order, id);
-        let tokens = program.own_tokens(0.0);
+        let tokens = program.own_tokens();
         self.places.insert(id, (program.tenant, place, tokens));
         self.tenants.entry(program.tenant).or_default().insert(place);
         self.tokens += tokens;
@@ -123,7 +129,7 @@ impl Programs {
         let is_new = !program.has_run;
         program.state = State::Held;
         program.held.push(turn);
-        self.queue.insert(&self.programs[id], id, self.config.shortest_first);
+        self.queue.insert(&self.programs[id], id, &self.config);
         self.release(now);
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
             let instance = self.queue.released.swap_remove(place).instance;
@@ -153,7 +159,7 @@ impl Programs {
         let ratios = self.instances.iter().filter(|ledger| ledger.available);
         let ratios = ratios.filter_map(|ledger| Some(ledger.expected_tokens() / ledger.capacity_tokens?));
         Hold {
-            needed_tokens: self.programs[id].own_tokens(self.least_tokens()),
+            needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
             expected_seconds: self.queue.expected_seconds(now),
@@ -164,7 +170,7 @@ impl Programs {
     /// with the most room.
     fn room_for(&self, id: ProgramId) -> Option<InstanceId> {
         let program = &self.programs[id];
-        let own = program.own_tokens(self.least_tokens());
+        let own = self.counted_tokens(program);
         let parent = program.parent().and_then(|parent| self.programs.get(parent));
         let follows = parent.and_then(|parent| parent.home);
         let room = |slot: usize| -> Option<f64> {
@@ -184,13 +190,24 @@ impl Programs {
             // A program that fits nowhere runs alone.
             (room >= 0.0 || ledger.programs == 0).then_some(room)
         };
-        let home = program.home.filter(|home| room(home.index()).is_some());
+        let stays = self.config.thunder.is_none();
+        let home = program.home.filter(|home| stays && room(home.index()).is_some());
         home.or_else(|| {
             let rooms = (0..self.instances.len()).filter_map(|slot| Some((slot, room(slot)?)));
             rooms
                 .max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
                 .map(|(slot, _)| InstanceId(slot as u32))
         })
+    }
+
+    /// Returns the available instance with the most room, full or not.
+    fn emptiest(&self) -> Option<InstanceId> {
+        let available = self.instances.iter().enumerate().filter(|(_, ledger)| ledger.available);
+        let room = |ledger: &InstanceLedger| {
+            ledger.capacity_tokens.unwrap_or(f64::INFINITY) - ledger.expected_tokens()
+        };
+        let emptiest = available.max_by(|a, b| room(a.1).total_cmp(&room(b.1)).then(b.0.cmp(&a.0)));
+        emptiest.map(|(slot, _)| InstanceId(slot as u32))
     }
 
     /// Pauses programs of crowded instances and admits held ones.
@@ -211,6 +228,8 @@ impl Programs {
         if ledger.expected_tokens() <= limit {
             return;
         }
+        let thunder = self.config.thunder;
+        let limit = limit * thunder.map_or(1.0, |thunder| thunder.pause_to);
         let rests = |program: &Program| {
             program.state == State::Gap
                 && program.children == 0
@@ -220,7 +239,14 @@ impl Programs {
             .programs
             .iter()
             .filter(|(_, p)| rests(p))
-            .map(|(id, p)| (self.gaps.returns_within(p.class(), now - p.since, SOON_SECONDS), id))
+            .map(|(id, p)| match thunder {
+                Some(_) => (p.tokens, id),
+                None => {
+                    let error = self.config.gap_error;
+                    let (gap, soon) = ((now - p.since) / error, SOON_SECONDS / error);
+                    (self.gaps.returns_within(p.class(), gap, soon), id)
+                }
+            })
             .collect();
         resting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         for (_, id) in resting {
@@ -242,7 +268,7 @@ impl Programs {
             program.state = State::Running;
             program.home = Some(instance);
             let turns = std::mem::take(&mut program.held);
-            self.queue.admitted(program.own_tokens(0.0), now);
+            self.queue.admitted(program.own_tokens(), now);
             self.charge(id, now);
             for turn in turns {
                 self.turns[turn].assigned = Some(instance);
@@ -264,6 +290,11 @@ impl Programs {
                     return Some((id, instance));
                 }
                 let since = self.programs[id].held.first().map_or(now, |turn| self.turns[*turn].arrived);
+                if self.config.thunder.is_some_and(|thunder| now - since > thunder.most_wait_seconds)
+                    && let Some(instance) = self.emptiest()
+                {
+                    return Some((id, instance));
+                }
                 if now - since > self.config.backfill_seconds {
                     return None;
                 }
@@ -279,7 +310,7 @@ impl Programs {
         if tenants.len() > 1 {
             let mut shares: HashMap<u64, f64> = HashMap::new();
             for program in self.programs.values().filter(|program| program.charge().is_some()) {
-                *shares.entry(program.tenant).or_default() += program.own_tokens(0.0) / program.weight;
+                *shares.entry(program.tenant).or_default() += program.own_tokens() / program.weight;
             }
             let share = |tenant: &u64| shares.get(tenant).copied().unwrap_or(0.0);
             tenants.sort_by(|a, b| share(a).total_cmp(&share(b)).then(a.cmp(b)));

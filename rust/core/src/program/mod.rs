@@ -19,6 +19,7 @@ pub mod ledger;
 pub mod lineage;
 pub mod programs;
 mod settings;
+mod thunder;
 #[cfg(test)]
 mod tests;
 
@@ -26,3 +27,4 @@ pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
 pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict};
 pub use settings::{ProgramConfig, ProgramMode};
+pub use thunder::Thunder;

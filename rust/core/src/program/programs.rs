@@ -56,6 +56,8 @@ pub struct Arrival<'a> {
     pub tenant: u64,
     /// The tenant's share relative to other tenants.
     pub weight: f64,
+    /// Whether the client says that this is the last turn of its program.
+    pub last: bool,
 }
 
 /// Decision on an arriving request.
@@ -170,9 +172,9 @@ pub struct Program {
 }
 
 impl Program {
-    /// Returns the expected tokens behind the shared part, with room to grow.
-    pub fn own_tokens(&self, least: f64) -> f64 {
-        (self.tokens - self.base.map_or(0.0, |base| base.tokens)).max(least)
+    /// Returns the tokens behind the part that it shares with other programs.
+    pub fn own_tokens(&self) -> f64 {
+        (self.tokens - self.base.map_or(0.0, |base| base.tokens)).max(0.0)
     }
 
     /// Returns the part of the context that it shares with other programs.
@@ -210,6 +212,8 @@ pub(super) struct Turn {
     pub held: bool,
     /// The instance that it may run on, once it may run.
     pub assigned: Option<InstanceId>,
+    /// Whether its program ends with it.
+    pub last: bool,
 }
 
 /// Numbers since the start.
@@ -371,6 +375,7 @@ impl Programs {
             running: false,
             held: false,
             assigned: None,
+            last: arrival.last,
         };
         self.tokens_per_block = arrival.tokens_per_block;
         let known = self.lineage.look_up(arrival.chain);
@@ -526,9 +531,15 @@ impl Programs {
         }
     }
 
-    /// Returns the least tokens that count for a program.
-    pub(super) fn least_tokens(&self) -> f64 {
-        self.config.growth * self.mean_tokens
+    /// Returns whether a prefix that several programs share counts once.
+    fn shares_roots(&self) -> bool {
+        self.config.thunder.is_none_or(|thunder| thunder.shared_roots)
+    }
+
+    /// Returns the tokens that count for a program beside its shared part, with room to grow.
+    pub(super) fn counted_tokens(&self, program: &Program) -> f64 {
+        let tokens = if self.shares_roots() { program.own_tokens() } else { program.tokens };
+        tokens.max(self.config.growth * self.mean_tokens)
     }
 
     /// Removes what counts for a program.
@@ -542,21 +553,24 @@ impl Programs {
     /// Counts a program on its home by its state.
     pub(super) fn charge(&mut self, id: ProgramId, now: Seconds) {
         self.uncharge(id);
-        let least = self.least_tokens();
         let program = &self.programs[id];
         let Some(home) = program.home else { return };
-        let (own, probability) = match program.state {
-            State::Running => (program.own_tokens(least), 1.0),
-            State::Gap => {
-                let returns = self.gaps.returns(program.class, now - program.since);
+        let (own, probability) = match (program.state, &self.config.thunder) {
+            (State::Running, _) => (self.counted_tokens(program), 1.0),
+            (State::Gap, Some(thunder)) => {
+                let part = thunder.part(now - program.since);
+                (part * self.counted_tokens(program), part)
+            }
+            (State::Gap, None) => {
+                let returns = self.gaps.returns(program.class, (now - program.since) / self.config.gap_error);
                 // Its children need the part that they continue.
                 let base = program.base.map_or(0.0, |base| base.tokens);
                 let continued = (program.continued_tokens - base).max(0.0);
                 let waits = (PARENT_RETURNS - returns).max(0.0) * continued;
                 let probability = if program.children > 0 { returns.max(PARENT_RETURNS) } else { returns };
-                (returns * program.own_tokens(least) + waits, probability)
+                (returns * self.counted_tokens(program) + waits, probability)
             }
-            State::Paused | State::Held => return,
+            (State::Paused | State::Held, _) => return,
         };
         let charge = Charge { own, root: self.root_to_count(program, home), probability };
         self.instances[home.index()].add(charge);
@@ -567,7 +581,7 @@ impl Programs {
     pub(super) fn root_to_count(&self, program: &Program, home: InstanceId) -> Option<Root> {
         let parent = program.parent.and_then(|id| self.programs.get(id));
         let covered = parent.is_some_and(|parent| parent.home == Some(home) && parent.charge().is_some());
-        program.base.filter(|_| !covered)
+        program.base.filter(|_| !covered && self.shares_roots())
     }
 
     /// Records that a request runs on an instance: after [`Verdict::Free`] by the policy's choice,
@@ -622,7 +636,7 @@ impl Programs {
             self.charge(id, now);
             return;
         }
-        if !program.has_run {
+        if !program.has_run || at.running && at.last {
             self.remove(id);
             return;
         }

@@ -1,4 +1,5 @@
 //! Settings of agent programs.
+use super::thunder::Thunder;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use serde::Deserialize;
@@ -57,6 +58,11 @@ pub struct ProgramConfig {
     pub sessions: bool,
     /// Whether classes of gaps distinguish how the last answer ended.
     pub finish_reason: bool,
+    /// For studies: learned gaps are taken as this many times as long.
+    pub gap_error: f64,
+    /// ThunderAgent's rules in place of ours, to compare with them; `None`: ours.
+    #[serde(skip)]
+    pub thunder: Option<Thunder>,
 }
 
 impl Default for ProgramConfig {
@@ -76,15 +82,31 @@ impl Default for ProgramConfig {
             free: 0.6,
             sessions: true,
             finish_reason: true,
+            gap_error: 1.0,
+            thunder: None,
         }
     }
 }
 
 impl ProgramConfig {
+    /// Returns the settings with ThunderAgent's rules: programs stay at home, may pass each other,
+    /// are never refused, and count without room to grow.
+    pub fn of_thunder(self, thunder: Thunder) -> ProgramConfig {
+        ProgramConfig {
+            mode: ProgramMode::Admit,
+            growth: 0.0,
+            free: 0.0,
+            backfill_seconds: 1e9,
+            most_hold_seconds: 1e9,
+            thunder: Some(thunder),
+            ..self
+        }
+    }
+
     /// # Errors
     /// `BadValue` for a setting out of its range.
     pub fn checked(self) -> Result<ProgramConfig, CoreError> {
-        for (what, value, least, most) in [
+        in_range(&[
             ("theta", self.theta, 0.1, 10.0),
             ("resume", self.resume, 0.1, 1.0),
             ("growth", self.growth, 0.0, 1.0),
@@ -92,16 +114,27 @@ impl ProgramConfig {
             ("backfill_seconds", self.backfill_seconds, 0.0, 1e9),
             ("forget_seconds", self.forget_seconds, 1.0, 1e6),
             ("others_seconds", self.others_seconds, 0.0, 3600.0),
+            ("gap_error", self.gap_error, 0.01, 100.0),
             ("most_hold_seconds", self.most_hold_seconds, 0.0, 1e9),
-        ] {
-            if !(least..=most).contains(&value) {
-                return Err(CoreError::BadValue {
-                    what: format!("programs: {what}"),
-                    got: value.to_string(),
-                    expected: format!("{least} to {most}"),
-                });
-            }
-        }
+        ])?;
+        self.thunder.map(Thunder::checked).transpose()?;
         Ok(self)
     }
+}
+
+/// Checks settings: name, value, least and greatest value.
+///
+/// # Errors
+/// `BadValue` for a setting out of its range.
+pub(super) fn in_range(settings: &[(&str, f64, f64, f64)]) -> Result<(), CoreError> {
+    for &(what, value, least, most) in settings {
+        if !(least..=most).contains(&value) {
+            return Err(CoreError::BadValue {
+                what: format!("programs: {what}"),
+                got: value.to_string(),
+                expected: format!("{least} to {most}"),
+            });
+        }
+    }
+    Ok(())
 }

@@ -74,7 +74,7 @@ fn a_longer_prompt_is_the_next_turn_and_one_that_leaves_earlier_a_fork() {
     assert_eq!((programs.counters().forks, programs.iter().count()), (1, 2));
     let program = programs.program_of(fork).unwrap();
     assert_eq!(program.base().unwrap().tokens, f64::from(100 * BLOCK));
-    assert_eq!(program.own_tokens(0.0), f64::from(30 * BLOCK));
+    assert_eq!(program.own_tokens(), f64::from(30 * BLOCK));
     // The parent's context has the fork's base, and the parent waits for the fork: both together
     // count at least 0.9 x 120 + 30 blocks.
     programs.tick(4.0);

@@ -27,6 +27,7 @@ const REQUEST: Request<'static> = Request {
     unpulled: None,
     instance: None,
     program_turn: None,
+    session_final: false,
     home: None,
     tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     lora: None,

@@ -36,6 +36,7 @@ impl Router {
             session: request.session.filter(|_| programs.config().sessions),
             tenant: request.tenant.id,
             weight: request.tenant.weight,
+            last: request.session_final,
         };
         Ok(Some(programs.arrive(&arrival, now)))
     }

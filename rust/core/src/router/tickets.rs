@@ -145,6 +145,7 @@ impl TicketState {
             instance: self.pinned_to.as_deref(),
             unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
             program_turn: self.program_turn,
+            session_final: false, // its turn says it
             home: None,
             tenant: self.tenant,
             lora: self.lora,
