@@ -132,6 +132,7 @@ impl ProgramTurn {
 struct Ledger {
     name: Arc<str>,
     capacity_tokens: Option<f64>,
+    told_tokens: Option<f64>,
     expected_tokens: f64,
     /// Tokens of programs, of shared roots and of other requests.
     parts: (f64, f64, f64),
@@ -161,6 +162,7 @@ impl Snapshot {
                 .map(|(slot, ledger)| Ledger {
                     name: router.fleet().name(InstanceId(slot as u32)).clone(),
                     capacity_tokens: ledger.capacity_tokens,
+                    told_tokens: ledger.told_tokens,
                     expected_tokens: ledger.expected_tokens(),
                     parts: ledger.parts(),
                     programs: ledger.programs,
@@ -199,6 +201,7 @@ impl Snapshot {
             let (own, roots, others) = ledger.parts;
             let each = PyDict::new(py);
             each.set_item("capacity_tokens", ledger.capacity_tokens)?;
+            each.set_item("told_tokens", ledger.told_tokens)?;
             each.set_item("expected_tokens", ledger.expected_tokens)?;
             each.set_item("program_tokens", own)?;
             each.set_item("shared_tokens", roots)?;

@@ -14,14 +14,15 @@
 //!
 //! A turn is one request of a program, from its arrival to its end.
 pub mod admission;
+pub mod capacity;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
 pub mod programs;
 mod settings;
-mod thunder;
 #[cfg(test)]
 mod tests;
+mod thunder;
 
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};

@@ -159,6 +159,8 @@ pub struct Program {
     class: GapClass,
     /// Whether the gap counts as an end.
     forgotten: bool,
+    /// Whether its client said that it ended. A fork of it may still come.
+    said_final: bool,
     /// Whether one of its turns has run.
     pub(super) has_run: bool,
     /// Number of its turns: running, held, or admitted and not placed yet.
@@ -365,6 +367,13 @@ impl Programs {
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
     }
 
+    /// Sets the tokens that an instance's GPU can hold, as told.
+    pub fn set_told(&mut self, id: InstanceId, told_tokens: Option<f64>) {
+        if let Some(ledger) = self.instances.get_mut(id.index()) {
+            ledger.told_tokens = told_tokens;
+        }
+    }
+
     /// Records an arriving request and decides what to do with it.
     pub fn arrive(&mut self, arrival: &Arrival<'_>, now: Seconds) -> (TurnId, Verdict) {
         let turn = Turn {
@@ -457,6 +466,7 @@ impl Programs {
         let program = &mut self.programs[id];
         if program.state.rests() {
             let forgotten = std::mem::take(&mut program.forgotten);
+            program.said_final = false;
             self.gaps.returned(program.class, (now - program.since).max(0.0), forgotten);
         }
     }
@@ -507,6 +517,7 @@ impl Programs {
             since: now,
             class: GapClass::default(),
             forgotten: false,
+            said_final: false,
             has_run: false,
             turns: 0,
             running: 0,
@@ -636,14 +647,16 @@ impl Programs {
             self.charge(id, now);
             return;
         }
-        if !program.has_run || at.running && at.last {
+        if !program.has_run {
             self.remove(id);
             return;
         }
         let finish = if self.config.finish_reason { finish } else { Finish::Unknown };
         program.class = GapClass { long: program.tokens >= LONG_TOKENS, finish };
         program.since = now;
-        program.state = if at.running || program.state.has_place() { State::Gap } else { State::Paused };
+        program.said_final = at.running && at.last;
+        let stays = at.running && !at.last || program.state.has_place() && !at.running;
+        program.state = if stays { State::Gap } else { State::Paused };
         self.charge(id, now);
     }
 
@@ -651,7 +664,9 @@ impl Programs {
     /// admits programs. [`Programs::released`] then has the admitted requests.
     pub fn tick(&mut self, now: Seconds) {
         self.gaps.decay(now);
-        let ended = self.resting_for(self.config.forget_seconds, now, |program| !program.forgotten);
+        let ended = self.resting_for(self.config.forget_seconds, now, |program| {
+            !program.forgotten && !program.said_final
+        });
         for id in ended {
             let program = &mut self.programs[id];
             (program.state, program.forgotten) = (State::Paused, true);
@@ -670,10 +685,7 @@ impl Programs {
     /// `seconds`.
     fn resting_for(&self, seconds: Seconds, now: Seconds, which: fn(&Program) -> bool) -> Vec<ProgramId> {
         let rests = |program: &Program| {
-            program.state.rests()
-                && program.children == 0
-                && now - program.since > seconds
-                && which(program)
+            program.state.rests() && program.children == 0 && now - program.since > seconds && which(program)
         };
         self.programs.iter().filter(|(_, program)| rests(program)).map(|(id, _)| id).collect()
     }

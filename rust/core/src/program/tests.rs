@@ -1,7 +1,7 @@
 //! Programs, turns and admission.
 use super::lineage::{Lineage, Path};
 use super::programs::State;
-use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, TurnId, Verdict};
+use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Thunder, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;
 
@@ -317,6 +317,50 @@ fn a_session_names_its_program_when_its_history_was_rewritten() {
     assert_eq!(programs.iter().count(), 2);
 }
 
+#[test]
+fn a_program_whose_client_says_that_it_ended_frees_its_place_at_once() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
+    let (a, verdict) = programs.arrive(&Arrival { last: true, ..arrival(&chain(&[(1, 100)])) }, 0.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+    programs.placed(a, InstanceId(0), 0.0);
+    let (b, verdict) = programs.arrive(&arrival(&chain(&[(2, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    finish(&mut programs, a, 2.0);
+    programs.tick(2.5);
+    assert_eq!(programs.released().iter().map(|r| r.turn).collect::<Vec<_>>(), [b]);
+    // It did not count as a program that stayed away, and a fork of it is still found.
+    assert_eq!((programs.states(), programs.counters().forgotten), ([1, 0, 1, 0], 0));
+    programs.arrive(&arrival(&chain(&[(1, 50), (3, 60)])), 3.0);
+    assert_eq!(programs.counters().new_programs, 3);
+    programs.arrive(&arrival(&chain(&[(1, 100), (3, 60)])), 4.0);
+    assert_eq!(programs.counters().continuations, 1);
+}
+
+#[test]
+fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
+    let config = ProgramConfig { least_tokens: 1000, ..ProgramConfig::default() };
+    let mut programs = Programs::new(config.of_thunder(Thunder::default())).unwrap();
+    programs.config.theta = 1.0;
+    programs.config.resume = 1.0;
+    programs.set_instance(InstanceId(0), Some(20_000.0), true);
+    let long = run(&mut programs, &chain(&[(1, 200)]), 0.0);
+    let short = run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    finish(&mut programs, long, 1.0);
+    finish(&mut programs, short, 1.0);
+    programs.tick(31.0);
+    let half = 0.5 * (12_810.0 + 6_410.0);
+    assert!((programs.instances()[0].expected_tokens() - half).abs() < 1.0);
+    // A third program fits just so; then the shorter of the first two is paused.
+    let third = run(&mut programs, &chain(&[(3, 160)]), 31.0);
+    programs.set_instance(InstanceId(0), Some(19_000.0), true);
+    programs.tick(31.5);
+    assert_eq!(programs.states(), [1, 1, 1, 0]);
+    programs.set_instance(InstanceId(1), Some(20_000.0), true);
+    finish(&mut programs, third, 32.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(2, 110)])), 33.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(1)));
+}
+
 /// One step of a random history.
 #[derive(Clone, Copy, Debug)]
 enum Step {
@@ -342,9 +386,16 @@ proptest! {
     /// In every history, all requests end, the ledgers return to zero, and held requests are
     /// released once there is room.
     #[test]
-    fn nothing_is_lost_and_all_counts_return_to_zero(steps in steps(), shortest in any::<bool>()) {
+    fn nothing_is_lost_and_all_counts_return_to_zero(
+        steps in steps(),
+        shortest in any::<bool>(),
+        thunder in any::<bool>(),
+    ) {
         let mut programs = programs(ProgramMode::Admit, &[20_000.0, 16_000.0, 9_000.0]);
         programs.config.shortest_first = shortest;
+        if thunder {
+            programs.config = programs.config.of_thunder(Thunder::default());
+        }
         let (mut now, mut lengths) = (0.0, [30u32; 8]);
         let (mut held, mut running): (Vec<TurnId>, Vec<TurnId>) = Default::default();
         let take = |programs: &mut Programs, held: &mut Vec<TurnId>, running: &mut Vec<TurnId>, now| {
@@ -359,7 +410,8 @@ proptest! {
                 Step::Arrive { program, grow, tenant } => {
                     lengths[program as usize] += grow;
                     let chain = chain(&[(1, 25), (program + 10, lengths[program as usize])]);
-                    let (turn, verdict) = programs.arrive(&Arrival { tenant, ..arrival(&chain) }, now);
+                    let last = grow % 5 == 0;
+                    let (turn, verdict) = programs.arrive(&Arrival { tenant, last, ..arrival(&chain) }, now);
                     match verdict {
                         Verdict::Held(_) => held.push(turn),
                         Verdict::Refused { .. } => {}

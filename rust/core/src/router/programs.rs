@@ -26,7 +26,7 @@ impl Router {
         request.check()?;
         let now = self.clock(now);
         if self.programs().is_some_and(|programs| programs.instances().len() < self.state.fleet.slots()) {
-            self.update_capacities(request.tokens_per_block);
+            self.update_capacities(request.tokens_per_block, now);
         }
         let Some(programs) = &mut self.requests.programs else { return Ok(None) };
         let arrival = Arrival {
@@ -81,29 +81,37 @@ impl Router {
             return Vec::new();
         }
         let tokens_per_block = self.programs().map_or(0.0, Programs::tokens_per_block);
-        self.update_capacities(tokens_per_block);
+        self.update_capacities(tokens_per_block, now);
         let Some(programs) = &mut self.requests.programs else { return Vec::new() };
         programs.tick(now);
         programs.released()
     }
 
     /// Passes the capacities of all instances to the programs.
-    fn update_capacities(&mut self, tokens_per_block: f64) {
+    fn update_capacities(&mut self, tokens_per_block: f64, now: Seconds) {
         for slot in 0..self.state.fleet.slots() {
             let id = InstanceId(slot as u32);
-            let capacity = self.cached_blocks_at_most(id).map(|blocks| blocks * tokens_per_block.max(1.0));
+            let seen = self.state.index.take_full(id);
+            let instance = &mut self.state.instances[slot];
+            instance.full.note(seen, now);
+            let told = instance.cache_blocks;
+            let tokens = |blocks: f64| blocks * tokens_per_block.max(1.0);
+            let capacity = self.cached_blocks_at_most(id).map(tokens);
             let available = self.state.fleet.eligible()[slot];
             if let Some(programs) = &mut self.requests.programs {
                 programs.set_instance(id, capacity, available);
+                programs.set_told(id, told.map(|blocks| tokens(f64::from(blocks))));
             }
         }
     }
 
-    /// Returns the blocks that an instance's cache holds; `None`: unknown. A lower tier that
+    /// Returns the blocks that an instance's cache holds: as told, unless its engine removes blocks at
+    /// another number; `None`: unknown. A lower tier that
     /// reports removals is full, so the number of its blocks is its capacity; one without has no
     /// limit yet.
     fn cached_blocks_at_most(&self, id: InstanceId) -> Option<f64> {
-        let gpu = f64::from(self.state.instances[id.index()].cache_blocks?);
+        let instance = &self.state.instances[id.index()];
+        let gpu = f64::from(instance.full.blocks(instance.cache_blocks)?);
         match self.state.tiers.get(Tier::Cpu).map_or(0, |tier| tier.blocks(id)) {
             0 => Some(gpu),
             blocks if self.state.tiers.removes(Tier::Cpu, id) => Some(gpu.max(f64::from(blocks))),

@@ -17,6 +17,7 @@ use crate::kv::index::KvIndex;
 use crate::kv::tiers::Tiers;
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
+use crate::program::capacity::FullCache;
 use crate::request::Request;
 use std::fmt::Debug;
 
@@ -76,6 +77,8 @@ pub(super) struct InstanceState {
     pub placed: u64,
     /// Blocks in its KV cache, if known.
     pub cache_blocks: Option<u32>,
+    /// Blocks in its KV cache when its engine removes blocks.
+    pub full: FullCache,
     /// Source of its KV index entries.
     pub index_feed: IndexFeed,
     /// Positions at which its engine can send or receive KV.
@@ -153,6 +156,7 @@ impl State {
         let state = InstanceState {
             placed: 0,
             cache_blocks,
+            full: FullCache::default(),
             index_feed: self.config.index_feed,
             cuts: Cuts::Anywhere,
             step_time: None,

@@ -62,6 +62,8 @@ struct Book {
     queue: Queue,
     /// Whether the instance is in `fronts`.
     in_fronts: bool,
+    /// Most blocks held when the engine removed one, since [`KvIndex::take_full`].
+    full: u32,
 }
 
 /// A table slot: 32 bits of the hash, 4 bits of the number of holders, 28 bits of the node. Count
@@ -283,6 +285,7 @@ impl KvIndex {
     /// chain in order from its end skip the lookup of each block.
     pub fn removed_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
         let (mut known, mut end) = (0, 0);
+        let held = self.blocks(instance);
         for (i, &hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(i + AHEAD) {
                 self.table.prefetch(self.table.key(*ahead));
@@ -312,7 +315,17 @@ impl KvIndex {
         if end != 0 {
             self.queue_first(end, instance.0);
         }
+        if let (Some(book), true) = (self.books.get_mut(instance.index()), known > 0) {
+            book.full = book.full.max(held);
+        }
         known
+    }
+
+    /// Returns the most blocks that the instance held when its engine removed one, since the last
+    /// call; `None`: it removed none. Engines remove blocks when their caches are full.
+    pub fn take_full(&mut self, instance: InstanceId) -> Option<u32> {
+        let full = self.books.get_mut(instance.index()).map_or(0, |book| std::mem::take(&mut book.full));
+        (full > 0).then_some(full)
     }
 
     /// Drops up to `most` blocks of the instance and returns the number left.
