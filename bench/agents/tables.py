@@ -26,14 +26,25 @@ def rendered(told: Row) -> str:
     """Returns a figure's part of the page."""
     parts = []
     for stage, here in grouped(told["rows"], "stage").items():
-        base = next((row for row in here if row["policy"] == told["base"]), here[0])
+        compared = {"jct": "JCT"} | ({"jct_p95": "p95"} if told.get("of") else {})
+        bases = {name: base_of(told, here, name) for name in compared}
         lines = []
         for row in here:
             cells = [spread(row[name], *FIGURES[name][1:]) for name in told["columns"]]
-            lines.append([row["policy"], *cells, "" if row is base else change(row["jct"], base["jct"])])
-        head = ["", *(FIGURES[name][0] for name in told["columns"]), f"JCT over {base['policy']} [95%]"]
+            for name, base in bases.items():
+                cells.append("" if row is base else change(row[name], base[name]))
+            lines.append([row["policy"], *cells])
+        head = ["", *(FIGURES[name][0] for name in told["columns"])]
+        head += [f"{word} over {bases[name]['policy']} [95%]" for name, word in compared.items()]
         parts.append(f"{stage}:\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
+
+
+def base_of(told: Row, here: list[Row], figure: str) -> Row:
+    """Returns the row that others are compared with: of the base, or of the best rival."""
+    if rivals := told.get("of"):
+        return min((row for row in here if row["policy"] in rivals), key=lambda row: sum(row[figure]))
+    return next((row for row in here if row["policy"] == told["base"]), here[0])
 
 
 def change(ours: list[float], theirs: list[float]) -> str:

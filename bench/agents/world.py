@@ -14,6 +14,7 @@ from typing import Any
 
 from lmetric.profiles import load_profile
 from lmetric.sim.agents import AgentsTrace
+from lmetric.sim.distributions import LogNormal
 from lmetric.sim.programs import working_set_tokens
 from lmetric.sim.run import Run, Workload, prepare, simulate
 
@@ -22,17 +23,29 @@ PROFILE = load_profile("independent-sim")
 ENDLESS_BLOCKS = 1_000_000  # of an instance: more than a run ever names
 
 
+# Changes of the synthetic workload, by name.
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "": {},
+    "no forks": {"fork_share": 0.0},
+    "five times the chats": {"chat_rate": 0.11},
+    "gaps four times as long": {"gap_seconds": LogNormal(p50=8, p99=207.8)},
+    "1.5 times the load": {"rate": 0.009},
+}
+
+
 @dataclass(frozen=True)
 class Stage:
     """The workload under a pressure; 0: caches without an end."""
 
     pressure: float
     seconds: float = 5400.0
+    workload: str = ""  # in `WORKLOADS`
 
     @property
     def label(self) -> str:
         """The heading of the scenario."""
-        return f"pressure {self.pressure:g}" if self.pressure else "caches without an end"
+        heading = f"pressure {self.pressure:g}" if self.pressure else "caches without an end"
+        return f"{self.workload}, {heading}" if self.workload else heading
 
 
 @dataclass(frozen=True)
@@ -45,24 +58,68 @@ class Rival:
 
 
 LMETRIC = Rival("lmetric", "lmetric")
-ADMITTED = Rival(
-    "lmetric, admission",
-    "lmetric",
-    {"programs": {"kind": "admit", "theta": 1.0, "sessions": False, "max_hold_seconds": 1e9}},
-)
+
+
+def admitted(label: str, told: Mapping[str, Any] | None = None, **settings: Any) -> Rival:
+    """Admission with changed settings; `told`: further settings of the simulator."""
+    programs = {"kind": "admit", "sessions": False, "max_hold_seconds": 1e9, **settings}
+    return Rival(label, "lmetric", {"programs": programs, **(told or {})})
+
+
+FINAL = {"session_final": True}
+ADMITTED = admitted("lmetric, admission")
+ADMITTED_FINAL = admitted("lmetric, admission, told ends", FINAL)
 # Far above the caches, nothing is held: new programs go where the fewest tokens are expected, and
 # all further requests follow.
-STICKY = Rival(
-    "sticky, placed by load",
-    "lmetric",
-    {"programs": {"kind": "admit", "theta": 10.0, "free": 0.0, "sessions": False, "max_hold_seconds": 1e9}},
+STICKY = admitted("sticky, placed by load", theta=10.0, free=0.0)
+THUNDER = Rival(
+    "ThunderAgent-like", "lmetric", {"programs": {"kind": "thunder_agent", "sessions": False}, **FINAL}
 )
+# The defaults of `dynamo.thunderagent_router`, except its period of 5 s: ours is 0.5 s.
+DYNAMO = Rival(
+    "Dynamo's ThunderAgent",
+    "lmetric",
+    {
+        "programs": {
+            "kind": "thunder_agent",
+            "theta": 0.95,
+            "pause_to": 0.80 / 0.95,
+            "resume": 0.85 / 0.95,
+            "half_life_seconds": 0.0,
+            "shared_roots": False,
+            "max_wait_seconds": 1800.0,
+            "sessions": False,
+        },
+        **FINAL,
+    },
+)
+# Sticky sessions that leave a crowded instance: by prefix (SGLang), and by cost (Dynamo).
+OVERFLOW = [Rival("cache_aware", "cache_aware"), Rival("dynamo", "dynamo")]
+RIVALS = [LMETRIC, STICKY, *OVERFLOW, THUNDER, DYNAMO]
+VARIANTS = [
+    ADMITTED,
+    admitted("gaps taken as twice as long", gap_error=2.0),
+    admitted("gaps taken as half as long", gap_error=0.5),
+    admitted("no finish reason", finish_reason=False),
+    admitted("cache told 5% too large", {"told_cache_ratio": 1.05}),
+    admitted("cache told 20% too large", {"told_cache_ratio": 1.2}),
+    admitted("the same, not measured", theta=1.2),
+    admitted("cache told 20% too small", {"told_cache_ratio": 0.8}),
+    admitted("theta 0.95", theta=0.95),
+    admitted("resume 1", resume=1.0),
+    admitted("shortest first", shortest_first=True),
+    admitted("with prefix fetch", {"prefix_fetch": True}),
+    ADMITTED_FINAL,
+    THUNDER,
+]
 POLICIES = [
     LMETRIC,
     Rival("session_affinity", "session_affinity"),
     Rival("linear", "linear"),
     Rival("least_requests", "least_requests"),
     STICKY,
+    THUNDER,
+    DYNAMO,
     ADMITTED,
 ]
 # Twice the GPU's blocks, 50 GB/s; an instance pays 5% of a load's time in its next step.
@@ -77,16 +134,16 @@ TIERED = [
 
 
 @cache
-def workload(seed: int, seconds: float) -> Workload:
+def workload(seed: int, seconds: float, name: str) -> Workload:
     """The prepared trace of a seed."""
-    made = AgentsTrace(seed=seed, instances=INSTANCES, duration_seconds=seconds)
+    made = AgentsTrace(seed=seed, instances=INSTANCES, duration_seconds=seconds, **WORKLOADS[name])
     return prepare(made.make(), PROFILE)
 
 
 @cache
-def working_set_blocks(seed: int, seconds: float) -> float:
+def working_set_blocks(seed: int, seconds: float, name: str) -> float:
     """The mean working set per instance, in blocks."""
-    made = workload(seed, seconds)
+    made = workload(seed, seconds, name)
     tokens = working_set_tokens(made.trace, run(made, LMETRIC, ENDLESS_BLOCKS, seed))
     return tokens / INSTANCES / PROFILE.block_tokens
 
@@ -107,10 +164,10 @@ def run(made: Workload, rival: Rival, cache_blocks: int, seed: int) -> Run:
 
 def play(stage: Stage, rival: Rival, seed: int) -> dict[str, float]:
     """The figures of a run. Without an end of a program, its times would be missing: that fails."""
-    made = workload(seed, stage.seconds)
+    made = workload(seed, stage.seconds, stage.workload)
     blocks = ENDLESS_BLOCKS
     if stage.pressure:
-        blocks = round(working_set_blocks(seed, stage.seconds) / stage.pressure)
+        blocks = round(working_set_blocks(seed, stage.seconds, stage.workload) / stage.pressure)
     played = run(made, rival, blocks, seed)
     shown = played.summary()
     programs, ttft = shown.programs, shown.ttft_seconds

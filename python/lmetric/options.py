@@ -361,7 +361,7 @@ class ProgramObservation:
     core_kind: ClassVar[str] = "observe"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    theta: float = 0.95
+    theta: float = 1.0
     """Share of an instance's cache that its programs may be expected to use."""
     resume: float = 0.85
     """Share of `theta` up to which programs are admitted."""

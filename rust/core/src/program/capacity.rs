@@ -11,7 +11,7 @@ use crate::ids::Seconds;
 /// Length of a window of the measurement.
 const WINDOW_SECONDS: Seconds = 60.0;
 /// Relative difference from which the measurement replaces the told size.
-const TOLERANCE: f64 = 0.1;
+const TOLERANCE: f64 = 0.05;
 
 /// Most blocks present at removals, by window.
 #[derive(Clone, Copy, Debug, Default)]

@@ -69,7 +69,7 @@ impl Default for ProgramConfig {
     fn default() -> ProgramConfig {
         ProgramConfig {
             mode: ProgramMode::Observe,
-            theta: 0.95,
+            theta: 1.0,
             resume: 0.85,
             growth: 0.1,
             shortest_first: false,

@@ -33,6 +33,8 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         pulling: Pulling::default(),
         admission: Admission::Reserve,
         cached_answers: false,
+        session_final: false,
+        told_cache_ratio: 1.0,
         order: Order::default(),
         preempt: Preempt::Recompute,
         host: None,
