@@ -80,7 +80,7 @@ class Otel(Parser):
     def _span(self, span: dict[str, Any], line_number: int) -> None:
         trace = _hex(span, "traceId", 16)
         key = trace + _hex(span, "spanId", 8)
-        if key in self._spans:
+        if key in self._calls:
             return  # exporters may send a span twice
         values = _attributes(span)
         operation = values.get("gen_ai.operation.name")
