@@ -15,9 +15,7 @@ from lmetric.defaults import trace_path
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
 
-group = typer.Typer(
-    help="Describe or convert a trace, list traces, or make a synthetic one.", no_args_is_help=True
-)
+group = typer.Typer(help="Describe, convert, list or make traces.", no_args_is_help=True)
 
 
 File = Annotated[Path, typer.Argument(parser=trace_path, metavar="FILE", help=TRACE_HELP)]

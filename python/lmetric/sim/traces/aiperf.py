@@ -1,7 +1,7 @@
 """Sessions of AIPerf: its ``mooncake_trace`` lines with ``session_id`` and ``delay`` (ms).
 
-Sources: ``src/aiperf/dataset/loader/models.py`` (`MooncakeTrace`) and
-``docs/reference/conversation-context-mode.md`` of github.com/ai-dynamo/aiperf::
+Sources: ``src/aiperf/dataset/loader/models.py`` (`MooncakeTrace`), ``mooncake_trace.py`` beside it,
+and ``docs/reference/conversation-context-mode.md`` of github.com/ai-dynamo/aiperf::
 
     {"session_id": "abc", "timestamp": 0, "input_length": 300, "output_length": 40}
     {"session_id": "abc", "delay": 2000, "input_length": 150, "output_length": 20}

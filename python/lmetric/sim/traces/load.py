@@ -26,6 +26,7 @@ from lmetric.public_traces import available
 from lmetric.sim.traces.fields import BOM, Row
 from lmetric.sim.traces.formats import FORMATS, TraceFormat, recognise_line
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
+from lmetric.sim.traces.turns import chained_by_prefix
 
 # Timestamps count as bucketed when this share of them lies within this distance of a multiple of
 # the bucket.
@@ -64,16 +65,17 @@ def load_trace(
         closed_loop: True: a turn waits for the previous answer of its conversation. It arrives at
             its recorded time, or at the end of that answer if that is later. Files record gaps
             between arrivals, so this is a lower bound, and the think time after a late answer is 0.
-            False: no request waits. None: as in the file (`write_trace` stores it), else False.
-            Files of sessions with ends or delays have the true gaps, and a turn waits for its gap.
-            If a file names no conversations, True finds them by the prefixes of its prompts.
+            In files with ends or delays, a turn waits for its true gap after that answer. If a file
+            names no conversations, they are found by the prefixes of its prompts.
+            False: no request waits. None: as the file sets it (`write_trace`, and formats with
+            gaps).
         session_rate: sessions per second (Poisson, seed 0), for files of sessions without start
             times. None: these sessions start at 0.
 
     Raises:
-        TraceError: an unknown format, an invalid line, no request, `closed_loop` for a file
-            without conversations and hash IDs, `session_rate` for a file with start times, or a
-            public trace that cannot be downloaded.
+        TraceError: an unknown format, an invalid line, no request, or a public trace that cannot be
+            downloaded. `closed_loop` for a file without conversations and hash IDs.
+            `session_rate` for a file with start times.
         OSError: the file is missing or unreadable.
     """
     path = available(trace_path(path))
@@ -100,7 +102,8 @@ def load_trace(
         bucket_seconds = (
             shape.bucket_seconds if _lies_on(trace.arrival_seconds, shape.bucket_seconds) else 0.0
         )
-    return _spread(trace, bucket_seconds)
+    trace = _spread(trace, bucket_seconds)
+    return chained_by_prefix(trace) if closed_loop and trace.previous is None else trace
 
 
 def recognise(path: str | Path) -> tuple[str | None, int | None]:
@@ -136,7 +139,6 @@ class _Rows:
     joins: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     parents: list[Hashable] = field(default_factory=list)
-    keys: list[Hashable] = field(default_factory=list)
     by_key: dict[Hashable, int] = field(default_factory=dict)
     chained: bool = False  # some line names a chat or a parent
     waits: bool = False  # some line waits for another
@@ -185,7 +187,6 @@ class _Rows:
         if key in self.by_key:
             raise ValueError(f"chat_id {key} stands in line {self.lines[self.by_key[key]]} already")
         self.by_key[key] = len(self.lines)
-        self.keys.append(key)
         self.chained |= row.key is not None or row.parent is not None or bool(row.joins)
         self.waits |= row.waits
         self.lines.append(number)
@@ -212,8 +213,7 @@ class _Rows:
 
     def trace(self, closed_loop: bool | None, session_rate: float | None) -> Trace:
         """All rows as a trace, sorted by arrival."""
-        by_prefix = bool(closed_loop) and not self.chained
-        if by_prefix and not self.ids:
+        if closed_loop and not self.chained and not self.ids:
             raise TraceError(
                 f"{self.path}: names no conversations and has no hash_ids, so no request can wait for another"
             )
@@ -222,14 +222,11 @@ class _Rows:
             arrivals -= arrivals.min()
         if session_rate is not None:
             self._start(arrivals, session_rate)
-        waits = by_prefix or (self.chained and (self.waits if closed_loop is None else closed_loop))
+        waits = self.chained and (self.waits if closed_loop is None else closed_loop)
         if waits:
             self._move_to_earliest(arrivals)
         order = np.argsort(arrivals, kind="stable")
-        if by_prefix:
-            self._chain_by_prefix(order)
-        chained = self.chained or by_prefix
-        previous, sessions, order = self._chains(order) if chained else (None, self._named(), order)
+        previous, sessions, order = self._chains(order) if self.chained else (None, self._named(), order)
         offsets, ids = gather(
             np.frombuffer(self.offsets, np.int64),
             np.frombuffer(self.ids, np.uint64) if self.ids else np.empty(0, np.uint64),
@@ -277,25 +274,6 @@ class _Rows:
         place = np.empty(len(first), np.int64)
         place[np.argsort(first)] = np.arange(len(first))  # in the order of the file
         arrivals[moved] += starts[place[which]]
-
-    def _chain_by_prefix(self, order: NDArray[np.int64]) -> None:
-        """Finds conversations by their hash IDs: a turn's prompt begins with all whole blocks of
-        the previous turn's prompt.
-
-        A prompt can be followed if its last whole block is new, and by one turn only. So users of a
-        common system prompt do not follow each other.
-        """
-        ends: dict[int, int] = {}  # last whole block of a prompt -> its row
-        seen: set[int] = set()
-        for row in order.tolist():
-            ids = self.ids[self.offsets[row] : self.offsets[row + 1]]
-            whole = ids[: self.inputs[row] // self.block_tokens]
-            end = next((each for each in reversed(whole) if each in ends), None)
-            if end is not None and self.inputs[ends[end]] < self.inputs[row]:
-                self.parents[row] = self.keys[ends.pop(end)]
-            if whole and whole[-1] not in seen:
-                ends[whole[-1]] = row
-            seen.update(ids)
 
     def _joined(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pairs of a request and a further request that it waits for, in the order of the trace.

@@ -10,7 +10,7 @@ Encoding) of github.com/open-telemetry/opentelemetry-proto::
        "attributes": [{"key": "gen_ai.operation.name", "value": {"stringValue": "chat"}},
                       {"key": "gen_ai.usage.input_tokens", "value": {"intValue": "1200"}}]}]}]}]}
 
-Spans have token counts but no hash IDs. So a prompt is modelled as the last prompt of its agent,
+Spans have token counts but no hash IDs. So a prompt is modeled as the last prompt of its agent,
 the answer, and new tokens, as far as its length allows.
 """
 
@@ -37,7 +37,7 @@ _MOST_ANCESTORS = 1000
 
 
 class _Span(NamedTuple):
-    """What requests below a span need to know of it."""
+    """The part of a span that requests below it need."""
 
     parent: bytes | None
     operation: str | None
