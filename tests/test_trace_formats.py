@@ -384,6 +384,47 @@ def test_aiperf_lines_with_text_have_no_lengths(key: str, tmp_path: Path) -> Non
         load_trace(path)
 
 
+def test_documents_can_follow_each_other(tmp_path: Path) -> None:
+    documents = [json.loads((DATA / "otel_document.json").read_text()) for _ in range(2)]
+    for number, document in enumerate(documents):
+        document["resourceSpans"][0]["resource"]["attributes"][0]["value"]["stringValue"] = 'a "}{[\\'
+        for span in document["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+            span["traceId"] = f"{number}{span['traceId'][1:]}"
+    path = tmp_path / "t.json"
+    path.write_text("".join(json.dumps(document, indent=1) + "\n" for document in documents))
+    assert len(load_trace(path)) == 2 * len(load_trace(DATA / "otel_document.json"))
+
+
+def test_subagents_nest_to_a_limit(tmp_path: Path) -> None:
+    conversation = json.loads((DATA / "weka.jsonl").read_text().splitlines()[1])
+    for _ in range(60):
+        subagent = {"t": 0.0, "type": "subagent", "agent_id": "a", "requests": conversation["requests"]}
+        conversation["requests"] = [subagent]
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(conversation) + "\n")
+    with pytest.raises(TraceError, match="subagents nest more than 50 deep"):
+        load_trace(path)
+    span = json.loads((DATA / "otel_spans.jsonl").read_text().splitlines()[2])
+    spans = span["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    outer = spans[0]
+    for number in range(400):
+        spans.append({**outer, "spanId": f"{number + 1:016x}", "parentSpanId": spans[-1]["spanId"]})
+    call = json.loads((DATA / "otel_spans.jsonl").read_text().splitlines()[0])
+    first = call["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+    spans.append(first | {"parentSpanId": spans[-1]["spanId"]})
+    path.write_text(json.dumps(span) + "\n")
+    assert len(load_trace(path)) == 1
+
+
+def test_sessions_of_aiperf_in_a_mooncake_file_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = (DATA / "aiperf_sessions.jsonl").read_text().splitlines(keepends=True)
+    path.write_text(lines[3] + lines[0])
+    with pytest.raises(TraceError, match=r"line 2: session_id must be .* 's1'; .* set the format aiperf"):
+        load_trace(path)
+    assert len(load_trace(path, format="aiperf")) == 2
+
+
 def test_a_document_that_breaks_off_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text((DATA / "otel_document.json").read_text()[:900])

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from lmetric.sim.traces.fields import Row
 
+MOST_NESTED = 50
+"""Maximum depth of subagents in subagents."""
+
 
 @dataclass(slots=True)
 class Call:

@@ -87,6 +87,10 @@ class _Mooncake(Parser):
             raise ValueError(
                 f"block_tokens is {row['block_tokens']!r}, read with blocks of {self.block_tokens} tokens"
             )
+        if isinstance(name := row.get("session_id"), str):
+            raise ValueError(
+                f"session_id must be a whole number, got {name!r}; for AIPerf set the format aiperf"
+            )
         session = whole(row, "session_id", 0) if "session_id" in row else None
         if "think_length" in row:
             thoughts = whole(row, "think_length", 0)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
-from lmetric.sim.traces.calls import Agent, Call, Growing, program_rows
+from lmetric.sim.traces.calls import MOST_NESTED, Agent, Call, Growing, program_rows
 from lmetric.sim.traces.fields import Parser, Row, json_object
 from lmetric.sim.traces.trace import FINISH
 
@@ -133,7 +133,7 @@ class Otel(Parser):
         program = conversation or key[:16].hex()
         # The outermost agent goes on with its next run. A subagent begins anew with each run.
         stream = agents[-1] if len(agents) > 1 else self._spans[agents[0]].agent if agents else None
-        return _Place(program, agents, (program, stream))
+        return _Place(program, agents[:MOST_NESTED], (program, stream))
 
 
 def _call(span: dict[str, Any], values: dict[str, Any], start: float, line_number: int) -> _Call:

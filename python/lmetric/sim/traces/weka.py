@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from lmetric.sim.traces.calls import Agent, Call, program_rows
+from lmetric.sim.traces.calls import MOST_NESTED, Agent, Call, program_rows
 from lmetric.sim.traces.fields import Parser, Row, blocks, json_object, number, whole
 from lmetric.sim.traces.trace import FINISH
 
@@ -56,6 +56,8 @@ class Weka(Parser):
 
     def _agent(self, run: dict[str, Any], start: float, at: str) -> Agent:
         """A conversation, or a subagent that begins `start` seconds after the conversation."""
+        if at.count(".") > MOST_NESTED:
+            raise ValueError(f"{at}requests: subagents nest more than {MOST_NESTED} deep")
         requests = run.get("requests")
         if not isinstance(requests, list):
             raise ValueError(f"{at}requests must be a list, got {str(requests)[:60]}")
