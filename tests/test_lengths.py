@@ -33,9 +33,10 @@ from lmetric.lengths import (
 )
 from lmetric.lengths.baselines import Survival, baselines
 from lmetric.lengths.fit import Training, fit
-from lmetric.lengths.from_trace import SHARED_AFTER, TRACE_FEATURES, find_turns, samples_from_trace
+from lmetric.lengths.from_trace import TRACE_FEATURES, find_turns, samples_from_trace
 from lmetric.lengths.network import layer_shapes
 from lmetric.sim.traces import Trace
+from lmetric.sim.traces.turns import SHARED_AFTER
 
 PYTHON = Path(__file__).parent.parent / "python"
 

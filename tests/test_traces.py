@@ -145,7 +145,7 @@ def test_file_errors(tmp_path: Path) -> None:
         load_trace(write(tmp_path / "empty.jsonl"))
     with pytest.raises(TraceError, match=r"no request in it; first bad line: .*line 1"):
         load_trace(write(tmp_path / "junk.jsonl", "x\n"), on_bad_line="skip", format="mooncake")
-    with pytest.raises(TraceError, match="recognised; known formats: mooncake, qwen-bailian, azure"):
+    with pytest.raises(TraceError, match="recognised; known formats: mooncake, qwen-bailian, azure, aiperf"):
         load_trace(write(tmp_path / "junk.jsonl", "x\n"))
     whole = gzip.compress("".join(line(k) for k in range(2000)).encode())
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])

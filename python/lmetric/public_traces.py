@@ -56,6 +56,16 @@ PUBLIC_TRACES = {
             about="One hour of a chat service, 12,031 requests with prefixes (Mooncake, FAST '25).",
         ),
         PublicTrace(
+            name="mooncake-toolagent",
+            file="mooncake-toolagent.jsonl",
+            url="https://raw.githubusercontent.com/kvcache-ai/Mooncake/"
+            "3cca71daccf2a7afb8fe3f0295358f70e3a69fdb/FAST25-release/traces/toolagent_trace.jsonl",
+            size_bytes=4_415_857,
+            sha256="48a2db1a13d3bc05e6330140c64f604ba366df20d3c9e128b5c35a01c1fa5f71",
+            license="Apache-2.0",
+            about="One hour of tools and agents, 23,608 requests with prefixes (Mooncake, FAST '25).",
+        ),
+        PublicTrace(
             name="azure-conversation-2023",
             file="azure-conversation-2023.csv",
             url="https://raw.githubusercontent.com/Azure/AzurePublicDataset/"

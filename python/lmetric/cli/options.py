@@ -11,8 +11,8 @@ from lmetric.cli.help import BASIC, RESULTS, TRACE
 from lmetric.defaults import trace_path
 
 TRACE_HELP = (
-    "Trace file (Mooncake, Qwen-Bailian or Azure format, also .gz); slice: the trace in the package; or a "
-    "public trace from `lmetric-router trace list`."
+    "Trace file (Mooncake, Qwen-Bailian, Azure, AIPerf, WEKA or OpenTelemetry format, also .gz); slice: the "
+    "trace in the package; or a public trace from `lmetric-router trace list`."
 )
 TraceFile = Annotated[
     Path,
@@ -32,6 +32,14 @@ ClosedLoop = Annotated[
     typer.Option(
         help="Send a turn only after the previous answer.",
         show_default="as in the trace",
+        rich_help_panel=TRACE,
+    ),
+]
+SessionRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Sessions per second, if the trace has no start times of sessions.",
+        show_default="all start at 0",
         rich_help_panel=TRACE,
     ),
 ]

@@ -13,6 +13,7 @@ from lmetric.cli.options import (
     Format,
     MaxInputTokens,
     Requests,
+    SessionRate,
     SkipBadLines,
     SloTpot,
     SloTtft,
@@ -48,6 +49,7 @@ def command(
     max_input_tokens: MaxInputTokens = None,
     format: Format = None,
     closed_loop: ClosedLoop = None,
+    session_rate: SessionRate = None,
     start: Start = 0.0,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
@@ -106,6 +108,7 @@ def command(
         format=format,
         on_bad_line="skip" if skip_bad_lines else "stop",
         closed_loop=closed_loop,
+        session_rate=session_rate,
     )
     report_bad_lines(loaded.bad_lines, note)
     chosen = loaded.between(start, float("inf"))

@@ -17,6 +17,7 @@ from lmetric.cli.options import (
     Format,
     MaxInputTokens,
     Requests,
+    SessionRate,
     SkipBadLines,
     SloTpot,
     SloTtft,
@@ -290,6 +291,7 @@ def _command(
     max_input_tokens: MaxInputTokens = None,
     format: Format = None,
     closed_loop: ClosedLoop = None,
+    session_rate: SessionRate = None,
     prefixes: Annotated[
         bool,
         typer.Option(
@@ -396,7 +398,7 @@ def _command(
     taken = TraceChoice(
         path=str(trace), label=trace_label(str(trace)), start=start, format=format, closed_loop=closed_loop,
         duration=duration, requests=requests, max_input_tokens=max_input_tokens, prefixes=prefixes,
-        skip_bad_lines=skip_bad_lines,
+        skip_bad_lines=skip_bad_lines, session_rate=session_rate,
     )  # fmt: skip
 
     def splits_by(choice: PolicyChoice, ways: dict[str, Any]) -> bool:

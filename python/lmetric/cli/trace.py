@@ -1,4 +1,4 @@
-"""``lmetric-router trace``: describes a trace file, or generates a synthetic trace."""
+"""``lmetric-router trace``: describes or converts a trace file, or generates a synthetic trace."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import Command
-from lmetric.cli.options import TRACE_HELP, BlockTokens, ClosedLoop, Format, SkipBadLines
+from lmetric.cli.options import TRACE_HELP, BlockTokens, ClosedLoop, Format, SessionRate, SkipBadLines
 from lmetric.defaults import trace_path
 
 if TYPE_CHECKING:
     from lmetric.sim.traces import BadLine, TraceSummary
 
-group = typer.Typer(help="Describe a trace, list traces, or make a synthetic one.", no_args_is_help=True)
+group = typer.Typer(help="Describe, convert, list or make traces.", no_args_is_help=True)
+
+
+File = Annotated[Path, typer.Argument(parser=trace_path, metavar="FILE", help=TRACE_HELP)]
 
 
 @group.command(cls=Command)
 def show(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            parser=trace_path,
-            metavar="FILE",
-            help=TRACE_HELP,
-        ),
-    ],
+    file: File,
     format: Format = None,
     block_tokens: BlockTokens = None,
     closed_loop: ClosedLoop = None,
+    session_rate: SessionRate = None,
     skip_bad_lines: SkipBadLines = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -44,6 +41,7 @@ def show(
         on_bad_line="skip" if skip_bad_lines else "stop",
         block_tokens=block_tokens,
         closed_loop=closed_loop,
+        session_rate=session_rate,
     )
     report_bad_lines(trace.bad_lines, note)
     summary = summarize_trace(trace)
@@ -51,6 +49,36 @@ def show(
         print_json(summary)
     else:
         _print(summary)
+
+
+@group.command(cls=Command)
+def convert(
+    file: File,
+    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz: compressed.")],
+    format: Format = None,
+    block_tokens: BlockTokens = None,
+    closed_loop: ClosedLoop = None,
+    session_rate: SessionRate = None,
+    skip_bad_lines: SkipBadLines = False,
+) -> None:
+    """Write a trace in Mooncake format, with its sessions, joins and think times.
+
+    The result has times, lengths and hash IDs only. It has no names and no text of the input.
+    """
+    from lmetric.cli.show import note
+    from lmetric.sim.traces import load_trace, write_trace
+
+    trace = load_trace(
+        file,
+        format=format,
+        on_bad_line="skip" if skip_bad_lines else "stop",
+        block_tokens=block_tokens,
+        closed_loop=closed_loop,
+        session_rate=session_rate,
+    )
+    report_bad_lines(trace.bad_lines, note)
+    write_trace(trace, out)
+    note(f"{out}: {len(trace)} requests over {trace.duration_seconds:.0f} s")
 
 
 @group.command(cls=Command)

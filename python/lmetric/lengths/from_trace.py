@@ -19,6 +19,7 @@ from lmetric.lengths.command import run_command
 from lmetric.lengths.predictor import LengthsError
 from lmetric.lengths.samples import Samples, save_samples
 from lmetric.sim.traces import Trace, load_trace
+from lmetric.sim.traces.turns import previous_by_prefix
 
 TRACE_FEATURES = (
     "log_generated_tokens",
@@ -31,10 +32,6 @@ TRACE_FEATURES = (
 )
 """Columns of `samples_from_trace`; ``log`` is log1p. A trace's clock begins at 0: no time of
 day."""
-
-SHARED_AFTER = 8
-"""A prefix with as many different continuations is a system prompt, and ties no two requests
-together."""
 
 
 class Turns(NamedTuple):
@@ -102,12 +99,7 @@ def samples_from_trace(trace: Trace, *, every: int = 20, at_most: int = 32, seed
 
 def find_turns(trace: Trace) -> Turns:
     """Each request's turn before, from `Trace.previous`, else `Trace.sessions`, else from equal
-    prefixes.
-
-    By prefixes, the turn before is the latest request whose whole blocks are the longest of the
-    prompt's prefixes, leaving out prefixes with `SHARED_AFTER` or more continuations so far. Only
-    what came before a request is looked at, as a router could. A prompt's last block may be a
-    partial one, which ties nothing.
+    prefixes (`previous_by_prefix`).
     """
     n = len(trace)
     if trace.previous is not None:
@@ -115,7 +107,7 @@ def find_turns(trace: Trace) -> Turns:
     elif trace.sessions is not None:
         previous = _previous_in_session(trace.sessions)
     else:
-        previous = _previous_by_prefix(trace)
+        previous = previous_by_prefix(trace)
     turns = np.zeros(n, np.int64)
     total = np.zeros(n)
     shared = np.zeros(n)
@@ -138,32 +130,6 @@ def _previous_in_session(sessions: NDArray[np.int64]) -> NDArray[np.int64]:
     return previous
 
 
-def _previous_by_prefix(trace: Trace) -> NDArray[np.int64]:
-    previous = np.full(len(trace), -1, np.int64)
-    ends: dict[int, int] = {}  # a prefix's number: the latest request whose whole blocks are it
-    numbers: dict[tuple[int, int], int] = {}  # (prefix, next block): longer prefix
-    continuations: dict[int, int] = {}
-    for index in range(len(trace)):
-        whole = int(trace.input_tokens[index]) // trace.block_tokens
-        ids = trace.blocks(index).tolist()
-        node, path = -1, []
-        for position, block in enumerate(ids):
-            longer = numbers.get((node, block))
-            if longer is None:
-                longer = numbers[node, block] = len(numbers)
-                continuations[node] = continuations.get(node, 0) + 1
-            node = longer
-            if position < whole:
-                path.append(node)
-        for prefix in reversed(path):
-            if prefix in ends and continuations.get(prefix, 0) < SHARED_AFTER:
-                previous[index] = ends[prefix]
-                break
-        if path:
-            ends[path[-1]] = index
-    return previous
-
-
 def _shared_tokens(trace: Trace, before: int, index: int) -> int:
     earlier, later = trace.blocks(before), trace.blocks(index)
     if not len(earlier):  # no prefixes: a turn repeats the previous one
@@ -176,7 +142,7 @@ def _shared_tokens(trace: Trace, before: int, index: int) -> int:
 
 def command(
     trace: Annotated[
-        Path, typer.Argument(help="Trace file (Mooncake, Qwen-Bailian or Azure format, also .gz), or slice.")
+        Path, typer.Argument(help="Trace file in a format of docs/reference/traces.md, or slice.")
     ],
     out: Annotated[Path, typer.Option(help="Output file with samples, .npz.")],
     every: Annotated[int, typer.Option(min=1, help="Generated tokens between two samples.")] = 20,

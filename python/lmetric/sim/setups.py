@@ -119,6 +119,7 @@ class TraceChoice:
     max_input_tokens: int | None = None  # skips longer prompts
     prefixes: bool = True  # False: ignore hash_ids, so that requests share no prefix
     closed_loop: bool | None = None  # whether turns wait for answers; None: as in the file
+    session_rate: float | None = None  # sessions per second, for sessions without start times
     format: str | None = None  # None: detected
     block_tokens: int | None = None  # per hash ID; None: from the file or format
     skip_bad_lines: bool = False
@@ -137,6 +138,7 @@ class TraceChoice:
             on_bad_line="skip" if self.skip_bad_lines else "stop",
             block_tokens=self.block_tokens,
             closed_loop=self.closed_loop,
+            session_rate=self.session_rate,
         )
         total = len(trace)
         end = float("inf") if self.duration is None else self.start + self.duration
@@ -234,6 +236,8 @@ class Setup:
         told = asdict(self) | {"settings": _stored(self.settings)}
         for name in ("path", "label"):
             del told["trace"][name]
+        if self.trace.session_rate is None:
+            del told["trace"]["session_rate"]
         del told["policy"]["label"], told["fraction_of_max"], told["block_tokens"]
         for name, choice in (("code", self.policy), ("decode_code", self.decode_policy)):
             if choice is not None and (code := choice.code()) is not None:

@@ -109,6 +109,9 @@ class TraceEntry(Strict):
     format: str | None = Field(None, description="mooncake, ...; default: detected")
     block_tokens: Count | None = Field(None, description="tokens per hash ID; default: from the file")
     closed_loop: bool | None = Field(None, description="turns wait for answers; default: as in the file")
+    session_rate: Positive | None = Field(
+        None, description="sessions per second, if the file has no start times; default: all at 0"
+    )
     start: NotNegative = Field(0.0, description="trace seconds to skip at the front")
     duration: Positive | None = Field(None, description="trace seconds to use from there; default: all")
     requests: Count | None = Field(None, description="number of first requests to use; default: all")

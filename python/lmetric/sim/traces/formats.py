@@ -22,44 +22,24 @@ Azure LLM inference (2023 and 2024): CSV with a header, without prefixes::
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:15:46.6805900,374,44
+
+The modules `aiperf`, `weka` and `otel` read the other formats.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
-
+from lmetric.sim.traces.aiperf import TEXT, AiPerf
+from lmetric.sim.traces.fields import BOM, Parser, Row, blocks, json_object, number, whole
+from lmetric.sim.traces.otel import Otel
 from lmetric.sim.traces.trace import FINISH
+from lmetric.sim.traces.weka import Weka
 
-_BOM = b"\xef\xbb\xbf"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-
-class Row(NamedTuple):
-    """One line's request."""
-
-    arrival_seconds: float
-    input_tokens: int
-    output_tokens: int
-    blocks: array[int] | None  # None: the line has no hash_ids
-    key: Hashable = None  # what a later line's parent names; None: its number among the requests
-    parent: Hashable = None  # None: the first of its conversation
-    session: int | None = None  # None: from the chain of parents, if any
-    think_seconds: float = 0.0
-    think_tokens: int = 0  # of output_tokens
-    waits: bool = False  # the file sets that it waits for its parent's answer
-    joins: tuple[Hashable, ...] = ()  # keys of further lines to wait for
-    program: int = -1  # -1: none
-    finish: int = -1  # index in `FINISH`; -1: unknown
-
-
-# Reads one line; None for a header. Raises ValueError with the problem.
-Parser = Callable[[bytes], Row | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,71 +50,50 @@ class TraceFormat:
     block_tokens: int  # prompt tokens under one hash id
     bucket_seconds: float  # the grid coarse timestamps are rounded to; 0: exact timestamps
     parser: Callable[[int], Parser]  # takes the tokens under one hash id
+    matches: Callable[[dict[str, Any]], bool]  # whether a line with this JSON object has the format
+    block_key: str | None = None  # the key with the tokens under one hash id, if lines can have one
 
 
-def recognise_line(line: bytes) -> str | None:
-    """The name of the format of a line, or None."""
-    line = line.removeprefix(_BOM).strip()
-    if line.startswith(b"{"):
-        if b'"chat_id"' in line:
-            return "qwen-bailian"
-        return "mooncake" if b'"timestamp"' in line and b'"input_length"' in line else None
+def recognise_line(line: bytes) -> tuple[str | None, int | None]:
+    """The format of a line and its tokens under one hash ID, if the line has them."""
+    line = line.removeprefix(BOM).strip()
     if all(column.encode() in line for column in _AZURE_COLUMNS):
-        return "azure"
-    return None
+        return "azure", None
+    try:
+        row = json_object(line)
+    except ValueError:
+        return None, None
+    for shape in FORMATS.values():
+        if shape.matches(row):
+            size = row.get(shape.block_key) if shape.block_key else None
+            return shape.name, size if type(size) is int and size > 0 else None
+    return None, None
 
 
-class _JsonLines:
+def _request(row: dict[str, Any], seconds_per_timestamp: float, block_tokens: int) -> Row:
     """The common part of Mooncake and Qwen-Bailian lines."""
+    arrival = number(row, "timestamp") * seconds_per_timestamp
+    tokens = whole(row, "input_length", 1)
+    output = whole(row, "output_length", 0)
+    ids = row.get("hash_ids")
+    return Row(arrival, tokens, output, None if ids is None else blocks(ids, tokens, block_tokens))
 
-    def __init__(self, block_tokens: int, seconds_per_timestamp: float) -> None:
-        self._block_tokens = block_tokens
-        self._seconds = seconds_per_timestamp
 
-    def _request(self, line: bytes) -> tuple[dict[str, Any], Row]:
-        try:
-            row = orjson.loads(line.removeprefix(_BOM))
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-        arrival = _number(row, "timestamp") * self._seconds
-        input_tokens = _whole(row, "input_length", 1)
-        output_tokens = _whole(row, "output_length", 0)
-        blocks = None if row.get("hash_ids") is None else self._blocks(row["hash_ids"], input_tokens)
-        return row, Row(arrival, input_tokens, output_tokens, blocks)
-
-    def _blocks(self, ids: Any, input_tokens: int) -> array[int]:
-        try:
-            if not isinstance(ids, list):
-                raise TypeError
-            blocks = array("Q", ids)
-        except (TypeError, OverflowError):
+class _Mooncake(Parser):
+    def read(self, line_number: int, line: bytes) -> Iterable[Row]:
+        row = json_object(line)
+        request = _request(row, 1e-3, self.block_tokens)
+        if row.get("block_tokens", self.block_tokens) != self.block_tokens:
             raise ValueError(
-                f"hash_ids must be a list of whole numbers of at least 0, got {str(ids)[:60]}"
-            ) from None
-        most = -(-input_tokens // self._block_tokens)
-        if len(blocks) > most:
-            raise ValueError(
-                f"{len(blocks)} hash_ids for {input_tokens} tokens: "
-                f"at most {most} of {self._block_tokens} fit"
+                f"block_tokens is {row['block_tokens']!r}, read with blocks of {self.block_tokens} tokens"
             )
-        return blocks
-
-
-class _Mooncake(_JsonLines):
-    def __init__(self, block_tokens: int) -> None:
-        super().__init__(block_tokens, seconds_per_timestamp=1e-3)
-
-    def __call__(self, line: bytes) -> Row:
-        row, request = self._request(line)
-        if row.get("block_tokens", self._block_tokens) != self._block_tokens:
+        if isinstance(name := row.get("session_id"), str):
             raise ValueError(
-                f"block_tokens is {row['block_tokens']!r}, read with blocks of {self._block_tokens} tokens"
+                f"session_id must be a whole number, got {name!r}; for AIPerf set the format aiperf"
             )
-        session = _whole(row, "session_id", 0) if "session_id" in row else None
+        session = whole(row, "session_id", 0) if "session_id" in row else None
         if "think_length" in row:
-            thoughts = _whole(row, "think_length", 0)
+            thoughts = whole(row, "think_length", 0)
             if thoughts > request.output_tokens:
                 raise ValueError(
                     f"think_length is {thoughts}, of an output_length of {request.output_tokens}"
@@ -145,39 +104,39 @@ class _Mooncake(_JsonLines):
                 raise ValueError(f"finish must be one of {', '.join(FINISH)}, got {finish!r}")
             request = request._replace(finish=FINISH.index(finish))
         if "program" in row:
-            request = request._replace(program=_whole(row, "program", 0))
+            request = request._replace(program=whole(row, "program", 0))
         if "joins" in row:
             request = request._replace(joins=_lines(row), think_seconds=_delay(row), waits=True)
         if "previous" not in row:
-            return request._replace(session=session)
-        return request._replace(
-            parent=_whole(row, "previous", 0),
+            return [request._replace(session=session)]
+        request = request._replace(
+            parent=whole(row, "previous", 0),
             session=session,
             think_seconds=_delay(row),
             waits=True,
         )
+        return [request]
 
 
-class _QwenBailian(_JsonLines):
-    def __init__(self, block_tokens: int) -> None:
-        super().__init__(block_tokens, seconds_per_timestamp=1.0)
-
-    def __call__(self, line: bytes) -> Row:
-        row, request = self._request(line)
+class _QwenBailian(Parser):
+    def read(self, line_number: int, line: bytes) -> Iterable[Row]:
+        row = json_object(line)
+        request = _request(row, 1.0, self.block_tokens)
         key, parent = row.get("chat_id"), row.get("parent_chat_id", -1)
         for name, value in (("chat_id", key), ("parent_chat_id", parent)):
             if type(value) is not int:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-        return request._replace(key=key, parent=None if parent == -1 else parent)
+        return [request._replace(key=key, parent=None if parent == -1 else parent)]
 
 
-class _Azure:
+class _Azure(Parser):
     def __init__(self, block_tokens: int) -> None:
+        super().__init__(block_tokens)
         self._columns: list[str] = []
 
-    def __call__(self, line: bytes) -> Row | None:
+    def read(self, line_number: int, line: bytes) -> Iterable[Row]:
         try:
-            text = line.removeprefix(_BOM).decode()
+            text = line.removeprefix(BOM).decode()
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text") from None
         cells = [cell.strip().strip('"') for cell in text.split(",")]
@@ -185,28 +144,17 @@ class _Azure:
             if missing := [column for column in _AZURE_COLUMNS if column not in cells]:
                 raise ValueError(f"expected a header with {', '.join(_AZURE_COLUMNS)}: no {missing[0]} in it")
             self._columns = cells
-            return None
+            return []
         if len(cells) != len(self._columns):
             raise ValueError(f"expected {len(self._columns)} columns, got {len(cells)}")
         row = dict(zip(self._columns, cells, strict=True))
         stamp, prompt, answer = (row[column] for column in _AZURE_COLUMNS)
-        return Row(
-            _since_epoch(stamp),
-            _count(prompt, "ContextTokens", 1),
-            _count(answer, "GeneratedTokens", 0),
-            None,
-        )
-
-
-def _number(row: dict[str, Any], key: str) -> float:
-    value = row.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-        raise ValueError(f"{key} must be a number of at least 0, got {value!r}")
-    return value
+        tokens = _count(prompt, "ContextTokens", 1), _count(answer, "GeneratedTokens", 0)
+        return [Row(_since_epoch(stamp), *tokens, None)]
 
 
 def _delay(row: dict[str, Any]) -> float:
-    return _number(row, "delay") * 1e-3 if "delay" in row else 0.0
+    return number(row, "delay") * 1e-3 if "delay" in row else 0.0
 
 
 def _lines(row: dict[str, Any]) -> tuple[int, ...]:
@@ -214,13 +162,6 @@ def _lines(row: dict[str, Any]) -> tuple[int, ...]:
     if not isinstance(lines, list) or not all(type(line) is int and line >= 0 for line in lines):
         raise ValueError(f"joins must be a list of line numbers, got {str(lines)[:60]}")
     return tuple(lines)
-
-
-def _whole(row: dict[str, Any], key: str, least: int) -> int:
-    value = row.get(key)
-    if type(value) is not int or not least <= value < 2**31:
-        raise ValueError(f"{key} must be a whole number of at least {least}, got {value!r}")
-    return value
 
 
 def _count(text: str, column: str, least: int) -> int:
@@ -240,8 +181,23 @@ def _since_epoch(text: str) -> float:
     return (stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)).timestamp()
 
 
+def _is_aiperf(row: dict[str, Any]) -> bool:
+    """AIPerf's lines that are not Mooncake's: with named sessions, or with text."""
+    return isinstance(row.get("session_id"), str) or ("input_length" not in row and not TEXT.isdisjoint(row))
+
+
+def _is_mooncake(row: dict[str, Any]) -> bool:
+    return "timestamp" in row and "input_length" in row and "chat_id" not in row and not _is_aiperf(row)
+
+
 FORMATS = {
-    "mooncake": TraceFormat("mooncake", block_tokens=512, bucket_seconds=3.0, parser=_Mooncake),
-    "qwen-bailian": TraceFormat("qwen-bailian", block_tokens=16, bucket_seconds=0.0, parser=_QwenBailian),
-    "azure": TraceFormat("azure", block_tokens=16, bucket_seconds=0.0, parser=_Azure),
+    shape.name: shape
+    for shape in (
+        TraceFormat("mooncake", 512, 3.0, _Mooncake, _is_mooncake, block_key="block_tokens"),
+        TraceFormat("qwen-bailian", 16, 0.0, _QwenBailian, lambda row: "chat_id" in row),
+        TraceFormat("azure", 16, 0.0, _Azure, lambda row: False),
+        TraceFormat("aiperf", 512, 0.0, AiPerf, _is_aiperf),
+        TraceFormat("weka", 64, 0.0, Weka, lambda row: "requests" in row, block_key="block_size"),
+        TraceFormat("otel", 64, 0.0, Otel, lambda row: "resourceSpans" in row),
+    )
 }

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import re
 import zlib
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from lmetric.defaults import trace_path
 from lmetric.public_traces import available
-from lmetric.sim.traces.formats import FORMATS, Row, TraceFormat, recognise_line
+from lmetric.sim.traces.fields import BOM, Row
+from lmetric.sim.traces.formats import FORMATS, TraceFormat, recognise_line
 from lmetric.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
+from lmetric.sim.traces.turns import chained_by_prefix
 
 # Timestamps count as bucketed when this share of them lies within this distance of a multiple of
 # the bucket.
@@ -31,6 +34,8 @@ _BUCKETED_SHARE = 0.99
 _BUCKET_SLACK_SECONDS = 0.005
 _EPOCH_SECONDS = 1e8  # arrivals beyond this count from 1970, not from the trace's start
 _RECOGNISED_WITHIN = 100  # lines: a few bad ones at the top do not hide a format
+_LONGEST_BYTES = 256 << 20  # of a line or a JSON value; bounds memory
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')  # strings and brackets of JSON
 
 
 def load_trace(
@@ -41,6 +46,7 @@ def load_trace(
     bucket_seconds: float | None = None,
     block_tokens: int | None = None,
     closed_loop: bool | None = None,
+    session_rate: float | None = None,
 ) -> Trace:
     """Read a trace. Files with the extension ``.gz`` are decompressed. Requests are sorted by
     arrival.
@@ -59,11 +65,17 @@ def load_trace(
         closed_loop: True: a turn waits for the previous answer of its conversation. It arrives at
             its recorded time, or at the end of that answer if that is later. Files record gaps
             between arrivals, so this is a lower bound, and the think time after a late answer is 0.
-            False: no request waits. None: as in the file (`write_trace` stores it), else False.
+            In files with ends or delays, a turn waits for its true gap after that answer. If a file
+            names no conversations, they are found by the prefixes of its prompts.
+            False: no request waits. None: as the file sets it (`write_trace`, and formats with
+            gaps).
+        session_rate: sessions per second (Poisson, seed 0), for files of sessions without start
+            times. None: these sessions start at 0.
 
     Raises:
-        TraceError: an unknown format, an invalid line, no request, `closed_loop` for a file
-            without conversations, or a public trace that cannot be downloaded.
+        TraceError: an unknown format, an invalid line, no request, or a public trace that cannot be
+            downloaded. `closed_loop` for a file without conversations and hash IDs.
+            `session_rate` for a file with start times.
         OSError: the file is missing or unreadable.
     """
     path = available(trace_path(path))
@@ -80,28 +92,25 @@ def load_trace(
         raise TraceError(f"unknown trace format {format!r}; {hint}")
     if block_tokens is not None and block_tokens < 1:
         raise TraceError(f"block_tokens must be at least 1, got {block_tokens}")
+    if session_rate is not None and not 0 < session_rate < float("inf"):
+        raise TraceError(f"session_rate must be above 0, got {session_rate:g}")
     shape = FORMATS[format]
     rows = _Rows(path, on_bad_line == "skip")
     rows.read(shape, block_tokens or own_block_tokens or shape.block_tokens)
-    trace = rows.trace(closed_loop)
+    trace = rows.trace(closed_loop, session_rate)
     if bucket_seconds is None:
         bucket_seconds = (
             shape.bucket_seconds if _lies_on(trace.arrival_seconds, shape.bucket_seconds) else 0.0
         )
-    return _spread(trace, bucket_seconds)
+    trace = _spread(trace, bucket_seconds)
+    return chained_by_prefix(trace) if closed_loop and trace.previous is None else trace
 
 
 def recognise(path: str | Path) -> tuple[str | None, int | None]:
     """The format of a file's first lines, and its tokens per block if the lines have them."""
-    for number, line in _numbered_lines(Path(path)):
-        if (name := recognise_line(line)) is not None:
-            block_tokens = None
-            if name == "mooncake" and b'"block_tokens"' in line:
-                try:
-                    block_tokens = orjson.loads(line).get("block_tokens")
-                except orjson.JSONDecodeError:
-                    continue
-            return name, block_tokens if type(block_tokens) is int and block_tokens > 0 else None
+    for number, line in _numbered_values(Path(path)):
+        if (found := recognise_line(line))[0] is not None:
+            return found
         if number >= _RECOGNISED_WITHIN:
             break
     return None, None
@@ -125,39 +134,47 @@ class _Rows:
     sessions: array[int] = field(default_factory=lambda: array("q"))
     programs: array[int] = field(default_factory=lambda: array("q"))
     finish: array[int] = field(default_factory=lambda: array("q"))
-    joins: list[tuple[int, tuple[Hashable, ...]]] = field(default_factory=list)
+    gaps_known: array[int] = field(default_factory=lambda: array("b"))
+    from_start: array[int] = field(default_factory=lambda: array("b"))
+    joins: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     parents: list[Hashable] = field(default_factory=list)
     by_key: dict[Hashable, int] = field(default_factory=dict)
     chained: bool = False  # some line names a chat or a parent
     waits: bool = False  # some line waits for another
     first_line_has_ids: tuple[int, bool] | None = None
+    requests: int = 0  # with refused requests, so that later references stay valid
 
     def read(self, shape: TraceFormat, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        parse = shape.parser(block_tokens)
-        request = 0  # counts bad lines, too, so that later references stay valid
-        for number, line in _numbered_lines(self.path):
-            if not line.strip():
-                continue
-            try:
-                row = parse(line)
-                if row is not None:
-                    self._add(number, request, row)
-            except ValueError as error:
-                whole = line.endswith(b"\n")
-                self._refuse(
-                    number, str(error) if whole else f"{error} (last line, no line end: half-written?)"
-                )
-                request += 1
-            else:
-                request += row is not None
+        parser = shape.parser(block_tokens)
+        number = 0
+        for number, line in _numbered_values(self.path):
+            if line.strip():
+                note = "" if line.endswith(b"\n") else " (last line, no line end: half-written?)"
+                self._take(number, partial(parser.read, number, line), note)
+        self._take(number, parser.end, "")
         if not self.lines:
             raise TraceError(
                 f"{self.path}: no request in it" + (f"; first bad line: {self.bad[0]}" if self.bad else "")
             )
 
-    def _add(self, number: int, request: int, row: Row) -> None:
+    def _take(self, number: int, read: Callable[[], Iterable[Row | ValueError]], note: str) -> None:
+        """Adds the requests of a line, and refuses what is invalid."""
+        try:
+            for row in read():
+                try:
+                    if isinstance(row, ValueError):
+                        raise row
+                    self._add(number if row.line is None else row.line, row)
+                except ValueError as error:
+                    self._refuse(number, f"{error}{note}")
+                self.requests += 1
+        except ValueError as error:
+            self._refuse(number, f"{error}{note}")
+            self.requests += 1
+
+    def _add(self, number: int, row: Row) -> None:
         has_ids = row.blocks is not None
         if self.first_line_has_ids is None:
             self.first_line_has_ids = (number, has_ids)
@@ -166,7 +183,7 @@ class _Rows:
             raise ValueError(
                 f"{'unexpected' if has_ids else 'no'} hash_ids: {other}, and all lines must agree"
             )
-        key = request if row.key is None else row.key
+        key = self.requests if row.key is None else row.key
         if key in self.by_key:
             raise ValueError(f"chat_id {key} stands in line {self.lines[self.by_key[key]]} already")
         self.by_key[key] = len(self.lines)
@@ -184,24 +201,32 @@ class _Rows:
         self.sessions.append(-1 if row.session is None else row.session)
         self.programs.append(row.program)
         self.finish.append(row.finish)
+        self.gaps_known.append(row.gap_known)
+        self.from_start.append(row.from_start)
         if row.joins:
-            self.joins.append((len(self.lines) - 1, row.joins))
+            self.joins[len(self.lines) - 1] = row.joins
 
     def _refuse(self, number: int, reason: str) -> None:
         self.bad.append(BadLine(str(self.path), number, reason))
         if not self.skip:
             raise TraceError(str(self.bad[-1])) from None
 
-    def trace(self, closed_loop: bool | None) -> Trace:
+    def trace(self, closed_loop: bool | None, session_rate: float | None) -> Trace:
         """All rows as a trace, sorted by arrival."""
-        if closed_loop and not self.chained:
-            raise TraceError(f"{self.path}: names no conversations, so no request can wait for another")
-        arrivals = np.frombuffer(self.arrivals, np.float64)
+        if closed_loop and not self.chained and not self.ids:
+            raise TraceError(
+                f"{self.path}: names no conversations and has no hash_ids, so no request can wait for another"
+            )
+        arrivals = np.frombuffer(self.arrivals, np.float64).copy()
         if arrivals.min() > _EPOCH_SECONDS:
-            arrivals = arrivals - arrivals.min()
+            arrivals -= arrivals.min()
+        if session_rate is not None:
+            self._start(arrivals, session_rate)
+        waits = self.chained and (self.waits if closed_loop is None else closed_loop)
+        if waits:
+            self._move_to_earliest(arrivals)
         order = np.argsort(arrivals, kind="stable")
         previous, sessions, order = self._chains(order) if self.chained else (None, self._named(), order)
-        waits = previous is not None and (self.waits if closed_loop is None else closed_loop)
         offsets, ids = gather(
             np.frombuffer(self.offsets, np.int64),
             np.frombuffer(self.ids, np.uint64) if self.ids else np.empty(0, np.uint64),
@@ -225,6 +250,31 @@ class _Rows:
             finish=_if_any(self.finish, order),
         )
 
+    def _awaited(self, row: int) -> list[int]:
+        """The earlier rows that a row waits for."""
+        keys = () if self.parents[row] is None else (self.parents[row],)
+        found = (self.by_key.get(key, row) for key in (*keys, *self.joins.get(row, ())))
+        return [before for before in found if before < row]
+
+    def _move_to_earliest(self, arrivals: NDArray[np.float64]) -> None:
+        """Moves rows with a known gap to their earliest arrivals: answers are immediate."""
+        for row in np.flatnonzero(np.frombuffer(self.gaps_known, np.int8)).tolist():
+            if awaited := self._awaited(row):
+                arrivals[row] = arrivals[awaited].max() + self.thinks[row]
+
+    def _start(self, arrivals: NDArray[np.float64], rate: float) -> None:
+        """Starts the sessions without a recorded start, `rate` per second (Poisson, seed 0)."""
+        moved = np.flatnonzero(np.frombuffer(self.from_start, np.int8))
+        if not len(moved):
+            raise TraceError(f"{self.path}: session_rate has no effect: all sessions have a recorded start")
+        sessions = np.frombuffer(self.sessions, np.int64)[moved]
+        names = np.where(sessions >= 0, sessions, -1 - moved)  # a row without a session is its own
+        _, first, which = np.unique(names, return_index=True, return_inverse=True)
+        starts = np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(first)))
+        place = np.empty(len(first), np.int64)
+        place[np.argsort(first)] = np.arange(len(first))  # in the order of the file
+        arrivals[moved] += starts[place[which]]
+
     def _joined(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pairs of a request and a further request that it waits for, in the order of the trace.
 
@@ -233,7 +283,7 @@ class _Rows:
         place = np.full(len(self.lines), -1, dtype=np.int64)
         place[order] = np.arange(len(order))
         pairs = []
-        for row, keys in self.joins:
+        for row, keys in self.joins.items():
             for key in keys:
                 before = self.by_key.get(key)
                 if place[row] < 0 or before is None or place[before] < 0:
@@ -292,11 +342,47 @@ def _if_any(column: array[int], order: NDArray[np.int64]) -> NDArray[np.int64] |
     return values[order] if (values >= 0).any() else None
 
 
+def _numbered_values(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers. If its first line is only an opening brace, its JSON
+    values have many lines: the values, with the numbers of their first lines."""
+    depth, begin, document = 0, 0, False
+    value: list[bytes] = []
+    size = 0
+    for number, line in _numbered_lines(path):
+        if number == 1:
+            document = line.removeprefix(BOM).strip() == b"{"
+        if not document:
+            yield number, line
+            continue
+        if not value:
+            begin, size = number, 0
+        value.append(line)
+        size += len(line)
+        if size > _LONGEST_BYTES:
+            raise TraceError(_too_long(path, begin))
+        depth += sum({b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(each, 0) for each in _MARKS.findall(line))
+        if depth <= 0:
+            yield begin, b"".join(value)
+            value.clear()
+    if value:
+        yield begin, b"".join(value)
+
+
+def _too_long(path: Path, number: int) -> str:
+    return (
+        f"{path}, line {number}: a line or JSON value of over {_LONGEST_BYTES >> 20} MiB; "
+        "write one conversation, or one export, per line"
+    )
+
+
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(_LONGEST_BYTES + 1):
+                number += 1
+                if len(line) > _LONGEST_BYTES:
+                    raise TraceError(_too_long(path, number))
                 yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(

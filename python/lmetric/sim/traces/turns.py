@@ -1,0 +1,57 @@
+"""Finds conversations in a trace that names none, by the prefixes of its prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric.sim.traces.trace import Trace
+
+SHARED_AFTER = 8
+"""A prefix with as many different continuations is a system prompt, and links no requests."""
+
+
+def chained_by_prefix(trace: Trace) -> Trace:
+    """The same requests, each of which waits for its previous turn (`previous_by_prefix`)."""
+    previous = previous_by_prefix(trace)
+    sessions = np.empty(len(trace), np.int64)
+    begun = 0
+    for index, before in enumerate(previous.tolist()):
+        sessions[index] = begun if before < 0 else sessions[before]
+        begun += before < 0
+    return replace(trace, previous=previous, sessions=sessions, think_seconds=np.zeros(len(trace)))
+
+
+def previous_by_prefix(trace: Trace) -> NDArray[np.int64]:
+    """The previous turn of each request, shape (n,); -1: a first turn.
+
+    It is the latest request whose whole blocks are the longest of the prompt's prefixes. Prefixes
+    with `SHARED_AFTER` or more continuations so far are left out. Only earlier requests count, as
+    in a router. A prompt's last block may be partial, and links nothing.
+    """
+    previous = np.full(len(trace), -1, np.int64)
+    ends: dict[int, int] = {}  # a prefix's number: the latest request whose whole blocks are it
+    numbers: dict[tuple[int, int], int] = {}  # (prefix, next block): longer prefix
+    continuations: dict[int, int] = {}
+    for index in range(len(trace)):
+        whole = int(trace.input_tokens[index]) // trace.block_tokens
+        ids = trace.blocks(index).tolist()
+        node = -1
+        path: list[int] = []
+        for position, block in enumerate(ids):
+            longer = numbers.get((node, block))
+            if longer is None:
+                longer = numbers[node, block] = len(numbers)
+                continuations[node] = continuations.get(node, 0) + 1
+            node = longer
+            if position < whole:
+                path.append(node)
+        for prefix in reversed(path):
+            if prefix in ends and continuations.get(prefix, 0) < SHARED_AFTER:
+                previous[index] = ends[prefix]
+                break
+        if path:
+            ends[path[-1]] = index
+    return previous
