@@ -305,3 +305,29 @@ def test_a_study_of_agents(tmp_path: Path) -> None:
     assert heads[-2:] == ["job completion, s", "programs"]
     values = rows(cells(results), table_of(results))[0]
     assert all(value is not None for value in values[-7:])
+
+
+def test_a_cache_size_that_is_told_wrong_is_measured() -> None:
+    """A cache told 50% too large holds as many programs as the same cache told right; a limit of
+    1.5 caches lets programs evict each other."""
+    profile = load_profile("independent-sim").model_copy(update={"cache_blocks": 500})
+    workload = prepare(AgentsTrace(seed=3, instances=2, duration_seconds=1800).make(), profile)
+
+    def recomputed(theta: float, told: float) -> float:
+        played = simulate(
+            workload,
+            policy="lmetric",
+            instances=2,
+            profile=profile,
+            admission="vllm",
+            cached_answers=True,
+            programs={"kind": "admit", "theta": theta, "sessions": False, "max_hold_seconds": 1e9},
+            told_cache_ratio=told,
+        )
+        figures = program_figures(played)
+        assert figures is not None and not figures.failed
+        return figures.recomputed_share
+
+    right, measured, wrong = recomputed(1.0, 1.0), recomputed(1.0, 1.5), recomputed(1.5, 1.0)
+    assert measured < right + 0.3 * (wrong - right)
+    assert wrong > 2 * right

@@ -124,3 +124,24 @@ async def test_a_server_that_stops_ends_held_requests() -> None:
         except aiohttp.ClientError:
             status = 503
         assert status == 503
+
+
+async def test_a_session_that_says_it_is_final_frees_its_place_with_the_answer() -> None:
+    async with small_cache() as w:
+        status, _, _ = await w.post(body(1), headers={"x-session-final": "true"})
+        assert status == 200
+        assert (await send(w, 2))[0] == 200
+        told = await programs(w)
+        assert (told["held"], told["states"]["paused"], told["states"]["gap"]) == (0, 1, 1)
+        await w.settled()
+
+
+async def test_thunder_agents_rules_hold_and_release() -> None:
+    settings = {"kind": "thunder_agent", "min_tokens": 100, "half_life_seconds": 0.5}
+    async with world(1, cache_blocks=100, programs=settings) as w:
+        assert (await send(w, 1))[0] == 200
+        async with asyncio.timeout(20):
+            assert (await send(w, 2))[0] == 200
+        told = await programs(w)
+        assert (told["held"], told["admitted"]) == (1, 1)
+        await w.settled()

@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import cold as burst
 from tables import rendered
 from world import (
     ADMITTED,
@@ -85,6 +86,15 @@ def workloads(world: Pool) -> Row:
 def settings(world: Pool) -> Row:
     stages = [Stage(pressure) for pressure in (0.8, 1.0, 1.5)]
     return rows(world, stages, VARIANTS, columns=SHORT, base=ADMITTED.label)
+
+
+@figure("cold", "Equal prompts that no cache holds")
+def cold(world: Pool) -> Row:
+    made = [
+        {"stage": stage.label, "policy": arm.label, **columns(found, digits=5)}
+        for stage, arm, found in world.all(burst.play, burst.BURSTS, burst.ARMS)
+    ]
+    return {"base": LMETRIC.label, "rows": made, "columns": ["ttft", "ttft_p95", "end", "copies"]}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ FIGURES = {
     "stretch": ("max stretch", 1, 1),
     "hold": ("longest hold, s", 1, 0),
     "ttft": ("TTFT mean, s", 1, 2),
+    "ttft_p95": ("TTFT p95, s", 1, 2),
+    "end": ("all done, s", 1, 0),
+    "copies": ("prompts computed", 1, 1),
     "capacity": ("cache of an instance, 1,000 tokens", 1e-3, 0),
 }
 
@@ -26,7 +29,9 @@ def rendered(told: Row) -> str:
     """Returns a figure's part of the page."""
     parts = []
     for stage, here in grouped(told["rows"], "stage").items():
-        compared = {"jct": "JCT"} | ({"jct_p95": "p95"} if told.get("of") else {})
+        compared = (
+            {} if "jct" not in here[0] else {"jct": "JCT"} | ({"jct_p95": "p95"} if told.get("of") else {})
+        )
         bases = {name: base_of(told, here, name) for name in compared}
         lines = []
         for row in here:
