@@ -77,7 +77,7 @@ def goal(world: Pool) -> Row:
 
 @figure("workloads", "Other workloads")
 def workloads(world: Pool) -> Row:
-    stages = [Stage(pressure, workload=name) for name in WORKLOADS if name for pressure in (0.8, 1.0, 1.5)]
+    stages = [Stage(pressure, workload=name) for name in WORKLOADS if name for pressure in (0.8, 1.0, 1.25)]
     players = [THUNDER, ADMITTED, ADMITTED_FINAL]
     return rows(world, stages, players, columns=SHORT, base=THUNDER.label)
 
