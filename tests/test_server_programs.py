@@ -145,3 +145,30 @@ async def test_thunder_agents_rules_hold_and_release() -> None:
         told = await programs(w)
         assert (told["held"], told["admitted"]) == (1, 1)
         await w.settled()
+
+
+async def test_fifty_equal_prompts_at_once_are_one_program() -> None:
+    async with small_cache() as w:
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*(send(w, 1) for _ in range(50)))
+        assert {status for status, _ in answers} == {200}
+        told = await programs(w)
+        assert (sum(told["states"].values()), told["held"], told["refused"]) == (1, 0, 0)
+        await w.settled()
+
+
+async def test_a_flood_of_one_tenant_does_not_hold_another_for_long() -> None:
+    """Twenty programs of one tenant wait. A program of another tenant is admitted next."""
+    settings = {**SETTINGS, "forget_seconds": 1}
+    async with world(1, cache_blocks=100, programs=settings, tenants={"a": {}, "b": {}}) as w:
+        assert (await send(w, 1))[0] == 200
+        flood = [asyncio.create_task(w.post(body(name), headers={"x-tenant": "a"})) for name in range(2, 22)]
+        await held(w, 20)
+        async with asyncio.timeout(20):
+            status, _, _ = await w.post(body(30), headers={"x-tenant": "b"})
+        assert status == 200
+        assert sum(task.done() for task in flood) <= 2
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        await w.settled()
