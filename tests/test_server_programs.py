@@ -159,7 +159,7 @@ async def test_fifty_equal_prompts_at_once_are_one_program() -> None:
 
 async def test_a_flood_of_one_tenant_does_not_hold_another_for_long() -> None:
     """Twenty programs of one tenant wait. A program of another tenant is admitted next."""
-    settings = {**SETTINGS, "forget_seconds": 1}
+    settings = {**SETTINGS, "forget_seconds": 4}
     async with world(1, cache_blocks=100, programs=settings, tenants={"a": {}, "b": {}}) as w:
         assert (await send(w, 1))[0] == 200
         flood = [asyncio.create_task(w.post(body(name), headers={"x-tenant": "a"})) for name in range(2, 22)]
