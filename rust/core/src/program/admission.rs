@@ -16,8 +16,9 @@ use std::collections::BTreeSet;
 const SOON_SECONDS: Seconds = 30.0;
 /// Held programs considered per tenant and round.
 const CANDIDATES: usize = 64;
-/// Time constant of the rate at which tokens are admitted.
+/// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
 const FLOW_SECONDS: Seconds = 300.0;
+const LEAST_FLOW_SECONDS: Seconds = 60.0;
 
 /// Why a request is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,18 +36,25 @@ pub struct Hold {
 /// Place of a program among the held programs of its tenant: what the order counts, then its birth.
 type Place = (u64, u64, ProgramId);
 
+/// The held programs of a tenant, and the tokens that they need.
+#[derive(Clone, Debug, Default)]
+struct Waiting {
+    places: BTreeSet<Place>,
+    tokens: f64,
+}
+
 /// The held programs, and requests admitted but not yet taken by the caller.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Queue {
-    tenants: HashMap<u64, BTreeSet<Place>>,
+    tenants: HashMap<u64, Waiting>,
     /// Tenant, place and needed tokens of each held program.
     places: HashMap<ProgramId, (u64, Place, f64)>,
-    /// Tokens that the held programs need.
-    tokens: f64,
     pub released: Vec<Released>,
     /// Admitted tokens, decayed.
     flow: f64,
     flow_at: Seconds,
+    /// Time of the first admission.
+    flow_began: Option<Seconds>,
 }
 
 impl Queue {
@@ -61,22 +69,20 @@ impl Queue {
         let place = (first, program.order, id);
         let tokens = program.own_tokens();
         self.places.insert(id, (program.tenant, place, tokens));
-        self.tenants.entry(program.tenant).or_default().insert(place);
-        self.tokens += tokens;
+        let waiting = self.tenants.entry(program.tenant).or_default();
+        waiting.places.insert(place);
+        waiting.tokens += tokens;
     }
 
     /// Removes a program.
     pub fn remove(&mut self, id: ProgramId) {
         let Some((tenant, place, tokens)) = self.places.remove(&id) else { return };
-        self.tokens -= tokens;
-        if let Some(held) = self.tenants.get_mut(&tenant) {
-            held.remove(&place);
-            if held.is_empty() {
+        if let Some(waiting) = self.tenants.get_mut(&tenant) {
+            waiting.places.remove(&place);
+            waiting.tokens -= tokens;
+            if waiting.places.is_empty() {
                 self.tenants.remove(&tenant);
             }
-        }
-        if self.places.is_empty() {
-            self.tokens = 0.0;
         }
     }
 
@@ -94,13 +100,24 @@ impl Queue {
     fn admitted(&mut self, tokens: f64, now: Seconds) {
         self.flow_to(now);
         self.flow += tokens;
+        self.flow_began.get_or_insert(now);
     }
 
-    /// Returns the predicted seconds until all held programs are admitted.
-    fn expected_seconds(&mut self, now: Seconds) -> Seconds {
+    /// Returns the predicted seconds until all held programs of a tenant are admitted. Tenants take
+    /// turns, so at most as many tokens of each other tenant are admitted before.
+    fn expected_seconds(&mut self, tenant: u64, now: Seconds) -> Seconds {
         self.flow_to(now);
-        let rate = self.flow / FLOW_SECONDS;
-        if rate > 0.0 { self.tokens / rate } else { f64::INFINITY }
+        let age = self.flow_began.map_or(0.0, |began| now - began).max(LEAST_FLOW_SECONDS);
+        let rate = self.flow / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
+        let own = self.tenants.get(&tenant).map_or(0.0, |waiting| waiting.tokens);
+        let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
+        if rate > 0.0 { tokens / rate } else { f64::INFINITY }
+    }
+
+    /// Returns whether a tenant has more than its share of a full queue.
+    fn is_full(&self, tenant: u64, most: usize) -> bool {
+        let own = self.tenants.get(&tenant).map_or(0, |waiting| waiting.places.len());
+        self.len() > most && own > most / self.tenants.len().max(1)
     }
 }
 
@@ -139,7 +156,8 @@ impl Programs {
         }
         let hold = self.hold_of(id, now);
         let too_long = hold.expected_seconds > self.config.most_hold_seconds;
-        if is_new && (too_long || self.queue.len() > self.config.most_held) {
+        let is_full = self.queue.is_full(self.programs[id].tenant, self.config.most_held);
+        if is_new && (too_long || is_full) {
             self.counters.refused += 1;
             self.ended(turn, 0, super::Finish::Unknown, now);
             return Verdict::Refused { retry_after_seconds: hold.expected_seconds.clamp(1.0, 3600.0) };
@@ -162,7 +180,7 @@ impl Programs {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.queue.expected_seconds(now),
+            expected_seconds: self.queue.expected_seconds(self.programs[id].tenant, now),
         }
     }
 
@@ -285,7 +303,7 @@ impl Programs {
     /// Returns the held program to admit next, if one fits.
     fn next_to_admit(&self, now: Seconds) -> Option<(ProgramId, InstanceId)> {
         for tenant in self.tenants_by_share() {
-            for &(_, _, id) in self.queue.tenants[&tenant].iter().take(CANDIDATES) {
+            for &(_, _, id) in self.queue.tenants[&tenant].places.iter().take(CANDIDATES) {
                 if let Some(instance) = self.room_for(id) {
                     return Some((id, instance));
                 }
