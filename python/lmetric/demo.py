@@ -49,14 +49,14 @@ _SHARING_SECONDS = 0.1
 PRESSURE = 1.1
 _LEAST_CONTEXTS = 1.2
 _ENDLESS_BLOCKS = 1_000_000
-# Settings of admission that are times, in seconds of the engines' clock, and other settings: the
-# contexts are short, clients name sessions only for the policy `session_affinity`, and no program
-# is refused, so that all runs complete the same programs.
+# Times of admission, in seconds of the engines' clock.
 _ADMISSION_SECONDS = {
     "forget_seconds": 30.0,
     "backfill_seconds": 120.0,
     "others_seconds": 15.0,
 }
+# The contexts are short. Clients name sessions only for the policy `session_affinity`. No program
+# is refused, so that all runs complete the same programs.
 _ADMISSION = {"min_tokens": 512, "sessions": False, "max_hold_seconds": 3600.0}
 
 
@@ -279,7 +279,7 @@ async def _play(
 
 
 def programs(engines: int, block_tokens: int) -> Trace:
-    """Agent programs for so many engines: some 7 a minute and engine, each with about 9 turns.
+    """Agent programs for a number of engines: about 7 per engine, with a median of 9 turns.
 
     Contexts are a tenth of those of coding agents, so that the machine can write and tokenize them.
     """

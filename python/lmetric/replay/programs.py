@@ -19,12 +19,12 @@ class ProgramReport:
     Attributes:
         programs: programs whose requests all ended well. The times are theirs.
         failed: all other programs.
-        jct_mean_seconds: job completion time, from the due time of a program's first request to the
-            last token of its last answer, times the speed of the engines' clock; None: no program.
+        jct_mean_seconds: job completion time on the engines' clock; None: no program. It lasts from
+            the due time of a program's first request to the last token of its last answer.
         recomputed_share: prompt tokens computed beyond the fewest possible, over all prompt tokens
             of complete requests; None: the server reports no cached tokens.
-        longest_hold_seconds: longest time for which the router held a request, times the speed of
-            the engines' clock.
+        longest_hold_seconds: longest time for which the router held a request, on the engines'
+            clock.
     """
 
     programs: int
