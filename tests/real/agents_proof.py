@@ -41,6 +41,7 @@ START_SECONDS = 0.5  # between the starts of two agents
 # the mean context is about 70% of the last one.
 GPU_BLOCKS = (SYSTEM_TOKENS + 3 * END_TOKENS) // BLOCK + 3
 ENGINE: dict[str, Any] = {"num_gpu_blocks_override": GPU_BLOCKS, "max_model_len": 6144}
+KV_BYTES = 2 * SIZE[0] * SIZE[1] // 2 * 4  # of a token: keys and values of one of two heads, float32
 TIER: dict[str, Any] = {
     "environ": {"PYTHONPATH": str(HERE)},
     "kv_transfer_config": {
@@ -49,7 +50,7 @@ TIER: dict[str, Any] = {
         "kv_connector_extra_config": {
             "spec_name": "CpuBuildSpec",
             "spec_module_path": "cpu_offload_spec",
-            "cpu_bytes_to_use": 64 << 20,
+            "cpu_bytes_to_use": 2 * GPU_BLOCKS * BLOCK * KV_BYTES,  # twice the engine's cache
         },
     },
 }

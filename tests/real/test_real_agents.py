@@ -11,7 +11,7 @@ from vllm_process import VllmEngine, environment, model
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-SEED, AGENTS = 1, 9
+SEED, AGENTS = 1, 12
 
 
 async def test_admission_keeps_the_contexts_in_the_caches(
