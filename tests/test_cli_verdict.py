@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.cli.simulate import _verdict as simulate_sentence
-from lmetric.cli.verdict import Entry, sentence
+from lmetric.cli.verdict import Entry, of_programs, sentence
 from lmetric.defaults import SLICE
+from lmetric.replay import ProgramReport
 from lmetric.sim.ranking import ranking
 from lmetric.sim.report import build as build_report
 from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run
@@ -133,3 +134,25 @@ def test_reports_and_the_sentence_have_one_order() -> None:
     assert places == sorted(places)
     assert "<small>cannot keep up</small>" in first
     assert "<small>1 unfinished</small>" in first
+
+
+def of(jct: float | None, share: float | None, failed: int = 0) -> ProgramReport:
+    return ProgramReport(37 - failed, failed, jct, jct, share, 0.0)
+
+
+def test_agent_programs_are_compared_by_job_completion_time() -> None:
+    reports = {"lmetric": of(120.0, 0.4), "sticky sessions": of(150.0, 0.3), "admission": of(90.0, 0.05)}
+    assert of_programs(reports) == (
+        "admission: mean job completion time 90.00 s, 25% below lmetric, 5.0% of the prompt tokens "
+        "recomputed (lmetric: 40.0%)."
+    )
+
+
+def test_programs_that_fail_are_named_and_not_compared() -> None:
+    reports = {"lmetric": of(120.0, None), "admission": of(10.0, 0.0, failed=3)}
+    assert of_programs(reports) == (
+        "lmetric: mean job completion time 120.00 s; admission: 3 of 37 programs did not finish."
+    )
+    assert of_programs({"lmetric": of(None, None, failed=37)}) == (
+        "lmetric: 37 of 37 programs did not finish."
+    )

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from lmetric.cli import demo
 from lmetric.cli.app import build
 from lmetric.cli.show import tables, wrapped
+from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.demo import Setting
-from lmetric.replay import Report
+from lmetric.replay import ProgramReport, Report
 from lmetric.sim.summary import Goodput, Spread
 
 SIMULATE = ["simulate", "--requests", "60", "--instances", "4", "--policy"]
@@ -56,7 +57,9 @@ def defaults_of_the_demo() -> Setting:
     given = {name: each.default for name, each in inspect.signature(demo.command).parameters.items()}
     return Setting(
         policies=["round_robin", "vllm", "lmetric"],
-        **{name: given[name] for name in ("engines", "profile", "clock_speed", "speed", "requests")},
+        **{name: given[name] for name in ("engines", "speed", "requests")},
+        profile=DEFAULT_PROFILE,
+        clock_speed=demo.CLOCK_SPEED,
         max_input_tokens=None,
     )
 
@@ -84,6 +87,37 @@ def test_the_demo_plays_at_most_a_minute() -> None:
     assert replace(setting, policies=["lmetric"]).expected_seconds(setting.trace()) == pytest.approx(
         seconds / 3
     )
+
+
+def agents_in_the_demo() -> Setting:
+    return replace(
+        defaults_of_the_demo(), profile=demo.AGENTS_PROFILE, clock_speed=demo.AGENTS_CLOCK_SPEED, agents=True
+    )
+
+
+def test_the_demo_of_agents_plays_below_two_minutes() -> None:
+    setting = agents_in_the_demo()
+    trace = setting.trace()
+    assert 60 < setting.expected_seconds(trace) < 110
+    memory = setting.memory(trace)
+    # Every program fits into a cache alone, and no two caches hold them all.
+    assert memory.cache_blocks * 16 > int((trace.input_tokens + trace.output_tokens).max())
+    assert int(memory.min_computed_tokens.sum()) < int(trace.input_tokens.sum()) / 4
+
+
+def test_the_table_of_agents_is_one_table() -> None:
+    report = Report(
+        347, 347, 0, 0, False, 10.0, 9.0, None, None, None, 1, 1, 0.123, 1, 1.0, 1.0,
+        Goodput(None, None, 1.0, 1.0, 1.0), {}, None, 0,
+        programs=ProgramReport(37, 0, 1234.5, 2345.6, 0.456, 1234.5),
+    )  # fmt: skip
+    setting = agents_in_the_demo()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(demo._summary(setting, {arm.label: report for arm in setting.runs}, 80))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("policy ") == 1
+    assert text.count("1234.5") == 6
 
 
 def test_a_wide_table_becomes_several_with_the_same_first_columns() -> None:

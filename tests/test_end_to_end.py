@@ -199,6 +199,25 @@ def test_a_short_demo() -> None:
         assert done.stderr.splitlines()[-1].startswith(("round_robin: mean TTFT", "lmetric: mean TTFT"))
 
 
+def test_a_short_demo_of_agents() -> None:
+    done = subprocess.run(
+        [*COMMAND, "demo", "--agents", "--engines", "2", "--clock-speed", "50", "--json"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reports = json.loads(done.stdout)["reports"]
+    assert list(reports) == ["lmetric", "sticky sessions", "lmetric, admission"]
+    figures = [report["programs"] for report in reports.values()]
+    assert all(each["failed"] == 0 and each["programs"] > 15 for each in figures)
+    lmetric, sticky, admission = figures
+    # The engines count: without admission, programs evict each other.
+    assert lmetric["recomputed_share"] > 0.2
+    assert admission["recomputed_share"] < lmetric["recomputed_share"] / 2
+    assert lmetric["longest_hold_seconds"] == sticky["longest_hold_seconds"] == 0
+    assert admission["longest_hold_seconds"] > 10
+    assert "mean job completion time" in done.stderr.splitlines()[-1]
+
+
 def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:
     process = subprocess.Popen(
         [*COMMAND, "demo", "--policy", "lmetric", "--engines", "2"],

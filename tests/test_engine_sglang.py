@@ -108,7 +108,7 @@ async def test_events_have_signed_hashes_and_the_salt_beside_them(context: zmq.a
                 break
         assert all(-(2**63) <= one < 2**63 for one in hashes)
         assert any(one < 0 for one in hashes)
-    assert sglang_message(("removed", 2**64 - 9), 16) == {
+    assert sglang_message(("removed", "GPU", 2**64 - 9), 16) == {
         "type": "BlockRemoved",
         "block_hashes": [-9],
         "medium": "GPU",

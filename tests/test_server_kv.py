@@ -328,3 +328,38 @@ async def test_a_prompt_in_an_engines_cpu_tier_is_found_there() -> None:
                 first.publish(stored(hashes, ids[:192]))
                 await hears(w, "e0", ids, 192)
                 assert (await through(w, ids))[:2] == ("e0", 192)
+
+
+async def test_an_emulated_engine_loads_from_its_host_tier_and_the_router_predicts_it() -> None:
+    # The GPU holds two prompts, the host all six. A load takes 9.4 s of the engine's clock.
+    async with emulated(cache_blocks=26, host_tier="4,0.002") as engine, routed(engine) as w:
+        await connected(w)
+        for seed in range(6):
+            assert await through(w, prompt(seed)) == ("e0", 0, 0)
+            await hears(w, "e0", prompt(seed), 192)
+        start = asyncio.get_running_loop().time()
+        _, headers, answer = await w.post({"model": "tiny", "prompt": prompt(0), "max_tokens": 1})
+        assert asyncio.get_running_loop().time() - start > 9.4 / 50
+        record = w.server.fleet.pools[0].router.explain(decision_id(headers))
+        assert record is not None
+        assert (record["predicted_cached_tokens"], record["predicted_tier_tokens"]) == (192, 192)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+        assert (await through(w, prompt(0)))[1:] == (192, 192)
+        shown = orjson.loads((await w.get("/debug/engines"))[1])
+        assert shown[0]["kv_events"]["ranks"]["0"]["tiers"] == {"CPU": 72}
+        # A client leaves during a load, and others are served.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await direct(engine, prompt(2))
+        assert await direct(engine, prompt(0)) == 192
+        assert await direct(engine, prompt(3)) == 192
+
+
+async def test_a_host_tier_drops_blocks_and_says_so() -> None:
+    async with emulated(cache_blocks=26, host_tier="1,50") as engine, routed(engine) as w:
+        await connected(w)
+        for seed in range(6):
+            assert (await through(w, prompt(seed)))[1:] == (0, 0)
+            await hears(w, "e0", prompt(seed), 192)
+        await hears(w, "e0", prompt(0), 0)
+        assert (await through(w, prompt(0)))[1:] == (0, 0)

@@ -741,6 +741,8 @@ class Engine:
         order: str = "fcfs",  # docs/explanation/simulator.md, local orders
         order_slo_seconds: float = 0.1,  # for the order slo
         swap: tuple[float, int] | None = None,  # seconds per token each way, tokens in the host
+        # Capacity relative to the GPU's, seconds to load a token, step seconds per load second.
+        host_tier: tuple[float, float, float] | None = None,
         kv_events: bool = False,
     ) -> Engine: ...
     def submit(
@@ -755,6 +757,7 @@ class Engine:
         pulled_tokens: int = 0,  # leading prompt tokens whose KV comes from another engine
     ) -> int: ...  # the request's key; BadValueError if the engine could never serve it
     def abort(self, id: int) -> bool: ...  # False: unknown request
+    def next_load(self) -> float | None: ...  # end of the first load from the host tier under way
     def start_step(self, now: float) -> float | None: ...  # end of the step; None: nothing to do
     def finish_step(
         self,
@@ -762,8 +765,8 @@ class Engine:
     # tokens (key, token id, flags: 1 = last token, 2 = out of a prefill), admitted (key, cached
     # tokens, whether for the first time), preempted (keys), prompt tokens computed
     def take_kv_events(self) -> list[tuple[Any, ...]]: ...
-    # ("stored", parent | None, block hashes, token ids, salt | None), ("removed", block hash),
-    # ("cleared",)
+    # ("stored", medium, parent | None, block hashes, token ids, salt | None), ("removed", medium,
+    # block hash), ("cleared",)
     def reset_cache(self) -> bool: ...  # False: a request uses a block
     def load(self) -> dict[str, Any]: ...  # waiting, running, kv_usage (0 to 1), counters
 

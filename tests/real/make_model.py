@@ -1,6 +1,6 @@
 """Makes a tiny model for real engines: Qwen2 with random weights.
 
-    VLLM_ENVIRONMENT/bin/python tests/real/make_model.py DIR
+    VLLM_ENVIRONMENT/bin/python tests/real/make_model.py DIR [LAYERS HIDDEN]
 
 The tokenizer is the tokenizer of the emulated engines. Nothing is downloaded. The weights come from
 a seed, so two engines give the same greedy answers. The chat template takes tools and content in
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make(target: Path) -> None:
+def make(target: Path, layers: int = LAYERS, hidden: int = HIDDEN) -> None:
     """Writes configuration, weights and tokenizer."""
     import torch
     from tokenizers import Tokenizer
@@ -47,13 +47,14 @@ def make(target: Path) -> None:
     torch.manual_seed(1)
     config = Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.3,  # wide, so that the likeliest token stands clear of the next
+        # Wide, so that the likeliest token stands clear of the next.
+        initializer_range=0.3 * (HIDDEN / hidden) ** 0.5,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=end,
@@ -76,4 +77,4 @@ def make(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -20,8 +20,7 @@ from typing import Any
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache" / "vllm"
 START_SECONDS = 900.0  # on a crowded machine
-# Taken out of the environment, where the router would take them for settings of its own.
-NAMED = {name: os.environ.pop(f"LMETRIC_{name}_VENV", None) for name in ("VLLM", "AIPERF")}
+NAMED = {name: os.environ.get(f"TEST_{name}_VENV") for name in ("VLLM", "AIPERF")}
 
 MODEL = "tiny"
 BLOCK = 32  # tokens; on CPU a multiple of 32
@@ -92,14 +91,17 @@ def environment() -> Path:
     return target
 
 
-def model(venv: Path) -> Path:
-    """The folder of the tiny model, made the first time."""
-    target = CACHE / MODEL
+def model(venv: Path, *size: int) -> Path:
+    """The folder of the tiny model, made the first time; `size`: layers and hidden size of a larger
+    one."""
+    name = "-".join(map(str, (MODEL, *size)))
+    target = CACHE / name
     maker = HERE / "make_model.py"
-    with locked(MODEL):
+    with locked(name):
         made_by = target / "made_by"
         if not made_by.exists() or made_by.read_text() != maker.read_text():
-            subprocess.run([venv / "bin" / "python", maker, target], check=True, timeout=300)
+            command = [venv / "bin" / "python", maker, target, *map(str, size)]
+            subprocess.run(command, check=True, timeout=300)
             made_by.write_text(maker.read_text())
     return target
 

@@ -10,11 +10,17 @@ import typer
 from lmetric.cli.help import BASIC, ENGINES, EXPERIMENTAL, TRACE
 from lmetric.defaults import DEFAULT_PROFILE
 
+REQUESTS, SPEED, CLOCK_SPEED = 160, 0.8, 8.0
+# Agents: a profile whose prefill is slow against its decode, so that short contexts, which the
+# machine can tokenize, cost as much as the long contexts of coding agents elsewhere.
+AGENTS_CLOCK_SPEED = 10.0
+AGENTS_PROFILE = "qwen3-32b-h20"
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lmetric.demo import EngineState, Moment, Setting
-    from lmetric.replay import Report
+    from lmetric.replay import ProgramReport, Report
 
 
 def command(
@@ -53,19 +59,22 @@ def command(
             help="Send the first N requests; the shipped slice has 1,000.",
             rich_help_panel=BASIC,
         ),
-    ] = 160,
+    ] = REQUESTS,
     speed: Annotated[
         float,
         typer.Option(
             help="Arrival rate relative to the trace, on the engines' clock.", rich_help_panel=BASIC
         ),
-    ] = 0.8,
+    ] = SPEED,
     clock_speed: Annotated[
-        float,
+        float | None,
         typer.Option(
-            max=1000, help="Speed of the engines' clock relative to real time.", rich_help_panel=ENGINES
+            max=1000,
+            help="Speed of the engines' clock relative to real time.",
+            show_default=f"{CLOCK_SPEED:g}; with --agents: {AGENTS_CLOCK_SPEED:g}",
+            rich_help_panel=ENGINES,
         ),
-    ] = 8.0,
+    ] = None,
     max_input_tokens: Annotated[
         int | None,
         typer.Option(
@@ -88,8 +97,22 @@ def command(
         ),
     ] = 1,
     profile: Annotated[
-        str, typer.Option(help="Engine profile: a shipped name or a YAML file.", rich_help_panel=ENGINES)
-    ] = DEFAULT_PROFILE,
+        str | None,
+        typer.Option(
+            help="Engine profile: a shipped name or a YAML file.",
+            show_default=f"{DEFAULT_PROFILE}; with --agents: {AGENTS_PROFILE}",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    agents: Annotated[
+        bool,
+        typer.Option(
+            "--agents",
+            help="Play agent programs on engines with small caches; compare lmetric, sticky sessions and "
+            "lmetric with admission.",
+            rich_help_panel=BASIC,
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the reports as JSON.", rich_help_panel=BASIC)
     ] = False,
@@ -99,15 +122,34 @@ def command(
     Each run gets the same arrivals and new engines with empty caches. The engines model the step
     times of a GPU on a clock that runs faster than real time. TTFT and TPOT are in seconds of that
     clock.
+
+    With --agents, the requests belong to agent programs. All live programs together need 10% more
+    than the caches hold.
     """
     from lmetric import LmetricError, Policy, Router
     from lmetric.cli.show import note, print_json, print_text, stdout
     from lmetric.demo import Setting
     from lmetric.options import served
 
+    if clock_speed is None:
+        clock_speed = AGENTS_CLOCK_SPEED if agents else CLOCK_SPEED
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    if agents:
+        for name, given in (
+            ("--policy", policy is not None),
+            ("--priority", priority is not None),
+            ("--trace", trace is not None),
+            ("--requests", requests != REQUESTS),
+            ("--speed", speed != SPEED),
+            ("--max-input-tokens", max_input_tokens is not None),
+            ("--routers", routers != 1),
+        ):
+            if given:
+                raise typer.BadParameter(
+                    "--agents has its own requests and policies; remove one of the two", param_hint=name
+                )
     try:
         for each in policy or ():
             Router(Policy.from_config(each), offers="experimental")
@@ -119,7 +161,7 @@ def command(
     setting = Setting(
         policies=policy or ["round_robin", "vllm", "lmetric"],
         engines=engines,
-        profile=profile,
+        profile=profile or (AGENTS_PROFILE if agents else DEFAULT_PROFILE),
         clock_speed=clock_speed,
         speed=speed,
         requests=requests,
@@ -128,6 +170,7 @@ def command(
         source=trace,
         max_sequences=max_sequences,
         routers=routers,
+        agents=agents,
     )
     reports = _watch(setting)
     if as_json:
@@ -173,7 +216,8 @@ def _watch(setting: Setting) -> dict[str, Report]:
         async for policy, report in demo.run(setting, trace, show):
             reports[policy] = report
             if not console.is_terminal:
-                note(f"{policy}: {report.completed} of {report.requests} requests, {_ttft(report)}")
+                first = _ttft(report) if report.programs is None else _jct(report.programs)
+                note(f"{policy}: {report.completed} of {report.requests} requests, {first}")
 
     with Live(
         Text("starting engines and router"), console=console, transient=True, auto_refresh=False
@@ -186,6 +230,14 @@ def _watch(setting: Setting) -> dict[str, Report]:
 
 def describe(setting: Setting) -> str:
     """The setting in words, so that readers do not take the figures for measurements of a GPU."""
+    from lmetric.demo import PRESSURE
+
+    if setting.agents:
+        return (
+            f"Agent programs on {setting.engines} emulated engines ({setting.profile}, no GPU).\n"
+            f"All live programs need {PRESSURE:g}x the engines' KV caches.\n"
+            f"Times are on the engines' clock, which runs at {setting.clock_speed:g}x real time."
+        )
     source = setting.source or "Mooncake's conversation trace"
     return (
         f"First {setting.requests} requests of {source} at {setting.speed:g}x speed\n"
@@ -224,25 +276,41 @@ def _summary(setting: Setting, reports: dict[str, Report], width: int) -> Render
     from lmetric.cli.show import tables
 
     columns = ["policy", "TTFT, s", "p50", "p90", "p99", "TPOT, ms", "p99", "E2E, s", "hit %"]
+    if setting.agents:
+        columns = ["policy", "job completion, s", "p95", "recomputed %", "longest hold, s"]
     rows = [_figures(name, report) for name, report in reports.items()]
     return Group(Text(describe(setting)), *(tables(columns, rows, width) if rows else ()))
 
 
 def _figures(name: str, report: Report) -> list[str]:
+    name += " (interrupted)" if report.interrupted else ""
+    if (programs := report.programs) is not None:
+        times = (programs.jct_mean_seconds, programs.jct_p95_seconds)
+        jct = ["–" if seconds is None else f"{seconds:.1f}" for seconds in times]
+        share = "–" if programs.recomputed_share is None else f"{programs.recomputed_share * 100:.1f}"
+        return [name, *jct, share, f"{programs.longest_hold_seconds:.1f}"]
     first, each = report.ttft_seconds, report.tpot_seconds
     ttft = [f"{value:.2f}" for value in (first.mean, first.p50, first.p90, first.p99)] if first else ["–"] * 4
     tpot = [f"{value * 1e3:.1f}" for value in (each.mean, each.p99)] if each else ["–"] * 2
     whole = report.e2e_seconds
     e2e = f"{whole.mean:.2f}" if whole else "–"
     hit = "–" if report.hit_rate is None else f"{report.hit_rate * 100:.1f}"
-    return [name + (" (interrupted)" if report.interrupted else ""), *ttft, *tpot, e2e, hit]
+    return [name, *ttft, *tpot, e2e, hit]
 
 
 def _verdict(reports: dict[str, Report]) -> str:
     from lmetric.cli.replay import entry
-    from lmetric.cli.verdict import sentence
+    from lmetric.cli.verdict import of_programs, sentence
 
+    programs = {label: report.programs for label, report in reports.items() if report.programs is not None}
+    if programs:
+        return of_programs(programs)
     return sentence([entry(label, report) for label, report in reports.items()])
+
+
+def _jct(programs: ProgramReport) -> str:
+    mean = programs.jct_mean_seconds
+    return "no complete program" if mean is None else f"mean job completion time {mean:.1f} s"
 
 
 def _ttft(report: Report) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmetric.sim.ranking import Measured, rank
+
+if TYPE_CHECKING:
+    from lmetric.replay import ProgramReport
 
 Span = tuple[float, float, float]
 """Mean, minimum and maximum over seeds."""
@@ -60,6 +64,29 @@ def sentence(entries: Sequence[Entry]) -> str:
     if 0 < len(late) < len(entries):  # it explains the order
         parts.append(f"{', '.join(late)} cannot keep up")
     return "; ".join(parts or ["No request got a token"]) + "."
+
+
+def of_programs(reports: Mapping[str, ProgramReport]) -> str:
+    """Compares the run with the shortest mean job completion time with the second.
+
+    All programs must be complete in both, or the times do not compare.
+    """
+    whole = {name: each for name, each in reports.items() if not each.failed}
+    times = {name: each.jct_mean_seconds for name, each in whole.items() if each.jct_mean_seconds is not None}
+    parts = []
+    if times:
+        best, rival, *_ = [*sorted(times, key=times.__getitem__), None]
+        share = whole[best].recomputed_share
+        text = f"{best}: mean job completion time {shown(times[best])}"
+        text += "" if rival is None else _compared((times[best],) * 3, (times[rival],) * 3, rival)
+        text += "" if share is None else f", {share:.1%} of the prompt tokens recomputed"
+        if rival is not None and share is not None:
+            text += f" ({rival}: {whole[rival].recomputed_share or 0.0:.1%})"
+        parts.append(text)
+    for name, each in reports.items():
+        if each.failed:
+            parts.append(f"{name}: {each.failed} of {each.failed + each.programs} programs did not finish")
+    return "; ".join(parts or ["No program finished"]) + "."
 
 
 def shown(seconds: float) -> str:

@@ -2,7 +2,19 @@
 
 from lmetric.replay.client import Client, Record, ReplayError
 from lmetric.replay.player import Player
+from lmetric.replay.programs import ProgramReport, summarize_programs
 from lmetric.replay.report import Report, summarize
 from lmetric.sim.summary import Slo, Spread
 
-__all__ = ["Client", "Player", "Record", "ReplayError", "Report", "Slo", "Spread", "summarize"]
+__all__ = [
+    "Client",
+    "Player",
+    "ProgramReport",
+    "Record",
+    "ReplayError",
+    "Report",
+    "Slo",
+    "Spread",
+    "summarize",
+    "summarize_programs",
+]

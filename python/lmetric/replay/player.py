@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Protocol
 
 import orjson
@@ -20,8 +20,9 @@ from lmetric.sim.traces import Trace
 class Sender(Protocol):
     """Sends requests: a `Client`, or a choice among several clients."""
 
-    def body(self, prompt: str | orjson.Fragment, output_tokens: int) -> bytes:
-        """The body of a request for `output_tokens` tokens after `prompt`."""
+    def body(self, prompt: str | orjson.Fragment, output_tokens: int, **fields: Any) -> bytes:
+        """The body of a request for `output_tokens` tokens after `prompt`, with additional
+        `fields`."""
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
         """Send `body` now and fill in `record`; `start` is the run's begin by
@@ -41,10 +42,19 @@ class Player:
     A request with ``trace.previous`` is due at ``max(arrival, end of previous + think)``. With
     ``trace.joins``, the last end counts. The end of an answer also counts if that request failed:
     the conversation continues.
+    `fields` returns additional fields of the body of the trace's request `index`.
     """
 
-    def __init__(self, trace: Trace, client: Sender, prompts: Prompts) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        client: Sender,
+        prompts: Prompts,
+        *,
+        fields: Callable[[int], Mapping[str, Any]] = lambda index: {},
+    ) -> None:
         self.trace = trace
+        self._fields = fields
         self.records: list[Record] = []
         self.seconds = 0.0  # from the first arrival's due time to the end of the last answer
         self.interrupted = False
@@ -128,4 +138,5 @@ class Player:
         arrivals = self.trace.arrival_seconds - self.trace.arrival_seconds[0]
         for index, due in enumerate(arrivals.tolist()):
             prompt = self._prompts.prompt(self.trace, index)
-            yield Record(index, due), self._client.body(prompt, int(self.trace.output_tokens[index]))
+            output_tokens = int(self.trace.output_tokens[index])
+            yield Record(index, due), self._client.body(prompt, output_tokens, **self._fields(index))

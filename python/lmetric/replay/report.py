@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmetric.replay.client import Record
+from lmetric.replay.programs import ProgramReport
 from lmetric.sim.summary import Goodput, Slo, Spread, tpot_seconds
 
 # Requests sent later than this count as late: the load then differs from the trace.
@@ -47,6 +48,7 @@ class Report:
     lag_seconds: Spread | None  # delay of sending
     late_requests: int  # sent more than LATE_SECONDS late
     first_token_share: float = 1.0  # requests with their first token when the last one was sent
+    programs: ProgramReport | None = None  # None: agent programs were not summarized
 
 
 def summarize(

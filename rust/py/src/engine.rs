@@ -4,8 +4,8 @@ use crate::settings;
 use lmetric_core::CoreError;
 use lmetric_sim::text::Rolling;
 use lmetric_sim::{
-    Admission, Generator, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings, TOKEN_SECONDS,
-    TokenSlo,
+    Admission, Generator, HostTier, KvEvent, Order, Preempt, Profile, Prompt, Request, Settings,
+    TOKEN_SECONDS, TokenSlo,
 };
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
@@ -65,6 +65,16 @@ pub fn preempt(swap: Option<(f64, u64)>) -> Preempt {
     })
 }
 
+/// A host-memory tier from its (capacity relative to the GPU's, seconds to load a token, seconds
+/// that the next step takes longer per second of a load).
+pub fn host_tier(constants: Option<(f64, f64, f64)>) -> Option<HostTier> {
+    constants.map(|(capacity_ratio, seconds_per_token, step_ratio)| HostTier {
+        capacity_ratio,
+        seconds_per_token,
+        step_ratio,
+    })
+}
+
 /// One emulated engine: queue, batch, KV cache and steps. It has no clock: callers give times in
 /// seconds.
 #[pyclass(module = "lmetric._core")]
@@ -77,7 +87,7 @@ struct Engine {
 impl Engine {
     #[new]
     #[pyo3(signature = (profile, words, vocabulary, *, admission="vllm", order="fcfs", order_slo_seconds=0.1,
-        swap=None, kv_events=false))]
+        swap=None, host_tier=None, kv_events=false))]
     fn new(
         #[pyo3(from_py_with = profile)] profile: Profile,
         #[pyo3(from_py_with = tokens)] words: Vec<u32>,
@@ -86,6 +96,7 @@ impl Engine {
         order: &str,
         order_slo_seconds: f64,
         swap: Option<(f64, u64)>,
+        host_tier: Option<(f64, f64, f64)>,
         kv_events: bool,
     ) -> PyResult<Engine> {
         let admission = match admission {
@@ -95,7 +106,13 @@ impl Engine {
         };
         let order = Order::named(order, 0, TokenSlo::same(order_slo_seconds)).map_err(to_python)?;
         let generator = Generator::new(words, vocabulary).map_err(to_python)?;
-        let settings = Settings { admission, order, preempt: preempt(swap), host: None, kv_events };
+        let settings = Settings {
+            admission,
+            order,
+            preempt: preempt(swap),
+            host: self::host_tier(host_tier),
+            kv_events,
+        };
         let engine = lmetric_sim::Engine::new(profile, settings, Some(generator)).map_err(to_python)?;
         Ok(Engine { engine, submitted: 0 })
     }
@@ -133,6 +150,10 @@ impl Engine {
         self.engine.abort(id)
     }
 
+    fn next_load(&self) -> Option<f64> {
+        self.engine.next_load()
+    }
+
     fn start_step(&mut self, now: f64) -> Option<f64> {
         self.engine.start_step(now)
     }
@@ -159,12 +180,14 @@ impl Engine {
         let list = PyList::empty(py);
         for event in &log.events {
             match event {
-                KvEvent::Stored { parent, hashes, tokens, salt, .. } => {
-                    let (hashes, tokens) = (&log.hashes[hashes.clone()], &log.tokens[tokens.clone()]);
-                    list.append(("stored", *parent, hashes.to_vec(), tokens.to_vec(), salt.as_deref()))?;
+                KvEvent::Stored { tier, parent, hashes, tokens, salt } => {
+                    let (hashes, tokens) =
+                        (log.hashes[hashes.clone()].to_vec(), log.tokens[tokens.clone()].to_vec());
+                    list.append(("stored", tier.medium(), *parent, hashes, tokens, salt.as_deref()))?;
                 }
-                KvEvent::Removed { hashes, .. } => {
-                    log.hashes[hashes.clone()].iter().try_for_each(|hash| list.append(("removed", *hash)))?;
+                KvEvent::Removed { tier, hashes } => {
+                    let mut gone = log.hashes[hashes.clone()].iter();
+                    gone.try_for_each(|hash| list.append(("removed", tier.medium(), *hash)))?;
                 }
                 KvEvent::Cleared => list.append(("cleared",))?,
             }
@@ -196,6 +219,7 @@ impl Engine {
             ("prefix_cache_queries", counters.prefix_cache_queries),
             ("prefix_cache_hits", counters.prefix_cache_hits),
             ("pulled_prompt_tokens", counters.pulled_prompt_tokens),
+            ("loaded_tokens", counters.loaded_tokens),
             ("steps", counters.steps),
         ] {
             dict.set_item(name, count)?;

@@ -1,6 +1,6 @@
 //! Python functions of the simulator: columns in, columns out, without the interpreter lock in
 //! between.
-use crate::engine::{preempt, profile, unknown};
+use crate::engine::{self, preempt, profile, unknown};
 use crate::errors::Result;
 use crate::guard::GuardSettings;
 use crate::{policies, router};
@@ -10,8 +10,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, HostTier, MoveBy, Order, Outcome, Overlap, Policies, Profile,
-    Pulling, Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile, Pulling,
+    Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
 };
 use lmetric_study::REGISTRY;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
@@ -243,11 +243,7 @@ fn simulate<'py>(
         told_cache_ratio,
         order: Order::named(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         preempt: preempt(swap),
-        host: host_tier.map(|(capacity_ratio, seconds_per_token, step_ratio)| HostTier {
-            capacity_ratio,
-            seconds_per_token,
-            step_ratio,
-        }),
+        host: engine::host_tier(host_tier),
         priorities: crate::priorities::priorities_of(priority, priority_settings)?,
         sharing_seconds,
         signals: Signals { token_stride, ..seen },

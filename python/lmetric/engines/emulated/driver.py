@@ -115,13 +115,20 @@ class Driver:
     def _start_step(self, now: float) -> None:
         self._start, self._end = now, self.engine.start_step(now)
 
+    @property
+    def _due(self) -> float | None:
+        """When the engine has something to do: the end of its step, or of a load from the host."""
+        return self.engine.next_load() if self._end is None else self._end
+
     def _schedule(self) -> None:
-        if self._end is None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if (due := self._due) is None:
             self._timer = None
             return
         # Event loops count in milliseconds. Rounded up, a wake-up is late by less than one instead
         # of early.
-        delay = math.ceil(self.clock.real_seconds_until(self._end) * 1e3) / 1e3
+        delay = math.ceil(self.clock.real_seconds_until(due) * 1e3) / 1e3
         self._timer = (
             self._loop.call_later(delay, self._wake) if delay > 0 else self._loop.call_soon(self._wake)
         )
@@ -130,8 +137,11 @@ class Driver:
         touched: dict[int, Generation] = {}
         now = self.clock.now()
         for _ in range(_STEPS_A_WAKE):
-            if self._end is None or self._end > now:
+            if (due := self._due) is None or due > now:
                 break
+            if self._end is None:
+                self._start_step(due)
+                continue
             end = self._end
             self._finish_step(end, touched)
             self._start_step(end)

@@ -23,7 +23,7 @@ Message = Callable[[tuple[Any, ...], int], dict[str, Any]]
 def vllm_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
     """The map that vLLM sends for an event of the engine model."""
     match event:
-        case ("stored", parent, hashes, tokens, salt):
+        case ("stored", medium, parent, hashes, tokens, salt):
             extra_keys: list[list[str] | None] = [None] * len(hashes)
             if salt is not None and parent is None:
                 extra_keys[0] = [salt]
@@ -34,14 +34,14 @@ def vllm_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
                 "token_ids": tokens,
                 "block_size": block_tokens,
                 "lora_id": None,
-                "medium": "GPU",
+                "medium": medium,
                 "lora_name": None,
                 "extra_keys": extra_keys,
                 "group_idx": 0,
                 "kv_cache_spec_kind": "full_attention",
             }
-        case ("removed", block):
-            return {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
+        case ("removed", medium, block):
+            return {"type": "BlockRemoved", "block_hashes": [block], "medium": medium, "group_idx": 0}
         case _:
             return {"type": "AllBlocksCleared"}
 

@@ -162,6 +162,7 @@ class EngineMetrics:
         for name, text, field in [
             ("prefix_cache_queries", "Prompt tokens looked up in the cache.", "prefix_cache_queries"),
             ("prefix_cache_hits", "Prompt tokens found there.", "prefix_cache_hits"),
+            ("external_prefix_cache_hits", "Prompt tokens loaded from host memory.", "loaded_tokens"),
             ("prompt_tokens", "Prompt tokens of prefilled requests.", "prompt_tokens"),
             ("prompt_tokens_cached", "Those out of the cache.", "cached_prompt_tokens"),
             ("generation_tokens", "Output tokens made.", "generation_tokens"),

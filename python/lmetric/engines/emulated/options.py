@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from lmetric._core import BadValueError
 from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO
 from lmetric.profiles import Profile, check_profile, load_profile
-from lmetric.queueing import Swap, checked_order
+from lmetric.queueing import HostTier, Swap, checked_order
 
 _COUNT = 2**30
 
@@ -97,6 +97,12 @@ class EngineOptions(BaseModel):
         "recompute",
         _MODEL,
         "How preempted requests get their KV back: recompute, or swap:GB/S[,host=GB].",
+    )
+    host_tier: str = _option(
+        "none",
+        _MODEL,
+        "Host-memory tier with a copy of the KV blocks (medium CPU): none, or its capacity relative to the "
+        "GPU's and GB/s: 2,50.",
     )
 
     kv_events: bool = _option(True, _EVENTS, "Publish KV events, if an endpoint is set.")
@@ -220,6 +226,17 @@ class EngineOptions(BaseModel):
         if swaps and info.data.get("admission") != "vllm":
             raise ValueError("swap only with admission vllm")
         return preempt
+
+    @field_validator("host_tier")
+    @classmethod
+    def _known_tier(cls, tier: str, info: ValidationInfo) -> str:
+        try:
+            given = HostTier.of(tier) is not None
+        except BadValueError as error:
+            raise ValueError(str(error)) from None
+        if given and info.data.get("api") == "sglang":
+            raise ValueError("only with api vllm")
+        return tier
 
     @field_validator("load_publish_endpoint")
     @classmethod

@@ -27,7 +27,7 @@ from lmetric.engines.emulated.ranks import Rank, consecutive_ports
 from lmetric.engines.emulated.sglang import SglangApi, SglangMetrics, sglang_message
 from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile, ProfileError
-from lmetric.queueing import Swap
+from lmetric.queueing import HostTier, Swap
 
 _DRAIN_SECONDS = 2.0
 KV_BYTES_PER_TOKEN = (
@@ -127,6 +127,7 @@ class EngineServer:
             order=options.order,
             order_slo_seconds=options.order_slo,
             swap=None if (swap := Swap.of(options.preempt)) is None else swap.constants(profile),
+            host_tier=None if (tier := HostTier.of(options.host_tier)) is None else tier.constants(profile),
             kv_events=feed is not None,
         )
         cache_config = {

@@ -46,7 +46,7 @@ def sglang_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
     event (in earlier versions each in its own).
     """
     match event:
-        case ("stored", parent, hashes, tokens, salt):
+        case ("stored", _, parent, hashes, tokens, salt):
             stored = {
                 "type": "BlockStored",
                 "block_hashes": [_signed(one) for one in hashes],
@@ -57,7 +57,7 @@ def sglang_message(event: tuple[Any, ...], block_tokens: int) -> dict[str, Any]:
                 "medium": "GPU",
             }
             return stored if salt is None else stored | {"cache_salt": salt}
-        case ("removed", block):
+        case ("removed", _, block):
             return {"type": "BlockRemoved", "block_hashes": [_signed(block)], "medium": "GPU"}
         case _:
             return {"type": "AllBlocksCleared"}

@@ -30,6 +30,7 @@ class HeldPrograms:
         # clock, s.
         self._waiting: dict[int, Callable[[float], None]] = {}
         self._warned_at = -math.inf
+        self._longest_hold_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -51,14 +52,16 @@ class HeldPrograms:
         """Runs the periodic work on programs and starts the requests that may run."""
         if not self.follows:
             return
-        for turn, _instance, _held_seconds in self._router.release_programs(now=now):
+        for turn, _instance, held_seconds in self._router.release_programs(now=now):
+            self._longest_hold_seconds = max(self._longest_hold_seconds, held_seconds)
             if (then := self._waiting.pop(turn, None)) is not None:
                 then(now)
         self._warn(now)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Counts of programs and the expected tokens in each engine's cache."""
-        return self._router.programs()
+        """Counts of programs, the longest hold, and the expected tokens in each engine's cache."""
+        counted = self._router.programs()
+        return counted and counted | {"longest_hold_seconds": self._longest_hold_seconds}
 
     def crowded(self) -> dict[str, float]:
         """Working set over capacity of each engine whose programs exceed its cache."""
