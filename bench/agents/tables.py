@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rerun import bounds, grouped, markdown, spread
+from rerun import change, grouped, markdown, spread
 
 Row = dict[str, Any]
 
@@ -30,13 +30,8 @@ def rendered(told: Row) -> str:
         lines = []
         for row in here:
             cells = [spread(row[name], *FIGURES[name][1:]) for name in told["columns"]]
-            lines.append([row["policy"], *cells, "" if row is base else change(row["jct"], base["jct"])])
+            over = "" if row is base else change(row["jct"], base["jct"], with_bounds=True)
+            lines.append([row["policy"], *cells, over])
         head = ["", *(FIGURES[name][0] for name in told["columns"]), f"JCT over {base['policy']} [95%]"]
         parts.append(f"{stage}:\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
-
-
-def change(ours: list[float], theirs: list[float]) -> str:
-    """Returns the relative change with its bounds."""
-    mean, low, high = ((each - 1) * 100 for each in bounds(ours, theirs))
-    return f"{mean:+.1f}% [{low:+.1f}, {high:+.1f}]" if len(ours) > 1 else f"{mean:+.1f}%"

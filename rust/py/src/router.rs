@@ -626,7 +626,15 @@ impl Router {
     /// dropped while open counts as an abort. Raises `NoInstanceError` (nothing is counted) and
     /// `PolicyError` (a policy function failed). Source: LMETRIC, Figure 4 and section 5.
     // One parameter per old keyword: `**old` would rule out the faster calling convention.
-    #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None, turn=None), text_signature = "($self, request, *, now=None, turn=None)")]
+    #[pyo3(
+        signature = (
+            request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None,
+            expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None,
+            session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None,
+            tenant=None, tenant_weight=None, handicap_seconds=None, turn=None
+        ),
+        text_signature = "($self, request, *, now=None, turn=None)"
+    )]
     fn route<'py>(
         &self,
         py: Python<'py>,

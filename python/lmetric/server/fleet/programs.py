@@ -11,7 +11,7 @@ import structlog
 from lmetric._core import ProgramTurn, Request, Router
 from lmetric.options import ProgramAdmission, ProgramOption
 
-LOG_SECONDS = 60.0  # time between two warnings about the working set
+LOG_SECONDS = 60.0  # time between two checks of the working set
 CROWDED = 1.0  # working set over cache from which it is a warning
 
 log = structlog.get_logger("lmetric.programs")
@@ -25,14 +25,10 @@ class HeldPrograms:
         self._router = router
         self.follows = option is not None
         self.admits = isinstance(option, ProgramAdmission)
-        self.option = option
         # By the number of the turn: called once when the request may run; argument: monotonic
         # clock, s.
         self._waiting: dict[int, Callable[[float], None]] = {}
-        self._warned_at = -math.inf
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self._checked_at = -math.inf
 
     def arrive(self, request: Request, now: float) -> ProgramTurn | None:
         """Records the arrival of a request; None if programs are not followed."""
@@ -60,23 +56,15 @@ class HeldPrograms:
         """Counts of programs and the expected tokens in each engine's cache."""
         return self._router.programs()
 
-    def crowded(self) -> dict[str, float]:
-        """Working set over capacity of each engine whose programs exceed its cache."""
-        programs = self.snapshot()
-        if programs is None:
-            return {}
-        ratios = {
-            name: each["expected_tokens"] / each["capacity_tokens"]
-            for name, each in programs["instances"].items()
-            if each["capacity_tokens"]
-        }
-        return {name: ratio for name, ratio in ratios.items() if ratio > CROWDED}
-
     def _warn(self, now: float) -> None:
-        if self.admits or now < self._warned_at + LOG_SECONDS:
+        """Logs the fullest engine if programs exceed a cache, at most once per LOG_SECONDS."""
+        if self.admits or now < self._checked_at + LOG_SECONDS:
             return
-        if crowded := self.crowded():
-            self._warned_at = now
+        self._checked_at = now
+        instances = (self.snapshot() or {}).get("instances", {})
+        ratios = {name: ratio for name, each in instances.items() if (ratio := working_set_ratio(each))}
+        crowded = {name: ratio for name, ratio in ratios.items() if ratio > CROWDED}
+        if crowded:
             worst = max(crowded, key=lambda name: crowded[name])
             log.warning(
                 "agent programs need more than the KV caches hold; `programs: admit` would hold requests",
@@ -85,3 +73,9 @@ class HeldPrograms:
                 fullest=worst,
                 over_cache=f"{crowded[worst] - 1:.0%}",
             )
+
+
+def working_set_ratio(instance: dict[str, Any]) -> float | None:
+    """Returns the expected tokens of an instance over its capacity; None if that is unknown."""
+    capacity = instance["capacity_tokens"]
+    return instance["expected_tokens"] / capacity if capacity else None
