@@ -664,6 +664,10 @@ class ResponseReader:
     def commit(
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
     ) -> bytes: ...  # the head with extra lines, and the withheld bytes
+    def continue_stream(
+        self, write: Callable[[bytes], None]
+    ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().

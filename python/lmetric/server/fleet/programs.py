@@ -25,6 +25,8 @@ class HeldPrograms:
         self._router = router
         self.follows = option is not None
         self.admits = isinstance(option, ProgramAdmission)
+        # Time between two comments to the client of a held stream; 0: none.
+        self.keep_alive_seconds = option.keep_alive_seconds if isinstance(option, ProgramAdmission) else 0.0
         # By the number of the turn: called once when the request may run; argument: monotonic
         # clock, s.
         self._waiting: dict[int, Callable[[float], None]] = {}

@@ -578,12 +578,18 @@ class Frontend(web.Server):
                 raise _crowded(pool, turn)
             if turn is not None and turn.verdict == "held":
                 start = partial(self._start, client_request, call, pool, asked, moves, fetches, turn)
-                self._hold(client_request, pool, turn, start)
+                self._hold(client_request, call, pool, turn, start, now)
                 return
         self._start(client_request, call, pool, asked, moves, fetches, turn, now)
 
     def _hold(
-        self, client_request: ClientRequest, pool: Pool, turn: ProgramTurn, start: Callable[[float], None]
+        self,
+        client_request: ClientRequest,
+        call: ParsedRequest,
+        pool: Pool,
+        turn: ProgramTurn,
+        start: Callable[[float], None],
+        now: float,
     ) -> None:
         """Calls `start` when the request's agent program fits into a cache."""
 
@@ -591,7 +597,10 @@ class Frontend(web.Server):
             self._go_on(client_request, held, start, now)
 
         limit = self._rules.timeouts.request
-        held = HeldRequest(client_request, turn, pool.programs, then, self._ended, limit)
+        streams = call.stream and call.path.generates
+        held = HeldRequest(
+            client_request, turn, pool.programs, then, self._ended, limit, comments=streams, now=now
+        )
         self._wait(client_request, held)
 
     def _start(
@@ -660,6 +669,8 @@ class Frontend(web.Server):
             goes_on = goes_on and client_request.http11
             if client_request.transport.is_closing():
                 status = 499  # the client left before the router refused its request
+            elif client_request.opened:
+                client_request.break_off(error.body(self._show_engines))
             else:
                 client_request.transport.write(
                     whole_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from lmetric._core import ProgramTurn
@@ -15,7 +16,8 @@ class HeldRequest(WaitingRequest):
     """A held request.
 
     ``then`` is called once when the request may run, unless the request ends before. Arguments:
-    the monotonic clock, s, and this request.
+    the monotonic clock, s, and this request. ``comments``: the client waits for a stream, and gets
+    its head and comments after each `HeldPrograms.keep_alive_seconds`.
     """
 
     def __init__(
@@ -26,16 +28,33 @@ class HeldRequest(WaitingRequest):
         then: Callable[[float, HeldRequest], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
         limit_seconds: float | None,
+        *,
+        comments: bool,
+        now: float,
     ) -> None:
         super().__init__(client_request, ended, limit_seconds)
         self._turn = turn
         self._programs = programs
         self._then = then
+        self._since = self._written_at = now
+        self._every = (
+            programs.keep_alive_seconds if comments and programs.keep_alive_seconds > 0 else math.inf
+        )
         programs.wait(turn, self._release)
 
     def _release(self, now: float) -> None:
         if self._goes_on():
             self._then(now, self)
+
+    def check(self, now: float) -> None:
+        """Called periodically: keeps the client's connection alive, and enforces the time limit."""
+        client_request = self._client_request
+        if now - self._written_at >= self._every and not client_request.client.writing_paused:
+            self._written_at = now
+            if not client_request.opened:
+                client_request.open_stream()
+            client_request.comment(b"held for %d s" % (now - self._since))
+        super().check(now)
 
     def _abandon(self) -> None:
         self._programs.leave(self._turn)
