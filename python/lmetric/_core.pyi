@@ -294,9 +294,17 @@ class Router:
         extra: Mapping[str, float | None] | None = None,
         now: float | None = None,
     ) -> None: ...
-    def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
+    def export_load(
+        self, *, now: float | None = None
+    ) -> list[tuple[str, list[float], list[tuple[int, float, float]]]]: ...
+    # By instance: the numbers of SHARE_NAMES, and roots of agent programs: hash, tokens, and
+    # probability that a program needs the root again.
     def import_load(
-        self, replica: str, shares: Sequence[tuple[str, Sequence[float]]], *, now: float | None = None
+        self,
+        replica: str,
+        shares: Sequence[tuple[str, Sequence[float], Sequence[tuple[int, float, float]]]],
+        *,
+        now: float | None = None,
     ) -> None: ...
     def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def blocks_stored(

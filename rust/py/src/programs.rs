@@ -181,6 +181,7 @@ impl Snapshot {
             each.set_item("program_tokens", own)?;
             each.set_item("shared_tokens", roots)?;
             each.set_item("other_tokens", others)?;
+            each.set_item("peer_tokens", ledger.peer_tokens())?;
             each.set_item("programs", ledger.programs)?;
             instances.set_item(&**name, each)?;
         }

@@ -101,7 +101,7 @@ impl Routers {
         self.all[router].catch_up(engines, now)?;
         let (name, told) = (router.to_string(), self.all[router].router.share(now));
         for (_, other) in self.all.iter_mut().enumerate().filter(|(i, _)| *i != router) {
-            other.router.hear(&name, told.iter().map(|(instance, share)| (&**instance, *share)), now)?;
+            other.router.hear(&name, told.iter().map(|(instance, load)| (&**instance, load.clone())), now)?;
         }
         Ok(())
     }

@@ -79,22 +79,22 @@ impl Queue {
         self.places.len()
     }
 
-    fn flow_to(&mut self, now: Seconds) {
-        let passed = (now - self.flow_at).max(0.0);
-        self.flow *= (-passed / FLOW_SECONDS).exp();
+    fn admitted(&mut self, tokens: f64, now: Seconds) {
+        self.flow = self.demand(now).1 + tokens;
         self.flow_at = self.flow_at.max(now);
     }
 
-    fn admitted(&mut self, tokens: f64, now: Seconds) {
-        self.flow_to(now);
-        self.flow += tokens;
+    /// Returns the tokens that held programs need, and those admitted recently.
+    pub fn demand(&self, now: Seconds) -> (f64, f64) {
+        (self.tokens, self.flow * (-(now - self.flow_at).max(0.0) / FLOW_SECONDS).exp())
     }
 
-    /// Returns the predicted seconds until all held programs and `tokens` more are admitted.
-    fn expected_seconds(&mut self, tokens: f64, now: Seconds) -> Seconds {
-        self.flow_to(now);
-        let rate = self.flow / FLOW_SECONDS;
-        if rate > 0.0 { (self.tokens + tokens) / rate } else { f64::INFINITY }
+    /// Returns the predicted seconds until all held programs are admitted. `peers`: the demand of
+    /// peer routers on the same instances.
+    fn expected_seconds(&self, peers: (f64, f64), now: Seconds) -> Seconds {
+        let (held, admitted) = self.demand(now);
+        let rate = (admitted + peers.1) / FLOW_SECONDS;
+        if rate > 0.0 { (held + peers.0) / rate } else { f64::INFINITY }
     }
 }
 
@@ -157,14 +157,14 @@ impl Programs {
         limit.is_none_or(|limit| ledger.expected_tokens() < limit)
     }
 
-    fn hold_of(&mut self, id: ProgramId, now: Seconds) -> Hold {
+    fn hold_of(&self, id: ProgramId, now: Seconds) -> Hold {
         let ratios = self.instances.iter().filter(|ledger| ledger.available);
         let ratios = ratios.filter_map(|ledger| Some(ledger.expected_tokens() / ledger.capacity_tokens?));
         Hold {
             needed_tokens: self.programs[id].own_tokens(self.least_tokens()),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.queue.expected_seconds(0.0, now),
+            expected_seconds: self.queue.expected_seconds(self.peer_demand(), now),
         }
     }
 
@@ -190,7 +190,7 @@ impl Programs {
             let limit = resume * self.config.theta * capacity;
             let room = limit - ledger.expected_tokens() - need;
             // A program that fits nowhere runs alone.
-            (room >= 0.0 || ledger.programs == 0).then_some(room)
+            (room >= 0.0 || ledger.is_empty()).then_some(room)
         };
         let home = program.home.filter(|home| room(home.index()).is_some());
         home.or_else(|| {
@@ -216,9 +216,11 @@ impl Programs {
     fn pause_on(&mut self, slot: usize, now: Seconds) {
         let ledger = &self.instances[slot];
         let Some(limit) = ledger.capacity_tokens.map(|capacity| self.config.theta * capacity) else { return };
-        if ledger.expected_tokens() <= limit {
+        let excess = ledger.expected_tokens() - limit;
+        if excess <= 0.0 {
             return;
         }
+        let limit = limit + excess * (1.0 - ledger.own_part());
         let rests = |program: &Program| {
             program.state == State::Gap
                 && program.children == 0

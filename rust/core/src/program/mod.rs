@@ -17,6 +17,7 @@ pub mod admission;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
+pub mod peers;
 pub mod programs;
 mod settings;
 #[cfg(test)]
@@ -24,5 +25,6 @@ mod tests;
 
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
+pub use peers::{PeerPrograms, PeerRoot};
 pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict};
 pub use settings::{ProgramConfig, ProgramMode};

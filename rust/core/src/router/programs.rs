@@ -25,7 +25,9 @@ impl Router {
         }
         request.check()?;
         let now = self.clock(now);
-        if self.programs().is_some_and(|programs| programs.instances().len() < self.state.fleet.slots()) {
+        // Before the first request, the tokens of a block are unknown.
+        let slots = self.state.fleet.slots();
+        if self.programs().is_some_and(|all| all.instances().len() < slots || all.tokens_per_block() <= 0.0) {
             self.update_capacities(request.tokens_per_block);
         }
         let Some(programs) = &mut self.requests.programs else { return Ok(None) };

@@ -18,7 +18,7 @@ pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
 pub use owners::Owners;
-pub use share::Share;
+pub use share::{Published, Share};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
@@ -341,6 +341,11 @@ impl Ledger {
             window_prefill_tokens,
             window_output_tokens,
             pulls: *pulls,
+            // `Router::share` adds the agent programs.
+            program_tokens: 0.0,
+            programs: 0.0,
+            held_program_tokens: 0.0,
+            admitted_program_tokens: 0.0,
         }
     }
 
