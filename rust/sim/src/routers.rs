@@ -54,11 +54,17 @@ impl Routers {
         }
     }
 
-    /// Returns the router of a request.
-    pub fn of(&mut self, request: u64) -> &mut Observer {
+    /// Returns the number of a request's router.
+    pub fn number_of(&self, request: u64) -> usize {
         let routers = self.all.len() as u64;
         let drawn = if routers == 1 { 0 } else { xxh3_64_with_seed(&request.to_le_bytes(), self.seed) };
-        &mut self.all[(drawn % routers) as usize]
+        (drawn % routers) as usize
+    }
+
+    /// Returns the router of a request.
+    pub fn of(&mut self, request: u64) -> &mut Observer {
+        let number = self.number_of(request);
+        &mut self.all[number]
     }
 
     /// Iterates over all routers.
