@@ -3,8 +3,8 @@
 //! A router publishes its load on each instance (`Router::share`). A peer that receives this load
 //! (`Router::hear`) counts it like its own until the next message or a timeout
 //! (`Router::forget_silent`). The caller carries the messages. Indicators about single requests
-//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router. The tokens of
-//! agent programs count in the working sets of [`Programs`].
+//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router. Tokens
+//! of agent programs count in the working sets of [`Programs`].
 use super::ledger::{Ledger, Published, Share};
 use crate::error::CoreError;
 use crate::fleet::Fleet;

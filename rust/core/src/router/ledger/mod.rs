@@ -1,7 +1,6 @@
 //! The in-flight ledger: open requests of this router on each instance, and loads reported by
-//! engines and peers. Only the ledger writes the indicators that outlive a decision.
-//!
-//! Each event updates the indicator columns, so that a decision only reads plain columns.
+//! engines and peers. Only the ledger writes the indicators that outlive a decision. Each event
+//! updates the indicator columns, so that a decision only reads plain columns.
 mod account;
 mod ahead;
 mod backlog;
@@ -341,11 +340,7 @@ impl Ledger {
             window_prefill_tokens,
             window_output_tokens,
             pulls: *pulls,
-            // `Router::share` adds the agent programs.
-            program_tokens: 0.0,
-            programs: 0.0,
-            held_program_tokens: 0.0,
-            admitted_program_tokens: 0.0,
+            ..Share::default() // `Router::share` adds the agent programs
         }
     }
 
