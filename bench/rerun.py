@@ -48,6 +48,12 @@ def bounds(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
 
+def change(ours: Sequence[float], theirs: Sequence[float], *, with_bounds: bool = False) -> str:
+    """Returns the relative change over the seeds, in percent; with its bounds if there are any."""
+    mean, low, high = ((each - 1) * 100 for each in bounds(ours, theirs))
+    return f"{mean:+.1f}% [{low:+.1f}, {high:+.1f}]" if with_bounds and len(ours) > 1 else f"{mean:+.1f}%"
+
+
 def columns(found: Sequence[Any], digits: int = 4) -> dict[str, list[float]]:
     """Returns a dict with a list per figure from the results of some seeds (dataclasses or
     dicts)."""

@@ -278,6 +278,25 @@ def test_a_host_tier_loads_what_the_gpu_dropped() -> None:
         simulate(workload, profile=profile, instances=2, host_tier="2")
 
 
+@pytest.mark.parametrize("sharing_seconds", [None, 0.1])
+def test_every_held_request_of_several_routers_is_served(sharing_seconds: float | None) -> None:
+    profile = load_profile("independent-sim")
+    played = simulate(
+        prepare(SMALL.make(), profile),
+        policy="least_requests",
+        instances=2,
+        profile=profile.model_copy(update={"cache_blocks": 400}),
+        admission="vllm",
+        programs={"kind": "admit", "max_hold_seconds": 1e9},
+        routers=3,
+        sharing_seconds=sharing_seconds,
+    )
+    programs = played.summary().programs
+    assert programs is not None
+    assert programs.failed == 0
+    assert programs.max_hold_seconds > 1
+
+
 def test_host_tiers_by_text() -> None:
     assert HostTier.of(None) is HostTier.of("none") is None
     assert HostTier.of("2") == HostTier() == HostTier.of("2, 50GB/s")

@@ -39,6 +39,8 @@ PAGES = [name for name, lines in SHOWN.items() if lines]
 LINKED = ("bench", "deploy", "docs", "examples", "python", "scripts", "tests")
 SERVER_SECONDS, COMMAND_SECONDS = 60, 900
 ADDRESS = re.compile(r"\b(127\.0\.0\.1|localhost|10(?:\.\d{1,3}){3}|[ab])(:)(\d{4,5})\b")
+PORT_TAKEN = re.compile(r"Address already in use|port \d+ on \S+ is in use")
+PORT_TRIALS = 3
 OTHER_PORTS = re.compile(r"(--port[ =]|tcp://\*:|\bport: )(\d{4,5})\b")
 
 
@@ -55,6 +57,10 @@ def treatment(page: str, line: str) -> dict[str, Any]:
         if normal(line).startswith(start):
             return dict(entry)
     return {}
+
+
+class PortTaken(AssertionError):
+    """Another process took a port before the page's server bound it."""
 
 
 class Page:
@@ -128,7 +134,11 @@ class Page:
                     return
             except (urllib.error.URLError, OSError):
                 pass
-            assert process.poll() is None, f"{self.name}: {line}\n{log.read_text()}"
+            if process.poll() is not None:
+                told = log.read_text()
+                raise (PortTaken if PORT_TAKEN.search(told) else AssertionError)(
+                    f"{self.name}: {line}\n{told}"
+                )
             assert time.monotonic() < deadline, f"{self.name}: no answer: {line}\n{log.read_text()}"
             time.sleep(0.1)
 
@@ -215,6 +225,19 @@ def files_of(page: str) -> dict[str, str]:
 
 
 def played(name: str, folder: Path, whens: tuple[str, ...]) -> None:
+    """Runs the commands of a page, again with other ports if another process took one."""
+    for trial in range(PORT_TRIALS):
+        (here := folder / str(trial)).mkdir()
+        try:
+            played_once(name, here, whens)
+        except PortTaken:
+            if trial == PORT_TRIALS - 1:
+                raise
+        else:
+            return
+
+
+def played_once(name: str, folder: Path, whens: tuple[str, ...]) -> None:
     page = Page(name, folder)
     runs: Counter[str] = Counter()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rerun import bounds, grouped, markdown, spread
+from rerun import change, grouped, markdown, spread
 
 Row = dict[str, Any]
 
@@ -37,7 +37,7 @@ def rendered(told: Row) -> str:
         for row in here:
             cells = [spread(row[name], *FIGURES[name][1:]) for name in told["columns"]]
             for name, base in bases.items():
-                cells.append("" if row is base else change(row[name], base[name]))
+                cells.append("" if row is base else change(row[name], base[name], with_bounds=True))
             lines.append([row["policy"], *cells])
         head = ["", *(FIGURES[name][0] for name in told["columns"])]
         head += [f"{word} over {bases[name]['policy']} [95%]" for name, word in compared.items()]
@@ -50,9 +50,3 @@ def base_of(told: Row, here: list[Row], figure: str) -> Row:
     if rivals := told.get("of"):
         return min((row for row in here if row["policy"] in rivals), key=lambda row: sum(row[figure]))
     return next((row for row in here if row["policy"] == told["base"]), here[0])
-
-
-def change(ours: list[float], theirs: list[float]) -> str:
-    """Returns the relative change with its bounds."""
-    mean, low, high = ((each - 1) * 100 for each in bounds(ours, theirs))
-    return f"{mean:+.1f}% [{low:+.1f}, {high:+.1f}]" if len(ours) > 1 else f"{mean:+.1f}%"

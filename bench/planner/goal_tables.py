@@ -9,7 +9,7 @@ import numpy as np
 from goal_world import FIXED
 from tables import LATENCIES
 
-from rerun import bounds, grouped, markdown, spread
+from rerun import change, grouped, markdown, spread
 
 Row = dict[str, Any]
 
@@ -51,8 +51,3 @@ def table(rows: Sequence[Row], told: Row) -> str:
         cells = [spread(row[name], *shown[1:]) for name, shown in FIGURES.items()]
         lines.append([label, *cells, "" if row is against else change(row["e2e"], against["e2e"])])
     return markdown(["", *(shown[0] for shown in FIGURES.values()), f"E2E over {told['base']}"], lines)
-
-
-def change(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Returns the relative change of the mean over seeds."""
-    return f"{(bounds(ours, theirs)[0] - 1) * 100:+.1f}%"

@@ -297,9 +297,17 @@ class Router:
         extra: Mapping[str, float | None] | None = None,
         now: float | None = None,
     ) -> None: ...
-    def export_load(self, *, now: float | None = None) -> list[tuple[str, list[float]]]: ...
+    def export_load(
+        self, *, now: float | None = None
+    ) -> list[tuple[str, list[float], list[tuple[int, float, float]]]]: ...
+    # By instance: the numbers of SHARE_NAMES, and roots of agent programs: hash, tokens, and
+    # probability that a program needs the root again.
     def import_load(
-        self, replica: str, shares: Sequence[tuple[str, Sequence[float]]], *, now: float | None = None
+        self,
+        replica: str,
+        shares: Sequence[tuple[str, Sequence[float], Sequence[tuple[int, float, float]]]],
+        *,
+        now: float | None = None,
     ) -> None: ...
     def expire_peers(self, seconds: float, *, now: float | None = None) -> list[str]: ...
     def blocks_stored(
@@ -669,6 +677,10 @@ class ResponseReader:
     def commit(
         self, extra: bytes, close: bool, write: Callable[[bytes], None] | None = None
     ) -> bytes: ...  # the head with extra lines, and the withheld bytes
+    def continue_stream(
+        self, write: Callable[[bytes], None]
+    ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().

@@ -85,6 +85,7 @@ _FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the t
 _REASONING = {"maturity": "study", "because": "requests do not contain the length of their reasoning"}
 _SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
 _GAPS = {"maturity": "study", "because": "it makes the learned gaps wrong"}
+_KEEP_ALIVE = {"server_range": (0.0, 3600.0)}  # the server reads it, the core does not have it
 _ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
 
 
@@ -399,6 +400,10 @@ class ProgramAdmission(ProgramObservation):
 
     core_kind: ClassVar[str] = "admit"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+    keep_alive_seconds: float = field(default=10.0, metadata=_KEEP_ALIVE)
+    """Time between two SSE comments to the client of a held stream, in servers; 0: none. With the
+    first comment, the client gets the head of its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -818,6 +823,10 @@ def _check_range(what: str, option: Any, given: list[str]) -> None:
     if isinstance(option, SimulatedFetch):
         option = PrefixFetch(**{each.name: getattr(option, each.name) for each in fields(PrefixFetch)})
         given = [name for name in given if hasattr(option, name)]
+    for name in _server_settings(option):
+        low, high = option.__dataclass_fields__[name].metadata["server_range"]
+        if not low <= (value := getattr(option, name)) <= high:
+            raise _refused((name,), value, f"expected {low:g} to {high:g}", what)
     whole = refused(option if what == "guard" else core_settings(what, option))
     if whole is None:
         return
@@ -977,8 +986,13 @@ def core_settings(what: str, option: object) -> tuple[str, dict[str, Any]]:
     return kind, {
         _core_name(name): float(value) if isinstance(value, bool) else value
         for name, value in values.items()
-        if value is not None and name not in dropped
+        if value is not None and name not in (*dropped, *_server_settings(option))
     }
+
+
+def _server_settings(option: Any) -> list[str]:
+    """The settings that the server reads, and the core does not have."""
+    return [each.name for each in fields(option) if "server_range" in each.metadata]
 
 
 def _bad(what: str, got: object, expected: str) -> Exception:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from lmetric._core import BadValueError, check_local_order
 from lmetric.profiles import Profile
+
+Copies = TypeVar("Copies")
 
 
 def checked_order(text: str) -> str:
@@ -51,28 +53,8 @@ class Swap:
         Raises:
             BadValueError: another value.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        if isinstance(value, str) and value.strip() == "recompute":
-            return None
-        fields: dict[str, object] = {}
-        if isinstance(value, Mapping):
-            fields = dict(value)
-        elif isinstance(value, str):
-            name, _, rest = value.strip().partition(":")
-            parts = [part.strip() for part in rest.split(",")] if rest else []
-            for part in parts:
-                key = "host_gigabytes" if part.startswith("host=") else "gigabytes_per_second"
-                fields[key] = _number(part.removeprefix("host=").removesuffix("GB/s"))
-            if name != "swap" or len(fields) < len(parts):
-                fields["swap"] = None
-        try:
-            return cls(**fields)  # type: ignore[arg-type]
-        except TypeError:
-            raise BadValueError(
-                f"preempt {value!r} is not valid; expected recompute, swap, or swap with GB/s and the host's "
-                'GB, e.g. "swap:25,host=64"'
-            ) from None
+        expected = 'recompute, swap, or swap with GB/s and the host\'s GB, e.g. "swap:25,host=64"'
+        return _read(cls, "preempt", value, "recompute", _swap_fields, expected)
 
     def constants(self, profile: Profile) -> tuple[float, int]:
         """Seconds per token in each direction, and the host's capacity in tokens.
@@ -80,11 +62,7 @@ class Swap:
         Raises:
             BadValueError: the profile has no `kv_bytes_per_token`.
         """
-        if profile.kv_bytes_per_token is None:
-            raise BadValueError(
-                "preempt: the profile has no kv_bytes_per_token; add it, or set preempt to recompute"
-            )
-        size = profile.kv_bytes_per_token
+        size = _bytes_per_token("preempt", profile, "recompute")
         return size / (self.gigabytes_per_second * 1e9), int(self.host_gigabytes * 1e9 / size)
 
 
@@ -123,22 +101,8 @@ class HostTier:
         Raises:
             BadValueError: another value.
         """
-        if value is None or isinstance(value, cls):
-            return value
-        if isinstance(value, str) and value.strip() == "none":
-            return None
-        fields: dict[str, object] = dict(value) if isinstance(value, Mapping) else {}
-        if isinstance(value, str):
-            parts = [_number(part.strip().removesuffix("GB/s")) for part in value.split(",")]
-            names = ("capacity", "gigabytes_per_second")
-            fields = dict(zip(names, parts, strict=False)) if len(parts) <= len(names) else {"": None}
-        try:
-            return cls(**fields)  # type: ignore[arg-type]
-        except TypeError:
-            raise BadValueError(
-                f"host_tier {value!r} is not valid; expected none, or the capacity relative to the GPU's and "
-                'GB/s, e.g. "2,50"'
-            ) from None
+        expected = 'none, or the capacity relative to the GPU\'s and GB/s, e.g. "2,50"'
+        return _read(cls, "host_tier", value, "none", _tier_fields, expected)
 
     def constants(self, profile: Profile) -> tuple[float, float, float]:
         """Relative capacity, seconds to load a token, and step ratio.
@@ -146,12 +110,60 @@ class HostTier:
         Raises:
             BadValueError: the profile has no `kv_bytes_per_token`.
         """
-        if profile.kv_bytes_per_token is None:
-            raise BadValueError(
-                "host_tier: the profile has no kv_bytes_per_token; add it, or set host_tier to none"
-            )
-        seconds = profile.kv_bytes_per_token / (self.gigabytes_per_second * 1e9)
-        return self.capacity, seconds, self.step_ratio
+        size = _bytes_per_token("host_tier", profile, "none")
+        return self.capacity, size / (self.gigabytes_per_second * 1e9), self.step_ratio
+
+
+def _read(
+    cls: type[Copies],
+    option: str,
+    value: object,
+    off: str,
+    fields: Callable[[str], dict[str, object]],
+    expected: str,
+) -> Copies | None:
+    """Reads an option from a text by ``fields``, or from a mapping. None and ``off`` are None.
+
+    Raises:
+        BadValueError: another value.
+    """
+    if value is None or isinstance(value, cls):
+        return value
+    if isinstance(value, str) and value.strip() == off:
+        return None
+    try:
+        return cls(**(fields(value.strip()) if isinstance(value, str) else dict(value)))  # type: ignore[call-overload]
+    except TypeError:
+        raise BadValueError(f"{option} {value!r} is not valid; expected {expected}") from None
+
+
+def _swap_fields(text: str) -> dict[str, object]:
+    name, _, rest = text.partition(":")
+    parts = [part.strip() for part in rest.split(",")] if rest else []
+    fields: dict[str, object] = {}
+    for part in parts:
+        key = "host_gigabytes" if part.startswith("host=") else "gigabytes_per_second"
+        fields[key] = _number(part.removeprefix("host=").removesuffix("GB/s"))
+    return fields if name == "swap" and len(fields) == len(parts) else {"": None}
+
+
+def _tier_fields(text: str) -> dict[str, object]:
+    parts = [_number(part.strip().removesuffix("GB/s")) for part in text.split(",")]
+    names = ("capacity", "gigabytes_per_second")
+    return dict(zip(names, parts, strict=False)) if len(parts) <= len(names) else {"": None}
+
+
+def _bytes_per_token(option: str, profile: Profile, off: str) -> float:
+    """Bytes of KV cache per token.
+
+    Raises:
+        BadValueError: the profile has no `kv_bytes_per_token`.
+    """
+    if profile.kv_bytes_per_token is None:
+        raise BadValueError(
+            f"{option}: the profile has no kv_bytes_per_token; add it, or set {option} to {off}"
+        )
+    return profile.kv_bytes_per_token
 
 
 def _number(text: str) -> float | None:

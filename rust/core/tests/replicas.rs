@@ -7,7 +7,7 @@ use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::indicators::Indicator;
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::router::ledger::Report;
+use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{MOST_REPLICAS, Router, RouterConfig, Share, TicketId};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ fn router(policy: &str, instances: &[&str]) -> Router {
     router
 }
 
-fn hear(router: &mut Router, from: &str, told: &[(Arc<str>, Share)], now: f64) {
-    router.hear(from, told.iter().map(|(name, share)| (&**name, *share)), now).unwrap();
+fn hear(router: &mut Router, from: &str, told: &[(Arc<str>, Published)], now: f64) {
+    router.hear(from, told.iter().map(|(name, load)| (&**name, load.clone())), now).unwrap();
 }
 
 fn value(router: &Router, id: Indicator, name: &str) -> f64 {
@@ -120,11 +120,11 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     for i in 0..MOST_REPLICAS {
         b.hear(&format!("router-{i}"), [("x", Share { decoding: 1.0, ..Share::default() })], 0.0).unwrap();
     }
-    let message = b.hear("one more", [], 0.0).unwrap_err().to_string();
+    let message = b.hear("one more", [("x", Share::default())], 0.0).unwrap_err().to_string();
     assert!(message.contains("after 64 others"), "{message}");
     assert_eq!(value(&b, Indicator::Bs, "x"), MOST_REPLICAS as f64);
     assert_eq!(
-        Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.numbers())),
+        Share::of(b.share(0.0).first().map_or([0.0; Share::NAMES.len()], |s| s.1.share.numbers())),
         Share::default()
     );
 }

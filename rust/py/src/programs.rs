@@ -133,6 +133,7 @@ struct Ledger {
     name: Arc<str>,
     capacity_tokens: Option<f64>,
     told_tokens: Option<f64>,
+    measured_tokens: Option<f64>,
     expected_tokens: f64,
     /// Tokens of programs, of shared roots and of other requests.
     parts: (f64, f64, f64),
@@ -163,6 +164,7 @@ impl Snapshot {
                     name: router.fleet().name(InstanceId(slot as u32)).clone(),
                     capacity_tokens: ledger.capacity_tokens,
                     told_tokens: ledger.told_tokens,
+                    measured_tokens: ledger.measured_tokens,
                     expected_tokens: ledger.expected_tokens(),
                     parts: ledger.parts(),
                     programs: ledger.programs,
@@ -202,10 +204,12 @@ impl Snapshot {
             let each = PyDict::new(py);
             each.set_item("capacity_tokens", ledger.capacity_tokens)?;
             each.set_item("told_tokens", ledger.told_tokens)?;
+            each.set_item("measured_tokens", ledger.measured_tokens)?;
             each.set_item("expected_tokens", ledger.expected_tokens)?;
             each.set_item("program_tokens", own)?;
             each.set_item("shared_tokens", roots)?;
             each.set_item("other_tokens", others)?;
+            each.set_item("peer_tokens", ledger.peer_tokens())?;
             each.set_item("programs", ledger.programs)?;
             instances.set_item(&*ledger.name, each)?;
         }

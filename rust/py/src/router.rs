@@ -15,9 +15,11 @@ use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope, decl
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Binding, Cuts};
+use lmetric_core::program::PeerRoot;
+use lmetric_core::program::ledger::Root;
 use lmetric_core::request::Request as CoreRequest;
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
-use lmetric_core::router::ledger::Report;
+use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
     IndexFeed, NamedMove, Router as CoreRouter, RouterConfig, Share, SharedRouter, TierConfig,
 };
@@ -30,6 +32,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// Load of an instance for peers: its name, the numbers, and its roots (hash, tokens, probability).
+type PeerLoad = (String, Vec<f64>, Vec<(u64, f64, f64)>);
 
 /// Adds the classes to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -626,7 +631,15 @@ impl Router {
     /// dropped while open counts as an abort. Raises `NoInstanceError` (nothing is counted) and
     /// `PolicyError` (a policy function failed). Source: LMETRIC, Figure 4 and section 5.
     // One parameter per old keyword: `**old` would rule out the faster calling convention.
-    #[pyo3(signature = (request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None, expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None, session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None, tenant=None, tenant_weight=None, handicap_seconds=None, turn=None), text_signature = "($self, request, *, now=None, turn=None)")]
+    #[pyo3(
+        signature = (
+            request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None,
+            expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None,
+            session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None,
+            tenant=None, tenant_weight=None, handicap_seconds=None, turn=None
+        ),
+        text_signature = "($self, request, *, now=None, turn=None)"
+    )]
     fn route<'py>(
         &self,
         py: Python<'py>,
@@ -891,11 +904,18 @@ impl Router {
     }
 
     /// Returns the load that this router placed on each instance, for peer routers: names, and the
-    /// numbers named in `SHARE_NAMES`.
+    /// numbers named in `SHARE_NAMES`. The third value has the roots that agent programs share:
+    /// hash, tokens, and probability that a program needs the root again.
     #[pyo3(signature = (*, now=None))]
-    fn export_load(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(String, Vec<f64>)>> {
+    fn export_load(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<PeerLoad>> {
         let told = self.with_core(py, |router| Ok(router.share(self.clock.now(now, router)?)))?;
-        Ok(told.iter().map(|(name, share)| (name.to_string(), share.numbers().to_vec())).collect())
+        let roots = |load: &Published| {
+            load.roots.iter().map(|each| (each.root.hash, each.root.tokens, each.probability)).collect()
+        };
+        Ok(told
+            .iter()
+            .map(|(name, load)| (name.to_string(), load.share.numbers().to_vec(), roots(load)))
+            .collect())
     }
 
     /// Replaces the load that the router `replica` placed on each instance, as its `export_load`
@@ -906,23 +926,28 @@ impl Router {
         &self,
         py: Python<'_>,
         replica: &str,
-        shares: Vec<(String, Vec<f64>)>,
+        shares: Vec<PeerLoad>,
         now: Option<f64>,
     ) -> Result<()> {
-        let of = |(name, numbers): &(String, Vec<f64>)| match <[f64; Share::NAMES.len()]>::try_from(
-            &numbers[..],
-        ) {
-            Ok(numbers) => Ok((name.clone(), Share::of(numbers))),
-            Err(_) => Err(CoreError::BadValue {
-                what: format!("what router {replica} tells of {name}"),
-                got: format!("{} numbers", numbers.len()),
-                expected: format!("{}: {}", Share::NAMES.len(), Share::NAMES.join(", ")),
-            }),
+        let of = |(name, numbers, roots): &PeerLoad| {
+            let numbers =
+                <[f64; Share::NAMES.len()]>::try_from(&numbers[..]).map_err(|_| CoreError::BadValue {
+                    what: format!("what router {replica} tells of {name}"),
+                    got: format!("{} numbers", numbers.len()),
+                    expected: format!("{}: {}", Share::NAMES.len(), Share::NAMES.join(", ")),
+                })?;
+            let root = |&(hash, tokens, probability): &(u64, f64, f64)| PeerRoot {
+                root: Root { hash, tokens },
+                probability,
+            };
+            let load = Published { share: Share::of(numbers), roots: roots.iter().map(root).collect() };
+            Ok((name.clone(), load))
         };
-        let shares = shares.iter().map(of).collect::<std::result::Result<Vec<_>, CoreError>>()?;
+        let loads = shares.iter().map(of).collect::<std::result::Result<Vec<_>, CoreError>>()?;
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            Ok(router.hear(replica, shares.iter().map(|(name, share)| (&**name, *share)), now)?)
+            let loads = loads.iter().map(|(name, load)| (&**name, load.clone()));
+            Ok(router.hear(replica, loads, now)?)
         })
     }
 

@@ -345,7 +345,9 @@ impl Ticket {
     /// again. If `from_token` is 0 then, send the whole request again: no instance could continue
     /// it. Otherwise the request has ended: returns None, and the ticket is closed. Raises
     /// `NoInstanceError` if no instance can take the next segment; the request has failed.
-    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None))]
+    #[pyo3(signature = (
+        *, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None
+    ))]
     fn segment_done(
         &self,
         py: Python<'_>,
@@ -363,7 +365,9 @@ impl Ticket {
     /// Reports that the request ended successfully, even if another segment was to follow, with the
     /// engine's usage in tokens. Closes the ticket. `finish_reason`: as in OpenAI's API; programs
     /// return more often after `"tool_calls"` than after `"stop"`.
-    #[pyo3(signature = (*, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None))]
+    #[pyo3(signature = (
+        *, prompt_tokens=None, cached_tokens=None, output_tokens=None, finish_reason=None, now=None
+    ))]
     fn done(
         &self,
         py: Python<'_>,

@@ -174,6 +174,20 @@ impl ResponseReader {
         Ok(PyBytes::new(py, self.scanner.commit(extra, close)))
     }
 
+    /// Commits the answer without its head, as the rest of a stream whose head the client has.
+    /// Returns the withheld bytes.
+    fn continue_stream<'py>(&mut self, py: Python<'py>, write: Py<PyAny>) -> Result<Bound<'py, PyBytes>> {
+        self.tell(py)?;
+        self.write = Some(write);
+        Ok(PyBytes::new(py, self.scanner.continue_stream()))
+    }
+
+    /// Returns the withheld bytes of the body, without framing. The client gets none of them.
+    fn payload<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        self.scanner.commit_alone();
+        PyBytes::new(py, self.scanner.take_payload())
+    }
+
     /// Commits the answer for Python itself, without a client. Returns the events so far, as
     /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {

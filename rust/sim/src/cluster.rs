@@ -236,8 +236,9 @@ struct Cluster<'a> {
     /// forever.
     left: usize,
     moving: usize,
-    /// Requests held until their agent programs fit into a cache.
-    held: HashMap<TurnId, u32>,
+    /// Requests held until their agent programs fit into a cache, by the number of their router and
+    /// their turn there.
+    held: HashMap<(usize, TurnId), u32>,
     guard_alarms: u64,
     guard_filters: u64,
     stalled: u64,
@@ -384,7 +385,8 @@ impl Cluster<'_> {
         match verdict {
             Verdict::Free | Verdict::Run(_) => {}
             Verdict::Held(_) => {
-                self.held.insert(turn, request as u32);
+                let router = self.routers.number_of(request as u64);
+                self.held.insert((router, turn), request as u32);
                 return Ok(());
             }
             Verdict::Refused { retry_after_seconds } => {

@@ -54,11 +54,17 @@ impl Routers {
         }
     }
 
-    /// Returns the router of a request.
-    pub fn of(&mut self, request: u64) -> &mut Observer {
+    /// Returns the number of a request's router.
+    pub fn number_of(&self, request: u64) -> usize {
         let routers = self.all.len() as u64;
         let drawn = if routers == 1 { 0 } else { xxh3_64_with_seed(&request.to_le_bytes(), self.seed) };
-        &mut self.all[(drawn % routers) as usize]
+        (drawn % routers) as usize
+    }
+
+    /// Returns the router of a request.
+    pub fn of(&mut self, request: u64) -> &mut Observer {
+        let number = self.number_of(request);
+        &mut self.all[number]
     }
 
     /// Iterates over all routers.
@@ -101,7 +107,7 @@ impl Routers {
         self.all[router].catch_up(engines, now)?;
         let (name, told) = (router.to_string(), self.all[router].router.share(now));
         for (_, other) in self.all.iter_mut().enumerate().filter(|(i, _)| *i != router) {
-            other.router.hear(&name, told.iter().map(|(instance, share)| (&**instance, *share)), now)?;
+            other.router.hear(&name, told.iter().map(|(instance, load)| (&**instance, load.clone())), now)?;
         }
         Ok(())
     }

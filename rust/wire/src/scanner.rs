@@ -376,6 +376,14 @@ impl Scanner {
         &self.written
     }
 
+    /// Commits to this answer as the rest of a stream: the client has a head already, of a body in
+    /// chunks, or for HTTP/1.0 until the connection closes. Returns the withheld bytes.
+    pub fn continue_stream(&mut self) -> &[u8] {
+        self.committed = true;
+        self.out = if self.http11 { Out::Chunked } else { Out::Close };
+        self.take()
+    }
+
     /// Returns the bytes for the client, framed.
     pub fn take(&mut self) -> &[u8] {
         self.written.clear();

@@ -34,6 +34,8 @@ RESOLVE_SECONDS = 5.0
 MOST_ADDRESSES = 64
 
 Name = Annotated[str, Field(max_length=200)]
+# A prefix that agent programs share: hash, tokens, and probability that one needs it again.
+Root = tuple[Annotated[int, Field(ge=0, lt=1 << 64)], float, float]
 
 
 class LoadMessage(BaseModel):
@@ -43,7 +45,8 @@ class LoadMessage(BaseModel):
 
     router: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
     names: list[str]  # names of the load values, in order
-    models: dict[str, list[tuple[Name, list[float]]]]  # by model: engines and their load values
+    # By model: engines, their load values, and the roots of agent programs.
+    models: dict[str, list[tuple[Name, list[float], list[Root]]]]
 
 
 class Address:
@@ -123,6 +126,8 @@ class Replicas:
         try:
             message = LoadMessage.model_validate_json(body)
         except ValidationError as error:
+            if _names(body) not in (None, SHARE_NAMES):  # other versions have other messages
+                raise self._other_version() from None
             raise not_valid(error) from None
         if message.router != self.id:
             self._apply(message)
@@ -130,13 +135,7 @@ class Replicas:
 
     def _apply(self, message: LoadMessage) -> None:
         if message.names != SHARE_NAMES:
-            self._counts["received", "other_version"] += 1
-            raise ApiError(
-                409,
-                f"unknown load values: this version uses {', '.join(SHARE_NAMES)}; "
-                "run the same version on all routers",
-                code="other_version",
-            )
+            raise self._other_version()
         if message.router not in self.received and len(self.received) >= MOST_ADDRESSES:
             self._counts["received", "refused"] += 1
             raise ApiError(
@@ -154,6 +153,15 @@ class Replicas:
             log.info("another router sends its load", router=message.router)
         self.received[message.router] = time.monotonic()
         self._counts["received", "accepted"] += 1
+
+    def _other_version(self) -> ApiError:
+        self._counts["received", "other_version"] += 1
+        return ApiError(
+            409,
+            f"unknown load values: this version uses {', '.join(SHARE_NAMES)}; "
+            "run the same version on all routers",
+            code="other_version",
+        )
 
     async def _forever(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -267,3 +275,12 @@ class Replicas:
         for (direction, outcome), count in self._counts.items():
             messages.add_metric((direction, outcome), count)
         yield messages
+
+
+def _names(body: bytes) -> object:
+    """Returns the names of the values in a load message; None if it has none."""
+    try:
+        message = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return message.get("names") if isinstance(message, dict) else None

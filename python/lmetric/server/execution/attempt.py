@@ -304,7 +304,7 @@ class EngineAttempt:
 
     def error_words(self) -> str:
         """Returns the engine's message of a refusal after a colon; empty without a message."""
-        body = bytes(self.answer) or self.reader.commit(b"", True).partition(b"\r\n\r\n")[2]
+        body = bytes(self.answer) or self.reader.payload()
         said = self.step.engine.adapter.error(body)
         return f": {said}" if said else ""
 

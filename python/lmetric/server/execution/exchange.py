@@ -86,6 +86,7 @@ class ClientRequest:
     on_answer: Callable[[str], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
+    opened = False  # the router sent the head of a stream before routing (`open_stream`)
     only_closing_ends_it = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
     _chunked = False  # the router writes chunks
@@ -128,11 +129,19 @@ class ClientRequest:
         if self.on_answer is not None and reader.status == 200:
             self.on_answer(engine)
         write = self.transport.write
+        if self.opened:
+            self.comment(lines)
+            if withheld := reader.continue_stream(write):
+                write(withheld)
+            return
         head = reader.commit(lines, not self.keep_alive, write)
         write(_with_cors(head, self.cors) if self.cors else head)
 
     def begin(self, kind: bytes, length: int | None, lines: bytes) -> None:
         """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
+        if self.opened:
+            self.comment(lines)
+            return
         self.state = "written"
         parts = [b"HTTP/1.1 200 OK\r\ncontent-type: ", kind, b"\r\n", lines, self.cors]
         self._chunked = length is None and self.http11
@@ -146,6 +155,16 @@ class ClientRequest:
             parts.append(b"connection: close\r\n")
         self.transport.write(b"".join(parts) + b"\r\n")
 
+    def open_stream(self) -> None:
+        """Sends the head of a stream before the request is routed."""
+        request_id = self.head.request_id.encode("latin-1")
+        self.begin(b"text/event-stream; charset=utf-8", None, b"x-request-id: %b\r\n" % request_id)
+        self.opened = True
+
+    def comment(self, lines: bytes) -> None:
+        """Writes each of ``lines`` as an SSE comment, which clients ignore."""
+        self._write_chunk(b"".join(b": %b\n" % line for line in lines.splitlines()) + b"\n")
+
     def write(self, data: bytes, *, last: bool = False) -> None:
         """Writes a part of the answer.
 
@@ -156,12 +175,15 @@ class ClientRequest:
             self.state = "written"
             self.only_closing_ends_it = self._reader.closes_client
             self._chunked = not self.only_closing_ends_it
+        self._write_chunk(data, last=last)
+        if last:
+            self.state = "ended"
+
+    def _write_chunk(self, data: bytes, *, last: bool = False) -> None:
         if self._chunked:
             data = (b"%x\r\n%b\r\n" % (len(data), data) if data else b"") + (b"0\r\n\r\n" if last else b"")
         if data:
             self.transport.write(data)
-        if last:
-            self.state = "ended"
 
     def break_off(self, body: bytes) -> None:
         """Ends a started answer with an error as its last event, or by closing the connection.
@@ -169,6 +191,7 @@ class ClientRequest:
         The connection closes if the answer cannot carry an event.
         """
         if self.state == "written":
+            body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # an engine's own error may have lines
             self.write(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
         elif self.state == "passed":
             assert self._reader is not None

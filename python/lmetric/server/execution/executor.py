@@ -218,6 +218,11 @@ class RequestExecution(Progress):
         ):
             self._discard_transfer(step.engine, why)
             self._resend(step.engine, now)
+        elif self.client_request.opened and step.reader == "pass" and status != 200:
+            attempt.answer = reader.payload()
+            self._pass_refusal(attempt)
+        elif self.client_request.opened and not reader.event_stream:
+            self._drop_and_fail(step, "reset", "the engine did not answer with an event stream", now)
         elif step.reader == "pass":
             if self.paired_body is not None and not self._second_begins(step, now):
                 return
@@ -1027,7 +1032,16 @@ class RequestExecution(Progress):
         elif busy or self.committed:
             self._retry(engine, "status", reason, now)
         else:
-            self._finish("FAILED", "engine_error", EngineRefusal(status, bytes(attempt.answer)))
+            self._pass_refusal(attempt)
+
+    def _pass_refusal(self, attempt: Attempt) -> None:
+        """Ends the request with an engine's error answer. In an opened stream it must be JSON."""
+        status, body = attempt.reader.status, bytes(attempt.answer)
+        error: ApiError = EngineRefusal(status, body)
+        if self.client_request.opened and not _is_object(body):
+            said = f"the engine refused the request with status {status}{attempt.error_words()}"
+            error = ApiError(status, said, engines=attempt.step.engine.name)
+        self._finish("FAILED", "engine_error", error)
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
         """Ends the request with an error, because no engine is left."""
@@ -1096,6 +1110,13 @@ class RequestExecution(Progress):
         # `placed` and `attempt`, which every request calls, have this code inline.
         acts, self._acts = self._acts, []
         return acts
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(body), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {

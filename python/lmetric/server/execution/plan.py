@@ -48,7 +48,7 @@ AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "
 Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
 
 MEANINGS: Mapping[State, str] = {
-    "ADMITTED": "no engine has the request yet (before: `PendingTokenization`, for a tokenizer thread)",
+    "ADMITTED": "no engine has the request yet (before: a `WaitingRequest`, for tokens or room in a cache)",
     "FETCHING": "another engine prepares the prompt's prefix for transfer (prefix fetch)",
     "INTERNAL": "an engine runs the open segment or a slice of it, and answers the router",
     "AWAITING": "an engine runs the open segment; its part of the client's answer has not begun",

@@ -11,7 +11,7 @@ import structlog
 from lmetric._core import ProgramTurn, Request, Router
 from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
 
-LOG_SECONDS = 60.0  # time between two warnings about the working set
+LOG_SECONDS = 60.0  # time between two checks of the working set
 CROWDED = 1.0  # working set over cache from which it is a warning
 
 log = structlog.get_logger("lmetric.programs")
@@ -25,15 +25,13 @@ class HeldPrograms:
         self._router = router
         self.follows = option is not None
         self.admits = isinstance(option, ProgramAdmission | ThunderAgent)
-        self.option = option
+        # Time between two comments to the client of a held stream; 0: none.
+        self.keep_alive_seconds = option.keep_alive_seconds if isinstance(option, ProgramAdmission) else 0.0
         # By the number of the turn: called once when the request may run; argument: monotonic
         # clock, s.
         self._waiting: dict[int, Callable[[float], None]] = {}
-        self._warned_at = -math.inf
+        self._checked_at = -math.inf
         self._longest_hold_seconds = 0.0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def arrive(self, request: Request, now: float) -> ProgramTurn | None:
         """Records the arrival of a request; None if programs are not followed."""
@@ -63,23 +61,26 @@ class HeldPrograms:
         counted = self._router.programs()
         return counted and counted | {"longest_hold_seconds": self._longest_hold_seconds}
 
-    def crowded(self) -> dict[str, float]:
-        """Working set over capacity of each engine whose programs exceed its cache."""
-        programs = self.snapshot()
-        if programs is None:
-            return {}
-        ratios = {
-            name: each["expected_tokens"] / each["capacity_tokens"]
-            for name, each in programs["instances"].items()
-            if each["capacity_tokens"]
-        }
-        return {name: ratio for name, ratio in ratios.items() if ratio > CROWDED}
-
     def _warn(self, now: float) -> None:
-        if self.admits or now < self._warned_at + LOG_SECONDS:
+        """Logs the fullest engine and wrong cache sizes, at most once per LOG_SECONDS."""
+        if now < self._checked_at + LOG_SECONDS:
             return
-        if crowded := self.crowded():
-            self._warned_at = now
+        self._checked_at = now
+        instances = (self.snapshot() or {}).get("instances", {})
+        for name, each in instances.items():
+            if (measured := each["measured_tokens"]) is not None:
+                log.warning(
+                    "an engine removes blocks although its KV cache should have room, or holds more than "
+                    "it should; the measured size counts: correct `cache_blocks` if it is configured",
+                    engine=name,
+                    told_tokens=each["told_tokens"] and round(each["told_tokens"]),
+                    measured_tokens=round(measured),
+                )
+        if self.admits:
+            return
+        ratios = {name: ratio for name, each in instances.items() if (ratio := working_set_ratio(each))}
+        crowded = {name: ratio for name, ratio in ratios.items() if ratio > CROWDED}
+        if crowded:
             worst = max(crowded, key=lambda name: crowded[name])
             log.warning(
                 "agent programs need more than the KV caches hold; `programs: admit` would hold requests",
@@ -88,3 +89,9 @@ class HeldPrograms:
                 fullest=worst,
                 over_cache=f"{crowded[worst] - 1:.0%}",
             )
+
+
+def working_set_ratio(instance: dict[str, Any]) -> float | None:
+    """Returns the expected tokens of an instance over its capacity; None if that is unknown."""
+    capacity = instance["capacity_tokens"]
+    return instance["expected_tokens"] / capacity if capacity else None

@@ -43,6 +43,7 @@ from lmetric.server.http.tokenizing import (
     prompt_text,
     read_prompt,
 )
+from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.metrics import Metrics
 from lmetric.tokens import NotPredictable, Tokens
 
@@ -484,25 +485,38 @@ class Frontend(web.Server):
         `place` is not called if the request has ended by then.
         """
 
-        def then(tokens: Tokens | NotPredictable | None) -> None:
-            try:
-                if isinstance(tokens, NotPredictable):
-                    count_text_prompt(pool, tokens)
-                else:
-                    call.tokens = tokens
-                place(time.monotonic())
-            except ApiError as error:
-                self._ended(client_request, waiting, error)
-            except Exception:
-                log.exception("a request failed with an internal error", path=client_request.path)
-                self._ended(client_request, waiting, ApiError(500, FAILED))
+        def then(tokens: Tokens | NotPredictable | None, waiting: WaitingRequest) -> None:
+            if isinstance(tokens, NotPredictable):
+                count_text_prompt(pool, tokens)
             else:
-                self.relays.discard(waiting)
+                call.tokens = tokens
+            self._go_on(client_request, waiting, place, time.monotonic())
 
         limit = self._rules.timeouts.request
-        waiting = PendingTokenization(client_request, self._tokenisers.begin(work), then, self._ended, limit)
+        begun = self._tokenisers.begin(work)
+        self._wait(client_request, PendingTokenization(client_request, begun, then, self._ended, limit))
+
+    def _wait(self, client_request: ClientRequest, waiting: WaitingRequest) -> None:
         client_request.client.relay = waiting
         self.relays.add(waiting)
+
+    def _go_on(
+        self,
+        client_request: ClientRequest,
+        waiting: WaitingRequest,
+        then: Callable[[float], None],
+        now: float,
+    ) -> None:
+        """Continues a request that waited before routing; `then` replaces `waiting`."""
+        try:
+            then(now)
+        except ApiError as error:
+            self._ended(client_request, waiting, error)
+        except Exception:
+            log.exception("a request failed with an internal error", path=client_request.path)
+            self._ended(client_request, waiting, ApiError(500, FAILED))
+        else:
+            self.relays.discard(waiting)
 
     def _place(
         self,
@@ -558,40 +572,37 @@ class Frontend(web.Server):
             head.session_final,
         )
         fetches = pool.fetches_prefixes and fetch_reason is None
-        start = partial(self._start, client_request, call, pool, asked, moves, fetches)
+        turn: ProgramTurn | None = None
         if pool.programs.admits:
             turn = pool.programs.arrive(asked, now)
             if turn is not None and turn.verdict == "refused":
                 raise _crowded(pool, turn)
-            start = partial(start, turn)
             if turn is not None and turn.verdict == "held":
-                self._hold(client_request, pool, turn, start)
+                start = partial(self._start, client_request, call, pool, asked, moves, fetches, turn)
+                self._hold(client_request, call, pool, turn, start, now)
                 return
-        else:
-            start = partial(start, None)
-        start(now)
+        self._start(client_request, call, pool, asked, moves, fetches, turn, now)
 
     def _hold(
-        self, client_request: ClientRequest, pool: Pool, turn: ProgramTurn, start: Callable[[float], None]
+        self,
+        client_request: ClientRequest,
+        call: ParsedRequest,
+        pool: Pool,
+        turn: ProgramTurn,
+        start: Callable[[float], None],
+        now: float,
     ) -> None:
         """Calls `start` when the request's agent program fits into a cache."""
 
-        def then(now: float) -> None:
-            try:
-                start(now)
-            except ApiError as error:
-                self._ended(client_request, held, error)
-            except Exception:
-                log.exception("a request failed with an internal error", path=client_request.path)
-                self._ended(client_request, held, ApiError(500, FAILED))
-            else:
-                self.relays.discard(held)
+        def then(now: float, held: WaitingRequest) -> None:
+            self._go_on(client_request, held, start, now)
 
+        limit = self._rules.timeouts.request
+        streams = call.stream and call.path.generates
         held = HeldRequest(
-            client_request, turn, pool.programs, then, self._ended, self._rules.timeouts.request
+            client_request, turn, pool.programs, then, self._ended, limit, comments=streams, now=now
         )
-        client_request.client.relay = held
-        self.relays.add(held)
+        self._wait(client_request, held)
 
     def _start(
         self,
@@ -659,6 +670,8 @@ class Frontend(web.Server):
             goes_on = goes_on and client_request.http11
             if client_request.transport.is_closing():
                 status = 499  # the client left before the router refused its request
+            elif client_request.opened:
+                client_request.break_off(error.body(self._show_engines))
             else:
                 client_request.transport.write(
                     whole_answer(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-
-import structlog
 
 from lmetric._core import ProgramTurn
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.programs import HeldPrograms
+from lmetric.server.http.waiting import WaitingRequest
 
-log = structlog.get_logger("lmetric.programs")
 
+class HeldRequest(WaitingRequest):
+    """A held request.
 
-class HeldRequest(InFlightRequest):
-    """A held request. A `RequestRunner` replaces it after routing.
-
-    ``then`` is called once when the request may run; argument: the monotonic clock, s. If the
-    request ends before, ``ended`` is called instead, once, with the client's error.
+    ``then`` is called once when the request may run, unless the request ends before. Arguments:
+    the monotonic clock, s, and this request. ``comments``: the client waits for a stream, and gets
+    its head and comments after each `HeldPrograms.keep_alive_seconds`.
     """
 
     def __init__(
@@ -26,29 +25,42 @@ class HeldRequest(InFlightRequest):
         client_request: ClientRequest,
         turn: ProgramTurn,
         programs: HeldPrograms,
-        then: Callable[[float], None],
+        then: Callable[[float, HeldRequest], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
         limit_seconds: float | None,
+        *,
+        comments: bool,
+        now: float,
     ) -> None:
-        self._client_request = client_request
+        super().__init__(client_request, ended, limit_seconds)
         self._turn = turn
         self._programs = programs
         self._then = then
-        self._ended = ended
-        self._limit_seconds = limit_seconds
-        self._over = False
+        self._since = self._written_at = now
+        self._every = (
+            programs.keep_alive_seconds if comments and programs.keep_alive_seconds > 0 else math.inf
+        )
         programs.wait(turn, self._release)
 
     def _release(self, now: float) -> None:
-        if not self._over:
-            self._over = True
-            self._then(now)
+        if self._goes_on():
+            self._then(now, self)
 
     def check(self, now: float) -> None:
-        """Called periodically: ends the request at its longest duration."""
-        if reason := self._client_request.overdue(self._limit_seconds, now):
-            error = ApiError(504, f"{reason}; it was held: {self.why}", code="timeout")
-            self._leave(reason, error)
+        """Called periodically: keeps the client's connection alive, and enforces the time limit."""
+        client_request = self._client_request
+        if now - self._written_at >= self._every and not client_request.client.writing_paused:
+            self._written_at = now
+            if not client_request.opened:
+                client_request.open_stream()
+            client_request.comment(b"held for %d s" % (now - self._since))
+        super().check(now)
+
+    def _abandon(self) -> None:
+        self._programs.leave(self._turn)
+
+    def _explain(self) -> str:
+        return f"; it was held: {self.why}"
 
     @property
     def why(self) -> str:
@@ -61,13 +73,3 @@ class HeldRequest(InFlightRequest):
             if ratio is not None
             else "its program does not fit into a cache"
         )
-
-    def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        """Ends the request."""
-        if self._over:
-            return
-        self._over = True
-        self._programs.leave(self._turn)
-        self.reason = reason
-        self.close_client = error is None
-        self._ended(self._client_request, self, error)

@@ -12,6 +12,7 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.http.waiting import WaitingRequest
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 # Tokenization keeps a core busy, and the event loop needs one.
@@ -46,57 +47,41 @@ def read_prompt(tokenizer: PromptTokenizer, call: ParsedRequest) -> Tokens | Non
     return tokenizer.encode(prompt_text(tokenizer, call))
 
 
-class PendingTokenization(InFlightRequest):
-    """A request whose prompt is tokenized in a thread. A `RequestRunner` replaces it after routing.
+class PendingTokenization(WaitingRequest):
+    """A request whose prompt is tokenized in a thread.
 
-    ``then`` is called once with the tokens, or with the reason why there are none. If the request
-    ends before, ``ended`` is called instead, once, with the client's error. ``limit_seconds``:
-    longest duration of the request; None: no limit.
+    ``then`` is called once with the tokens, or with the reason why there are none, unless the
+    request ends before.
     """
 
     def __init__(
         self,
         client_request: ClientRequest,
         work: asyncio.Future[Tokens | None],
-        then: Callable[[Tokens | NotPredictable | None], None],
+        then: Callable[[Tokens | NotPredictable | None, PendingTokenization], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
         limit_seconds: float | None,
     ) -> None:
-        self._client_request = client_request
+        super().__init__(client_request, ended, limit_seconds)
         self._work = work
         self._then = then
-        self._ended = ended
-        self._limit_seconds = limit_seconds
-        self._over = False
         work.add_done_callback(self._done)
 
     def _done(self, work: asyncio.Future[Tokens | None]) -> None:
-        if self._over or work.cancelled():
+        if work.cancelled() or not self._goes_on():
             return
-        self._over = True
         error = work.exception()
         if error is None:
-            self._then(work.result())
+            self._then(work.result(), self)
         elif isinstance(error, NotPredictable):
-            self._then(error)
+            self._then(error, self)
         else:
             log.error("cannot tokenize a prompt", exc_info=error)
-            self._then(NotPredictable("tokenizer", str(error)))
+            self._then(NotPredictable("tokenizer", str(error)), self)
 
-    def check(self, now: float) -> None:
-        """Called periodically: ends the request at its longest duration."""
-        if reason := self._client_request.overdue(self._limit_seconds, now):
-            self._leave(reason, ApiError(504, reason, code="timeout"))
-
-    def _leave(self, reason: str, error: ApiError | None = None) -> None:
-        """Ends the request. The result of a running thread is ignored."""
-        if self._over:
-            return
-        self._over = True
+    def _abandon(self) -> None:
+        """Cancels the work. The result of a running thread is ignored."""
         self._work.cancel()
-        self.reason = reason
-        self.close_client = error is None
-        self._ended(self._client_request, self, error)
 
 
 class TokenizerThreads:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.programs import working_set_ratio
 
 # By metric: its meaning, and its name in `Router.programs`.
 _COUNTERS = {
@@ -45,11 +45,6 @@ def program_metrics(fleet: Fleet) -> Iterator[Metric]:
     )
     for model, told in followed:
         for instance, each in told["instances"].items():
-            if (over := _ratio(each)) is not None:
+            if (over := working_set_ratio(each)) is not None:
                 ratio.add_metric((model, instance), over)
     yield ratio
-
-
-def _ratio(each: dict[str, Any]) -> float | None:
-    capacity = each["capacity_tokens"]
-    return each["expected_tokens"] / capacity if capacity else None

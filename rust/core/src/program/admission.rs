@@ -91,27 +91,28 @@ impl Queue {
         self.places.len()
     }
 
-    fn flow_to(&mut self, now: Seconds) {
-        let passed = (now - self.flow_at).max(0.0);
-        self.flow *= (-passed / FLOW_SECONDS).exp();
-        self.flow_at = self.flow_at.max(now);
-    }
-
     fn admitted(&mut self, tokens: f64, now: Seconds) {
         self.flow_to(now);
         self.flow += tokens;
         self.flow_began.get_or_insert(now);
     }
 
+    /// Returns the tokens that held programs need, and those admitted recently.
+    pub fn demand(&self, now: Seconds) -> (f64, f64) {
+        let tokens = self.tenants.values().map(|waiting| waiting.tokens).sum();
+        (tokens, self.flow * (-(now - self.flow_at).max(0.0) / FLOW_SECONDS).exp())
+    }
+
     /// Returns the predicted seconds until all held programs of a tenant are admitted. Tenants take
-    /// turns, so at most as many tokens of each other tenant are admitted before.
-    fn expected_seconds(&mut self, tenant: u64, now: Seconds) -> Seconds {
-        self.flow_to(now);
+    /// turns, so at most as many tokens of each other tenant are admitted before. `peers`: the
+    /// demand of peer routers on the same instances.
+    fn expected_seconds(&self, tenant: u64, peers: (f64, f64), now: Seconds) -> Seconds {
         let age = self.flow_began.map_or(0.0, |began| now - began).max(LEAST_FLOW_SECONDS);
-        let rate = self.flow / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
+        let admitted = self.demand(now).1 + peers.1;
+        let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
         let own = self.tenants.get(&tenant).map_or(0.0, |waiting| waiting.tokens);
         let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
-        if rate > 0.0 { tokens / rate } else { f64::INFINITY }
+        if rate > 0.0 { (tokens + peers.0) / rate } else { f64::INFINITY }
     }
 
     /// Returns whether a tenant has more than its share of a full queue.
@@ -173,14 +174,14 @@ impl Programs {
         limit.is_none_or(|limit| ledger.expected_tokens() < limit)
     }
 
-    fn hold_of(&mut self, id: ProgramId, now: Seconds) -> Hold {
+    fn hold_of(&self, id: ProgramId, now: Seconds) -> Hold {
         let ratios = self.instances.iter().filter(|ledger| ledger.available);
         let ratios = ratios.filter_map(|ledger| Some(ledger.expected_tokens() / ledger.capacity_tokens?));
         Hold {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.queue.expected_seconds(self.programs[id].tenant, now),
+            expected_seconds: self.queue.expected_seconds(self.programs[id].tenant, self.peer_demand(), now),
         }
     }
 
@@ -206,7 +207,7 @@ impl Programs {
             let limit = resume * self.config.theta * capacity;
             let room = limit - ledger.expected_tokens() - need;
             // A program that fits nowhere runs alone.
-            (room >= 0.0 || ledger.programs == 0).then_some(room)
+            (room >= 0.0 || ledger.is_empty()).then_some(room)
         };
         let stays = self.config.thunder.is_none();
         let home = program.home.filter(|home| stays && room(home.index()).is_some());
@@ -243,11 +244,15 @@ impl Programs {
     fn pause_on(&mut self, slot: usize, now: Seconds) {
         let ledger = &self.instances[slot];
         let Some(limit) = ledger.capacity_tokens.map(|capacity| self.config.theta * capacity) else { return };
-        if ledger.expected_tokens() <= limit {
+        let excess = ledger.expected_tokens() - limit;
+        if excess <= 0.0 {
             return;
         }
         let thunder = self.config.thunder;
-        let limit = limit * thunder.map_or(1.0, |thunder| thunder.pause_to);
+        let limit = match thunder {
+            Some(thunder) => limit * thunder.pause_to,
+            None => limit + excess * (1.0 - ledger.own_part()),
+        };
         let rests = |program: &Program| {
             program.state == State::Gap
                 && program.children == 0

@@ -35,15 +35,17 @@ impl FullCache {
         }
     }
 
-    /// Returns the blocks that the cache holds; `told`: by its engine or its operator. `None`:
-    /// unknown.
-    pub fn blocks(&self, told: Option<u32>) -> Option<u32> {
+    /// Returns the measured size in blocks if it differs from the told one; `told`: by the engine or
+    /// its operator.
+    pub fn measured(&self, told: Option<u32>) -> Option<u32> {
         let seen = self.last; // a whole window: its most crowded moment
-        match told {
-            _ if seen == 0 => told,
-            Some(told) if f64::from(seen.abs_diff(told)) <= TOLERANCE * f64::from(told) => Some(told),
-            _ => Some(seen),
-        }
+        let equal = |told: u32| f64::from(seen.abs_diff(told)) <= TOLERANCE * f64::from(told);
+        (seen > 0 && !told.is_some_and(equal)).then_some(seen)
+    }
+
+    /// Returns the blocks that the cache holds; `None`: unknown.
+    pub fn blocks(&self, told: Option<u32>) -> Option<u32> {
+        self.measured(told).or(told)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Expected tokens in the caches, by instance: programs, their shared roots, and other requests.
+use super::peers::PeerPrograms;
 use crate::ids::Seconds;
-use hashbrown::HashMap;
+use std::collections::BTreeMap;
 
 /// A prefix that several programs share: the hash of its last block, and its tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,17 +60,24 @@ impl Recent {
 }
 
 /// A root on one instance: the number of its programs, and the sum of their probabilities.
-#[derive(Clone, Copy, Debug)]
-struct SharedRoot {
-    programs: u32,
-    tokens: f64,
-    probability: f64,
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SharedRoot {
+    pub programs: u32,
+    pub tokens: f64,
+    pub probability: f64,
+    /// Sum of the probabilities that peer routers published.
+    pub peers: f64,
 }
 
 impl SharedRoot {
     /// Returns the expected tokens; several programs need one copy.
-    fn expected_tokens(&self) -> f64 {
-        self.tokens * self.probability.min(1.0)
+    pub fn expected_tokens(&self) -> f64 {
+        self.tokens * (self.probability + self.peers).min(1.0)
+    }
+
+    /// Returns whether a program of any router needs it.
+    pub fn is_needed(&self) -> bool {
+        self.programs > 0 || self.peers > 0.0
     }
 }
 
@@ -80,32 +88,36 @@ pub struct InstanceLedger {
     pub capacity_tokens: Option<f64>,
     /// Tokens that the GPU's cache can hold by its engine or its operator; `None`: not told.
     pub told_tokens: Option<f64>,
+    /// The measured size, if it differs from the told one.
+    pub measured_tokens: Option<f64>,
     /// Whether the instance takes new requests.
     pub available: bool,
     own: f64,
     /// Number of programs that count.
     pub programs: u32,
-    roots: HashMap<u64, SharedRoot>,
+    pub(super) roots: BTreeMap<u64, SharedRoot>,
     root_tokens: f64,
     /// Tokens of running requests outside programs, and of recent ones.
     running_others: f64,
     recent: Recent,
+    /// Needs of the programs of peer routers. Their roots are in `roots`.
+    pub(super) peers: PeerPrograms,
 }
 
 impl InstanceLedger {
     /// Returns the expected working set in tokens.
     pub fn expected_tokens(&self) -> f64 {
-        self.own + self.root_tokens + self.running_others + self.recent.sum()
+        self.own + self.root_tokens + self.running_others + self.recent.sum() + self.peers.tokens
     }
 
-    /// Returns the expected tokens of programs, roots and other requests.
+    /// Returns the expected tokens of programs, roots (those of peers included) and other requests.
     pub fn parts(&self) -> (f64, f64, f64) {
         (self.own, self.root_tokens, self.running_others + self.recent.sum())
     }
 
     /// Returns the part of a root that counts on the instance, 0 to 1.
     pub fn share_of_root(&self, hash: u64) -> f64 {
-        self.roots.get(&hash).map_or(0.0, |root| root.probability.min(1.0))
+        self.roots.get(&hash).map_or(0.0, |root| (root.probability + root.peers).min(1.0))
     }
 
     /// Adds a program.
@@ -113,7 +125,7 @@ impl InstanceLedger {
         self.own += charge.own;
         self.programs += 1;
         if let Some(root) = charge.root {
-            let new = SharedRoot { programs: 0, tokens: root.tokens, probability: 0.0 };
+            let new = SharedRoot { tokens: root.tokens, ..SharedRoot::default() };
             let entry = self.roots.entry(root.hash).or_insert(new);
             let before = entry.expected_tokens();
             entry.programs += 1;
@@ -133,21 +145,30 @@ impl InstanceLedger {
             entry.programs -= 1;
             entry.probability -= charge.probability;
             if entry.programs == 0 {
-                self.root_tokens = (self.root_tokens - before).max(0.0);
+                entry.probability = 0.0;
+            }
+            self.root_tokens = (self.root_tokens + entry.expected_tokens() - before).max(0.0);
+            if !entry.is_needed() {
                 self.roots.remove(&root.hash);
-            } else {
-                self.root_tokens += entry.expected_tokens() - before;
             }
         }
         if self.programs == 0 {
-            (self.own, self.root_tokens) = (0.0, 0.0);
+            self.own = 0.0;
+            self.count_roots();
         }
     }
 
-    /// Removes all programs.
+    /// Removes all programs of this router.
     pub fn clear_programs(&mut self) {
-        (self.own, self.root_tokens, self.programs) = (0.0, 0.0, 0);
-        self.roots.clear();
+        (self.own, self.programs) = (0.0, 0);
+        self.roots.values_mut().for_each(|root| (root.programs, root.probability) = (0, 0.0));
+        self.roots.retain(|_, root| root.is_needed());
+        self.count_roots();
+    }
+
+    /// Sums the tokens of all roots again, so that rounding errors do not add up.
+    pub(super) fn count_roots(&mut self) {
+        self.root_tokens = self.roots.values().fold(0.0, |sum, root| sum + root.expected_tokens());
     }
 
     /// Adds a running request outside programs.

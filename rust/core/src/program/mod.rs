@@ -18,6 +18,7 @@ pub mod capacity;
 pub mod gaps;
 pub mod ledger;
 pub mod lineage;
+pub mod peers;
 pub mod programs;
 mod settings;
 #[cfg(test)]
@@ -26,6 +27,7 @@ mod thunder;
 
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
+pub use peers::{PeerPrograms, PeerRoot};
 pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict};
 pub use settings::{ProgramConfig, ProgramMode};
 pub use thunder::Thunder;

@@ -367,10 +367,10 @@ impl Programs {
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
     }
 
-    /// Sets the tokens that an instance's GPU can hold, as told.
-    pub fn set_told(&mut self, id: InstanceId, told_tokens: Option<f64>) {
+    /// Sets the tokens that an instance's GPU can hold: as told, and as measured if that differs.
+    pub fn set_sizes(&mut self, id: InstanceId, told_tokens: Option<f64>, measured_tokens: Option<f64>) {
         if let Some(ledger) = self.instances.get_mut(id.index()) {
-            ledger.told_tokens = told_tokens;
+            (ledger.told_tokens, ledger.measured_tokens) = (told_tokens, measured_tokens);
         }
     }
 

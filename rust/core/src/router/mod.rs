@@ -10,8 +10,8 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `idle`, `programs`, `rounds` | checks of a policy on an idle fleet; agent programs; rescheduling |
-//! | `configure`, `reports`, `tiers` | settings that can change; reports of engines and peers; KV indexes below the GPU |
+//! | `idle`, `programs`, `rounds` | policy checks on an idle fleet; agent programs; rescheduling |
+//! | `configure`, `reports`, `tiers` | settings; reports of engines and peers; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
 //! | `plan` | placement, splits and prefix fetches |

@@ -25,7 +25,9 @@ impl Router {
         }
         request.check()?;
         let now = self.clock(now);
-        if self.programs().is_some_and(|programs| programs.instances().len() < self.state.fleet.slots()) {
+        // Before the first request, the tokens of a block are unknown.
+        let slots = self.state.fleet.slots();
+        if self.programs().is_some_and(|all| all.instances().len() < slots || all.tokens_per_block() <= 0.0) {
             self.update_capacities(request.tokens_per_block, now);
         }
         let Some(programs) = &mut self.requests.programs else { return Ok(None) };
@@ -95,12 +97,14 @@ impl Router {
             let instance = &mut self.state.instances[slot];
             instance.full.note(seen, now);
             let told = instance.cache_blocks;
+            let measured = instance.full.measured(told);
             let tokens = |blocks: f64| blocks * tokens_per_block.max(1.0);
             let capacity = self.cached_blocks_at_most(id).map(tokens);
             let available = self.state.fleet.eligible()[slot];
             if let Some(programs) = &mut self.requests.programs {
                 programs.set_instance(id, capacity, available);
-                programs.set_told(id, told.map(|blocks| tokens(f64::from(blocks))));
+                let [told, measured] = [told, measured].map(|blocks| Some(tokens(f64::from(blocks?))));
+                programs.set_sizes(id, told, measured);
             }
         }
     }

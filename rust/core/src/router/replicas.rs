@@ -3,12 +3,14 @@
 //! A router publishes its load on each instance (`Router::share`). A peer that receives this load
 //! (`Router::hear`) counts it like its own until the next message or a timeout
 //! (`Router::forget_silent`). The caller carries the messages. Indicators about single requests
-//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router.
-//! does what it learns.
-use super::ledger::{Ledger, Share};
+//! (`handoff_*`, `decode_pressure*`) and all learned values stay local to each router. Tokens
+//! of agent programs count in the working sets of [`Programs`].
+use super::ledger::{Ledger, Published, Share};
 use crate::error::CoreError;
 use crate::fleet::Fleet;
-use crate::ids::Seconds;
+use crate::ids::{InstanceId, Seconds};
+use crate::program::peers::MOST_ROOTS;
+use crate::program::{PeerPrograms, Programs};
 use std::collections::BTreeMap;
 
 /// Maximum number of peers. More peers indicate a configuration error; the limit also bounds
@@ -27,15 +29,28 @@ pub(super) struct Replicas {
 struct Replica {
     heard: Seconds,
     /// Load by slot; shorter than the fleet if the message omits the last slots.
-    shares: Vec<Share>,
+    shares: Vec<Published>,
+}
+
+/// The ledgers in which the load of peers counts.
+pub(super) struct Ledgers<'a> {
+    /// Requests and tokens in flight.
+    pub load: &'a mut Ledger,
+    /// Working sets of agent programs, if they are followed.
+    pub programs: Option<&'a mut Programs>,
 }
 
 impl Replicas {
     /// Returns the load of all peers on a slot.
     fn on(&self, slot: usize) -> Share {
         let mut all = Share::default();
-        self.by_name.values().filter_map(|replica| replica.shares.get(slot)).for_each(|share| all.add(share));
+        self.published(slot).for_each(|load| all.add(&load.share));
         all
+    }
+
+    /// Yields the load of each peer on a slot.
+    fn published(&self, slot: usize) -> impl Iterator<Item = &Published> {
+        self.by_name.values().filter_map(move |replica| replica.shares.get(slot))
     }
 
     /// Replaces `old` by `new` in a slot's sum. The sum is recomputed when a peer's load drops to
@@ -61,7 +76,7 @@ impl Replicas {
         self.by_name
             .values_mut()
             .filter_map(|replica| replica.shares.get_mut(slot))
-            .for_each(|share| *share = Share::default());
+            .for_each(|load| *load = Published::default());
     }
 
     /// Replaces the published load of the router `replica`, received at `now`. Instances that are
@@ -72,26 +87,35 @@ impl Replicas {
     /// has changed then.
     pub fn hear<'a>(
         &mut self,
-        ledger: &mut Ledger,
+        ledgers: &mut Ledgers<'_>,
         fleet: &Fleet,
         replica: &str,
-        shares: impl IntoIterator<Item = (&'a str, Share)>,
+        shares: impl IntoIterator<Item = (&'a str, Published)>,
         now: Seconds,
     ) -> Result<(), CoreError> {
         let mut by_slot = Vec::new();
-        for (instance, share) in shares {
-            for (what, value) in Share::NAMES.iter().zip(share.numbers()) {
+        for (instance, load) in shares {
+            let bad = |what: &str, got: String, expected: String| CoreError::BadValue {
+                what: format!("{what} on {instance} in the load of router {replica}"),
+                got,
+                expected,
+            };
+            let numbers = Share::NAMES.iter().copied().zip(load.share.numbers());
+            let roots = load.roots.iter().map(|root| ("tokens of a root", root.root.tokens));
+            for (what, value) in numbers.chain(roots) {
                 if !(0.0..=1e15).contains(&value) {
-                    return Err(CoreError::BadValue {
-                        what: format!("{what} on {instance} in the load of router {replica}"),
-                        got: value.to_string(),
-                        expected: "0 to 1e15".into(),
-                    });
+                    return Err(bad(what, value.to_string(), "0 to 1e15".into()));
                 }
             }
+            if let Some(root) = load.roots.iter().find(|root| !(0.0..=1.0).contains(&root.probability)) {
+                return Err(bad("probability of a root", root.probability.to_string(), "0 to 1".into()));
+            }
+            if load.roots.len() > MOST_ROOTS {
+                return Err(bad("roots", load.roots.len().to_string(), format!("at most {MOST_ROOTS}")));
+            }
             if let Ok(id) = fleet.find(instance) {
-                by_slot.resize(by_slot.len().max(id.index() + 1), Share::default());
-                by_slot[id.index()] = share;
+                by_slot.resize(by_slot.len().max(id.index() + 1), Published::default());
+                by_slot[id.index()] = load;
             }
         }
         if !self.by_name.contains_key(replica) && self.by_name.len() >= MOST_REPLICAS {
@@ -103,18 +127,23 @@ impl Replicas {
         }
         let said = Replica { heard: now, shares: by_slot.clone() };
         let before = self.by_name.insert(replica.into(), said);
-        self.count(ledger, &before.map_or_else(Vec::new, |before| before.shares), &by_slot, now);
+        self.count(ledgers, &before.map_or_else(Vec::new, |before| before.shares), &by_slot, now);
         Ok(())
     }
 
     /// Removes the load of peers without a message in the last `seconds`. Returns their names.
-    pub fn forget_silent(&mut self, ledger: &mut Ledger, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
+    pub fn forget_silent(
+        &mut self,
+        ledgers: &mut Ledgers<'_>,
+        seconds: Seconds,
+        now: Seconds,
+    ) -> Vec<Box<str>> {
         let oldest = now - seconds;
         let gone = self.by_name.iter().filter(|(_, replica)| replica.heard < oldest);
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in &gone {
             if let Some(replica) = self.by_name.remove(name) {
-                self.count(ledger, &replica.shares, &[], now);
+                self.count(ledgers, &replica.shares, &[], now);
             }
         }
         gone
@@ -125,12 +154,24 @@ impl Replicas {
         self.by_name.iter().map(|(name, replica)| (&**name, replica.heard))
     }
 
-    /// Updates the ledger from a peer's load `before` to its load `shares`.
-    fn count(&mut self, ledger: &mut Ledger, before: &[Share], shares: &[Share], now: Seconds) {
-        let nothing = Share::default();
+    /// Updates the ledgers from a peer's load `before` to its load `shares`.
+    fn count(&mut self, ledgers: &mut Ledgers<'_>, before: &[Published], shares: &[Published], now: Seconds) {
+        let nothing = Published::default();
         for slot in 0..before.len().max(shares.len()) {
             let [old, new] = [before, shares].map(|all| all.get(slot).unwrap_or(&nothing));
-            ledger.set_peers(slot, self.replace(slot, old, new), now);
+            let sum = self.replace(slot, &old.share, &new.share);
+            ledgers.load.set_peers(slot, sum, now);
+            if let Some(all) = &mut ledgers.programs {
+                let roots = self.published(slot).flat_map(|load| load.roots.iter().copied()).collect();
+                let peers = PeerPrograms {
+                    tokens: sum.program_tokens,
+                    programs: sum.programs,
+                    held_tokens: sum.held_program_tokens,
+                    admitted_tokens: sum.admitted_program_tokens,
+                    roots,
+                };
+                all.set_peers(InstanceId(slot as u32), peers);
+            }
         }
     }
 }

@@ -1,9 +1,11 @@
 //! Reports of load from engines and peer routers.
-use super::ledger::{Report, Share};
+use super::ledger::{Published, Report, Share};
+use super::replicas::Ledgers;
 use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::indicators::{DeclaredIndicator, declared};
+use crate::program::PeerPrograms;
 use crate::suggest::nearest;
 use std::sync::Arc;
 
@@ -78,13 +80,29 @@ impl Router {
 
     /// Returns the load that this router placed on each instance, for its peers. Idle instances are
     /// left out.
-    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Share)> {
+    pub fn share(&self, now: Seconds) -> Vec<(Arc<str>, Published)> {
         let now = self.latest.max(now);
         let fleet = &self.state.fleet;
         let live = self.state.ids().filter(|id| fleet.is_live(*id));
-        live.map(|id| (fleet.name(id).clone(), self.state.ledger.share(id.index(), now)))
-            .filter(|(_, share)| !share.is_nothing())
-            .collect()
+        live.map(|id| {
+            let mut load = Published::from(self.state.ledger.share(id.index(), now));
+            if let Some(programs) = &self.requests.programs {
+                let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
+                    programs.published(id, now);
+                let share = load.share;
+                load.share = Share {
+                    program_tokens: tokens,
+                    programs,
+                    held_program_tokens: held_tokens,
+                    admitted_program_tokens: admitted_tokens,
+                    ..share
+                };
+                load.roots = roots;
+            }
+            (fleet.name(id).clone(), load)
+        })
+        .filter(|(_, load)| !load.share.is_nothing())
+        .collect()
     }
 
     /// Replaces the published load of the router `replica` on each instance. Unknown instances are
@@ -96,19 +114,23 @@ impl Router {
     pub fn hear<'a>(
         &mut self,
         replica: &str,
-        shares: impl IntoIterator<Item = (&'a str, Share)>,
+        shares: impl IntoIterator<Item = (&'a str, impl Into<Published>)>,
         now: Seconds,
     ) -> Result<(), CoreError> {
         let now = self.clock(now);
-        let Router { replicas, state, .. } = self;
-        replicas.hear(&mut state.ledger, &state.fleet, replica, shares, now)
+        let Router { replicas, state, requests, .. } = self;
+        let shares = shares.into_iter().map(|(instance, load)| (instance, load.into()));
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: requests.programs.as_mut() };
+        replicas.hear(&mut ledgers, &state.fleet, replica, shares, now)
     }
 
     /// Removes the load of peers without a message in the last `seconds`. After that, their
     /// requests count only through engine reports. Returns the peers' names.
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
-        self.replicas.forget_silent(&mut self.state.ledger, seconds, now)
+        let programs = self.requests.programs.as_mut();
+        let mut ledgers = Ledgers { load: &mut self.state.ledger, programs };
+        self.replicas.forget_silent(&mut ledgers, seconds, now)
     }
 
     /// Yields the peers whose load counts, each with the time of its last message.

@@ -16,7 +16,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
-use crate::program::Programs;
+use crate::program::{PeerPrograms, Programs};
 use crate::receipt::Receipt;
 use crate::request::Request;
 
@@ -92,6 +92,9 @@ impl Router {
         let id = self.state.fleet.find(name)?;
         self.state.fleet.remove(id);
         self.replicas.clear(id.index());
+        if let Some(programs) = &mut self.requests.programs {
+            programs.set_peers(id, PeerPrograms::default());
+        }
         self.state.ledger.clear(id.index());
         self.state.index.remove_instance(id);
         self.state.tiers.remove_instance(id);

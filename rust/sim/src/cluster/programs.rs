@@ -12,14 +12,15 @@ impl Cluster<'_> {
     pub(super) fn admit_held(&mut self) -> Result<(), CoreError> {
         self.routers.catch_up_all(&self.engines, self.now)?;
         let mut released = Vec::new();
-        for observer in self.routers.each() {
-            released.extend(observer.router.release_programs(self.now));
+        for (number, observer) in self.routers.each().enumerate() {
+            let turns = observer.router.release_programs(self.now).into_iter();
+            released.extend(turns.map(|admitted| (number, admitted.turn)));
         }
-        for admitted in released {
+        for (router, turn) in released {
             // A request that was admitted at its arrival is not held.
-            let Some(request) = self.held.remove(&admitted.turn) else { continue };
+            let Some(request) = self.held.remove(&(router, turn)) else { continue };
             let asked = router_request(self.workload, self.config, request as usize);
-            self.place(request as usize, &RouterRequest { program_turn: Some(admitted.turn), ..asked })?;
+            self.place(request as usize, &RouterRequest { program_turn: Some(turn), ..asked })?;
         }
         self.at(self.now + PERIOD_SECONDS, Event::Programs);
         Ok(())

@@ -1,7 +1,6 @@
 //! The in-flight ledger: open requests of this router on each instance, and loads reported by
-//! engines and peers. Only the ledger writes the indicators that outlive a decision.
-//!
-//! Each event updates the indicator columns, so that a decision only reads plain columns.
+//! engines and peers. Only the ledger writes the indicators that outlive a decision. Each event
+//! updates the indicator columns, so that a decision only reads plain columns.
 mod account;
 mod ahead;
 mod backlog;
@@ -18,7 +17,7 @@ pub use counts::{Entry, Stage};
 pub use declared::DeclaredValues;
 pub use external::Report;
 pub use owners::Owners;
-pub use share::Share;
+pub use share::{Published, Share};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
@@ -341,6 +340,7 @@ impl Ledger {
             window_prefill_tokens,
             window_output_tokens,
             pulls: *pulls,
+            ..Share::default() // `Router::share` adds the agent programs
         }
     }
 

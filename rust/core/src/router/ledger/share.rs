@@ -1,4 +1,5 @@
 //! Published load: one router's load on an instance, for its peers.
+use crate::program::PeerRoot;
 
 macro_rules! numbers {
     ($($(#[doc = $about:literal])* $name:ident),* $(,)?) => {
@@ -54,6 +55,29 @@ numbers! {
     window_output_tokens,
     /// Prefix fetches that the instance serves.
     pulls,
+    /// Expected tokens of agent programs and of requests outside them, without shared roots.
+    program_tokens,
+    /// Agent programs that count in the working set.
+    programs,
+    /// Tokens that held programs need: those of the router, divided by its instances.
+    held_program_tokens,
+    /// Tokens of programs admitted recently, with exponential decay, divided likewise.
+    admitted_program_tokens,
+}
+
+/// Load that a router publishes of one instance.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Published {
+    /// The numbers.
+    pub share: Share,
+    /// Roots that the router's agent programs share.
+    pub roots: Vec<PeerRoot>,
+}
+
+impl From<Share> for Published {
+    fn from(share: Share) -> Published {
+        Published { share, roots: Vec::new() }
+    }
 }
 
 impl Share {
