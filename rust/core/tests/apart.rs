@@ -68,6 +68,7 @@ const ASKED: Request<'static> = Request {
     lora: None,
     priority: None,
     program_turn: None,
+    session_final: false,
     home: None,
 };
 

@@ -135,6 +135,7 @@ struct Ledger {
     told_tokens: Option<f64>,
     measured_tokens: Option<f64>,
     expected_tokens: f64,
+    peer_tokens: f64,
     /// Tokens of programs, of shared roots and of other requests.
     parts: (f64, f64, f64),
     programs: u32,
@@ -166,6 +167,7 @@ impl Snapshot {
                     told_tokens: ledger.told_tokens,
                     measured_tokens: ledger.measured_tokens,
                     expected_tokens: ledger.expected_tokens(),
+                    peer_tokens: ledger.peer_tokens(),
                     parts: ledger.parts(),
                     programs: ledger.programs,
                 })
@@ -209,7 +211,7 @@ impl Snapshot {
             each.set_item("program_tokens", own)?;
             each.set_item("shared_tokens", roots)?;
             each.set_item("other_tokens", others)?;
-            each.set_item("peer_tokens", ledger.peer_tokens())?;
+            each.set_item("peer_tokens", ledger.peer_tokens)?;
             each.set_item("programs", ledger.programs)?;
             instances.set_item(&*ledger.name, each)?;
         }

@@ -51,6 +51,7 @@ const THINKS: Request<'static> = Request {
     lora: None,
     priority: None,
     program_turn: None,
+    session_final: false,
     home: None,
 };
 

@@ -92,8 +92,8 @@ impl Queue {
     }
 
     fn admitted(&mut self, tokens: f64, now: Seconds) {
-        self.flow_to(now);
-        self.flow += tokens;
+        self.flow = self.demand(now).1 + tokens;
+        self.flow_at = self.flow_at.max(now);
         self.flow_began.get_or_insert(now);
     }
 
