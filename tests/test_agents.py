@@ -344,7 +344,8 @@ def test_a_cache_size_that_is_told_wrong_is_measured() -> None:
             told_cache_ratio=told,
         )
         figures = program_figures(played)
-        assert figures is not None and not figures.failed
+        assert figures is not None
+        assert not figures.failed
         return figures.recomputed_share
 
     right, measured, wrong = recomputed(1.0, 1.0), recomputed(1.0, 1.5), recomputed(1.5, 1.0)

@@ -4,8 +4,9 @@
 
 Agents share a system prompt and begin with 1,200 tokens of their own. Each further turn adds about
 200 tokens to the context, waits for a short answer and then for a tool. A third of the agents fork
-once: a subagent continues the whole context, and its parent waits. Requests have no headers. Each
-row of the file is one run; a second call plays only the runs that the file does not have.
+once: a subagent continues the whole context, and its parent waits. Requests have no headers, except
+that some arms learn the ends. Each row of the file is one run; a second call plays only the runs
+that the file does not have.
 """
 
 from __future__ import annotations
@@ -59,21 +60,25 @@ SETTINGS = "min_tokens=256,max_hold_seconds=3600"
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy: the router's flags, and whether requests name their session."""
+    """A policy: the router's flags, whether requests name their session, and whether the last
+    request of an agent says so."""
 
     flags: Sequence[str]
     sessions: bool = False
+    final: bool = False
 
 
-def programs(kind: str) -> list[str]:
+def programs(kind: str, settings: str = SETTINGS) -> list[str]:
     """Flags of lmetric with a kind of admission."""
-    return ["--policy", "lmetric", "--programs", kind, "--programs-settings", SETTINGS]
+    return ["--policy", "lmetric", "--programs", kind, "--programs-settings", settings]
 
 
 ARMS = {
     "lmetric": Arm(["--policy", "lmetric"]),
     "sticky": Arm(["--policy", "session_affinity"], sessions=True),
     "admit": Arm(programs("admit")),
+    "admit, told ends": Arm(programs("admit"), final=True),
+    "ThunderAgent-like": Arm(programs("thunder_agent", "min_tokens=256"), final=True),
 }
 
 
@@ -132,6 +137,7 @@ class Play:
     session: aiohttp.ClientSession
     url: str
     names_sessions: bool = False
+    tells_ends: bool = False
     pauses: bool = True
     answers: dict[str, Answer] = field(default_factory=dict)  # by agent and turn
     seconds: dict[int, float] = field(default_factory=dict)  # job completion time by agent
@@ -148,7 +154,8 @@ class Play:
             body |= {"max_tokens": turn.answer + 16, "min_tokens": turn.answer, "stop": list("eai ")}
         if self.names_sessions:
             body["session_id"] = name.partition(":")[0].partition("+")[0]
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+        headers = {"x-session-final": "true"} if self.tells_ends and turn.last else {}
+        async with self.session.post(f"{self.url}/v1/completions", json=body, headers=headers) as response:
             told = await response.json()
             assert response.status == 200, told
         (choice,) = told["choices"]
@@ -284,7 +291,7 @@ async def run(
             await world.until(exact, seconds=60)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(timeout=timeout) as client:
-                play = Play(client, world.url, chosen.sessions)
+                play = Play(client, world.url, chosen.sessions, chosen.final)
 
                 async def later(number: int) -> None:
                     await asyncio.sleep(number * START_SECONDS)

@@ -506,7 +506,7 @@ def simulate(
         cached_answers: whether the next turn's prompt finds the blocks of an answer in the cache,
             as on vLLM; needs admission ``"vllm"``. False: it finds the blocks of prompts alone.
         session_final: whether the last request of a conversation says so (`x-session-final`).
-        told_cache_ratio: cache size that routers are told, divided by the engines' own.
+        told_cache_ratio: cache size that routers receive, divided by the engines' own.
         host_tier: host memory of each engine that keeps a copy of its KV blocks
             (`lmetric.queueing.HostTier`), with admission ``"vllm"``. ``"2"``: twice the blocks of
             the GPU; ``"2, 50"``: loaded with 50 GB/s; or a mapping. None or ``"none"``: no host

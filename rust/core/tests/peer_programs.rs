@@ -287,13 +287,13 @@ fn a_router_predicts_holds_by_what_all_routers_admit() {
     // One program fits, and the first router admits it.
     let blocks = (ROOT_BLOCKS + OWN_BLOCKS + 50) as u32;
     let mut fleet = Fleet::new(2, &["x"], blocks, ProgramMode::Admit);
-    let limited = ProgramConfig { most_hold_seconds: 400.0, ..config(ProgramMode::Admit) };
+    let limited = ProgramConfig { most_hold_seconds: 80.0, ..config(ProgramMode::Admit) };
     fleet.routers.iter_mut().for_each(|router| router.set_programs(Some(limited)).unwrap());
     fleet.ask(0, prompt(0, 1, 0));
     assert_eq!(fleet.running[0].len(), 1);
     fleet.exchange();
     // Its rate lets the second router hold a program, which alone has admitted nothing. A third
-    // program would wait longer than 400 s, wherever it arrives.
+    // program would wait longer than 80 s, wherever it arrives.
     fleet.ask(1, prompt(1, 2, 0));
     assert_eq!((fleet.running[1].len(), fleet.held[1].len()), (0, 1));
     fleet.exchange();

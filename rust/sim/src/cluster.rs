@@ -61,7 +61,7 @@ pub struct ClusterConfig {
     pub cached_answers: bool,
     /// Whether the last request of a conversation says so.
     pub session_final: bool,
-    /// Cache size that the routers are told, divided by the engines' own.
+    /// Cache size that the routers receive, divided by the engines' own.
     pub told_cache_ratio: f64,
     /// The local order of the engines.
     pub order: Order,

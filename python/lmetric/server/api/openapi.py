@@ -100,8 +100,8 @@ REQUEST_HEADERS: Mapping[str, str] = {
     "x-session-id": "Session of the request: key of the policy `session_affinity`. Fields of a body work, "
     "too: `session_id` (first), `vllm_xargs.session_id` and `user` (last). The engine receives it unchanged. "
     "A `session_id` in the body becomes this header if the request has none.",
-    "x-session-final": "`true` or `1`: the last request of its agent program, which then frees its place in the "
-    "cache (docs/how-to/agents.md). The engine receives it unchanged.",
+    "x-session-final": "`true` or `1`: the last request of its agent program, which then frees its place in "
+    "the cache (docs/how-to/agents.md). The engine receives it unchanged.",
     "x-request-id": "ID of the request in logs, decision record and answer: visible ASCII characters, cut to "
     "256 bytes. Default: an ID that the router makes.",
     "x-tenant": "Tenant of the request, if the router runs without API keys and the configuration names the "

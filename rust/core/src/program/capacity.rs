@@ -1,7 +1,7 @@
 //! The size of an instance's cache, as its engine shows it: engines remove blocks when the cache is
 //! full.
 //!
-//! A size that is told may be wrong: by hand, by another number of blocks per token, or because the
+//! A told size may be wrong: by hand, by another number of blocks per token, or because the
 //! engine keeps a part for itself. An error to the high side lets programs evict each other. The
 //! most blocks present at a removal are a measurement. Blocks that an engine holds without
 //! reporting them, such as those of running answers on SGLang, make the measurement too low by
