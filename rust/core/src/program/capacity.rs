@@ -35,8 +35,8 @@ impl FullCache {
         }
     }
 
-    /// Returns the measured size in blocks if it differs from the told one; `told`: by the engine or
-    /// its operator.
+    /// Returns the measured size in blocks if it differs from the told one; `told`: by the engine
+    /// or its operator.
     pub fn measured(&self, told: Option<u32>) -> Option<u32> {
         let seen = self.last; // a whole window: its most crowded moment
         let equal = |told: u32| f64::from(seen.abs_diff(told)) <= TOLERANCE * f64::from(told);
