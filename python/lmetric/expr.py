@@ -287,9 +287,9 @@ def indicator(
         BadValueError: the name is invalid or taken by an indicator, policy, parameter or function,
             or the attributes differ from an earlier declaration.
 
-    >>> gpu_power = indicator("gpu_power", unit="W")
-    >>> str(gpu_power * (BS + 1))
-    'gpu_power * (bs + 1)'
+    >>> board_power = indicator("board_power", unit="W")
+    >>> str(board_power * (BS + 1))
+    'board_power * (bs + 1)'
     """
     _core.declare_indicator(name, unit, default, max_age_seconds)
     return _indicator(name)

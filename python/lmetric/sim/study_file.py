@@ -221,6 +221,12 @@ class SettingsEntry(Strict):
     cached_answers: Annotated[list[bool], Listed] | None = Field(
         None, description="the next turn's prompt finds the blocks of an answer; needs admission vllm"
     )
+    session_final: Annotated[list[bool], Listed] | None = Field(
+        None, description="the last request of a conversation says so"
+    )
+    told_cache_ratio: Annotated[list[Positive], Listed] | None = Field(
+        None, description="cache size that routers receive, divided by the engines' own; default: 1"
+    )
     tiers: Annotated[list[Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD]], Listed] | None = Field(
         None, description="tiers below the GPU whose blocks count in scores; default: auto"
     )
