@@ -384,8 +384,8 @@ class ProgramObservation:
     """Share of `theta` below which the policy places the requests of an instance's programs."""
     max_hold_seconds: float = 300.0
     """Predicted hold above which a new program is refused (429)."""
-    max_held: int = 10_000
-    """Most held programs."""
+    max_held: int = 4096
+    """Most held programs. A tenant with less than its share of them may hold more."""
     sessions: bool = True
     """Whether the session that a request names identifies its program."""
     finish_reason: bool = True
@@ -437,7 +437,7 @@ class ThunderAgent:
     """How long tokens of requests outside programs count after their end."""
     min_tokens: int = 2048
     """Requests that continue no program and have fewer tokens of their own belong to no program."""
-    max_held: int = 10_000
+    max_held: int = 4096
     """Most held programs."""
     sessions: bool = True
     """Whether the session that a request names identifies its program."""

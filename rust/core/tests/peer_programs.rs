@@ -302,6 +302,31 @@ fn a_router_predicts_holds_by_what_all_routers_admit() {
 }
 
 #[test]
+fn a_measured_cache_size_ends_with_its_engine() {
+    let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Observe);
+    let router = &mut fleet.routers[0];
+    let id = router.fleet().find("x").unwrap();
+    let blocks: Vec<u64> = (1..=500).collect();
+    let size = |router: &Router| router.programs().unwrap().instances()[0].measured_tokens;
+    // Its engine evicts blocks at 500 of 1,000.
+    router.index_mut().stored(id, None, &blocks);
+    router.index_mut().evicted_all(id, &blocks[499..]);
+    for now in [1.0, 62.0] {
+        router.release_programs(now);
+    }
+    assert!(size(router).is_some());
+    router.set_cache_blocks(id, Some(800)).unwrap();
+    router.release_programs(63.0);
+    assert_eq!(size(router), None);
+    // Blocks that are removed for another reason, such as a reset, measure nothing.
+    router.index_mut().removed_all(id, &blocks[300..499]);
+    for now in [64.0, 190.0] {
+        router.release_programs(now);
+    }
+    assert_eq!(size(router), None);
+}
+
+#[test]
 fn impossible_roots_are_refused_and_change_nothing() {
     let mut fleet = Fleet::new(1, &["x"], 1000, ProgramMode::Admit);
     let root = |tokens: f64, probability: f64| PeerRoot {

@@ -338,7 +338,7 @@ impl Observer {
                 }
                 KvEvent::Removed { tier, hashes } => {
                     if let Some(index) = self.router.index_of_mut(*tier) {
-                        index.removed_all(id, &log.hashes[hashes.clone()]);
+                        index.evicted_all(id, &log.hashes[hashes.clone()]);
                     }
                     self.router.note_removal(*tier, id);
                 }

@@ -220,6 +220,9 @@ class RequestExecution(Progress):
             self._resend(step.engine, now)
         elif self.client_request.opened and step.reader == "pass" and status != 200:
             attempt.answer = reader.payload()
+            if flags & END:  # the attempt closes itself, and counts a failure of the engine
+                self.main = None
+                attempt.begun = True
             self._pass_refusal(attempt)
         elif self.client_request.opened and not reader.event_stream:
             self._drop_and_fail(step, "reset", "the engine did not answer with an event stream", now)

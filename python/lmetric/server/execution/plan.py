@@ -198,6 +198,7 @@ class Attempt(Protocol):
     step: Step
     started: float  # seconds on the monotonic clock
     error: bool  # the engine reported an error inside its answer
+    begun: bool  # the executor has committed to the answer
     answer: bytes | bytearray  # for reader "whole", or a refusal
 
     @property

@@ -72,7 +72,7 @@ class AiPerf(Parser):
         self, session: str, row: dict[str, Any], tokens: int, output: int, own: array[int] | None
     ) -> Row:
         mode = row.get("context_mode", "deltas_without_responses")
-        if mode not in _CONTEXT_MODES:
+        if not isinstance(mode, str) or mode not in _CONTEXT_MODES:
             raise ValueError(f"context_mode must be one of {', '.join(_CONTEXT_MODES)}, got {mode!r}")
         grows, with_answer = _CONTEXT_MODES[mode]
         at, delay = _timestamp(row), number(row, "delay") * 1e-3 if row.get("delay") is not None else 0.0

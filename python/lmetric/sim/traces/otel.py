@@ -191,8 +191,8 @@ def _hex(span: dict[str, Any], key: str, size: int) -> bytes:
 
 def _nanoseconds(span: dict[str, Any], key: str) -> int:
     value = _int(span.get(key))
-    if value is None or value < 1:
-        raise ValueError(f"{key} must be nanoseconds since 1970, got {span.get(key)!r}")
+    if value is None or not 1 <= value < 2**64:
+        raise ValueError(f"{key} must be nanoseconds since 1970, got {str(span.get(key))[:40]!r}")
     return value
 
 

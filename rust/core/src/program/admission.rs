@@ -14,6 +14,8 @@ use std::collections::BTreeSet;
 
 /// Horizon of the return probability by which programs are paused.
 const SOON_SECONDS: Seconds = 30.0;
+/// Held turns of one program. A client that sends more is refused.
+const MOST_HELD_TURNS: usize = 64;
 /// Held programs considered per tenant and round.
 const CANDIDATES: usize = 64;
 /// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
@@ -112,7 +114,8 @@ impl Queue {
         let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
         let own = self.tenants.get(&tenant).map_or(0.0, |waiting| waiting.tokens);
         let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
-        if rate > 0.0 { (tokens + peers.0) / rate } else { f64::INFINITY }
+        // Peers share by tenants, too: they admit at most as many tokens before.
+        if rate > 0.0 { (tokens + peers.0.min(own)) / rate } else { f64::INFINITY }
     }
 
     /// Returns whether a tenant has more than its share of a full queue.
@@ -131,16 +134,20 @@ impl Programs {
         if !self.holds() {
             // Only observed: the policy places every request.
             let limited = self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some());
-            self.counters.held += u64::from(place.is_none() && limited && self.room_for(id).is_none());
+            self.counters.held += u64::from(place.is_none() && limited && self.room_for(id, &[]).is_none());
             return Verdict::Free;
         }
         if let Some(home) = place {
             return if self.is_roomy(home) { Verdict::Free } else { Verdict::Run(home) };
         }
-        if let Some(program) = self.programs.get_mut(id).filter(|program| !program.held.is_empty()) {
-            program.held.push(turn); // waits with the other turns of its program
+        if !self.programs[id].held.is_empty() {
+            let hold = self.hold_of(id, now);
+            if self.programs[id].held.len() >= MOST_HELD_TURNS {
+                return self.refuse(turn, hold.expected_seconds, now);
+            }
+            self.programs[id].held.push(turn); // waits with the other turns of its program
             self.counters.held += 1;
-            return Verdict::Held(self.hold_of(id, now));
+            return Verdict::Held(hold);
         }
         self.uncharge(id);
         let program = &mut self.programs[id];
@@ -159,12 +166,17 @@ impl Programs {
         let too_long = hold.expected_seconds > self.config.most_hold_seconds;
         let is_full = self.queue.is_full(self.programs[id].tenant, self.config.most_held);
         if is_new && (too_long || is_full) {
-            self.counters.refused += 1;
-            self.ended(turn, 0, super::Finish::Unknown, now);
-            return Verdict::Refused { retry_after_seconds: hold.expected_seconds.clamp(1.0, 3600.0) };
+            return self.refuse(turn, hold.expected_seconds, now);
         }
         self.counters.held += 1;
         Verdict::Held(hold)
+    }
+
+    /// Drops an arriving turn.
+    fn refuse(&mut self, turn: TurnId, seconds: Seconds, now: Seconds) -> Verdict {
+        self.counters.refused += 1;
+        self.ended(turn, 0, super::Finish::Unknown, now);
+        Verdict::Refused { retry_after_seconds: seconds.clamp(1.0, 3600.0) }
     }
 
     /// Returns whether an instance has so much room that programs may be placed by other criteria.
@@ -187,14 +199,14 @@ impl Programs {
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
     /// with the most room.
-    fn room_for(&self, id: ProgramId) -> Option<InstanceId> {
+    fn room_for(&self, id: ProgramId, reserved: &[InstanceId]) -> Option<InstanceId> {
         let program = &self.programs[id];
         let own = self.counted_tokens(program);
         let parent = program.parent().and_then(|parent| self.programs.get(parent));
         let follows = parent.and_then(|parent| parent.home);
         let room = |slot: usize| -> Option<f64> {
             let (ledger, instance) = (&self.instances[slot], InstanceId(slot as u32));
-            if !ledger.available {
+            if !ledger.available || reserved.contains(&instance) {
                 return None;
             }
             let Some(capacity) = ledger.capacity_tokens else {
@@ -219,9 +231,20 @@ impl Programs {
         })
     }
 
-    /// Returns the available instance with the most room, full or not.
-    fn emptiest(&self) -> Option<InstanceId> {
-        let available = self.instances.iter().enumerate().filter(|(_, ledger)| ledger.available);
+    /// Returns whether some instance could take a program beside others, if these needed less.
+    fn fits_beside_others(&self, id: ProgramId) -> bool {
+        let program = &self.programs[id];
+        let need = self.counted_tokens(program) + program.base().map_or(0.0, |root| root.tokens);
+        let most = self.config.resume * self.config.theta;
+        let available = self.instances.iter().filter(|ledger| ledger.available);
+        available.filter_map(|ledger| ledger.capacity_tokens).any(|capacity| need <= most * capacity)
+    }
+
+    /// Returns the available instance with the most room, full or not, apart from `reserved`.
+    fn emptiest(&self, reserved: &[InstanceId]) -> Option<InstanceId> {
+        let free = |slot: usize| !reserved.contains(&InstanceId(slot as u32));
+        let available = self.instances.iter().enumerate();
+        let available = available.filter(|(slot, ledger)| ledger.available && free(*slot));
         let room = |ledger: &InstanceLedger| {
             ledger.capacity_tokens.unwrap_or(f64::INFINITY) - ledger.expected_tokens()
         };
@@ -286,40 +309,50 @@ impl Programs {
     /// Admits held programs while there is room.
     fn release(&mut self, now: Seconds) {
         while let Some((id, instance)) = self.next_to_admit(now) {
-            self.queue.remove(id);
+            self.uncharge(id);
             let program = &mut self.programs[id];
             program.state = State::Running;
             program.home = Some(instance);
-            let turns = std::mem::take(&mut program.held);
             self.queue.admitted(program.own_tokens(), now);
             self.charge(id, now);
-            for turn in turns {
-                self.turns[turn].assigned = Some(instance);
-                let held_seconds = now - self.turns[turn].arrived;
-                if held_seconds > 0.0 {
-                    self.counters.admitted += 1;
-                    self.counters.held_seconds += held_seconds;
-                }
-                self.queue.released.push(Released { turn, instance, held_seconds });
+            self.hand_out(id, instance, now);
+        }
+    }
+
+    /// Releases all held turns of a program to an instance.
+    pub(super) fn hand_out(&mut self, id: ProgramId, instance: InstanceId, now: Seconds) {
+        self.queue.remove(id);
+        for turn in std::mem::take(&mut self.programs[id].held) {
+            self.turns[turn].assigned = Some(instance);
+            let held_seconds = now - self.turns[turn].arrived;
+            if held_seconds > 0.0 {
+                self.counters.admitted += 1;
+                self.counters.held_seconds += held_seconds;
             }
+            self.queue.released.push(Released { turn, instance, held_seconds });
         }
     }
 
     /// Returns the held program to admit next, if one fits.
     fn next_to_admit(&self, now: Seconds) -> Option<(ProgramId, InstanceId)> {
+        let mut reserved = Vec::new();
         for tenant in self.tenants_by_share() {
             for &(_, _, id) in self.queue.tenants[&tenant].places.iter().take(CANDIDATES) {
-                if let Some(instance) = self.room_for(id) {
+                if let Some(instance) = self.room_for(id, &reserved) {
                     return Some((id, instance));
                 }
                 let since = self.programs[id].held.first().map_or(now, |turn| self.turns[*turn].arrived);
                 if self.config.thunder.is_some_and(|thunder| now - since > thunder.most_wait_seconds)
-                    && let Some(instance) = self.emptiest()
+                    && let Some(instance) = self.emptiest(&[])
                 {
                     return Some((id, instance));
                 }
                 if now - since > self.config.backfill_seconds {
-                    return None;
+                    if self.fits_beside_others(id) {
+                        return None;
+                    }
+                    // It can only run alone: one instance gets no further programs until then.
+                    reserved.extend(self.emptiest(&reserved));
                 }
             }
         }

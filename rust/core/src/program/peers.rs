@@ -27,7 +27,8 @@ pub struct PeerPrograms {
     pub tokens: f64,
     /// Programs that count.
     pub programs: f64,
-    /// Tokens that held programs need: those of the router, divided by its instances.
+    /// Tokens that held programs need: those of the router, divided by its available
+    /// instances.
     pub held_tokens: f64,
     /// Tokens of programs admitted recently, with exponential decay, divided by its instances.
     pub admitted_tokens: f64,
@@ -93,7 +94,8 @@ impl Programs {
         let Some(ledger) = self.instances.get(id.index()) else { return PeerPrograms::default() };
         let (held, admitted) = self.queue.demand(now);
         // Less than a token is nothing: an idle router has nothing to publish.
-        let part = |tokens: f64| if tokens < 1.0 { 0.0 } else { tokens / self.instances.len() as f64 };
+        let live = self.instances.iter().filter(|ledger| ledger.available).count().max(1);
+        let part = |tokens: f64| if tokens < 1.0 { 0.0 } else { tokens / live as f64 };
         PeerPrograms { held_tokens: part(held), admitted_tokens: part(admitted), ..ledger.published() }
     }
 

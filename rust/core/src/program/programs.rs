@@ -619,6 +619,10 @@ impl Programs {
         program.state = State::Running;
         program.has_run = true;
         self.charge(id, now);
+        if !self.programs[id].held.is_empty() {
+            // A retry elsewhere gives the program a place, which its held turns share.
+            self.hand_out(id, instance, now);
+        }
     }
 
     /// Records the end of a request. `output_tokens`: tokens of its answer.

@@ -49,7 +49,7 @@ pub struct ProgramConfig {
     pub least_tokens: u32,
     /// Predicted hold above which a new program is refused.
     pub most_hold_seconds: Seconds,
-    /// Maximum number of held requests.
+    /// Maximum number of held programs. A tenant with less than its share may hold more.
     pub most_held: usize,
     /// Share of `theta` below which an instance counts as roomy: the policy places requests of
     /// programs whose instance is roomy, and others return to their instance.
@@ -78,7 +78,7 @@ impl Default for ProgramConfig {
             others_seconds: 15.0,
             least_tokens: 2048,
             most_hold_seconds: 300.0,
-            most_held: 10_000,
+            most_held: 4096,
             free: 0.6,
             sessions: true,
             finish_reason: true,
@@ -89,8 +89,8 @@ impl Default for ProgramConfig {
 }
 
 impl ProgramConfig {
-    /// Returns the settings with ThunderAgent's rules: programs stay at home, may pass each other,
-    /// are never refused, and count without room to grow.
+    /// Returns the settings with ThunderAgent's rules. A program keeps its place until its pause.
+    /// Held ones may pass each other, are never refused, and count without room to grow.
     pub fn of_thunder(self, thunder: Thunder) -> ProgramConfig {
         ProgramConfig {
             mode: ProgramMode::Admit,

@@ -366,6 +366,60 @@ fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
     assert_eq!(verdict, Verdict::Run(InstanceId(1)));
 }
 
+#[test]
+fn a_program_that_can_only_run_alone_reserves_one_instance_and_holds_nobody_else() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0, 16_000.0]);
+    for name in [1, 2] {
+        let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 20)])), 0.0);
+        let Verdict::Run(instance) = verdict else { panic!("{verdict:?}") };
+        programs.placed(turn, instance, 0.0);
+    }
+    let (alone, verdict) = programs.arrive(&arrival(&chain(&[(3, 230)])), 0.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    programs.tick(130.0);
+    // Beyond the time for backfill, the other instance still takes programs.
+    let (turn, verdict) = programs.arrive(&arrival(&chain(&[(4, 20)])), 131.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(1)));
+    programs.placed(turn, InstanceId(1), 131.0);
+    // A normal program in its place holds the others back.
+    programs.ended(alone, 0, Finish::Unknown, 132.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(6, 200)])), 132.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    programs.tick(260.0);
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(7, 20)])), 261.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+}
+
+#[test]
+fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0, 10_000.0]);
+    let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    run(&mut programs, &chain(&[(2, 100)]), 0.0);
+    let home = programs.program_of(running).unwrap().home.unwrap();
+    programs.set_instance(home, Some(10_000.0), false);
+    let (held, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
+    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    let other = InstanceId(1 - home.0);
+    programs.placed(running, other, 2.0);
+    let released = programs.released();
+    assert_eq!((released.len(), released[0].turn, released[0].instance), (1, held, other));
+    assert_eq!((programs.states(), programs.queue.len()), ([2, 0, 0, 0], 0));
+    programs.placed(held, other, 2.0);
+    finish(&mut programs, running, 3.0);
+    finish(&mut programs, held, 3.0);
+    assert_eq!(programs.states(), [1, 1, 0, 0]);
+}
+
+#[test]
+fn a_client_holds_a_bounded_number_of_turns() {
+    let mut programs = programs(ProgramMode::Admit, &[10_000.0]);
+    run(&mut programs, &chain(&[(1, 100)]), 0.0);
+    let same = chain(&[(2, 100)]);
+    let verdicts: Vec<_> = (0..100).map(|_| programs.arrive(&arrival(&same), 1.0).1).collect();
+    let held = verdicts.iter().filter(|verdict| matches!(verdict, Verdict::Held(_))).count();
+    assert_eq!((held, programs.counters().refused, programs.queue.len()), (64, 36, 1));
+}
+
 /// One step of a random history.
 #[derive(Clone, Copy, Debug)]
 enum Step {

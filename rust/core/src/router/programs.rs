@@ -3,6 +3,7 @@ use super::router::Router;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::kv::tiers::Tier;
+use crate::program::capacity::FullCache;
 use crate::program::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Released, TurnId, Verdict};
 use crate::request::Request;
 use std::borrow::Cow;
@@ -106,6 +107,14 @@ impl Router {
                 let [told, measured] = [told, measured].map(|blocks| Some(tokens(f64::from(blocks?))));
                 programs.set_sizes(id, told, measured);
             }
+        }
+    }
+
+    /// Forgets the measured size of an instance's cache: its engine may be another one.
+    pub(super) fn forget_full(&mut self, id: InstanceId) {
+        self.state.index.take_full(id);
+        if let Some(instance) = self.state.instances.get_mut(id.index()) {
+            instance.full = FullCache::default();
         }
     }
 

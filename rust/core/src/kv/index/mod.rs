@@ -62,7 +62,7 @@ struct Book {
     queue: Queue,
     /// Whether the instance is in `fronts`.
     in_fronts: bool,
-    /// Most blocks held when the engine removed one, since [`KvIndex::take_full`].
+    /// Most blocks held when the engine evicted one, since [`KvIndex::take_full`].
     full: u32,
 }
 
@@ -285,7 +285,6 @@ impl KvIndex {
     /// chain in order from its end skip the lookup of each block.
     pub fn removed_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
         let (mut known, mut end) = (0, 0);
-        let held = self.blocks(instance);
         for (i, &hash) in hashes.iter().enumerate() {
             if let Some(ahead) = hashes.get(i + AHEAD) {
                 self.table.prefetch(self.table.key(*ahead));
@@ -315,14 +314,22 @@ impl KvIndex {
         if end != 0 {
             self.queue_first(end, instance.0);
         }
+        known
+    }
+
+    /// Removes blocks that the engine has evicted: its cache was full. Returns the number that were
+    /// in the index.
+    pub fn evicted_all(&mut self, instance: InstanceId, hashes: &[u64]) -> usize {
+        let held = self.blocks(instance);
+        let known = self.removed_all(instance, hashes);
         if let (Some(book), true) = (self.books.get_mut(instance.index()), known > 0) {
             book.full = book.full.max(held);
         }
         known
     }
 
-    /// Returns the most blocks that the instance held when its engine removed one, since the last
-    /// call; `None`: it removed none. Engines remove blocks when their caches are full.
+    /// Returns the most blocks that the instance held when its engine evicted one, since the last
+    /// call; `None`: it evicted none.
     pub fn take_full(&mut self, instance: InstanceId) -> Option<u32> {
         let full = self.books.get_mut(instance.index()).map_or(0, |book| std::mem::take(&mut book.full));
         (full > 0).then_some(full)

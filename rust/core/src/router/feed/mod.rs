@@ -236,7 +236,12 @@ impl KvFeed {
             };
             router.note_removal(tier, instance);
             let index = router.index_of_mut(tier);
-            let known = index.map_or(0, |index| index.removed_all(instance, &state.chain));
+            // One of several caches may be full before the others.
+            let alone = !state.names.has_others(instance, source.rank);
+            let known = index.map_or(0, |index| match alone {
+                true => index.evicted_all(instance, &state.chain),
+                false => index.removed_all(instance, &state.chain),
+            });
             applied.done += known;
             applied.unknown_removed += engines.len() - known;
         }
@@ -322,6 +327,7 @@ impl KvFeed {
     /// Removes an instance's blocks from all tiers in pieces, while the instance has this
     /// generation.
     fn clear_index(&self, instance: InstanceId, generation: Option<u32>) {
+        self.router.lock_behind().forget_full(instance);
         Tier::MEDIA.iter().for_each(|(_, tier)| self.clear_tier(instance, *tier, generation));
         self.clear_groups(instance, generation);
     }
