@@ -215,7 +215,8 @@ def test_a_short_demo_of_agents() -> None:
     assert admission["recomputed_share"] < lmetric["recomputed_share"] / 2
     assert lmetric["longest_hold_seconds"] == sticky["longest_hold_seconds"] == 0
     assert admission["longest_hold_seconds"] > 10
-    assert "mean job completion time" in done.stderr.splitlines()[-1]
+    # Behind it may come warnings about a slow machine.
+    assert any("mean job completion time" in line for line in done.stderr.splitlines())
 
 
 def test_ctrl_c_ends_the_demo_and_all_it_started() -> None:
