@@ -326,13 +326,13 @@ def test_a_study_of_agents(tmp_path: Path) -> None:
     assert all(value is not None for value in values[-7:])
 
 
-def test_a_cache_size_that_is_told_wrong_is_measured() -> None:
-    """A cache told 50% too large holds as many programs as the same cache told right; a limit of
+def test_a_wrong_cache_size_is_measured() -> None:
+    """A cache reported 50% too large holds as many programs as one reported right; a limit of
     1.5 caches lets programs evict each other."""
     profile = load_profile("independent-sim").model_copy(update={"cache_blocks": 500})
     workload = prepare(AgentsTrace(seed=3, instances=2, duration_seconds=1800).make(), profile)
 
-    def recomputed(theta: float, told: float) -> float:
+    def recomputed(theta: float, ratio: float) -> float:
         played = simulate(
             workload,
             policy="lmetric",
@@ -341,7 +341,7 @@ def test_a_cache_size_that_is_told_wrong_is_measured() -> None:
             admission="vllm",
             cached_answers=True,
             programs={"kind": "admit", "theta": theta, "sessions": False, "max_hold_seconds": 1e9},
-            told_cache_ratio=told,
+            reported_cache_ratio=ratio,
         )
         figures = program_figures(played)
         assert figures is not None

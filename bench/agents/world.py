@@ -60,15 +60,15 @@ class Rival:
 LMETRIC = Rival("lmetric", "lmetric")
 
 
-def admitted(label: str, told: Mapping[str, Any] | None = None, **settings: Any) -> Rival:
-    """Admission with changed settings; `told`: further settings of the simulator."""
+def admitted(label: str, run: Mapping[str, Any] | None = None, **settings: Any) -> Rival:
+    """Admission with changed settings; `run`: further settings of the simulator."""
     programs = {"kind": "admit", "sessions": False, "max_hold_seconds": 1e9, **settings}
-    return Rival(label, "lmetric", {"programs": programs, **(told or {})})
+    return Rival(label, "lmetric", {"programs": programs, **(run or {})})
 
 
 FINAL = {"session_final": True}
 ADMITTED = admitted("lmetric, admission")
-ADMITTED_FINAL = admitted("lmetric, admission, told ends", FINAL)
+ADMITTED_FINAL = admitted("lmetric, admission, ends reported", FINAL)
 # Far above the caches, nothing is held: new programs go where the fewest tokens are expected, and
 # all further requests follow.
 STICKY = admitted("sticky, placed by load", theta=10.0, free=0.0)
@@ -101,10 +101,10 @@ VARIANTS = [
     admitted("gaps taken as twice as long", gap_error=2.0),
     admitted("gaps taken as half as long", gap_error=0.5),
     admitted("no finish reason", finish_reason=False),
-    admitted("cache told 5% too large", {"told_cache_ratio": 1.05}),
-    admitted("cache told 20% too large", {"told_cache_ratio": 1.2}),
+    admitted("cache reported 5% too large", {"reported_cache_ratio": 1.05}),
+    admitted("cache reported 20% too large", {"reported_cache_ratio": 1.2}),
     admitted("the same, not measured", theta=1.2),
-    admitted("cache told 20% too small", {"told_cache_ratio": 0.8}),
+    admitted("cache reported 20% too small", {"reported_cache_ratio": 0.8}),
     admitted("theta 0.95", theta=0.95),
     admitted("resume 1", resume=1.0),
     admitted("shortest first", shortest_first=True),

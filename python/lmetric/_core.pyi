@@ -938,7 +938,7 @@ def simulate(
     sharing_seconds: float | None = None,
     cached_answers: bool = False,
     session_final: bool = False,
-    told_cache_ratio: float = 1.0,
+    reported_cache_ratio: float = 1.0,
     host_tier: tuple[float, float, float] | None = None,  # capacity, seconds per token, step ratio
     tiers: str = "auto",
     tier_load_ratio: float = 0.02,

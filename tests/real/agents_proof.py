@@ -31,7 +31,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parents[1]))  # test_server_process
 
 from router_world import served
-from vllm_process import BLOCK, HERE, MODEL, VllmEngine, environment, model
+from vllm_process import BLOCK, MODEL, VllmEngine, cpu_tier, environment, model
 
 SIZE = (8, 512)  # layers and hidden size: a cold context costs over ten warm turns
 SYSTEM_TOKENS, FIRST_TOKENS, TURNS, NEW_TOKENS, ANSWER_TOKENS = 512, 1200, 12, 200, 6
@@ -43,18 +43,7 @@ START_SECONDS = 0.5  # between the starts of two agents
 GPU_BLOCKS = (SYSTEM_TOKENS + 3 * END_TOKENS) // BLOCK + 3
 ENGINE: dict[str, Any] = {"num_gpu_blocks_override": GPU_BLOCKS, "max_model_len": 6144}
 KV_BYTES = 2 * SIZE[0] * SIZE[1] // 2 * 4  # of a token: keys and values of one of two heads, float32
-TIER: dict[str, Any] = {
-    "environ": {"PYTHONPATH": str(HERE)},
-    "kv_transfer_config": {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "CpuBuildSpec",
-            "spec_module_path": "cpu_offload_spec",
-            "cpu_bytes_to_use": 2 * GPU_BLOCKS * BLOCK * KV_BYTES,  # twice the engine's cache
-        },
-    },
-}
+TIER = cpu_tier(2 * GPU_BLOCKS * BLOCK * KV_BYTES)  # twice the engine's cache
 SETTINGS = "min_tokens=256,max_hold_seconds=3600"
 
 
@@ -77,7 +66,7 @@ ARMS = {
     "lmetric": Arm(["--policy", "lmetric"]),
     "sticky": Arm(["--policy", "session_affinity"], sessions=True),
     "admit": Arm(programs("admit")),
-    "admit, told ends": Arm(programs("admit"), final=True),
+    "admit, ends reported": Arm(programs("admit"), final=True),
     "ThunderAgent-like": Arm(programs("thunder_agent", "min_tokens=256"), final=True),
 }
 

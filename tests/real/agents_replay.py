@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "lmetric": {"policy": "lmetric"},
     "sticky": {"policy": "session_affinity"},
     "admit": {"policy": "lmetric", "programs": {"kind": "admit", **SETTINGS}},
-    "admit, told ends": {
+    "admit, ends reported": {
         "policy": "lmetric",
         "programs": {"kind": "admit", **SETTINGS},
         "session_final": True,

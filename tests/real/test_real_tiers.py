@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router_world import served
-from vllm_process import BLOCK, HERE, MODEL, VllmEngine
+from vllm_process import BLOCK, MODEL, VllmEngine, cpu_tier
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -21,18 +21,8 @@ GPU_BLOCKS = 160  # one request of full length takes 128
 def tiered(*, described: bool) -> dict[str, Any]:
     """Flags of an engine with a CPU tier."""
     return {
-        "environ": {"PYTHONPATH": str(HERE)},
         "num_gpu_blocks_override": GPU_BLOCKS,
-        "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "CpuBuildSpec",
-                "spec_module_path": "cpu_offload_spec",
-                "cpu_bytes_to_use": 64 << 20,
-                "self_describing_kv_events": described,
-            },
-        },
+        **cpu_tier(64 << 20, self_describing_kv_events=described),
     }
 
 

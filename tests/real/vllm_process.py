@@ -50,6 +50,26 @@ NIXL: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"kv_lease_duration": 30},
 }
+
+
+def cpu_tier(size_bytes: int, **settings: Any) -> dict[str, Any]:
+    """Flags of an engine with a tier of this size in host memory (`cpu_offload_spec.py`)."""
+    extra = {
+        "spec_name": "CpuBuildSpec",
+        "spec_module_path": "cpu_offload_spec",
+        "cpu_bytes_to_use": size_bytes,
+        **settings,
+    }
+    return {
+        "environ": {"PYTHONPATH": str(HERE)},
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
 ENVIRONMENT = {
     "UCX_TLS": "tcp,self",
     "UCX_NET_DEVICES": "lo",

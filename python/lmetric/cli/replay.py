@@ -95,22 +95,16 @@ def command(
     IDs: equal IDs give equal text. Ctrl-C prints the results so far and exits with 130.
     """
     from lmetric.cli.show import note, print_json, print_text
-    from lmetric.cli.trace import report_bad_lines
+    from lmetric.cli.trace import load_noting
     from lmetric.cli.verdict import sentence
     from lmetric.replay import Client, Slo, summarize
-    from lmetric.sim.traces import load_trace
 
     for name, value in (("--speed", speed), ("--clock-speed", clock_speed), ("--timeout", timeout)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
-    loaded = load_trace(
-        trace,
-        format=format,
-        on_bad_line="skip" if skip_bad_lines else "stop",
-        closed_loop=closed_loop,
-        session_rate=session_rate,
+    loaded = load_noting(
+        trace, skip_bad_lines, format=format, closed_loop=closed_loop, session_rate=session_rate
     )
-    report_bad_lines(loaded.bad_lines, note)
     chosen = loaded.between(start, float("inf"))
     if max_input_tokens is not None:
         chosen = chosen.at_most(max_input_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from lmetric.cli.options import TRACE_HELP, BlockTokens, ClosedLoop, Format, Ses
 from lmetric.defaults import trace_path
 
 if TYPE_CHECKING:
-    from lmetric.sim.traces import BadLine, TraceSummary
+    from lmetric.sim.traces import BadLine, Trace, TraceSummary
 
 group = typer.Typer(help="Describe, convert, list or make traces.", no_args_is_help=True)
 
@@ -32,18 +32,17 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print requests, rate and lengths of a trace, and the hit rate of an unlimited cache."""
-    from lmetric.cli.show import note, print_json
-    from lmetric.sim.traces import load_trace, summarize_trace
+    from lmetric.cli.show import print_json
+    from lmetric.sim.traces import summarize_trace
 
-    trace = load_trace(
+    trace = load_noting(
         file,
+        skip_bad_lines,
         format=format,
-        on_bad_line="skip" if skip_bad_lines else "stop",
         block_tokens=block_tokens,
         closed_loop=closed_loop,
         session_rate=session_rate,
     )
-    report_bad_lines(trace.bad_lines, note)
     summary = summarize_trace(trace)
     if as_json:
         print_json(summary)
@@ -66,17 +65,16 @@ def convert(
     The result has times, lengths and hash IDs only. It has no names and no text of the input.
     """
     from lmetric.cli.show import note
-    from lmetric.sim.traces import load_trace, write_trace
+    from lmetric.sim.traces import write_trace
 
-    trace = load_trace(
+    trace = load_noting(
         file,
+        skip_bad_lines,
         format=format,
-        on_bad_line="skip" if skip_bad_lines else "stop",
         block_tokens=block_tokens,
         closed_loop=closed_loop,
         session_rate=session_rate,
     )
-    report_bad_lines(trace.bad_lines, note)
     write_trace(trace, out)
     note(f"{out}: {len(trace)} requests over {trace.duration_seconds:.0f} s")
 
@@ -126,6 +124,16 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         where = each.path if each.path.exists() else f"not downloaded yet, to {each.path}"
         for line in (*each.facts().splitlines(), f"file: {where}"):
             print(f"    {line}")  # addresses and paths are not wrapped
+
+
+def load_noting(file: Path, skip_bad_lines: bool, **settings: Any) -> Trace:
+    """The trace of a file, after a note on its bad lines. `settings`: of `load_trace`."""
+    from lmetric.cli.show import note
+    from lmetric.sim.traces import load_trace
+
+    trace = load_trace(file, on_bad_line="skip" if skip_bad_lines else "stop", **settings)
+    report_bad_lines(trace.bad_lines, note)
+    return trace
 
 
 def report_bad_lines(bad_lines: tuple[BadLine, ...], note: Callable[[str], None]) -> None:

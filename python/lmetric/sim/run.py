@@ -408,7 +408,7 @@ def simulate(
     sharing_seconds: float | None = None,
     cached_answers: bool = False,
     session_final: bool = False,
-    told_cache_ratio: float = 1.0,
+    reported_cache_ratio: float = 1.0,
     host_tier: HostTierLike = None,
     tiers: Tiers = "auto",
     tier_load_ratio: float = 0.02,
@@ -506,7 +506,7 @@ def simulate(
         cached_answers: whether the next turn's prompt finds the blocks of an answer in the cache,
             as on vLLM; needs admission ``"vllm"``. False: it finds the blocks of prompts alone.
         session_final: whether the last request of a conversation says so (`x-session-final`).
-        told_cache_ratio: cache size that routers receive, divided by the engines' own.
+        reported_cache_ratio: cache size that routers receive, divided by the engines' own.
         host_tier: host memory of each engine that keeps a copy of its KV blocks
             (`lmetric.queueing.HostTier`), with admission ``"vllm"``. ``"2"``: twice the blocks of
             the GPU; ``"2, 50"``: loaded with 50 GB/s; or a mapping. None or ``"none"``: no host
@@ -599,7 +599,7 @@ def simulate(
         sharing_seconds=sharing_seconds,
         cached_answers=cached_answers,
         session_final=session_final,
-        told_cache_ratio=told_cache_ratio,
+        reported_cache_ratio=reported_cache_ratio,
         host_tier=None if (tier := HostTier.of(host_tier)) is None else tier.constants(chosen),
         tiers=tiers,
         tier_load_ratio=tier_load_ratio,

@@ -224,7 +224,7 @@ class SettingsEntry(Strict):
     session_final: Annotated[list[bool], Listed] | None = Field(
         None, description="the last request of a conversation says so"
     )
-    told_cache_ratio: Annotated[list[Positive], Listed] | None = Field(
+    reported_cache_ratio: Annotated[list[Positive], Listed] | None = Field(
         None, description="cache size that routers receive, divided by the engines' own; default: 1"
     )
     tiers: Annotated[list[Annotated[Literal["auto", "all", "off"], OFF_IS_A_WORD]], Listed] | None = Field(

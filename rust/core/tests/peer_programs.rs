@@ -307,7 +307,7 @@ fn a_measured_cache_size_ends_with_its_engine() {
     let router = &mut fleet.routers[0];
     let id = router.fleet().find("x").unwrap();
     let blocks: Vec<u64> = (1..=500).collect();
-    let size = |router: &Router| router.programs().unwrap().instances()[0].measured_tokens;
+    let size = |router: &Router| router.measured_cache_blocks(id);
     // Its engine evicts blocks at 500 of 1,000.
     router.index_mut().stored(id, None, &blocks);
     router.index_mut().evicted_all(id, &blocks[499..]);

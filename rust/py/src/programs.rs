@@ -132,7 +132,7 @@ impl ProgramTurn {
 struct Ledger {
     name: Arc<str>,
     capacity_tokens: Option<f64>,
-    told_tokens: Option<f64>,
+    reported_tokens: Option<f64>,
     measured_tokens: Option<f64>,
     expected_tokens: f64,
     peer_tokens: f64,
@@ -154,18 +154,19 @@ impl Snapshot {
     /// Copies it from a router; `None` if programs are not followed.
     pub fn of(router: &Router) -> Option<Snapshot> {
         let programs = router.programs()?;
-        let live = |slot: usize| router.fleet().is_live(InstanceId(slot as u32));
-        let ledgers = programs.instances().iter().enumerate().filter(|(slot, _)| live(*slot));
+        let ids = (0..).map(InstanceId);
+        let ledgers = ids.zip(programs.instances()).filter(|(id, _)| router.fleet().is_live(*id));
+        let tokens = |blocks: u32| f64::from(blocks) * programs.tokens_per_block().max(1.0);
         let gaps = programs.gaps();
         Some(Snapshot {
             states: programs.states(),
             counters: programs.counters(),
             instances: ledgers
-                .map(|(slot, ledger)| Ledger {
-                    name: router.fleet().name(InstanceId(slot as u32)).clone(),
+                .map(|(id, ledger)| Ledger {
+                    name: router.fleet().name(id).clone(),
                     capacity_tokens: ledger.capacity_tokens,
-                    told_tokens: ledger.told_tokens,
-                    measured_tokens: ledger.measured_tokens,
+                    reported_tokens: router.cache_blocks(id).map(tokens),
+                    measured_tokens: router.measured_cache_blocks(id).map(tokens),
                     expected_tokens: ledger.expected_tokens(),
                     peer_tokens: ledger.peer_tokens(),
                     parts: ledger.parts(),
@@ -205,7 +206,7 @@ impl Snapshot {
             let (own, roots, others) = ledger.parts;
             let each = PyDict::new(py);
             each.set_item("capacity_tokens", ledger.capacity_tokens)?;
-            each.set_item("told_tokens", ledger.told_tokens)?;
+            each.set_item("reported_tokens", ledger.reported_tokens)?;
             each.set_item("measured_tokens", ledger.measured_tokens)?;
             each.set_item("expected_tokens", ledger.expected_tokens)?;
             each.set_item("program_tokens", own)?;

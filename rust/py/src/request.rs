@@ -151,7 +151,13 @@ impl Request {
     #[new]
     // Positional, too: the server makes every request with positional arguments, since each keyword
     // costs about 50 ns.
-    #[pyo3(signature = (token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None, request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0, handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true, split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None, session_final=false))]
+    #[pyo3(signature = (
+        token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None,
+        request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0,
+        handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true,
+        split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None,
+        session_final=false
+    ))]
     fn new(
         py: Python<'_>,
         token_ids: Option<&Bound<'_, PyAny>>,

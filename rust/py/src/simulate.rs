@@ -131,7 +131,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
     migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
-    think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, told_cache_ratio=1.0, host_tier=None, tiers="auto",
+    think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
     tier_load_ratio=0.02, programs="none", program_settings=None))]
 fn simulate<'py>(
     py: Python<'py>,
@@ -185,7 +185,7 @@ fn simulate<'py>(
     sharing_seconds: Option<f64>,
     cached_answers: bool,
     session_final: bool,
-    told_cache_ratio: f64,
+    reported_cache_ratio: f64,
     host_tier: Option<(f64, f64, f64)>,
     tiers: &str,
     tier_load_ratio: f64,
@@ -240,7 +240,7 @@ fn simulate<'py>(
         admission: admission_of(admission)?,
         cached_answers,
         session_final,
-        told_cache_ratio,
+        reported_cache_ratio,
         order: Order::named(local_order, seed, slo(order_slo_seconds, order_think_slo_seconds))?,
         preempt: preempt(swap),
         host: engine::host_tier(host_tier),

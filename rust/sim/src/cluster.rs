@@ -62,7 +62,7 @@ pub struct ClusterConfig {
     /// Whether the last request of a conversation says so.
     pub session_final: bool,
     /// Cache size that the routers receive, divided by the engines' own.
-    pub told_cache_ratio: f64,
+    pub reported_cache_ratio: f64,
     /// The local order of the engines.
     pub order: Order,
     /// Handling of the KV of requests that go back into a queue.

@@ -73,7 +73,7 @@ class HeldPrograms:
                     "an engine removes blocks although its KV cache should have room, or holds more than "
                     "it should; the measured size counts: correct `cache_blocks` if it is configured",
                     engine=name,
-                    told_tokens=each["told_tokens"] and round(each["told_tokens"]),
+                    reported_tokens=each["reported_tokens"] and round(each["reported_tokens"]),
                     measured_tokens=round(measured),
                 )
         if self.admits:

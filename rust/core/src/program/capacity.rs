@@ -1,7 +1,7 @@
 //! The size of an instance's cache, as its engine shows it: engines remove blocks when the cache is
 //! full.
 //!
-//! A told size may be wrong: by hand, by another number of blocks per token, or because the
+//! A reported size may be wrong: by hand, by another number of blocks per token, or because the
 //! engine keeps a part for itself. An error to the high side lets programs evict each other. The
 //! most blocks present at a removal are a measurement. Blocks that an engine holds without
 //! reporting them, such as those of running answers on SGLang, make the measurement too low by
@@ -10,7 +10,7 @@ use crate::ids::Seconds;
 
 /// Length of a window of the measurement.
 const WINDOW_SECONDS: Seconds = 60.0;
-/// Relative difference from which the measurement replaces the told size.
+/// Relative difference from which the measurement replaces the reported size.
 const TOLERANCE: f64 = 0.05;
 
 /// Most blocks present at removals, by window.
@@ -35,17 +35,17 @@ impl FullCache {
         }
     }
 
-    /// Returns the measured size in blocks if it differs from the told one; `told`: by the engine
-    /// or its operator.
-    pub fn measured(&self, told: Option<u32>) -> Option<u32> {
+    /// Returns the measured size in blocks if it differs from the reported one;
+    /// `reported`: by the engine or its operator.
+    pub fn measured(&self, reported: Option<u32>) -> Option<u32> {
         let seen = self.last; // a whole window: its most crowded moment
-        let equal = |told: u32| f64::from(seen.abs_diff(told)) <= TOLERANCE * f64::from(told);
-        (seen > 0 && !told.is_some_and(equal)).then_some(seen)
+        let equal = |reported: u32| f64::from(seen.abs_diff(reported)) <= TOLERANCE * f64::from(reported);
+        (seen > 0 && !reported.is_some_and(equal)).then_some(seen)
     }
 
     /// Returns the blocks that the cache holds; `None`: unknown.
-    pub fn blocks(&self, told: Option<u32>) -> Option<u32> {
-        self.measured(told).or(told)
+    pub fn blocks(&self, reported: Option<u32>) -> Option<u32> {
+        self.measured(reported).or(reported)
     }
 }
 
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_large_difference_from_the_told_size_counts() {
+    fn a_large_difference_from_the_reported_size_counts() {
         let mut full = FullCache::default();
         assert_eq!((full.blocks(Some(1200)), full.blocks(None)), (Some(1200), None));
         for (at, blocks) in [(0.0, Some(1000)), (30.0, Some(960)), (70.0, None)] {

@@ -86,10 +86,6 @@ impl SharedRoot {
 pub struct InstanceLedger {
     /// Tokens that the instance's cache can hold, all tiers included; `None`: unknown, no limit.
     pub capacity_tokens: Option<f64>,
-    /// Tokens that the GPU's cache can hold by its engine or its operator; `None`: not told.
-    pub told_tokens: Option<f64>,
-    /// The measured size, if it differs from the told one.
-    pub measured_tokens: Option<f64>,
     /// Whether the instance takes new requests.
     pub available: bool,
     own: f64,

@@ -367,13 +367,6 @@ impl Programs {
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
     }
 
-    /// Sets the tokens that an instance's GPU can hold: as told, and as measured if that differs.
-    pub fn set_sizes(&mut self, id: InstanceId, told_tokens: Option<f64>, measured_tokens: Option<f64>) {
-        if let Some(ledger) = self.instances.get_mut(id.index()) {
-            (ledger.told_tokens, ledger.measured_tokens) = (told_tokens, measured_tokens);
-        }
-    }
-
     /// Records an arriving request and decides what to do with it.
     pub fn arrive(&mut self, arrival: &Arrival<'_>, now: Seconds) -> (TurnId, Verdict) {
         let turn = Turn {

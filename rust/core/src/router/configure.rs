@@ -11,7 +11,6 @@ use crate::estimate::StepTime;
 use crate::ids::{InstanceId, Seconds};
 use crate::plan::{Binding, Cuts};
 use crate::policy::Policy;
-use crate::program::capacity::FullCache;
 
 impl Router {
     /// Replaces the policy that chooses the instances of first segments. Requests in flight stay on
@@ -96,11 +95,9 @@ impl Router {
     /// # Errors
     /// `BadValue` if the router has no such slot.
     pub fn set_cache_blocks(&mut self, id: InstanceId, cache_blocks: Option<u32>) -> Result<(), CoreError> {
-        let instance = self.state.instance_mut(id)?;
-        if instance.cache_blocks != cache_blocks {
-            instance.full = FullCache::default(); // of another engine, or of another setting
+        if std::mem::replace(&mut self.state.instance_mut(id)?.cache_blocks, cache_blocks) != cache_blocks {
+            self.forget_full(id); // of another engine, or of another setting
         }
-        instance.cache_blocks = cache_blocks;
         self.state.index.set_capacity(id, cache_blocks);
         Ok(())
     }

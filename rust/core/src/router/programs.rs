@@ -95,19 +95,20 @@ impl Router {
         for slot in 0..self.state.fleet.slots() {
             let id = InstanceId(slot as u32);
             let seen = self.state.index.take_full(id);
-            let instance = &mut self.state.instances[slot];
-            instance.full.note(seen, now);
-            let told = instance.cache_blocks;
-            let measured = instance.full.measured(told);
-            let tokens = |blocks: f64| blocks * tokens_per_block.max(1.0);
-            let capacity = self.cached_blocks_at_most(id).map(tokens);
+            self.state.instances[slot].full.note(seen, now);
+            let capacity = self.cached_blocks_at_most(id).map(|blocks| blocks * tokens_per_block.max(1.0));
             let available = self.state.fleet.eligible()[slot];
             if let Some(programs) = &mut self.requests.programs {
                 programs.set_instance(id, capacity, available);
-                let [told, measured] = [told, measured].map(|blocks| Some(tokens(f64::from(blocks?))));
-                programs.set_sizes(id, told, measured);
             }
         }
+    }
+
+    /// Returns the measured size of an instance's cache in blocks if it differs from
+    /// [`Router::cache_blocks`].
+    pub fn measured_cache_blocks(&self, id: InstanceId) -> Option<u32> {
+        let instance = self.state.instances.get(id.index())?;
+        instance.full.measured(instance.cache_blocks)
     }
 
     /// Forgets the measured size of an instance's cache: its engine may be another one.
@@ -118,8 +119,8 @@ impl Router {
         }
     }
 
-    /// Returns the blocks that an instance's cache holds: as told, unless its engine removes blocks
-    /// at another number; `None`: unknown. A lower tier that reports removals is full, so the
+    /// Returns the blocks that an instance's cache holds: as reported, unless its engine removes
+    /// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so the
     /// number of its blocks is its capacity; one without has no limit yet.
     fn cached_blocks_at_most(&self, id: InstanceId) -> Option<f64> {
         let instance = &self.state.instances[id.index()];

@@ -97,7 +97,7 @@ impl<'a> Cluster<'a> {
             }
             let role = config.roles.get(i).copied().unwrap_or_default();
             for router in &mut routers {
-                let blocks = (f64::from(profile.cache_blocks) * config.told_cache_ratio).round() as u32;
+                let blocks = (f64::from(profile.cache_blocks) * config.reported_cache_ratio).round() as u32;
                 let id = router.add_instance(&format!("engine-{i}"), role, Some(blocks))?;
                 router.set_step_time(id, config.step_times.get(i).copied())?;
             }

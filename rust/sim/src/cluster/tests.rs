@@ -36,7 +36,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         priorities: None,
         cached_answers: false,
         session_final: false,
-        told_cache_ratio: 1.0,
+        reported_cache_ratio: 1.0,
         host: None,
         sharing_seconds: None,
         signals: if step_end { Signals::STEP_END } else { Signals::EXACT },

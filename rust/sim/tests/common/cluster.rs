@@ -34,7 +34,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         admission: Admission::Reserve,
         cached_answers: false,
         session_final: false,
-        told_cache_ratio: 1.0,
+        reported_cache_ratio: 1.0,
         order: Order::default(),
         preempt: Preempt::Recompute,
         host: None,
