@@ -120,8 +120,8 @@ impl Router {
     }
 
     /// Returns the blocks that an instance's cache holds: as reported, unless its engine removes
-    /// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so the
-    /// number of its blocks is its capacity; one without has no limit yet.
+    /// blocks at another number; `None`: unknown. A lower tier that reports removals is full, so
+    /// the number of its blocks is its capacity; one without has no limit yet.
     fn cached_blocks_at_most(&self, id: InstanceId) -> Option<f64> {
         let instance = &self.state.instances[id.index()];
         let gpu = f64::from(instance.full.blocks(instance.cache_blocks)?);
