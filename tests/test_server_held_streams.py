@@ -61,9 +61,19 @@ class Client:
     async def of(cls, w: World) -> "Client":
         return cls(*await asyncio.open_connection("127.0.0.1", w.server.port))
 
-    def ask(self, name: int, *, stream: bool = True, version: bytes = b"1.1", fields: bytes = b"") -> None:
-        data = orjson.dumps({**body(name), "stream": stream})
-        head = b"POST /v1/completions HTTP/%b\r\nhost: router\r\nx-request-id: mine-%d\r\n%b" % (
+    def ask(
+        self,
+        name: int,
+        *,
+        stream: bool = True,
+        version: bytes = b"1.1",
+        fields: bytes = b"",
+        path: str = COMPLETIONS,
+        prompt: dict[str, Any] | None = None,
+    ) -> None:
+        data = orjson.dumps({**(prompt or body(name)), "stream": stream})
+        head = b"POST %b HTTP/%b\r\nhost: router\r\nx-request-id: mine-%d\r\n%b" % (
+            path.encode(),
             version,
             name,
             fields,
@@ -194,6 +204,63 @@ async def test_a_failure_after_the_head_is_an_event(failure: str) -> None:
 
 async def until_healthy(w: World) -> None:
     await w.until(lambda: all(engine.healthy for engine in w.server.fleet.pools[0].engines.values()))
+
+
+TEXT = "".join(f"river {number} " for number in range(600))
+NAMED: dict[str, tuple[dict[str, Any], bytes]] = {
+    "/v1/messages": (
+        {"model": "tiny", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 3},
+        b'event: content_block_delta\ndata: {"type": "content_block_delta", "delta": {"text": "a"}}\n\n',
+    ),
+    "/v1/responses": (
+        {"model": "tiny", "input": TEXT},
+        b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "a"}\n\n',
+    ),
+}
+
+
+def named_error(path: str, rest: bytes) -> dict[str, Any]:
+    """Returns the error of a stream whose only event is the event `error` of the path's API."""
+    data = orjson.loads(rest.removeprefix(b"event: error\ndata: ").removesuffix(b"\n\n"))
+    assert data["type"] == "error"
+    error: dict[str, Any] = data["error"] if path == "/v1/messages" else data
+    return error
+
+
+@pytest.mark.parametrize("path", NAMED)
+async def test_streams_with_named_events_are_held_with_comments(path: str) -> None:
+    prompt, events = NAMED[path]
+    async with full_cache(says(STREAM_HEAD, chunk(events), b"0\r\n\r\n", then="keep")) as w:
+        client = await Client.of(w)
+        client.ask(2, path=path, prompt=prompt)
+        head = await client.head()
+        comments, rest = split(await client.body(head))
+        assert rest == events
+        assert sum(line.startswith(b": held for ") for line in comments) > 1
+        w.engines[0].behave = answer
+        await client.reuse()
+        await client.close()
+
+
+@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("failure", ["refusal", "busy", "middle"])
+async def test_the_error_of_a_stream_with_named_events_is_its_apis_event(path: str, failure: str) -> None:
+    prompt, events = NAMED[path]
+    middle: Behaviour = says(STREAM_HEAD + chunk(events), then="reset")
+    behave, _, message = {**FAILURES, "middle": (middle, 502, "middle of its answer")}[failure]
+    async with full_cache(behave) as w:
+        client = await Client.of(w)
+        client.ask(2, path=path, prompt=prompt)
+        _, rest = split(await client.body(await client.head()))
+        if failure == "middle":
+            assert rest.startswith(events)
+            rest = rest.removeprefix(events)
+        assert b"[DONE]" not in rest
+        error = named_error(path, rest)
+        assert message in error["message"]
+        if path == "/v1/messages" and failure != "refusal":
+            assert error["type"] == ("overloaded_error" if failure == "busy" else "api_error")
+        await client.close()
 
 
 async def test_an_engine_lost_in_the_middle_of_its_answer_ends_the_stream_with_an_event() -> None:

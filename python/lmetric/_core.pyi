@@ -702,8 +702,8 @@ class ResponseReader:
     def finish_ticket(self) -> None: ...  # closes the ticket with the answer's usage
     def take(self) -> bytes: ...
     def end_with(
-        self, event: bytes
-    ) -> bytes: ...  # ends a committed stream with this event; empty if not possible
+        self, events: bytes
+    ) -> bytes: ...  # ends a committed stream with these SSE events; empty if not possible
     @property
     def pieces(self) -> int: ...  # number of pieces received of this answer
     @property

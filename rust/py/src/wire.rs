@@ -270,8 +270,8 @@ impl ResponseReader {
         PyBytes::new(py, self.scanner.take())
     }
 
-    fn end_with<'py>(&mut self, py: Python<'py>, event: &[u8]) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.scanner.end_with(event))
+    fn end_with<'py>(&mut self, py: Python<'py>, events: &[u8]) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.scanner.end_with(events))
     }
 
     #[getter]

@@ -405,16 +405,14 @@ impl Scanner {
         &self.written
     }
 
-    /// Ends a committed stream early: `event` is the last event's data. Returns nothing if the
-    /// framing does not allow it (a declared length); then only closing the client's connection
-    /// ends the stream.
-    pub fn end_with(&mut self, event: &[u8]) -> &[u8] {
+    /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the framing
+    /// does not allow it (a declared length); then only closing the client's connection ends the
+    /// stream.
+    pub fn end_with(&mut self, events: &[u8]) -> &[u8] {
         self.written.clear();
         if self.event_stream() && !matches!(self.out, Out::Length(_)) && !self.closed {
             self.pending.clear();
-            self.released.extend_from_slice(b"data: ");
-            self.released.extend_from_slice(event);
-            self.released.extend_from_slice(b"\n\ndata: [DONE]\n\n");
+            self.released.extend_from_slice(events);
             self.halted = false;
             self.body = Body::new(Framing::Length(0));
             self.frame();

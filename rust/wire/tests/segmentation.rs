@@ -414,7 +414,7 @@ proptest! {
             at = cut;
         }
         let _ = scanner.eof();
-        scanner.end_with(b"{}");
+        scanner.end_with(b"data: {}\n\n");
     }
 }
 
@@ -436,7 +436,7 @@ fn whole_chunks_pass_untouched_and_cut_ones_are_framed_anew() {
     let step = scanner.feed(back).unwrap();
     assert!(step.out && step.tokens == 1);
     assert_eq!(scanner.take(), chunk);
-    let end = scanner.end_with(b"{\"error\":{}}");
+    let end = scanner.end_with(b"data: {\"error\":{}}\n\ndata: [DONE]\n\n");
     assert!(end.ends_with(b"data: {\"error\":{}}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"));
 }
 

@@ -8,6 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError
+from lmetric.server.api.paths import MESSAGES, RESPONSES
 
 _TYPES = {
     400: "invalid_request_error",
@@ -57,6 +58,32 @@ class ApiError(Exception):
         shown = f" ({self.engines})" if self.engines and show_engines else ""
         error = {"message": self.message + shown, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error, **self.more})
+
+
+def last_events(path: str, body: bytes) -> bytes:
+    """Returns an error as the last events of a stream, in the format of the path's API.
+
+    ``body``: the error as JSON, ours or an engine's. The events of Anthropic's messages and
+    OpenAI's responses have names, and a stream of these ends without ``[DONE]``.
+    """
+    body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # an engine's own error may have lines
+    if path not in (MESSAGES, RESPONSES):
+        return b"data: %b\n\ndata: [DONE]\n\n" % body
+    told = orjson.loads(body)
+    error = told.get("error")
+    error = error if isinstance(error, dict) else told
+    if path == MESSAGES:
+        kind = error.get("type")
+        named = {
+            "type": "api_error" if kind in (None, "server_error") else kind,
+            "message": error.get("message"),
+        }
+        data = {"type": "error", "error": named}
+    else:
+        # The number of the engine's last event is not known. Some clients look for `error`.
+        fields = {name: error.get(name) for name in ("code", "message", "param")}
+        data = {"type": "error", **fields, "sequence_number": 0, "error": error}
+    return b"event: error\ndata: %b\n\n" % orjson.dumps(data)
 
 
 def whole_answer(

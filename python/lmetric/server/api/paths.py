@@ -27,16 +27,24 @@ class RelayedPath(Struct, frozen=True, eq=False, gc=False):
     isolated_by: IsolatedBy
     # The engine may store its answer. A later request that names the answer goes to this engine.
     stores: bool = False
+    # For the prompt reader "input": an answer may be a stream.
+    streams_input: bool = False
 
     @property
     def generates(self) -> bool:
         """Whether each answer has choices with a finish_reason."""
         return self.prompt in _GENERATES
 
+    @property
+    def streams(self) -> bool:
+        """Whether an answer may be an event stream."""
+        return self.generates or self.streams_input
+
 
 _SALTED_INPUT = RelayedPath("input", "salt")
 _NO_PROMPT = RelayedPath("nothing", "no_cache")
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 
 # Salts were tested on vLLM 0.32. SGLang 0.5.23 reads them on chats, completions and responses.
 RELAYED: Mapping[str, RelayedPath] = {
@@ -44,8 +52,8 @@ RELAYED: Mapping[str, RelayedPath] = {
     "/v1/chat/completions/batch": RelayedPath("chat_batch", "salt"),
     COMPLETIONS: RelayedPath("completion", "salt"),
     "/inference/v1/generate": RelayedPath("token_ids", "salt"),
-    RESPONSES: RelayedPath("input", "salt", stores=True),
-    "/v1/messages": RelayedPath("input", "refused"),
+    RESPONSES: RelayedPath("input", "salt", stores=True, streams_input=True),
+    MESSAGES: RelayedPath("input", "refused", streams_input=True),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _SALTED_INPUT),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), _SALTED_INPUT),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _NO_PROMPT),

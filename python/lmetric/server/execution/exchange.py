@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from lmetric._core import RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
-from lmetric.server.api.errors import ApiError
+from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
 
@@ -191,11 +191,10 @@ class ClientRequest:
         The connection closes if the answer cannot carry an event.
         """
         if self.state == "written":
-            body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # an engine's own error may have lines
-            self.write(b"data: %b\n\ndata: [DONE]\n\n" % body, last=True)
+            self.write(last_events(self.path, body), last=True)
         elif self.state == "passed":
             assert self._reader is not None
-            tail = self._reader.end_with(body)
+            tail = self._reader.end_with(last_events(self.path, body))
             if tail:
                 self.transport.write(tail)
             self.only_closing_ends_it = not tail or self._reader.closes_client

@@ -598,7 +598,7 @@ class Frontend(web.Server):
             self._go_on(client_request, held, start, now)
 
         limit = self._rules.timeouts.request
-        streams = call.stream and call.path.generates
+        streams = call.stream and call.path.streams
         held = HeldRequest(
             client_request, turn, pool.programs, then, self._ended, limit, comments=streams, now=now
         )

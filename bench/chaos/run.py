@@ -1,0 +1,283 @@
+"""Breaks one of three engines behind a router, in each way, while clients check every answer.
+
+    python bench/chaos/run.py --out FILE.csv [--subjects lmetric vllm-ca ...] [--faults killed ...]
+    python bench/chaos/run.py --storm 600 --seed 1
+
+The first form writes one row per router and fault. A request is lost if its client got an error,
+a broken or wrong answer, or none within 30 s. The second form sets faults at random from a seed,
+one engine at a time, before our router only; it fails if a request is lost or a count remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "http"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engines import EngineProcess
+from faults import FAULTS, Fault
+from proc import rss_mib, tree
+from subjects import SUBJECTS
+from traffic import Asked, Traffic
+
+ENGINES = 3
+RATE = 15.0  # requests per second
+BEFORE, DURING, AFTER = 2.0, 5.0, 4.0  # seconds
+
+
+@dataclass
+class Row:
+    """What the clients of a router saw of a fault."""
+
+    subject: str
+    fault: str
+    requests: int
+    right: int
+    wrong: int
+    error: int
+    broken: int
+    late: int
+    lost: int
+    recovery_seconds: float  # from the fault to the last end of a lost request
+    slowest_first_token_seconds: float
+    in_flight_at_end: str  # as the router counts; empty: it does not say
+    example: str  # of a lost request
+
+
+class Router:
+    """A router as a process."""
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        self._command = command
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the router
+        self._process: asyncio.subprocess.Process
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        """Starts it, and waits until it answers a request."""
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdout=self._log, stderr=self._log, env=environ, start_new_session=True
+        )
+        body = {"model": "chaos", "prompt": "hello", "max_tokens": 1}
+        async with asyncio.timeout(120):
+            while True:
+                try:
+                    async with session.post(f"{self.url}/v1/completions", json=body) as response:
+                        if response.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                if self._process.returncode is not None:
+                    raise RuntimeError(f"the router ended: {self.log()}")
+                await asyncio.sleep(0.1)
+
+    def rss_mib(self) -> float:
+        """Its resident memory, MiB."""
+        return rss_mib(tree(self._process.pid))
+
+    def log(self) -> str:
+        """The end of its log."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-4000:]
+
+    async def stop(self) -> None:
+        """Kills it."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        self._log.close()
+
+
+def free_port() -> int:
+    """A free port."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return int(each.getsockname()[1])
+
+
+@asynccontextmanager
+async def fleet(seed: int) -> AsyncIterator[list[EngineProcess]]:
+    """Engines that run."""
+    engines = [EngineProcess(f"e{number}", seed + number) for number in range(ENGINES)]
+    try:
+        for engine in engines:
+            await engine.start()
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+@asynccontextmanager
+async def routed(
+    subject: str, engines: Sequence[EngineProcess], session: aiohttp.ClientSession, python: Path
+) -> AsyncIterator[Router]:
+    """A router before the engines."""
+    make = SUBJECTS[subject]
+    assert make is not None
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = make(python, port, [engine.url for engine in engines], Path(folder))
+        router = Router(command, port)
+        try:
+            await router.start(session)
+            yield router
+        finally:
+            await router.stop()
+
+
+async def in_flight(router: Router, session: aiohttp.ClientSession) -> float | None:
+    """The number of requests in flight that the router counts; None: it has no such page."""
+    async with session.get(f"{router.url}/debug/indicators") as response:
+        if response.status != 200:
+            return None
+        told = await response.json()
+    return float(sum(values["bs"] for model in told.values() for values in model.values()))
+
+
+async def settled(router: Router, session: aiohttp.ClientSession) -> str:
+    """The requests in flight after some seconds."""
+    count = None
+    for _ in range(50):
+        count = await in_flight(router, session)
+        if not count:
+            break
+        await asyncio.sleep(0.1)
+    return "" if count is None else f"{count:g}"
+
+
+async def play(subject: str, fault: Fault, engines: Sequence[EngineProcess], seed: int, python: Path) -> Row:
+    """Plays one fault of the first engine."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        routed(subject, engines, session, python) as router,
+    ):
+        traffic = Traffic(router.url, seed, RATE)
+        sending = asyncio.create_task(traffic.run(BEFORE + DURING + AFTER, session))
+        await asyncio.sleep(BEFORE)
+        began = time.monotonic()
+        await fault.begin(engines[0])
+        await asyncio.sleep(DURING)
+        await fault.end(engines[0])
+        await sending
+        left = await settled(router, session)
+        await traffic.judge(engines[1].direct_url, session)
+    return row_of(subject, fault, traffic, began, left)
+
+
+def row_of(subject: str, fault: Fault, traffic: Traffic, began: float, left: str) -> Row:
+    """The figures of a run."""
+    outcomes = traffic.outcomes()
+    lost = [asked for asked in traffic.asked if asked.outcome != "right"]
+    firsts = [asked.first_token_seconds for asked in traffic.asked if asked.first_token_seconds is not None]
+    return Row(
+        subject=subject,
+        fault=fault.name,
+        requests=len(traffic.asked),
+        **{name: outcomes[name] for name in ("right", "wrong", "error", "broken", "late")},
+        lost=len(lost),
+        recovery_seconds=round(max((asked.ended - began for asked in lost), default=0.0), 2),
+        slowest_first_token_seconds=round(max(firsts, default=0.0), 2),
+        in_flight_at_end=left,
+        example=_example(lost),
+    )
+
+
+def _example(lost: Sequence[Asked]) -> str:
+    return f"{lost[0].kind}, {lost[0].outcome}: {lost[0].note}"[:160].replace("\n", " ") if lost else ""
+
+
+async def storm(seconds: float, seed: int, names: Sequence[str]) -> tuple[Traffic, str, list[str], float]:
+    """Sets faults at random. Returns the traffic, the count at the end, what was done, and the
+    growth of memory between the first and the last quarter, MiB."""
+    rng = random.Random(seed)
+    done: list[str] = []
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    python = Path(sys.executable)
+    async with (
+        fleet(seed) as engines,
+        aiohttp.ClientSession(connector=connector) as session,
+        routed("lmetric", engines, session, python) as router,
+    ):
+        traffic = Traffic(router.url, seed, RATE)
+        began = time.monotonic()
+        sending = asyncio.create_task(traffic.run(seconds, session))
+        memory: list[float] = []
+        while (now := time.monotonic() - began) < seconds - 3:
+            fault, engine = FAULTS[rng.choice(names)], rng.choice(engines)
+            done.append(f"{now:.1f} s: {engine.name} {fault.name}")
+            await fault.begin(engine)
+            await asyncio.sleep(rng.uniform(0.2, 4.0))
+            await fault.end(engine)
+            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            memory.append(router.rss_mib())
+        await sending
+        left = await settled(router, session)
+        await traffic.judge(engines[0].direct_url, session)
+    quarter = max(1, len(memory) // 4)
+    return traffic, left, done, min(memory[-quarter:]) - min(memory[:quarter])
+
+
+def main() -> None:
+    """Plays faults, or a storm of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, help="CSV file with one row per router and fault")
+    parser.add_argument("--subjects", nargs="+", choices=[name for name, make in SUBJECTS.items() if make])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--storm", type=float, metavar="SECONDS", help="faults at random for this long")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=Path(sys.executable),
+        help="the rivals' Python (bench/rivals/install.sh)",
+    )
+    given = parser.parse_args()
+    if given.storm:
+        traffic, left, done, growth = asyncio.run(storm(given.storm, given.seed, given.faults))
+        for asked in traffic.asked:
+            if asked.outcome != "right":
+                print(asked)
+        print(f"{len(done)} faults, {dict(traffic.outcomes())}, in flight {left}, memory {growth:+.1f} MiB")
+        sys.exit(traffic.outcomes()["right"] < len(traffic.asked) or left != "0")
+    asyncio.run(matrix(given.out, given.subjects or ["lmetric"], given.faults, given.seed, given.python))
+
+
+async def matrix(
+    out: Path | None, subjects: Sequence[str], faults: Sequence[str], seed: int, python: Path
+) -> None:
+    """Plays each fault before each router."""
+    rows: list[Row] = []
+    async with fleet(seed) as engines:
+        for fault in faults:
+            for subject in subjects:
+                row = await play(subject, FAULTS[fault], engines, seed, python)
+                rows.append(row)
+                print(asdict(row), flush=True)
+    if out is not None:
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [each.name for each in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Faults of engines at random under load: no request is lost, and no count remains.
+
+`python bench/chaos/run.py --storm SECONDS` is the same with other seeds and times.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAOS = Path(__file__).parents[1] / "bench" / "chaos"
+
+
+def storm(*arguments: object) -> None:
+    done = subprocess.run(
+        [sys.executable, str(CHAOS / "run.py"), *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+@pytest.mark.timeout(300)
+def test_a_storm_of_faults_loses_no_request() -> None:
+    storm("--storm", 30, "--seed", 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4500)
+def test_an_hour_of_faults_loses_no_request_and_keeps_memory_flat() -> None:
+    storm("--storm", 3600, "--seed", 2)
+
+
+def test_the_table_of_faults_is_current() -> None:
+    subprocess.run([sys.executable, str(CHAOS / "page.py"), "--check"], check=True)
