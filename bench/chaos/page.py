@@ -9,11 +9,9 @@ import csv
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parent))
-
 from faults import FAULTS
 
+ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results" / "faults.csv"
 PAGE = ROOT / "docs" / "reference" / "reliability.md"
 BEGIN, END = "<!-- faults -->\n", "<!-- end of faults -->\n"
@@ -47,7 +45,8 @@ def _cell(row: dict[str, str] | None) -> str:
     if row["lost"] == "0":
         return f"0 of {row['requests']}"
     kinds = [f"{row[kind]} {kind}" for kind in ("wrong", "error", "broken", "late") if row[kind] != "0"]
-    return f"{row['lost']} of {row['requests']} ({', '.join(kinds)}), until {float(row['recovery_seconds']):.1f} s"
+    until = float(row["recovery_seconds"])
+    return f"{row['lost']} of {row['requests']} ({', '.join(kinds)}), until {until:.1f} s"
 
 
 def page() -> str:
