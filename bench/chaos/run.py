@@ -43,7 +43,7 @@ BEFORE, DURING, AFTER = 2.0, 5.0, 4.0  # seconds
 
 @dataclass
 class Row:
-    """What the clients of a router saw of a fault."""
+    """The answers of a router to its clients during a fault."""
 
     subject: str
     fault: str

@@ -1,4 +1,4 @@
-"""Clients that check each answer: it must end once, and be the one of an undisturbed engine."""
+"""Clients that check each answer: it must end once, with the text of an undisturbed engine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@ line of JSON.
 
     python bench/http/load.py open PORT BYTES RATE SECONDS NONCE PIDS
     python bench/http/load.py streams PORT COUNT SECONDS NONCE PIDS
+    python bench/http/load.py answers PORT COUNT BYTES TOKENS NONCE PIDS
 
+`answers` are whole streams: COUNT at once, of TOKENS tokens each, from the requests to the ends.
 PIDS are the router's processes, comma-separated, "-" for none. Their CPU time is taken over the
 same window.
 """
@@ -237,6 +239,36 @@ async def streams(port: int, count: int, seconds: float, nonce: str, pids: list[
     }
 
 
+async def answers(
+    port: int, count: int, size: int, tokens: int, nonce: str, pids: list[int]
+) -> dict[str, object]:
+    """Runs ``count`` whole streams at once; CPU time per stream, from its request to its end."""
+    loop = asyncio.get_running_loop()
+    delays: list[int] = []
+    running: list[Stream] = []
+    extra = f'"stream":true,"max_tokens":{tokens},'
+    requests = [request(size, nonce, i, extra) for i in range(count)]
+    began, cpu_start = time.monotonic(), cpu_seconds(pids)
+    for data in requests:
+        running.append(
+            (await loop.create_connection(lambda data=data: Stream(data, delays), "127.0.0.1", port))[1]
+        )
+    whole = await asyncio.wait_for(asyncio.gather(*(stream.done for stream in running)), 60)
+    used, took = cpu_seconds(pids) - cpu_start, time.monotonic() - began
+    errors = sum(
+        not done or stream.tokens < 0.97 * tokens for stream, done in zip(running, whole, strict=True)
+    )
+    delays.sort()
+    return {
+        "requests": count,
+        "seconds": took,
+        "errors": errors,
+        "p50_us": delays[len(delays) // 2] / 1e3,
+        "p99_us": delays[len(delays) * 99 // 100] / 1e3,
+        "cpu_us": used / count * 1e6,
+    }
+
+
 def main() -> None:
     """Runs one load."""
     kind, port, *numbers, nonce, pids = sys.argv[1:]
@@ -244,6 +276,9 @@ def main() -> None:
     if kind == "open":
         size, rate, seconds = numbers
         run = open_loop(int(port), int(size), float(rate), float(seconds), nonce, processes)
+    elif kind == "answers":
+        count, size, tokens = numbers
+        run = answers(int(port), int(count), int(size), int(tokens), nonce, processes)
     else:
         count, seconds = numbers
         run = streams(int(port), int(count), float(seconds), nonce, processes)

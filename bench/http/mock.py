@@ -1,8 +1,9 @@
 """Mock engines that cost almost nothing: OpenAI's answers, plain and streamed, on raw connections.
 
 Plain answers come at once. A streamed token comes every 5 ms and carries the sender's monotonic
-clock as its text, so a reader on the same machine gets its travel time. One process serves all
-given ports.
+clock as its text, so a reader on the same machine gets its travel time. Token ids are sent on
+request, as vLLM does: those of the prompt in the first event, too. One process serves all given
+ports.
 
     python bench/http/mock.py [--nixl] PORT...
 
@@ -32,6 +33,12 @@ EVENT = (
     b'"choices":[{"index":0,'
 )
 CHUNK = EVENT + b'"delta":{"content":"%d"},"logprobs":null,"finish_reason":null}]}\n\n'
+CHUNK_WITH_ID = CHUNK.replace(b"}]}\n\n", b',"token_ids":[1465]}]}\n\n')
+WANTS_IDS = re.compile(rb'"return_token_ids": ?true')
+BYTES_PER_TOKEN = 4
+OPENING = EVENT[:-1].replace(b'"choices":[{"index":0', b'"prompt_token_ids":[%s],"choices":[{"index":0') + (
+    b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+)
 LAST = EVENT + b'"delta":{},"logprobs":null,"finish_reason":"length"}]}\n\n'
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -87,7 +94,7 @@ class Streams:
         """Sends a token on each stream of the due phase."""
         phase = self.phases[self.step % PHASES]
         for engine, left in list(phase.items()):
-            event = CHUNK % time.monotonic_ns()
+            event = engine.chunk % time.monotonic_ns()
             if left > 1:
                 phase[engine] = left - 1
                 engine.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
@@ -107,6 +114,7 @@ class Engine(asyncio.Protocol):
         self.streams = streams
         self.buffer = b""
         self.need = 0
+        self.chunk = CHUNK
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
@@ -145,6 +153,11 @@ class Engine(asyncio.Protocol):
             if b'"stream":true' in body or b'"stream": true' in body:
                 asked = MAX_TOKENS.search(body)
                 self.transport.write(STREAM_HEAD)
+                self.chunk = CHUNK
+                if WANTS_IDS.search(body):
+                    self.chunk = CHUNK_WITH_ID
+                    opening = OPENING % b",".join([b"1465"] * (len(body) // BYTES_PER_TOKEN))
+                    self.transport.write(b"%x\r\n%s\r\n" % (len(opening), opening))
                 phase = min(self.streams.phases, key=len)
                 phase[self] = int(asked[1]) if asked else 16
                 return

@@ -655,7 +655,9 @@ class ResponseReader:
     With ``observe``, the reader records every event of a stream of status 200 on its way to the
     client (one choice, with ``token_ids``), and ``kv_transfer_params`` become null. With
     ``hide_ids``, ``prompt_token_ids`` and ``token_ids`` become null, too. If the reader can no
-    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved.
+    longer observe the stream, the sink receives UNSEEN, and the stream passes on unobserved. If the
+    engine reports its failure after a token, the event is withheld, and the sink receives
+    INCOMPLETE.
     """
 
     def __new__(cls, *_args: Any) -> Self: ...  # the arguments are the subclass's
@@ -696,6 +698,12 @@ class ResponseReader:
     def observed_tokens(self) -> int: ...  # number of token IDs of the answer
     @property
     def observed_over(self) -> bool: ...  # whether a finish_reason was seen
+    @property
+    def observed_usage(self) -> bool: ...  # whether the usage followed the finish_reason
+    @property
+    def withheld(self) -> bytes: ...  # data of the event with which the engine failed, or empty
+    @property
+    def progress(self) -> int: ...  # grows with each part of the answer; comments do not count
     @property
     def unseen(self) -> str | None: ...  # why the stream is no longer observed
     def detach(self) -> Any: ...  # removes the sink and returns it

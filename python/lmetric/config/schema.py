@@ -276,6 +276,13 @@ class PoolSettings(Strict):
     migration_max_concurrent: Positive = Field(
         4, description="maximum number of concurrent migrations per model"
     )
+    stream_failover: bool = Field(
+        True,
+        description="if an engine fails in the middle of a stream, continue the stream on another engine; "
+        "`retries` limits the engines per request. The router requests and records the token ids of each "
+        "stream that can continue (docs/reference/engines.md lists them). With `rebalance`, streams that can "
+        "migrate continue in any case",
+    )
     priority: Annotated[PriorityOption | None, Option("priority")] = Field(
         None,
         description="priority number that requests carry to the engines' queues. `none`: the client's own "
@@ -494,7 +501,8 @@ class Timeouts(Strict):
     connect: Seconds = Field(3.0, description="time for an engine to accept a connection")
     body: Seconds = Field(60.0, description="time for a client to send its request body")
     first_byte: Seconds = Field(
-        300.0, description="time to the first token of a stream; SSE comments do not count"
+        300.0,
+        description="time to the first token of a stream; SSE comments and a chat's role do not count",
     )
     answer: Seconds = Field(
         1800.0, description="time to an answer that is not streamed, which arrives after its last token"
@@ -504,7 +512,11 @@ class Timeouts(Strict):
         description="maximum duration of a request, from arrival to the end of the answer. After it, the "
         "client gets a 504, or an error event if the stream has begun; null: no limit",
     )
-    between_chunks: Seconds = Field(120.0, description="maximum time between two chunks of an answer")
+    between_chunks: Seconds = Field(
+        120.0,
+        description="maximum time between two tokens of a stream, or between two pieces of another answer; "
+        "SSE comments and empty events do not count",
+    )
     slow_client: Seconds = Field(
         300.0, description="close the connection if a client does not read its answer for this long"
     )
@@ -524,7 +536,7 @@ class Timeouts(Strict):
 
 
 class Retries(Strict):
-    """Retries on another engine, before a segment's first token or if the request can migrate."""
+    """Retries on another engine: before a segment's first token, or to continue a stream."""
 
     attempts: Positive = Field(
         3, description="maximum number of engines tried per request, including the first"

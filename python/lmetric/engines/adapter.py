@@ -138,6 +138,9 @@ class Capabilities:
     cached_tokens: bool | None = None
     priority: Priority | None = None
     request_ids: bool | None = None  # whether it echoes X-Request-Id
+    # Whether streams list their token ids on request (`return_token_ids`), and prompts may be token
+    # ids. Engines that do not know the field may refuse it.
+    token_ids: bool = False
     # The request field that makes it report the cached prefix of a request in its events again.
     full_report: Mapping[str, Any] | None = None
     # Its KV transfers to other engines, and the reason if there are none.

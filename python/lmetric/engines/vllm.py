@@ -100,6 +100,7 @@ class Vllm(Adapter):
             load_path="/metrics" if load else None,
             load_names=load.names,
             load_header=True,
+            token_ids=True,  # since 0.10.2; earlier versions ignore the field
             # Lower runs earlier. Under --scheduling-policy fcfs, the default, it is accepted and
             # ignored.
             priority=Priority("lower_first", _honours(told), header=True),

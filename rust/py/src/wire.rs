@@ -233,6 +233,31 @@ impl ResponseReader {
         self.scanner.observer().is_some_and(Observer::over)
     }
 
+    /// Whether the usage followed the observed end.
+    #[getter]
+    fn observed_usage(&self) -> bool {
+        self.scanner.observer().is_some_and(Observer::usage_sent)
+    }
+
+    /// The data of the event with which the engine failed in an observed stream; empty without one.
+    #[getter]
+    fn withheld<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let mut data = PyBytes::new(py, b"");
+        split(self.scanner.withheld(), |event| {
+            if data.as_bytes().is_empty() && !event.starts_with(b":") {
+                data = PyBytes::new(py, event);
+            }
+        });
+        data
+    }
+
+    /// A count that grows with each part of the answer: events of a stream (not comments or empty
+    /// events), else pieces.
+    #[getter]
+    fn progress(&self) -> u64 {
+        if self.scanner.event_stream() { self.scanner.progress() } else { self.pieces }
+    }
+
     /// Why the stream is no longer observed.
     #[getter]
     fn unseen(&self) -> Option<&str> {

@@ -51,6 +51,10 @@ impl Usage {
 pub struct Found {
     /// `choices` has an element.
     pub choices: bool,
+    /// It has a list `choices`: it is a completion's.
+    pub completion: bool,
+    /// It is an event of type `ping`.
+    pub ping: bool,
     /// Some choice carries text, reasoning or tool calls.
     pub content: bool,
     /// Some choice's delta names a role.
@@ -77,6 +81,15 @@ impl Found {
             None if self.content => 1,
             None => u64::from(self.choices && !self.role && self.finish == Finish::Open),
         }
+    }
+
+    /// Whether an event of a stream carries a part of the answer, its end or an error. Engines and
+    /// proxies send other events to keep a connection alive. Events of other APIs than completions
+    /// count, except `ping`.
+    pub fn progress(&self) -> bool {
+        let part =
+            if self.completion { self.content || self.token_ids.is_some_and(|n| n > 0) } else { !self.ping };
+        part || self.finish != Finish::Open || self.error
     }
 }
 
@@ -115,6 +128,7 @@ enum Key {
     Error,
     Code,
     Object,
+    Type,
 }
 
 impl Key {
@@ -137,6 +151,7 @@ impl Key {
             b"error" => Key::Error,
             b"code" => Key::Code,
             b"object" => Key::Object,
+            b"type" => Key::Type,
             _ => Key::Other,
         }
     }
@@ -309,7 +324,10 @@ impl Probe {
         }
         let place = match (self.place(), self.key, object) {
             (Place::Root, _, true) => Place::Top,
-            (Place::Top, Key::Choices, false) => Place::Choices,
+            (Place::Top, Key::Choices, false) => {
+                self.found.completion = true;
+                Place::Choices
+            }
             (Place::Choices, _, true) => {
                 self.found.choices = true;
                 Place::Choice
@@ -367,6 +385,7 @@ impl Probe {
             }
             (Place::Top, Key::Error) => self.found.error = true,
             (Place::Top, Key::Object) => self.found.error |= word == Some(b"error"),
+            (Place::Top, Key::Type) => self.found.ping = word == Some(b"ping"),
             _ => {}
         }
     }

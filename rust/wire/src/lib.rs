@@ -12,6 +12,7 @@ mod request;
 mod scanner;
 mod shape;
 mod sse;
+mod template;
 mod tree;
 
 pub use api::{ApiRequest, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, PromptReader, Refusal, check_object};

@@ -4,6 +4,7 @@
 //! Reads only whole events, each once and in place, and copies only their text and token IDs.
 use crate::scanner::OBSERVED_LIMIT;
 use crate::sse;
+use crate::template::Template;
 use serde_core::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use std::borrow::Cow;
@@ -11,12 +12,15 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+/// Templates made for a stream. The events of some streams have further differences (usage so far).
+const MOST_TEMPLATES: u8 = 8;
 const NOT_ONE_CHOICE: &str = "the segment's answer does not have exactly one choice";
 const NO_IDS: &str = "the engine does not tell token ids (return_token_ids)";
 const BAD_IDS: &str = "the engine reports invalid token ids";
 const TOO_LONG: &str = "an event is too long to be followed";
 const SEVERAL_LINES: &str = "an event is in several lines";
 const DECLARED: &str = "its length is declared";
+const PARSED: &str = "the engine parses its answers into more than text (tool calls or reasoning)";
 
 fn no_completion(why: impl fmt::Display) -> String {
     format!("an event of the stream is not a completion's: {why}")
@@ -33,6 +37,8 @@ pub struct Observer {
     text: String,
     frame: Option<String>,
     over: bool,
+    /// An event without choices followed the `finish_reason`: the usage.
+    usage_sent: bool,
     lost: Option<String>,
     /// The loss was reported.
     told: bool,
@@ -40,6 +46,17 @@ pub struct Observer {
     cut: Option<u8>,
     /// Values of the events read last that become null.
     hidden: Vec<Range<usize>>,
+    template: Option<Template>,
+    /// Templates made.
+    templates: u8,
+}
+
+/// Values found in events that fit the template.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Quick {
+    pub(crate) tokens: u64,
+    /// Events with a token.
+    pub(crate) progress: u64,
 }
 
 impl Observer {
@@ -70,6 +87,11 @@ impl Observer {
     /// Whether a `finish_reason` was seen.
     pub fn over(&self) -> bool {
         self.over
+    }
+
+    /// Whether the usage followed the `finish_reason`.
+    pub fn usage_sent(&self) -> bool {
+        self.usage_sent
     }
 
     /// Why the stream is no longer observed; `None`: it is observed.
@@ -122,11 +144,53 @@ impl Observer {
                     _ if line.start - start > OBSERVED_LIMIT => self.lose(TOO_LONG),
                     _ if several => self.lose(SEVERAL_LINES),
                     b"[DONE]" => {}
-                    value => self.event(value, data.start),
+                    value => {
+                        let hidden = self.hidden.len();
+                        if let Some((text, ids)) = self.event(value, data.start) {
+                            self.learn(&blocks[start..next], start, text, ids, hidden);
+                        }
+                    }
                 }
             }
             (start, several) = (next, false);
         }
+        !self.hidden.is_empty()
+    }
+
+    /// As [`Observer::read`], for events that fit the template. Returns `None`, without any effect,
+    /// unless all of them do.
+    pub(crate) fn read_quickly(&mut self, blocks: &[u8]) -> Option<Quick> {
+        let template = self.template.as_ref()?;
+        if self.lost.is_some() || self.cut.is_some() {
+            return None;
+        }
+        let (ids_before, text_before) = (self.ids.len(), self.text.len());
+        let (mut at, mut found) = (0, Quick::default());
+        self.hidden.clear();
+        while at < blocks.len() {
+            let ids_here = self.ids.len();
+            let parts = template.read(&blocks[at..]);
+            let Some(parts) = parts.filter(|parts| read_ids(parts.ids, &mut self.ids).is_ok()) else {
+                self.ids.truncate(ids_before);
+                self.text.truncate(text_before);
+                self.hidden.clear();
+                return None;
+            };
+            self.text.push_str(parts.text);
+            let tokens = (self.ids.len() - ids_here) as u64;
+            found.tokens += tokens;
+            found.progress += u64::from(tokens > 0 || !parts.text.is_empty());
+            if self.hide_ids {
+                let start = at + parts.ids_at;
+                self.hidden.push(start - 1..start + parts.ids.len() + 1);
+            }
+            at += parts.end;
+        }
+        Some(found)
+    }
+
+    /// Whether values of the events read last become null.
+    pub(crate) fn rewrites(&self) -> bool {
         !self.hidden.is_empty()
     }
 
@@ -147,20 +211,42 @@ impl Observer {
         }
     }
 
-    /// Reads an event's data, which starts at `start` of the blocks.
-    fn event(&mut self, data: &[u8], start: usize) {
+    /// Makes a template from an event at `start` of the blocks. `text`, `ids`: their positions in the
+    /// blocks. `hidden`: values hidden in earlier events.
+    fn learn(&mut self, event: &[u8], start: usize, text: Range<usize>, ids: Range<usize>, hidden: usize) {
+        let only_ids = match &self.hidden[hidden..] {
+            [] => !self.hide_ids,
+            [only] => self.hide_ids && *only == ids,
+            _ => false,
+        };
+        if only_ids && self.lost.is_none() && self.templates < MOST_TEMPLATES {
+            self.templates += 1;
+            let within = |range: Range<usize>| range.start - start..range.end - start;
+            self.template = Template::new(event, within(text), within(ids));
+        }
+    }
+
+    /// Reads an event's data, which starts at `start` of the blocks. Returns the positions of its
+    /// text and token IDs if only these two matter.
+    fn event(&mut self, data: &[u8], start: usize) -> Option<(Range<usize>, Range<usize>)> {
         let read = std::str::from_utf8(data)
             .map_err(no_completion)
             .and_then(|text| serde_json::from_str(text).map(|Object(event)| event).map_err(no_completion));
         let event: Event = match read {
             Ok(event) => event,
-            Err(reason) => return self.lose(reason),
+            Err(reason) => {
+                self.lose(reason);
+                return None;
+            }
+        };
+        let place = |part: &str| {
+            let at = part.as_ptr() as usize - data.as_ptr() as usize + start;
+            at..at + part.len()
         };
         let first = self.hidden.len();
         let mut hide = |value: Option<&RawValue>| {
             if let Some(value) = value {
-                let at = value.get().as_ptr() as usize - data.as_ptr() as usize + start;
-                self.hidden.push(at..at + value.get().len());
+                self.hidden.push(place(value.get()));
             }
         };
         hide(event.transfer);
@@ -177,6 +263,15 @@ impl Observer {
         {
             self.lost = Some(reason);
         }
+        let (Some([Object(choice)]), None) = (event.choices.as_deref(), &event.error) else { return None };
+        let text = match &choice.delta {
+            Some(Object(delta)) => delta.content.as_ref(),
+            None => choice.text.as_ref(),
+        };
+        match (text, choice.ids, &choice.finish) {
+            (Some(Text(Cow::Borrowed(text))), Some(ids), None) => Some((place(text), place(ids.get()))),
+            _ => None,
+        }
     }
 
     fn note(&mut self, event: &Event<'_>) -> Result<(), String> {
@@ -185,11 +280,15 @@ impl Observer {
         }
         let choice = match event.choices.as_deref() {
             None => return Err(no_completion("missing field `choices`")),
-            Some([]) => return Ok(()),
+            Some([]) => {
+                self.usage_sent |= self.over;
+                return Ok(());
+            }
             Some([Object(choice)]) => choice,
             Some(_) => return Err(NOT_ONE_CHOICE.into()),
         };
         let text = match &choice.delta {
+            Some(Object(delta)) if delta.parsed => return Err(PARSED.into()),
             Some(Object(delta)) => &delta.content,
             None => &choice.text,
         };
@@ -227,6 +326,11 @@ fn rest_of_block(blocks: &[u8], last: u8) -> Option<usize> {
         inside = false;
     }
     None
+}
+
+/// Whether a list or string has no content.
+fn empty(value: &RawValue) -> bool {
+    value.get() == "\"\"" || list(value).is_some_and(str::is_empty)
 }
 
 /// Returns the text between the brackets of a list.
@@ -273,6 +377,8 @@ struct Choice<'a> {
 #[derive(Default)]
 struct Delta<'a> {
     content: Option<Text<'a>>,
+    /// It has a part of another kind than text: reasoning or tool calls.
+    parsed: bool,
 }
 
 /// Reads the members of an object.
@@ -312,6 +418,11 @@ impl<'a> Members<'a> for Delta<'a> {
     fn member<M: MapAccess<'a>>(&mut self, name: &str, map: &mut M) -> Result<(), M::Error> {
         match name {
             "content" => once(&mut self.content, "content", map),
+            "reasoning" | "reasoning_content" | "tool_calls" | "function_call" => {
+                let value: Option<&RawValue> = map.next_value()?;
+                self.parsed |= value.is_some_and(|value| !empty(value));
+                Ok(())
+            }
             _ => map.next_value::<IgnoredAny>().map(drop),
         }
     }

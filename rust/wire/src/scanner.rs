@@ -63,12 +63,15 @@ struct Said {
     error_code: Option<u64>,
     usage: Usage,
     tokens: u64,
+    /// Events with a part of the answer, its end or an error.
+    progress: u64,
 }
 
 impl Said {
     fn event(&mut self, found: &Found, step: &mut Step) {
         let tokens = found.tokens();
         self.tokens += tokens;
+        self.progress += u64::from(found.progress());
         step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
         self.note(found, step);
         // A chat stream opens with a chunk that only names the role: not yet a sign of life from
@@ -97,7 +100,8 @@ impl Said {
 struct Ends {
     /// The end of the last whole event.
     last: Option<usize>,
-    /// The start of a `[DONE]` that arrives too early.
+    /// The start of an event that the client must not get: a `[DONE]` that arrives too early, or
+    /// the engine's failure in an observed stream.
     halt: Option<usize>,
 }
 
@@ -124,6 +128,8 @@ pub struct Scanner {
     observer: Option<Box<Observer>>,
     /// A value in the current piece became null.
     rewritten: bool,
+    /// The engine's failure in an observed stream: an event that the client did not get.
+    withheld: Vec<u8>,
     committed: bool,
     /// There is no client: the payload is taken without framing.
     alone: bool,
@@ -152,6 +158,7 @@ impl Default for Scanner {
             said: Said::default(),
             observer: None,
             rewritten: false,
+            withheld: Vec::new(),
             committed: false,
             alone: false,
             halted: false,
@@ -188,7 +195,8 @@ impl Scanner {
 
     /// Observes the response that [`Scanner::begin`] started, if it is a stream of status 200: the
     /// observer records its events, and `kv_transfer_params` become null. `hide_ids`:
-    /// `prompt_token_ids` and `token_ids` become null, too.
+    /// `prompt_token_ids` and `token_ids` become null, too. After the first token, the engine's
+    /// failure ([`Scanner::withheld`]) ends the stream as incomplete.
     pub fn observe(&mut self, hide_ids: bool) {
         self.observer = Some(Box::new(Observer::new(hide_ids)));
     }
@@ -196,6 +204,12 @@ impl Scanner {
     /// The observer; `None` if the response is not observed.
     pub fn observer(&self) -> Option<&Observer> {
         self.observer.as_deref()
+    }
+
+    /// The event with which the engine failed after a token of an observed stream; empty if there
+    /// is none. The client did not get it. An error that is the request's fault (status 4xx) passes.
+    pub fn withheld(&self) -> &[u8] {
+        &self.withheld
     }
 
     /// Status of the answer; 0 before its head.
@@ -248,6 +262,12 @@ impl Scanner {
         self.said.tokens
     }
 
+    /// Events of a stream with a part of the answer, its end or an error. Comments and empty events
+    /// do not count.
+    pub fn progress(&self) -> u64 {
+        self.said.progress
+    }
+
     /// Reads a piece of input.
     ///
     /// # Errors
@@ -268,6 +288,10 @@ impl Scanner {
             && !self.halted
             && let Some(payload) = self.body.whole_chunk(input)
         {
+            if let Some(rewritten) = self.read_quickly(payload, &mut step) {
+                (step.pass, step.out) = (!rewritten, rewritten);
+                return Ok(step);
+            }
             let ends = self.read_events(payload, &mut step);
             if ends != (Ends { last: Some(payload.len()), halt: None }) {
                 self.keep_events(payload, &ends, &mut step);
@@ -449,7 +473,14 @@ impl Scanner {
         let mut body = std::mem::replace(&mut self.body, Body::new(Framing::Close));
         let used = body.feed(input, |piece| {
             if event_stream {
-                if !self.halted {
+                if self.halted {
+                    return;
+                }
+                if let Some(rewritten) = self.read_quickly(piece, step) {
+                    if !rewritten {
+                        self.released.extend_from_slice(piece);
+                    }
+                } else {
                     let ends = self.read_events(piece, step);
                     self.keep_events(piece, &ends, step);
                 }
@@ -464,15 +495,39 @@ impl Scanner {
         used
     }
 
+    /// Reads whole events that the observer knows by their form. Returns `None` unless all are such events,
+    /// else whether the client's bytes differ: then they are released.
+    fn read_quickly(&mut self, piece: &[u8], step: &mut Step) -> Option<bool> {
+        let observer = self.observer.as_mut()?;
+        if !self.committed || !self.pending.is_empty() || !self.events.at_start() {
+            return None;
+        }
+        let quick = observer.read_quickly(piece)?;
+        let rewritten = observer.rewrites();
+        if rewritten {
+            observer.write(piece, &mut self.released);
+            self.rewritten = true;
+        }
+        self.said.tokens += quick.tokens;
+        self.said.progress += quick.progress;
+        step.tokens = step.tokens.saturating_add(u32::try_from(quick.tokens).unwrap_or(u32::MAX));
+        Some(rewritten)
+    }
+
     /// Reads payload of an event stream.
     fn read_events(&mut self, piece: &[u8], step: &mut Step) -> Ends {
         let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
         let fillers = &mut self.fillers;
+        let withholds = self.observer.is_some() && !matches!(self.out, Out::Length(_));
         let mut halt = None;
         let last = self.events.feed(piece, |event, start| match event {
             _ if halt.is_some() => {}
             Event::Done if require_finish && said.finish == Finish::Open && !said.error => halt = Some(start),
             Event::Done => said.ready = true,
+            Event::Data(found) if withholds && said.tokens > 0 && engine_failed(&found) => {
+                said.note(&found, step);
+                halt = Some(start);
+            }
             Event::Data(found) => said.event(&found, step),
             Event::Filler { .. } if said.ready || committed => {}
             Event::Filler { end } => match fillers.last_mut() {
@@ -514,9 +569,13 @@ impl Scanner {
             (kept.0.as_slice(), &kept.1)
         };
         if let Some(start) = ends.halt {
-            // All bytes before the early `[DONE]` still go out; a part of them may be in `pending`.
+            // All bytes before the event still go out; a part of them may be in `pending`.
             if start > 0 {
                 self.release(&piece[..start]);
+            }
+            if step.error {
+                self.withheld.append(&mut self.pending);
+                self.withheld.extend_from_slice(&piece[start..]);
             }
             self.pending.clear();
             self.halt(step);
@@ -640,4 +699,10 @@ impl Scanner {
             }
         }
     }
+}
+
+/// Whether an event ends an answer because of the engine, not because of the request.
+fn engine_failed(found: &Found) -> bool {
+    let requests_fault = found.error_code.is_some_and(|code| (400..500).contains(&code));
+    found.finish == Finish::Aborted || (found.error && !requests_fault)
 }

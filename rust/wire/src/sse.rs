@@ -147,6 +147,11 @@ impl Events {
         boundary
     }
 
+    /// Whether the next byte starts an event.
+    pub(crate) fn at_start(&self) -> bool {
+        self.idle && !self.after_cr
+    }
+
     /// Whether the next byte may belong to a comment that has begun.
     pub(crate) fn inside_filler(&self) -> bool {
         self.line == Line::Comment || (self.after_cr && self.after_filler)

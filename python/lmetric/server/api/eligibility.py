@@ -1,17 +1,24 @@
-"""Eligibility of requests for splits, migration and prefix fetches, with the reasons against them.
+"""Eligibility of requests for splits, migration, failover and prefix fetches, and reasons against.
 
 A later segment gets all tokens so far as its prompt. It loses the engine's other state of the
 answer: a grammar or a parser, a random number generator, the boundary between prompt and output. So
 a request stays whole unless all its fields are known to be harmless; an unknown field counts as
 harmful. Comments with "V:" report a test with vLLM 0.32.0.
+
+A stream whose engine fails may continue on another engine (failover). The rules are those of a
+split, with three exceptions. The answer needs no length limit. A seed is dropped, because other
+random numbers are better than a broken answer. The router looks for stop strings itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import orjson
 
 from lmetric.engines.handover import CHAT, COMPLETIONS, whole_reason
+from lmetric.server.api.request import ParsedRequest
 
 JSON = Mapping[str, Any]
 
@@ -105,31 +112,59 @@ _CHECKED: Mapping[str, Check] = {
 }
 
 
+# Fields that do not prevent failover: `StopStrings`, and the rest of the answer has other random
+# numbers.
+_RESUMABLE = frozenset({"seed", "stop"})
+
+
+class Ineligible(NamedTuple):
+    """A reason why another engine cannot continue a stream. `name`: the reason in metrics."""
+
+    name: str
+    why: str
+
+
 def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None:
     """Returns the reason why a request must not be split; None: it may be.
 
     `request`: its parsed body. `tokens`: whether its prompt is known as token ids.
     """
-    if path not in (CHAT, COMPLETIONS):
-        return f"answers of {path} cannot be merged"
-    for name, value in request.items():
-        if value is None or name in _HARMLESS:
-            continue
-        check = _CHECKED.get(name)
-        if check is None:
-            return f"the router does not know whether this field allows a split ({name:.40})"
-        if why := check(request, value):
-            return why
-    prompt = request.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        return "it has several prompts"
-    if not tokens:
-        return "its prompt is not known as token ids"
+    if found := _obstacle(path, request, tokens, frozenset()):
+        return found.why
     most = max_tokens(path, request)
     if most is None:
         return "it sets no limit on the answer's length (max_tokens)"
     if most < 2:
         return "its answer has fewer than two tokens (max_tokens)"
+    return None
+
+
+def failover_ineligibility(path: str, call: ParsedRequest) -> Ineligible | None:
+    """Returns the reason why another engine cannot continue the request's stream; None: it can."""
+    try:
+        return _obstacle(path, call.request, call.tokens is not None, _RESUMABLE)
+    except orjson.JSONDecodeError as error:  # the reader in Rust allows more
+        return Ineligible("invalid_json", f"its body cannot be parsed: {error}")
+
+
+def _obstacle(path: str, request: JSON, tokens: bool, ignored: frozenset[str]) -> Ineligible | None:
+    """Returns the reason why a second engine cannot continue an answer, whatever its length."""
+    if path not in (CHAT, COMPLETIONS):
+        return Ineligible("path", f"answers of {path} cannot be merged")
+    for name, value in request.items():
+        if value is None or name in _HARMLESS or name in ignored:
+            continue
+        check = _CHECKED.get(name)
+        if check is None:
+            why = f"the router does not know whether this field allows a split ({name:.40})"
+            return Ineligible("unknown_field", why)
+        if why_not := check(request, value):
+            return Ineligible(name, why_not)
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        return Ineligible("several_prompts", "it has several prompts")
+    if not tokens:
+        return Ineligible("text_prompt", "its prompt is not known as token ids")
     return None
 
 

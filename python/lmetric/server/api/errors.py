@@ -78,11 +78,11 @@ def last_events(path: str, body: bytes) -> bytes:
             "type": "api_error" if kind in (None, "server_error") else kind,
             "message": error.get("message"),
         }
-        data = {"type": "error", "error": named}
+        data: dict[str, Any] = {"type": "error", "error": named}
     else:
         # The number of the engine's last event is not known. Some clients look for `error`.
-        fields = {name: error.get(name) for name in ("code", "message", "param")}
-        data = {"type": "error", **fields, "sequence_number": 0, "error": error}
+        data = {"type": "error", "sequence_number": 0, "error": error}
+        data |= {name: error.get(name) for name in ("code", "message", "param")}
     return b"event: error\ndata: %b\n\n" % orjson.dumps(data)
 
 

@@ -48,6 +48,11 @@ class ParsedRequest(Struct, eq=False, gc=False):
             self._fields = orjson.loads(self.body)
         return self._fields
 
+    @property
+    def parsed(self) -> bool:
+        """Whether `request` needs no parser any more."""
+        return self._fields is not None
+
     def replace(self, body: bytes, fields: JSON) -> None:
         """Replaces the body. ``fields``: the parsed fields of the new body."""
         self.body, self._fields = body, fields

@@ -41,7 +41,7 @@ class EngineAttempt:
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
     _connecting: asyncio.Task[Connection] | None = None
     _fresh = False  # its connection was opened for this step
-    _pieces = 0  # pieces of the answer at the last check
+    _progress = 0  # of the answer at the last check
     _since = inf  # start of the present time limit, seconds on the monotonic clock
 
     def __init__(
@@ -207,11 +207,18 @@ class EngineAttempt:
             if flags & ENGINE_ERROR:
                 self.error = True
             if flags & INCOMPLETE:
-                self.fail("engine_error", "the engine's stream ended without a finish_reason")
+                self.fail("engine_error", self._why_incomplete())
             elif flags & END:
                 self.over = True
                 self._listener.on_attempt_event("ended", self)
                 self._close()
+
+    def _why_incomplete(self) -> str:
+        withheld = self.reader.withheld
+        if not withheld:
+            return "the engine's stream ended without a finish_reason"
+        said = self.step.engine.adapter.error(withheld)
+        return f"the engine reported an error: {said}" if said else "the engine aborted the answer"
 
     def _collect(self, flags: int, data: bytes) -> None:
         reader = self.reader
@@ -323,12 +330,13 @@ class EngineAttempt:
         if self.over or self._paused or self._connecting is not None:
             return
         if self.begun and self.step.reader != "whole" and self.reader.status == 200:
-            pieces = self.reader.pieces
+            progress = self.reader.progress
             limit = self._rules.timeouts.between_chunks
-            if pieces != self._pieces:
-                self._pieces = pieces
+            if progress != self._progress:
+                self._progress = progress
                 self._since = now
             elif now - self._since > limit:
-                self.fail("timeout", f"no data for {limit:g} s")
+                what = "token" if self.reader.event_stream else "data"
+                self.fail("timeout", f"no {what} for {limit:g} s")
         elif now - self._since > self.step.limit_seconds:
             self.fail("timeout", f"no answer within {self.step.limit_seconds:g} s")

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from lmetric._core import RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
+from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
@@ -82,6 +83,8 @@ class ClientRequest:
     prompt_bytes = 0  # 0 if the prompt was given as tokens
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
+    # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
+    not_resumable: Ineligible | None = None
     # Called with the name of the engine whose answer (status 200) the client is about to get.
     on_answer: Callable[[str], None] | None = None
     # The answer.

@@ -56,7 +56,7 @@ from lmetric.server.execution.transcript import (
     object_of,
     other_tokens,
 )
-from lmetric.server.execution.transfer import WHOLE_PROMPT
+from lmetric.server.execution.transfer import WHOLE_PROMPT, KvTransfer
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
@@ -90,12 +90,14 @@ class RequestExecution(Progress):
     """One request, from its decision to its end.
 
     Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
-    request may be split or moved. `fetches`: it may get a prefix fetch.
+    request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`: after a failure,
+    another engine may continue its stream.
     """
 
     migration: Migration | None = None
     handle: Movable | None = None  # the rebalancer's access to the request
     observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
+    _withheld: bytes = b""  # the event with which the engine failed; the client did not get it
     _tried: tuple[str, ...] = ()
     _resume_slices_at: Engine | None = None  # set while slices wait for a slow client
 
@@ -110,6 +112,7 @@ class RequestExecution(Progress):
         *,
         moves: bool,
         fetches: bool,
+        resumes: bool = False,
     ) -> None:
         self.rules = rules
         self.client_request = client_request
@@ -129,11 +132,13 @@ class RequestExecution(Progress):
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
-        if moves or fetches:
+        if moves or fetches or resumes:
             self.call = call
             self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
             mover = pool.mover if moves else None
             self.mover = mover if mover is None or call.stream or mover.by == "segments" else None
+            # A held request may outlive the model's tokenizer.
+            self.resumes = (resumes and self.encoder is not None) or self.mover is not None
 
     # -- events of the router ----------------------------------------------------------------------
 
@@ -276,6 +281,7 @@ class RequestExecution(Progress):
             self._paired_prefill_ended(attempt, now)
 
     def _main_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
+        self._withheld = attempt.reader.withheld if self.observing is attempt else b""
         self._failed(attempt.step.engine, *detail, now)
 
     def _side_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
@@ -638,7 +644,7 @@ class RequestExecution(Progress):
         elif migration.fetches and engine is migration.source:
             self._enter(event, "BETWEEN")
             self._send_beside(migration.hold())
-        elif not self._switch_over(migration, now, event):
+        elif not self._switch_over(migration.target, migration.kv, now, event):
             self._send_segment(engine, now, event)
 
     def _disable_merging(self, engine: Engine, error: MergeError, now: float) -> bool:
@@ -655,7 +661,7 @@ class RequestExecution(Progress):
             self.unmergeable = True
             self._stop_moving()
             if self.migration is not None:
-                self._cancel_migration(self.migration, "not_joinable")
+                self._cancel_migration("not_joinable")
             self.pool.not_joinable(self.client_request.path, f"{engine.name}: {error}")
         return self.unmergeable
 
@@ -682,10 +688,12 @@ class RequestExecution(Progress):
         self.body = b""
         self.answered = attempt
         self.observing = None
-        if attempt.step.observed and self.mover is not None:
+        if attempt.step.observed and self.observed:
             # The reader records the tokens that pass. The prompt's fields are no longer needed.
             self.merged().forget_prompt()
             self.observing = attempt
+        elif self.resumes and status == 200:
+            self.pool.not_resumable["engine"] += 1
         self.call = None
         self._acts.append(COMMIT)
 
@@ -758,6 +766,9 @@ class RequestExecution(Progress):
                 self.has_tokens = True
                 self._enter("READY", "STREAMING")
             self._write_delta(delta, now)
+            if self.merged().stopped:
+                self._end_merged(None, now, "ENDED", ended=False)
+                return
 
     def _write_delta(self, delta: Delta, now: float, engine: str | None = None) -> None:
         """Sends new text to a streaming client. `engine`: the name for the head of a new answer."""
@@ -830,7 +841,7 @@ class RequestExecution(Progress):
         if self.in_slices:
             return True  # it continues at the end of the running slice
         if not migration.ahead:
-            return self._switch_over(migration, now, "MOVED")
+            return self._switch_over(target, migration.kv, now, "MOVED")
         self._send_beside(migration.hold() if migration.fetches else migration.warm(now))
         return True
 
@@ -846,19 +857,19 @@ class RequestExecution(Progress):
         elif status != 200 and status not in self.rules.statuses and migration.kv.broke(status, None):
             self._send_beside(migration.warm(now))
         elif status != 200:
-            self._cancel_migration(migration, "target_refused")
+            self._cancel_migration("target_refused")
         else:
             try:
                 self._observe()
             except MergeError as error:
                 self.pool.not_joinable(self.client_request.path, str(error))
-                self._cancel_migration(migration, "not_joinable")
+                self._cancel_migration("not_joinable")
                 return
             cached = attempt.reader.cached_tokens or 0
             if migration.left_seconds(cached, now - attempt.started) > migration.mover.max_gap_seconds:
-                self._cancel_migration(migration, "long_gap")
+                self._cancel_migration("long_gap")
             else:
-                self._switch_over(migration, now, "MOVED")
+                self._switch_over(migration.target, migration.kv, now, "MOVED")
 
     def _migration_failed(
         self, migration: Migration, engine: Engine, kind: str, reason: str, now: float
@@ -874,7 +885,7 @@ class RequestExecution(Progress):
             migration.kv.recompute("missing", reason)
             self._send_beside(migration.warm(now))
         else:
-            self._cancel_migration(migration, "target_failed")
+            self._cancel_migration("target_failed")
 
     def _source_ready(self, migration: Migration, now: float) -> None:
         """Continues after the source has prepared its KV cache for the target, or could not."""
@@ -884,8 +895,8 @@ class RequestExecution(Progress):
             return
         assert source is not None
         if not migration.held_in_time():
-            self._cancel_migration(migration, "long_gap")
-        elif self._switch_over(migration, now, "MOVED"):
+            self._cancel_migration("long_gap")
+        elif self._switch_over(migration.target, migration.kv, now, "MOVED"):
             return
         self._next_slice(source, now, "HELD")
 
@@ -894,30 +905,32 @@ class RequestExecution(Progress):
         if self.observing is not None:
             self.merged().observe(self.observing.reader)
 
-    def _switch_over(self, migration: Migration, now: float, event: Event, outcome: str = "migrated") -> bool:
-        """Stops the running attempts and continues the request on the migration's target.
+    def _switch_over(
+        self, target: Engine, kv: KvTransfer | None, now: float, event: Event, outcome: str = "migrated"
+    ) -> bool:
+        """Stops the running attempts and continues the request on another engine.
 
-        Returns whether it did so, or the request has ended.
+        Returns whether it did so, or the request has ended. `kv`: the transfer to that engine.
         """
-        target, transcript = migration.target, self.merged()
+        transcript = self.merged()
         try:
             self._observe()
             if transcript.over:
-                return self._cancel_migration(migration, "ended")
+                return self._cancel_migration("ended")
             gone = target.pool is not self.pool or not target.healthy or target.held
             if gone or target.runs_halves_at_once:
-                return self._cancel_migration(migration, "target_gone")
+                return self._cancel_migration("target_gone")
             transcript.catch_up()
         except MergeError as error:
             self.pool.not_joinable(self.client_request.path, str(error))
-            return self._cancel_migration(migration, "not_joinable")
+            return self._cancel_migration("not_joinable")
         self._end_migration()
         self._drop_attempts()
         if self.answered is not None:
             # From now on, the router writes the answer.
             transcript.first_token_at = self.answered.reader.first_token_at
             self.answered = self.observing = None
-        self.kv = migration.kv if migration.kv.available else None
+        self.kv = kv if kv is not None and kv.available else None
         if self.kv is not None:
             self.kv.tokens = self.total
         self.slice_fetches = self.kv is not None
@@ -931,23 +944,24 @@ class RequestExecution(Progress):
         self._count(outcome)
         return True
 
-    def _switch_now(self, migration: Migration, now: float) -> bool:
+    def _switch_now(self, target: Engine, now: float) -> bool:
         """Continues on the target at once, because the source has failed.
 
         Returns whether it could.
         """
+        if self.migration is not None:
+            self.migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
         self._end_migration()
-        migration.kv.forget("source_failed", "the engine that computed the tokens has failed")
         try:
             self.ticket.cancel_migration()
-            self.ticket.begin_migration(migration.target.name, recompute=True)
+            self.ticket.begin_migration(target.name, recompute=True)
         except TicketError:
             return self._count("not_movable")
         except UnknownNameError:  # removed since the migration began
             return self._count("target_gone")
-        return self._switch_over(migration, now, "FAILED", "source_failed")
+        return self._switch_over(target, None, now, "FAILED", "source_failed")
 
-    def _cancel_migration(self, migration: Migration, outcome: str) -> bool:
+    def _cancel_migration(self, outcome: str) -> bool:
         """Cancels a migration; the source continues. Returns False."""
         self._end_migration()
         if self.ticket.open:
@@ -968,9 +982,12 @@ class RequestExecution(Progress):
             self.mover.running.pop(self.ticket.id, None)
 
     def _count(self, outcome: str) -> bool:
-        """Counts the outcome of a migration. Returns False, because most callers report no move."""
-        assert self.mover is not None
-        self.mover.outcomes[outcome] += 1
+        """Counts the outcome of a migration. Returns False, because most callers report no move.
+
+        Without a rebalancer, only `Pool.failovers` counts.
+        """
+        if self.mover is not None:
+            self.mover.outcomes[outcome] += 1
         return False
 
     # -- failures ----------------------------------------------------------------------------------
@@ -999,21 +1016,51 @@ class RequestExecution(Progress):
         self._give_up(engine, kind, reason)
 
     def _resume(self, engine: Engine, kind: str, reason: str, now: float) -> None:
-        """Continues on another engine after a failure after the first token.
+        """Continues on another engine after a failure after the first token."""
+        allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason)
+        outcome = self._continued(now) if allowed else "not_retried"
+        self.pool.failovers[outcome] += 1
+        if outcome not in ("continued", "complete"):
+            self._give_up(engine, kind, reason)
 
-        The tokens must be known and the request movable. The engine is the target of a running
-        migration, or the core router's choice.
+    def _continued(self, now: float) -> failover.Outcome:
+        """Continues on the target of a running migration, or on the core router's choice.
+
+        Returns the outcome; the client's answer is over unless the stream continues.
         """
-        mover, migration = self.mover, self.migration
-        movable = mover is not None and self.ticket.id in mover.running
-        if self._record(engine, "reset" if kind == "engine_error" else kind, reason) and movable:
-            assert mover is not None
-            other = failover.elsewhere(self)
-            if migration is not None and self._switch_now(migration, now):
-                return
-            if other is not None and self._switch_now(Migration(self, mover, other), now):
-                return
-        self._give_up(engine, kind, reason)
+        if why := failover.obstacle(self, self.observing):
+            return why
+        transcript, migration = self.merged(), self.migration
+        try:
+            self._observe()
+            if transcript.over:
+                self._end_complete()
+                return "complete"
+            transcript.catch_up()
+        except MergeError as error:
+            self.pool.not_joinable(self.client_request.path, str(error))
+            self._count("not_joinable")
+            return "not_mergeable"
+        other = failover.elsewhere(self)
+        for target in (migration.target if migration is not None else None, other):
+            if target is None or not failover.can_continue(self, target):
+                continue
+            if self._switch_now(target, now):
+                return "continued"
+        return "no_engine"
+
+    def _end_complete(self) -> None:
+        """Ends a stream whose engine failed after the last token: only the end mark is missing."""
+        transcript, answered = self.merged(), self.answered
+        usage_sent = self.observing is not None and self.observing.reader.observed_usage
+        self._acts.append(Write(transcript.closing(usage=not usage_sent), last=True))
+        if answered is not None:
+            answered.reader.finish_ticket()
+        else:
+            self.ticket.segment_done(
+                prompt_tokens=len(transcript.prompt), output_tokens=len(transcript.output_ids)
+            )
+        self._finish("FAILED")
 
     def _record(self, engine: Engine, kind: str, reason: str) -> bool:
         """Records a failed attempt. Returns whether another attempt is allowed."""
@@ -1050,8 +1097,11 @@ class RequestExecution(Progress):
         """Ends the request with an error, because no engine is left."""
         self.reason = reason
         if self.committed:
-            broke = "the engine failed in the middle of its answer"
-            self._finish("FAILED", kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind))
+            broke, why = "the engine failed in the middle of its answer", self.client_request.not_resumable
+            if why is not None:
+                broke = f"{broke}, and no other engine can continue it: {why.why}"
+            error = ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)
+            self._finish("FAILED", kind, EngineRefusal(502, self._withheld) if self._withheld else error)
             return
         headers = {"x-lmetric-decision": self.label}
         if STATUSES[kind] == 503:
@@ -1091,7 +1141,7 @@ class RequestExecution(Progress):
         self._resume_slices_at = None
         self._stop_moving()
         if self.migration is not None:
-            self._cancel_migration(self.migration, "ended")
+            self._cancel_migration("ended")
         if self.fetch is not None:
             self.fetch = None
             self.pool.fetch_outcomes["ended"] += 1

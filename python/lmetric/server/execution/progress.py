@@ -40,6 +40,7 @@ class Progress:
     call: ParsedRequest | None
     encoder: TokenEncoder | None = None  # of the model's tokenizer
     mover: Rebalancer | None  # set if it may move
+    resumes: bool = False  # after a failure, another engine may continue the answer
     kv: KvTransfer | None  # for the next step
     transcript: Transcript | None = None  # set if several engines may give its answer
     unmergeable: bool = False  # its first answer could not be merged: one engine answers it
@@ -61,7 +62,7 @@ class Progress:
     @property
     def observed(self) -> bool:
         """Whether the tokens of its stream must be recorded while they pass."""
-        return self.mover is not None and self.stream and not self.unmergeable
+        return self.resumes and self.stream and not self.unmergeable
 
     @property
     def limit_seconds(self) -> float:

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike
 from lmetric._core import ResponseReader, TokenEncoder, TokenizeError
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.eligibility import max_tokens
+from lmetric.server.execution.stop_strings import StopStrings
 from lmetric.tokens import Detokeniser, Tokens
 
 JSON = Mapping[str, Any]
@@ -78,6 +79,7 @@ class Transcript:
         self.prompt: Tokens = np.asarray(prompt, dtype=np.uint32)
         self.output_ids: list[int] = []
         self.over = False  # it has a finish_reason
+        self.stopped = False  # the router found a stop string; the engine does not know it
         self.first_token_at: float | None = None  # seconds on the monotonic clock
         # prompt_tokens_details of the segment that computed the prompt's end.
         self.cached: JSON | None = None
@@ -85,6 +87,7 @@ class Transcript:
         self._chat = path == CHAT
         self._skip = request.get("skip_special_tokens") is not False
         self._stop_shown = request.get("include_stop_str_in_output") is True
+        self._stop = StopStrings.of(request)
         self._encoder = encoder
         self._text: Detokeniser | None = None
         self._decoded = ""
@@ -118,6 +121,16 @@ class Transcript:
         """The cached prompt tokens, counted by the engine that computed the prompt's end."""
         found = self.cached.get("cached_tokens") if isinstance(self.cached, dict) else None
         return found if isinstance(found, int) else None
+
+    def limit(self, context_tokens: int | None) -> bool:
+        """Limits an answer without a length limit to the engine's context.
+
+        Returns whether the answer has a limit now. `context_tokens`: the engine's maximum tokens of
+        prompt and answer; None: not known.
+        """
+        if self._most == UNBOUNDED and context_tokens is not None:
+            self._most = max(context_tokens - len(self.prompt), 1)
+        return self._most != UNBOUNDED
 
     # The requests of segments.
 
@@ -225,10 +238,12 @@ class Transcript:
             self._text = Detokeniser(self._encoder, self.prompt, skip_special_tokens=self._skip)
         elif self._decoded_ids == len(self.output_ids) and not self._engine_text:
             return
+        whole = self._decoded if self._stop is None else self._stop.text
         try:
-            self._decoded += self._text.more(self.output_ids[self._decoded_ids :])
+            whole += self._text.more(self.output_ids[self._decoded_ids :])
         except TokenizeError as error:
             raise MergeError(str(error)) from None
+        self._decoded = whole if self._stop is None else self._stop.resume(whole)
         self._decoded_ids = len(self.output_ids)
         engine_text = "".join(self._engine_text)
         if engine_text != self._decoded:
@@ -262,13 +277,15 @@ class Transcript:
         self.forget_prompt()
 
     def _add(self, ids: list[int], finish: Any, stop: Any, logprobs: Any) -> Delta:
-        assert self._text is not None
-        stopped = finish == "stop" and not self._stop_shown
+        offset = self._offset()
         try:
-            text = self._text.more(ids[:-1] if stopped else ids)
+            text, ids, found = self._text_of(ids, finish)
         except TokenizeError as error:
             raise MergeError(str(error)) from None
-        shifted = _shifted(logprobs, len(ids), self._offset()) if isinstance(logprobs, dict) else None
+        if found is not None:
+            finish, stop = "stop", found
+            self.stopped = True
+        shifted = _shifted(logprobs, len(ids), offset) if isinstance(logprobs, dict) else None
         if shifted is not None:
             before = self._logprobs or {}
             for name, values in shifted.items():
@@ -284,6 +301,23 @@ class Transcript:
         self._engine_text.clear()
         return Delta(ids, text, finish, stop, shifted)
 
+    def _text_of(self, ids: list[int], finish: Any) -> tuple[str, list[int], str | None]:
+        """Returns the text that tokens add, the tokens up to a stop string, and the stop string.
+
+        `finish`: the engine's finish_reason.
+        """
+        assert self._text is not None
+        seen = ids[:-1] if finish == "stop" and not self._stop_shown else ids
+        if self._stop is None:
+            return self._text.more(seen), ids, None
+        found = None
+        for count, token in enumerate(seen, 1):
+            found = self._stop.add(self._text.more([token]), len(self.output_ids) + count)
+            if found is not None:
+                ids = ids[:count]
+                break
+        return self._stop.due(over=finish is not None or found is not None), ids, found
+
     def _offset(self) -> int:
         """Returns the `text_offset` at which the log probabilities of the next segment begin.
 
@@ -291,6 +325,8 @@ class Transcript:
         the texts of its tokens, which may be longer.
         """
         before = self._logprobs or {}
+        if self._stop is not None:
+            return len(self._stop.text)
         if self.request.get("stream") or not (before.get("text_offset") and before.get("tokens")):
             return len(self._decoded)
         return int(before["text_offset"][-1]) + len(before["tokens"][-1])
@@ -320,10 +356,13 @@ class Transcript:
         choice["token_ids"] = delta.ids if returns_ids else None
         return _event(self._chunk([choice], len(self.output_ids)))
 
-    def closing(self) -> bytes:
-        """Returns the end of a stream."""
+    def closing(self, *, usage: bool = True) -> bytes:
+        """Returns the end of a stream, with the usage if the client wants it.
+
+        `usage`: False: the client has the usage.
+        """
         end = b"data: [DONE]\n\n"
-        if not self._options.get("include_usage"):
+        if not (usage and self._options.get("include_usage")):
             return end
         return _event(self._chunk([]) | {"usage": self._usage(len(self.output_ids), last=True)}) + end
 

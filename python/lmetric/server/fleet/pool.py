@@ -20,7 +20,12 @@ from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
-from lmetric.server.api.eligibility import fetch_ineligibility, split_ineligibility
+from lmetric.server.api.eligibility import (
+    Ineligible,
+    failover_ineligibility,
+    fetch_ineligibility,
+    split_ineligibility,
+)
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
@@ -48,6 +53,9 @@ log = structlog.get_logger("lmetric.fleet")
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine reports its own
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # prefill rate until one was measured; the core has the same
+# Larger bodies are not parsed for failover: that would hold the event loop. Bodies with a text are
+# parsed already, in a thread.
+MAX_PARSED_BYTES = 1 << 20
 NOT_JOINABLE_SECONDS = 300.0  # a path's requests stay whole this long after a failed merge
 
 
@@ -151,6 +159,11 @@ class Pool:
             self.mover = Rebalancer(name, settings, rule, self.router, self.engines, self.prefill_seconds)
         # Whether several engines of role both may produce one answer.
         self.joins = self.splits or self.mover is not None
+        # Whether a stream continues on another engine if its engine fails. Continued streams by
+        # outcome, and streams that could not continue, by reason.
+        self.fails_over = settings.stream_failover
+        self.failovers: Counter[str] = Counter()
+        self.not_resumable: Counter[str] = Counter()
         self.orders = settings.priority is not None  # whether the router sets priorities
         # By path: the reason of the last failed merge, and the time until which it counts.
         self._not_joinable: dict[str, tuple[str, float]] = {}
@@ -300,6 +313,23 @@ class Pool:
         if self.tokenizer is None:
             return "its answer cannot be merged: the model's tokenizer is not known"
         return self._why_not_joinable(path)
+
+    def failover_reason(self, path: str, call: ParsedRequest) -> Ineligible | None:
+        """Returns the reason why no other engine can continue the request's stream; None: one can.
+
+        Counts the reason.
+        """
+        if self.tokenizer is None:
+            why: Ineligible | None = Ineligible("tokenizer", "the model's tokenizer is not known")
+        elif len(call.body) > MAX_PARSED_BYTES and not call.parsed:
+            why = Ineligible("large_body", "its body is too large to be parsed")
+        else:
+            why = failover_ineligibility(path, call)
+        if why is None and (joined := self._why_not_joinable(path)):
+            why = Ineligible("not_mergeable", joined)
+        if why is not None:
+            self.not_resumable[why.name] += 1
+        return why
 
     def _why_not_joinable(self, path: str) -> str | None:
         why, until = self._not_joinable.get(path, (None, 0.0))

@@ -538,6 +538,10 @@ class Frontend(web.Server):
         split_reason = pool.split_reason(client_request.path, call) if joins else None
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
         moves = joins and split_reason is None
+        resumes = False
+        if pool.fails_over and call.stream and call.path.generates:
+            client_request.not_resumable = pool.failover_reason(client_request.path, call)
+            resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
         session = call.session_id or head.session or call.session
         if call.session_id is not None and head.session is None:
@@ -578,10 +582,10 @@ class Frontend(web.Server):
             if turn is not None and turn.verdict == "refused":
                 raise _crowded(pool, turn)
             if turn is not None and turn.verdict == "held":
-                start = partial(self._start, client_request, call, pool, asked, moves, fetches, turn)
+                start = partial(self._start, client_request, call, pool, asked, moves, fetches, resumes, turn)
                 self._hold(client_request, call, pool, turn, start, now)
                 return
-        self._start(client_request, call, pool, asked, moves, fetches, turn, now)
+        self._start(client_request, call, pool, asked, moves, fetches, resumes, turn, now)
 
     def _hold(
         self,
@@ -612,6 +616,7 @@ class Frontend(web.Server):
         asked: Request,
         moves: bool,
         fetches: bool,
+        resumes: bool,
         turn: ProgramTurn | None,
         now: float,
     ) -> None:
@@ -633,7 +638,15 @@ class Frontend(web.Server):
         try:
             client_request.keep_alive &= not self.draining
             execution = RequestExecution(
-                self._rules, client_request, pool, decision, ticket, call, moves=moves, fetches=fetches
+                self._rules,
+                client_request,
+                pool,
+                decision,
+                ticket,
+                call,
+                moves=moves,
+                fetches=fetches,
+                resumes=resumes,
             )
             relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay

@@ -221,6 +221,25 @@ class Metrics(Collector):
             for outcome, count in pool.mover.outcomes.items() if pool.mover else ():
                 migrations.add_metric((pool.name, outcome), count)
         yield migrations
+        failovers = CounterMetricFamily(
+            "lmetric_stream_failovers",
+            "Engine failures after an answer's first token, by outcome: continued, or the reason for the "
+            "answer's end",
+            labels=("model", "outcome"),
+        )
+        stays = CounterMetricFamily(
+            "lmetric_not_resumable",
+            "Streams that no other engine could continue after a failure, by reason: a field of the request, "
+            "or a property of the model or the engine",
+            labels=("model", "reason"),
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.failovers.items():
+                failovers.add_metric((pool.name, outcome), count)
+            for reason, count in pool.not_resumable.items():
+                stays.add_metric((pool.name, reason), count)
+        yield failovers
+        yield stays
         implausible = CounterMetricFamily(
             "lmetric_implausible_usage",
             "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",
