@@ -236,7 +236,7 @@ async def test_streams_with_named_events_are_held_with_comments(path: str) -> No
         head = await client.head()
         comments, rest = split(await client.body(head))
         assert rest == events
-        assert sum(line.startswith(b": held for ") for line in comments) > 1
+        assert any(line.startswith(b": held for ") for line in comments)
         w.engines[0].behave = answer
         await client.reuse()
         await client.close()
