@@ -51,7 +51,7 @@ class Traffic:
         rng = random.Random(f"{self.seed} {number}")
         shared = " ".join(random.Random(number % 5).choices(WORDS, k=60))
         text = f"{shared} {number} " + " ".join(rng.choices(WORDS, k=rng.randrange(5, 60)))
-        given: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randrange(5, 60)}
+        given: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randrange(20, 200)}
         if kind == "chat":
             return given | {"messages": [{"role": "user", "content": text}], "stream": True}
         return given | {"prompt": text, "stream": kind == "stream"}
