@@ -98,8 +98,8 @@ async def test_a_stream_continues_more_than_once(path: str) -> None:
 
 
 async def test_retries_bound_the_engines_of_a_stream() -> None:
-    kinds = [failing("reset", 10) for _ in range(3)]
-    async with failover(*kinds, engine(), retries={"attempts": 3}) as w:
+    kinds = [failing("reset", 10) for _ in range(4)]
+    async with failover(*kinds, retries={"attempts": 3}) as w:
         said = await raw(w, COMPLETIONS, stream_of(COMPLETIONS))
         assert said["error"]["code"] == "reset"
         assert pool(w).failovers == {"continued": 2, "not_retried": 1}
@@ -117,11 +117,7 @@ async def test_the_last_engine_fails() -> None:
 async def test_failover_can_be_off() -> None:
     async with failover(failing("reset"), engine(), stream_failover=False) as w:
         said = await raw(w, CHAT, stream_of(CHAT))
-        assert (
-            said["error"]["message"]
-            == "the engine failed in the middle of its answer [b0: "
-            + (said["error"]["message"].partition("[b0: ")[2])
-        )
+        assert said["error"]["message"].startswith("the engine failed in the middle of its answer (b0: ")
         assert pool(w).failovers == {"not_resumable": 1}
         assert not pool(w).not_resumable
 
@@ -165,7 +161,7 @@ async def test_a_decode_engine_fails(path: str) -> None:
         said = [await asked(w, path, body) for _ in range(2)]
         for each in said:
             equal(each, await alone(w, path, body))
-        assert pool(w).failovers == {"continued": 1}
+        assert set(pool(w).failovers) == {"continued"}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -426,7 +422,10 @@ STORY_BODY = {"model": "tiny", "prompt": START, "max_tokens": 40, "stream": True
 async def story(w: World, **changes: Any) -> dict[str, Any]:
     status, _, got = await w.post(STORY_BODY | changes)
     assert status == 200
-    return heard(got)
+    # Without events that carry nothing.
+    events = [each for each in got.split(b"\n\n") if b'"id"' in each or b'"error"' in each]
+    assert got.endswith(b"data: [DONE]\n\n")
+    return heard(b"\n\n".join([*events, b"data: [DONE]\n\n"]))
 
 
 @pytest.mark.parametrize("at", [1, 7, 39])
@@ -491,7 +490,10 @@ async def test_errors_of_the_request_itself_pass() -> None:
 )
 @pytest.mark.parametrize("recorded", [True, False])
 async def test_empty_events_are_no_tokens(filler: bytes, recorded: bool) -> None:
-    """Between two tokens, an engine may send these events for ever."""
+    """Between two tokens, an engine may send these events for ever.
+
+    A `ping` belongs to another API: its stream is not recorded further.
+    """
     left = 0
 
     async def dozes(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -511,7 +513,7 @@ async def test_empty_events_are_no_tokens(filler: bytes, recorded: bool) -> None
     limits = {"between_chunks": 0.5}
     async with fakes(dozes, dozes, timeouts=limits, stream_failover=recorded) as w:
         said = await asyncio.wait_for(story(w), 8)
-        if recorded:
+        if recorded and b'"ping"' not in filler:
             assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
         else:
             assert said["error"]["code"] == "timeout"
@@ -573,7 +575,7 @@ async def test_stop_strings_end_a_continued_stream_at_the_same_place(path: str, 
                     if number == 2:
                         assert (each["finish"], each["stop"]) == ("length", None)
             assert not pool(w).not_resumable
-            assert set(pool(w).failovers) <= {"continued"}
+            assert set(pool(w).failovers) <= {"continued", "complete"}
 
 
 async def test_stop_strings_count_after_min_tokens() -> None:

@@ -500,6 +500,31 @@ mod tests {
     }
 
     #[test]
+    fn events_that_only_keep_a_connection_alive_are_no_progress() {
+        for event in [
+            r#"{"choices":[]}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":2}}"#,
+            r#"{"choices":[{"text":"","finish_reason":null}]}"#,
+            r#"{"choices":[{"text":"","token_ids":[],"finish_reason":null}]}"#,
+            r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
+            r#"{"type":"ping"}"#,
+        ] {
+            assert!(!probe(event).progress(), "{event}");
+        }
+        for event in [
+            r#"{"choices":[{"text":"a"}]}"#,
+            r#"{"choices":[{"text":"","token_ids":[7]}]}"#,
+            r#"{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}"#,
+            r#"{"choices":[{"delta":{},"finish_reason":"stop"}]}"#,
+            r#"{"error":{"message":"m"}}"#,
+            r#"{"type":"content_block_delta","delta":{"text":"a"}}"#,
+            r#"{"type":"response.output_text.delta","delta":"a"}"#,
+        ] {
+            assert!(probe(event).progress(), "{event}");
+        }
+    }
+
+    #[test]
     fn the_end_of_a_text_is_found_wherever_it_is() {
         for (end, filler) in [(b'"', b'a'), (b'\\', b'!'), (b'"', b'#'), (b'\\', b']'), (b'"', 0xff)] {
             for at in 0..40 {
@@ -515,7 +540,8 @@ mod tests {
 
     #[test]
     fn garbage_and_depth_bombs_find_nothing() {
-        assert_eq!(probe("}}}]]]{\"choices\":[[[{}}}"), Found::default());
+        let list = Found { completion: true, ..Found::default() };
+        assert_eq!(probe("}}}]]]{\"choices\":[[[{}}}"), list);
         let bomb = format!("{}{}", "[".repeat(100_000), "{\"usage\":{".repeat(1000));
         assert_eq!(probe(&bomb), Found::default());
         assert_eq!(probe("[DONE]"), Found::default());

@@ -96,13 +96,15 @@ impl Said {
 }
 
 /// Ends of events in a piece of payload.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ends {
     /// The end of the last whole event.
     last: Option<usize>,
     /// The start of an event that the client must not get: a `[DONE]` that arrives too early, or
     /// the engine's failure in an observed stream.
     halt: Option<usize>,
+    /// It is the engine's failure.
+    failed: bool,
 }
 
 /// Reads the responses of one connection, one after the other.
@@ -293,7 +295,7 @@ impl Scanner {
                 return Ok(step);
             }
             let ends = self.read_events(payload, &mut step);
-            if ends != (Ends { last: Some(payload.len()), halt: None }) {
+            if ends != (Ends { last: Some(payload.len()), halt: None, failed: false }) {
                 self.keep_events(payload, &ends, &mut step);
             } else if let Some(observer) = &mut self.observer
                 && observer.read(payload)
@@ -519,14 +521,14 @@ impl Scanner {
         let (said, require_finish, committed) = (&mut self.said, self.require_finish, self.committed);
         let fillers = &mut self.fillers;
         let withholds = self.observer.is_some() && !matches!(self.out, Out::Length(_));
-        let mut halt = None;
+        let (mut halt, mut failed) = (None, false);
         let last = self.events.feed(piece, |event, start| match event {
             _ if halt.is_some() => {}
             Event::Done if require_finish && said.finish == Finish::Open && !said.error => halt = Some(start),
             Event::Done => said.ready = true,
-            Event::Data(found) if withholds && said.tokens > 0 && engine_failed(&found) => {
+            Event::Data(found) if withholds && said.tokens > 0 && !said.error && engine_failed(&found) => {
                 said.note(&found, step);
-                halt = Some(start);
+                (halt, failed) = (Some(start), true);
             }
             Event::Data(found) => said.event(&found, step),
             Event::Filler { .. } if said.ready || committed => {}
@@ -535,7 +537,7 @@ impl Scanner {
                 _ => fillers.push(start..end),
             },
         });
-        Ends { last, halt }
+        Ends { last, halt, failed }
     }
 
     /// Drops the comments found in a piece. Returns the rest of the piece, and the ends of its
@@ -556,7 +558,7 @@ impl Scanner {
         if let Out::Length(n) = &mut self.out {
             *n -= (piece.len() - kept.len()) as u64;
         }
-        (kept, Ends { last: ends.last.map(moved), halt: ends.halt.map(moved) })
+        (kept, Ends { last: ends.last.map(moved), halt: ends.halt.map(moved), ..*ends })
     }
 
     /// Keeps payload of an event stream; whole events may go to the client.
@@ -573,7 +575,7 @@ impl Scanner {
             if start > 0 {
                 self.release(&piece[..start]);
             }
-            if step.error {
+            if ends.failed {
                 self.withheld.append(&mut self.pending);
                 self.withheld.extend_from_slice(&piece[start..]);
             }

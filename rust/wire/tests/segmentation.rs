@@ -288,7 +288,7 @@ proptest! {
         cuts in prop::collection::vec(0usize..100_000, 0..12),
     ) {
         let (first, last) = (
-            "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":null}],\"error\":1}\n\n",
+            "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":null}],\"error\":\"e\"}\n\n",
             "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\ndata: [DONE]\n\n",
         );
         let all = |part: fn(&Told) -> &str| [first, &events.iter().map(part).collect::<String>(), last].concat();
@@ -530,6 +530,82 @@ fn an_event_that_is_too_long_is_not_followed_wherever_it_is_cut() {
     for cut in [0, response.len() - 2, response.len() - 1] {
         let run = play(response.as_bytes(), &[cut], true, true, Some(true));
         assert_eq!(run.outcome.observed.unwrap().ids, [1]);
+    }
+}
+
+/// Events of one form are recognized by it; the results are those of reading each as JSON.
+#[test]
+fn events_of_one_form_are_observed_the_same_however_cut() {
+    let texts = ["a", "\u{e9}\u{1f980}", r#"a \"quote\""#, "", r"\n", "b"];
+    let lists: [&[u32]; 6] = [&[1], &[2, 30], &[4_000_000_000], &[], &[5, 6, 7], &[8]];
+    for (usage, completion) in [(false, false), (false, true), (true, false)] {
+        for hide_ids in [false, true] {
+            let events = |hidden: bool| -> String {
+                let event = |(n, (text, ids)): (usize, (&&str, &&[u32]))| {
+                    let ids = if hidden { "null".into() } else { format!("{ids:?}").replace(' ', "") };
+                    let text = if completion {
+                        format!(r#""text":"{text}","prompt_token_ids":null"#)
+                    } else {
+                        format!(r#""delta":{{"content":"{text}"}}"#)
+                    };
+                    let usage = if usage {
+                        format!(r#","usage":{{"completion_tokens":{n}}}"#)
+                    } else {
+                        String::new()
+                    };
+                    format!(
+                        "data: {{\"id\":\"x\",\"choices\":[{{\"index\":0,{text},\"finish_reason\":null,\"token_ids\":{ids}}}]{usage}}}\n\n"
+                    )
+                };
+                let all = texts.iter().zip(&lists).enumerate().map(event);
+                all.collect::<String>()
+                    + ": ping\n\n"
+                    + "data: {\"choices\":[{\"finish_reason\":\"stop\"}]}\n\ndata: [DONE]\n\n"
+            };
+            let payload = events(false);
+            let ends: Vec<usize> = payload.match_indices("\n\n").map(|(at, _)| at + 2).collect();
+            for (framing, chunk) in [(1, 1), (2, 1 << 20), (2, ends[0]), (2, 50)] {
+                let head = "content-type: text/event-stream\r\n";
+                let response = frame(head, payload.as_bytes(), framing, chunk);
+                let start = response.len() - payload.len();
+                let between: Vec<usize> = ends.iter().map(|at| start + at).collect();
+                for cuts in [vec![], between, vec![start + 20, start + 333], (0..response.len()).collect()] {
+                    let run = play(&response, &cuts, true, framing == 1, Some(hide_ids));
+                    let observed = run.outcome.observed.unwrap();
+                    assert_eq!(observed.ids, lists.concat());
+                    assert_eq!(observed.text, "a\u{e9}\u{1f980}a \"quote\"\nb");
+                    assert_eq!((run.outcome.tokens, observed.lost, observed.over), (8, None, true));
+                    assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), events(hide_ids));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_engines_failure_in_an_observed_stream_is_withheld() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+    let token = "data: {\"choices\":[{\"text\":\"a\",\"token_ids\":[1]}]}\n\n";
+    let done = "data: [DONE]\n\n";
+    for (event, withheld) in [
+        (r#"{"error":{"message":"died","code":500}}"#, true),
+        (r#"{"error":{"message":"died"}}"#, true),
+        (r#"{"choices":[{"text":"","finish_reason":"abort"}]}"#, true),
+        (r#"{"error":{"message":"too long","code":400}}"#, false),
+    ] {
+        let failure = format!("data: {event}\n\n");
+        let response = [head, token, &failure, done].concat();
+        for cuts in [vec![], vec![head.len() + token.len()], (0..response.len()).collect()] {
+            let run = play(response.as_bytes(), &cuts, true, true, Some(false));
+            assert_eq!((run.outcome.incomplete, run.outcome.ended), (withheld, !withheld), "{event}");
+            let expected = if withheld { token.into() } else { [token, &failure, done].concat() };
+            assert_eq!(String::from_utf8(run.outcome.payload).unwrap(), expected);
+            assert_eq!(run.scanner.withheld().starts_with(failure.as_bytes()), withheld);
+            // Before the first token, and in streams that are not observed, it passes.
+            let early = [head, &failure, done].concat();
+            assert!(play(early.as_bytes(), &[], true, true, Some(false)).scanner.withheld().is_empty());
+            assert!(play(response.as_bytes(), &cuts, true, true, None).scanner.withheld().is_empty());
+        }
     }
 }
 

@@ -22,6 +22,9 @@ from lmetric.server.api.request import ParsedRequest
 
 JSON = Mapping[str, Any]
 
+# Paths whose answers several engines can produce.
+MERGEABLE_PATHS = (CHAT, COMPLETIONS)
+
 # vLLM's default length of a completion. The length of a chat has no default limit.
 COMPLETION_MAX_TOKENS = 16
 
@@ -141,16 +144,22 @@ def split_ineligibility(path: str, request: JSON, *, tokens: bool) -> str | None
 
 def failover_ineligibility(path: str, call: ParsedRequest) -> Ineligible | None:
     """Returns the reason why another engine cannot continue the request's stream; None: it can."""
+    if path not in MERGEABLE_PATHS:
+        return _wrong_path(path)
     try:
         return _obstacle(path, call.request, call.tokens is not None, _RESUMABLE)
     except orjson.JSONDecodeError as error:  # the reader in Rust allows more
         return Ineligible("invalid_json", f"its body cannot be parsed: {error}")
 
 
+def _wrong_path(path: str) -> Ineligible:
+    return Ineligible("path", f"answers of {path} cannot be merged")
+
+
 def _obstacle(path: str, request: JSON, tokens: bool, ignored: frozenset[str]) -> Ineligible | None:
     """Returns the reason why a second engine cannot continue an answer, whatever its length."""
-    if path not in (CHAT, COMPLETIONS):
-        return Ineligible("path", f"answers of {path} cannot be merged")
+    if path not in MERGEABLE_PATHS:
+        return _wrong_path(path)
     for name, value in request.items():
         if value is None or name in _HARMLESS or name in ignored:
             continue

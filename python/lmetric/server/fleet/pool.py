@@ -21,6 +21,7 @@ from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
 from lmetric.server.api.eligibility import (
+    MERGEABLE_PATHS,
     Ineligible,
     failover_ineligibility,
     fetch_ineligibility,
@@ -319,9 +320,9 @@ class Pool:
 
         Counts the reason.
         """
-        if self.tokenizer is None:
+        if self.tokenizer is None and path in MERGEABLE_PATHS:
             why: Ineligible | None = Ineligible("tokenizer", "the model's tokenizer is not known")
-        elif len(call.body) > MAX_PARSED_BYTES and not call.parsed:
+        elif len(call.body) > MAX_PARSED_BYTES and not call.parsed and path in MERGEABLE_PATHS:
             why = Ineligible("large_body", "its body is too large to be parsed")
         else:
             why = failover_ineligibility(path, call)

@@ -539,7 +539,7 @@ class Frontend(web.Server):
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
         moves = joins and split_reason is None
         resumes = False
-        if pool.fails_over and call.stream and call.path.generates:
+        if pool.fails_over and call.stream:
             client_request.not_resumable = pool.failover_reason(client_request.path, call)
             resumes = client_request.not_resumable is None
         weight, handicap_seconds = self._shares.get(client_request.tenant, NO_SHARE)
