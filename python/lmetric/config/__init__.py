@@ -5,7 +5,18 @@ defaults. Errors name the source of the value, its key path, the value, and the 
 """
 
 from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
-from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint, unix_path
+from lmetric.config.kinds import (
+    UNIX,
+    EngineUrl,
+    Port,
+    Positive,
+    Role,
+    Seconds,
+    Strict,
+    ZmqEndpoint,
+    is_loopback,
+    unix_path,
+)
 from lmetric.config.load import ENV_PREFIX, json_schema, load_config, render, render_changed
 from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.config.problems import explain
@@ -41,6 +52,7 @@ __all__ = [
     "CONFIGURED",
     "ENV_PREFIX",
     "POLICY_KNOBS",
+    "UNIX",
     "Admin",
     "Auth",
     "ConfigError",
@@ -75,6 +87,7 @@ __all__ = [
     "ZmqEndpoint",
     "effective",
     "explain",
+    "is_loopback",
     "json_schema",
     "load_config",
     "needs_restart",

@@ -172,6 +172,8 @@ class Server:
         """
         front = self.front
         config = config.model_copy(update={"engines": [*config.engines, *self._further]})
+        if self._bound is not None and self._bound.shared:
+            config = _at(config, self._bound)
         try:
             new = effective(self.config, config)
         except ValueError as error:
@@ -191,11 +193,12 @@ class Server:
         changed = sorted(
             name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
-        front.reload(keys, new)
+        apply = front.prepare(keys, new)
+        self.fleet.reload(new, policies)
+        apply()
         if tls is not None and front.tls is not None:
             tls.failures = front.tls.failures
             front.tls = tls
-        self.fleet.reload(new, policies)
         engines = self._discovery.reload(new, config)
         if "log" in changed:
             configure_logging(new.log)
@@ -307,6 +310,8 @@ async def serve(
     bound = await bind(config, predecessor.sockets if predecessor is not None else ())
     if predecessor is not None:
         predecessor.close_all_but(bound.sockets)
+    if bound.shared:
+        config = _at(config, bound)
     files = config
     async with _with_embedded(config) as config:
         server = Server(config, bound, config.engines[len(files.engines) :])
@@ -336,6 +341,19 @@ async def serve(
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
         return EXIT_INTERRUPTED if caught[:1] == [signal.SIGINT] else EXIT_DONE
+
+
+def _at(config: ServerConfig, bound: Bound) -> ServerConfig:
+    """Returns a configuration with the address of given sockets. Raises ConfigError.
+
+    Access to /debug and /admin depends on the address.
+    """
+    at = config.model_copy(update={"host": bound.host, "port": bound.port})
+    try:
+        at.check()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return at
 
 
 async def _first_of(*events: asyncio.Event) -> None:

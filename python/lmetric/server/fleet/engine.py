@@ -94,8 +94,7 @@ class Engine:
         local = unix_path(config.url) is not None
         self.host = "127.0.0.1" if local else urlsplit(config.url).hostname or ""
         allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
-        self.upstream = Upstream(config, server, allowed, contexts)
-        self.upstream.set_tls(server.tls_of(config, model))
+        self.upstream = Upstream(config, server, allowed, contexts, server.tls_of(config, model))
         self.health = server.health
         self.pool: ServedModel | None = None
         # The results of the last identification, which is repeated when the engine comes back.

@@ -127,15 +127,22 @@ class Frontend(web.Server):
         """Returns the protocol of a new client connection."""
         return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
 
-    def reload(self, keys: Keys, config: ServerConfig) -> None:
-        """Applies API keys and other settings to new requests. Raises ConfigError."""
+    def prepare(self, keys: Keys, config: ServerConfig) -> Callable[[], None]:
+        """Returns the function that applies API keys and other settings to new requests.
+
+        Raises ConfigError.
+        """
         access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
-        if keys.on != self.keys.on:
-            self.requests = RequestReader(keys.on, token_hex(6))
-        self.keys, self.access, self.isolation = keys, access, isolation
-        self._configure(config)
-        self.clients.configure(config.limits)
-        self.stored.configure(config.limits)
+
+        def apply() -> None:
+            if keys.on != self.keys.on:
+                self.requests = RequestReader(keys.on, token_hex(6))
+            self.keys, self.access, self.isolation = keys, access, isolation
+            self._configure(config)
+            self.clients.configure(config.limits)
+            self.stored.configure(config.limits)
+
+        return apply
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is in flight, or ``hurry`` is set."""
@@ -197,6 +204,8 @@ class Frontend(web.Server):
                     return answer
             if not to_engine:
                 page = await self.pages(self, request, path, query)
+                if self.phase is not SERVING:
+                    page.force_close()
                 if cors is not None:
                     page.headers.update(cors.fields(request.headers.get("origin")))
                 return page
@@ -695,7 +704,8 @@ class Frontend(web.Server):
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and counts the request."""
-        goes_on = client_request.keep_alive and self.phase is SERVING
+        # What the client was told: closing a connection that it may use again would lose a request.
+        goes_on = client_request.keep_alive
         status = 499
         if relay is not None:
             client_request.client.relay = None
@@ -712,7 +722,7 @@ class Frontend(web.Server):
                     client_request.pool.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
             status = error.status
-            goes_on = goes_on and client_request.http11
+            goes_on = goes_on and client_request.http11 and self.phase is SERVING
             if client_request.transport.is_closing():
                 status = 499  # the client left before the router refused its request
             elif client_request.opened:

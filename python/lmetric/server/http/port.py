@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmetric.config import ServerConfig, unix_path
+from lmetric.config import UNIX, ServerConfig, is_loopback, unix_path
 
 _FIXES = {
     errno.EADDRINUSE: "stop the process that uses the port, or set another --port",
@@ -58,6 +58,15 @@ class Bound:
     def __post_init__(self) -> None:
         if self.path is not None:
             self._inode = self.path.stat().st_ino
+
+    @property
+    def host(self) -> str:
+        """The address, as `host` of a configuration. Of several, the one that most can reach."""
+        hosts = []
+        for each in self.sockets:
+            name = each.getsockname()
+            hosts.append(str(name[0]) if isinstance(name, tuple) else f"{UNIX}{name}")
+        return next((host for host in hosts if not is_loopback(host)), hosts[0])
 
     @property
     def port(self) -> int:

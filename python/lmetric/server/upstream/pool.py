@@ -86,7 +86,7 @@ class Upstream(Kept):
     """All connections to one engine: a bounded number for requests, and a few for its pages.
 
     ``allowed``: the addresses that the engine may have; None: any. ``contexts``: TLS contexts that
-    engines share.
+    engines share. ``tls``: settings of an https URL.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Upstream(Kept):
         server: ServerConfig,
         allowed: AllowedEngines | None = None,
         contexts: EngineContexts | None = None,
+        tls: EngineTls | None = None,
     ) -> None:
         limits = server.limits
         super().__init__(limits.max_connections_per_engine, limits.idle_seconds)
@@ -114,6 +115,7 @@ class Upstream(Kept):
         self._heads: dict[bytes, tuple[bytes, bytes]] = {}
         self.configure(server, allowed)
         self.set_key(config.api_key)
+        self.set_tls(tls)
 
     def configure(self, server: ServerConfig, allowed: AllowedEngines | None) -> None:
         """Applies limits, the time to connect and the request for load headers.
