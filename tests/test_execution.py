@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmetric._core import NoInstanceError, Request, RequestReader, Ticket
+from lmetric._core import NoInstanceError, Peer, Request, RequestReader, Ticket
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities, Handover
 from lmetric.engines.emulated.protocol import Shape, StreamOptions
@@ -563,6 +563,8 @@ class Client:
     relay = None
     body_size = 0
     writing_paused = False
+    sender = "127.0.0.1"
+    peer = Peer("127.0.0.1", secure=False, trusted=False)
 
     def release_body(self) -> None:
         pass

@@ -23,7 +23,7 @@ PACKAGE = "lmetric.server"
 ROOT = Path(lmetric.server.__file__).parent
 # From the bottom; folders of one row do not import each other.
 LAYERS = [
-    {"api"},
+    {"api", "tls"},
     {"upstream"},
     {"fleet"},
     {"execution"},

@@ -139,6 +139,8 @@ def test_what_is_read_in_rust_can_be_read_in_python_and_the_reverse(
 @pytest.mark.parametrize("name", sorted(INTERNAL_FIELDS))
 def test_no_internal_field_reaches_an_engine(name: str) -> None:
     for path in RELAYED.values():
+        if path.prompt == "form":
+            continue  # tests/test_server_audio.py
         with pytest.raises(ApiError, match=name):
             parse(
                 path, orjson.dumps({"prompt": "a", "messages": [{"role": "user", "content": ""}], name: {}})

@@ -14,6 +14,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
+from lmetric.config import ListenerTls, ServerConfig
 from lmetric.server.observe.startup import sample_request, startup_block, url_of
 from server_world import FakeEngine, world
 from test_server_process import RUN, engine, router
@@ -141,10 +142,13 @@ async def test_ready_counts_engines_for_everyone_and_names_them_for_administrato
         ("::", "http://[::1]:80"),
         ("::1", "http://[::1]:80"),
         ("router.local", "http://router.local:80"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
     ],
 )
 def test_urls(host: str, url: str) -> None:
-    assert url_of(host, 80) == url
+    assert url_of(ServerConfig(host=host), 80) == url
+    tls = ListenerTls.model_validate({"certificate_file": "a", "key_file": "b"})
+    assert url_of(ServerConfig(host=host, tls=tls), 80) == url.replace("http:", "https:")
 
 
 def test_the_command_quotes_model_names() -> None:

@@ -522,6 +522,20 @@ INCOMPLETE: int  # a stream ended without finish_reason; its end is withheld
 UNSEEN: int  # the stream is no longer observed; it passes on
 
 @final
+class Peer:
+    """The sender of requests: a client, or a trusted proxy that describes its client.
+
+    ``address``: IP address; empty for clients of a unix socket. ``secure``: the connection uses
+    TLS. ``trusted``: its forwarding fields are true.
+    """
+
+    def __new__(cls, address: str, secure: bool, trusted: bool) -> Peer: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def trusted(self) -> bool: ...
+
+@final
 class RequestHead:
     """The head of a client's request. If a field occurs twice, the first one counts."""
 
@@ -555,6 +569,9 @@ class RequestHead:
     def tenant(self) -> str | None: ...  # x-tenant
     @property
     def priority(self) -> float | None: ...  # x-vllm-priority; NaN: not a whole number
+    @property
+    def forwarded_for(self) -> bytes | None: ...  # all x-forwarded-for fields, as one list
+    def field(self, name: bytes) -> bytes | None: ...  # the first field for engines with this name
     def for_engine(
         self,
         first: bytes,
@@ -562,11 +579,13 @@ class RequestHead:
         priority: int | None = None,
         own_key: bool = False,
         own_priority: bool = False,
+        peer: Peer | None = None,
     ) -> bytes: ...
     # The whole head for an engine: `first` (request line and fields of the router's own), the
     # client's fields except those of its connection, x-request-id, content-length. `own_key`:
     # `first` has an authorization, so the client's is left out. `own_priority`: the client's
-    # x-vllm-priority is left out, with or without a `priority`.
+    # x-vllm-priority is left out, with or without a `priority`. `peer`: the request's sender, which
+    # forwarding fields describe; None: the head has no such fields.
 
 @final
 class DecisionLabels:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from lmetric import options
 from lmetric._deprecated import SETTINGS, VALUES
-from lmetric.config import PoolSettings, ServerConfig
+from lmetric.config import PoolSettings, ServerConfig, reloads
 
 HEAD = """\
 # Configuration
@@ -24,6 +24,10 @@ Settings come from flags (`--set timeouts.connect=1`), the environment (`LMETRIC
 YAML file (`--config FILE`, `timeouts: {connect: 1}`). Flags override the environment, the environment overrides the
 file, and the file overrides the defaults. Unknown keys are errors. `lmetric-router config` prints the resulting
 configuration. [Example](../../examples/config.yaml).
+
+If a key has *yes* under "reload", SIGHUP and `POST /admin/reload` apply its new value without a restart. Running
+requests continue under the old value. A reload with an error changes nothing. Removed engines drain, as with
+[discovery](../how-to/discovery.md). The router logs changed keys that need a restart.
 
 Set secrets in the file or the environment (`LMETRIC_REPLICAS__TOKEN`), not with flags: other users of the machine
 see flags in the process list. [Deploying](../how-to/deploying.md#secrets) describes the source of secrets in each deployment.
@@ -58,7 +62,7 @@ def default(field: FieldInfo) -> str:
 
 def section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
     """A table of `model`'s keys under `path`, then its sections."""
-    yield "| key | default | |\n| --- | --- | --- |\n"
+    yield "| key | default | reload | |\n| --- | --- | --- | --- |\n"
     nested = []
     for name, field in model.model_fields.items():
         key = field.alias or name
@@ -70,7 +74,8 @@ def section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> It
         shown = (
             "the top level's" if path == "models[]." and name in PoolSettings.model_fields else default(field)
         )
-        yield f"| `{path}{key}` | {shown} | {description} |\n"
+        reload = "yes" if reloads(f"{path}{name}") else ""
+        yield f"| `{path}{key}` | {shown} | {reload} | {description} |\n"
     for where, below in nested:
         if below not in seen:
             seen.add(below)

@@ -14,8 +14,8 @@ def command() -> None:
     """Route OpenAI API requests to engines.
 
     Precedence of settings: flags, environment (LMETRIC_...), file (--config), defaults. SIGTERM and
-    Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads policies, API
-    keys, tenants and the engines' API keys. SIGUSR1 and SIGUSR2 are ignored.
+    Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads settings: the
+    reference of the configuration marks them. SIGUSR1 and SIGUSR2 are ignored.
     """
 
 

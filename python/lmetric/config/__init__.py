@@ -5,9 +5,22 @@ defaults. Errors name the source of the value, its key path, the value, and the 
 """
 
 from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
-from lmetric.config.kinds import EngineUrl, Port, Positive, Role, Seconds, Strict, ZmqEndpoint
+from lmetric.config.kinds import (
+    UNIX,
+    EngineUrl,
+    Port,
+    Positive,
+    Role,
+    Seconds,
+    Strict,
+    ZmqEndpoint,
+    is_loopback,
+    unix_path,
+)
 from lmetric.config.load import ENV_PREFIX, json_schema, load_config, render, render_changed
+from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.config.problems import explain
+from lmetric.config.reload import effective, needs_restart, reloads
 from lmetric.config.schema import (
     ADMIN,
     CONFIGURED,
@@ -39,18 +52,22 @@ __all__ = [
     "CONFIGURED",
     "ENV_PREFIX",
     "POLICY_KNOBS",
+    "UNIX",
     "Admin",
     "Auth",
     "ConfigError",
     "DiscoverySource",
     "DnsSource",
     "EngineConfig",
+    "EngineTls",
     "EngineUrl",
+    "Forwarded",
     "Health",
     "KubernetesSource",
     "KvEvents",
     "KvEventsSetting",
     "Limits",
+    "ListenerTls",
     "Load",
     "Log",
     "ModelConfig",
@@ -68,12 +85,17 @@ __all__ = [
     "Timeouts",
     "UniqueKeys",
     "ZmqEndpoint",
+    "effective",
     "explain",
+    "is_loopback",
     "json_schema",
     "load_config",
+    "needs_restart",
     "read_secret",
     "read_yaml_mapping",
     "reading",
+    "reloads",
     "render",
     "render_changed",
+    "unix_path",
 ]

@@ -31,6 +31,55 @@ def _http_url(url: str, whose: str) -> str:
     return url.rstrip("/")
 
 
+UNIX = "unix:"  # prefix of a unix socket's address, before its absolute path
+
+
+def unix_path(address: str) -> str | None:
+    """Returns the path in `unix:/path` or `unix:///path`; None: another kind of address."""
+    if not address.startswith(UNIX):
+        return None
+    path = address.removeprefix(UNIX)
+    return path.removeprefix("//") if path.startswith("///") else path
+
+
+def _check_unix(address: str) -> None:
+    path = unix_path(address) or ""
+    if not path.startswith("/") or path.startswith("//") or path.endswith("/") or "\0" in path:
+        raise ValueError("a unix socket looks like unix:/run/lmetric/router.sock, with an absolute path")
+    if len(path.encode()) > 107:
+        raise ValueError("the path of a unix socket has at most 107 bytes")
+
+
+def _host(host: str) -> str:
+    if host.startswith(UNIX):
+        _check_unix(host)
+    return host
+
+
+def _engine_url(url: str) -> str:
+    if not url.startswith(UNIX):
+        return _http_url(url, "an engine's")
+    if "?" in url or "#" in url:
+        raise ValueError("an engine's URL has no query or fragment")
+    _check_unix(url)
+    return f"{UNIX}//{unix_path(url)}"
+
+
+def _proxy_rule(rule: str) -> str:
+    if rule == "unix":
+        return rule
+    try:
+        return str(ipaddress.ip_network(rule, strict=False))
+    except ValueError:
+        raise ValueError("expected an IP address, a CIDR block such as 10.0.0.0/8, or unix") from None
+
+
+def _file_mode(mode: object) -> object:
+    if not isinstance(mode, str) or not re.fullmatch("0?[0-7]{3}", mode):
+        raise ValueError('expected three octal digits in quotes, such as "660"')
+    return mode
+
+
 def _nameserver(text: str) -> str:
     host, _, port = text.removeprefix("[").rpartition("]:" if text.startswith("[") else ":")
     with contextlib.suppress(ValueError):
@@ -176,7 +225,10 @@ IndicatorSource = Annotated[str, AfterValidator(_indicator_source)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Positive = Annotated[int, Field(ge=1)]
-EngineUrl = Annotated[str, AfterValidator(partial(_http_url, whose="an engine's"))]
+EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+Host = Annotated[str, AfterValidator(_host)]
+FileMode = Annotated[str, BeforeValidator(_file_mode)]
+ProxyRule = Annotated[str, AfterValidator(_proxy_rule)]
 RouterUrl = Annotated[str, AfterValidator(partial(_http_url, whose="a router's"))]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 CorsOrigin = Annotated[str, AfterValidator(_origin)]

@@ -21,6 +21,8 @@ from lmetric.config.kinds import (
     Embedded,
     EngineRule,
     EngineUrl,
+    FileMode,
+    Host,
     IndicatorSource,
     Nameserver,
     Option,
@@ -34,7 +36,9 @@ from lmetric.config.kinds import (
     Token,
     ZmqEndpoint,
     is_loopback,
+    unix_path,
 )
+from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.options import (
     SELECTORS,
     Auto,
@@ -99,7 +103,9 @@ KvEventsSetting = Annotated[
 class EngineConfig(Strict):
     """One engine replica."""
 
-    url: EngineUrl = Field(description="URL of the engine, http://host:port")
+    url: EngineUrl = Field(
+        description="URL of the engine, http://host:port, https://host:port or unix:///path/to/socket"
+    )
     name: Annotated[str, Field(pattern="^[!-~]{1,200}$")] | None = Field(
         None,
         description="name in metrics, headers and decision records; default: host:port, for a rank with "
@@ -122,6 +128,9 @@ class EngineConfig(Strict):
     api_key: SecretStr | None = Field(
         None, description="bearer token for the engine; it replaces the client's Authorization header"
     )
+    tls: EngineTls | None = Field(
+        None, description="TLS of an https URL, as a whole; default: engine_tls of the model"
+    )
     role: Role | None = Field(
         None,
         description="both: whole requests; prefill: prompts only; decode: answers after a prefill engine; "
@@ -141,9 +150,9 @@ class EngineConfig(Strict):
 
     @property
     def label(self) -> str:
-        """The engine's name, or host:port and the rank."""
+        """The engine's name, or host:port (the path of a unix socket) and the rank."""
         rank = "" if self.data_parallel_rank is None else f"-dp{self.data_parallel_rank}"
-        return self.name or urlsplit(self.url).netloc + rank
+        return self.name or (unix_path(self.url) or urlsplit(self.url).netloc) + rank
 
 
 class IndicatorConfig(Strict):
@@ -295,6 +304,11 @@ class PoolSettings(Strict):
         description="agent programs: chains of requests that share a growing context. `observe`: follow them "
         "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
         "do not fit. `none`: do not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
+    )
+    engine_tls: EngineTls | None = Field(
+        None,
+        description="TLS of the model's engines with an https URL and without tls; default: check their "
+        "certificates by the system's CAs",
     )
     block_size: Positive | None = Field(
         None,
@@ -476,11 +490,16 @@ class DiscoverySource(Strict):
         None, min_length=1, description="model of engines that report none; default: the top level's"
     )
     api_key: SecretStr | None = Field(None, description="bearer token for engines without an api_key")
+    scheme: Literal["http", "https"] = Field(
+        "http", description="scheme of the engines' URLs with dns and kubernetes; https: as engine_tls says"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if sum(kind is not None for kind in (self.file, self.dns, self.kubernetes)) != 1:
             raise ValueError("set exactly one of file, dns and kubernetes")
+        if self.file is not None and "scheme" in self.model_fields_set:
+            raise ValueError("the URLs in the file have a scheme; remove scheme")
         return self
 
     @property
@@ -758,8 +777,20 @@ class Log(Strict):
 class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Host = Field(
+        "127.0.0.1", description="address to listen on, or unix:/path of a unix socket, which ignores port"
+    )
     port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0: any free port")
+    socket_mode: FileMode = Field("660", description="file mode of a unix socket, octal")
+    upgrade_socket: Path | None = Field(
+        None,
+        description="unix socket over which a new router process takes over the listening sockets of the "
+        "running one, which then drains; null: a second process on the port is an error",
+    )
+    tls: ListenerTls | None = Field(None, description="TLS for clients; null: the router speaks plain HTTP")
+    forwarded: Forwarded = Field(
+        default_factory=Forwarded, description="proxies in front, and the client addresses that they report"
+    )
     model: str | None = Field(
         None, description="model of engines without one in their entry; default: as the engines report"
     )
@@ -812,6 +843,11 @@ class ServerConfig(PoolSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raises ValueError if settings contradict each other."""
         labels: set[str] = set()
         for engine in [*self.engines, *(engine for model in self.models for engine in model.engines)]:
             if engine.label in labels:
@@ -828,13 +864,16 @@ class ServerConfig(PoolSettings):
             if name in names:
                 raise ValueError(f"two models are named {name!r}; rename one")
             names.add(name)
-        return self
 
     def _check_credentials(self) -> None:
         auth, admin, replicas = self.auth, self.admin, self.replicas
-        loopback, keys = is_loopback(self.host), auth.keys_file is not None
-        if admin.enabled and not admin.has_token and (keys or not loopback):
-            where = "there are API keys" if keys else f"the router listens on {self.host!r}, not on loopback"
+        keys = auth.keys_file is not None
+        if admin.enabled and not admin.has_token and (keys or not self._is_local):
+            where = f"the router listens on {self.host!r}, not on loopback"
+            if self.forwarded.trusted_proxies:
+                where = "there are trusted proxies"
+            if keys:
+                where = "there are API keys"
             raise ValueError(f"admin.enabled needs admin.token or admin.token_file because {where}")
         if not replicas.urls:
             return
@@ -873,7 +912,12 @@ class ServerConfig(PoolSettings):
     @property
     def debug_is_open(self) -> bool:
         """Whether /debug, and /admin if it is enabled, need no credential."""
-        return not self.admin.has_token and self.auth.keys_file is None and is_loopback(self.host)
+        return not self.admin.has_token and self.auth.keys_file is None and self._is_local
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether only clients on this machine reach the router: it has no proxy in front."""
+        return is_loopback(self.host) and not self.forwarded.trusted_proxies
 
     @property
     def splits(self) -> bool:
@@ -893,6 +937,11 @@ class ServerConfig(PoolSettings):
     @property
     def _pools(self) -> list[PoolSettings]:
         return [self, *(self.pool_settings(model) for model in self.models)]
+
+    def tls_of(self, engine: EngineConfig, model: str | None) -> EngineTls | None:
+        """TLS settings of an engine of a model; None: the defaults."""
+        own = next((each for each in self.models if each.name == model), None)
+        return engine.tls or (own and own.engine_tls) or self.engine_tls
 
     def pool_settings(self, model: ModelConfig | None = None) -> PoolSettings:
         """Settings of a model's pool: the model's own, or else the top level's."""

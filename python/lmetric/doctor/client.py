@@ -25,9 +25,10 @@ class StreamingClient(EngineClient):
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=PATIENCE_SECONDS)
         try:
             response = await self._session.post(
-                self.url + "/v1/completions",
+                self._base + "/v1/completions",
                 json=body | {"stream": True},
                 headers=self._headers,
+                server_hostname=self._server_name,
                 timeout=timeout,
             )
         except (aiohttp.ClientError, OSError) as error:

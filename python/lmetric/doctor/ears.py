@@ -108,7 +108,7 @@ class Ears:
         capabilities, settings = subject.capabilities, subject.target.settings
         own = subject.target.engine.kv_events
         setting = settings.kv_events if own is None else own
-        host = urlsplit(subject.client.url).hostname or ""
+        host = urlsplit(subject.client.url).hostname or "127.0.0.1"  # a unix socket
         # Block size and tokenizer have separate verdicts.
         pool = PoolFacts(capabilities.block_size or BLOCK_SIZE, "the engine", knows_tokens=True)
         flags = subject.adapter.flags if subject.adapter else {}

@@ -89,7 +89,7 @@ async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
     connector = CONNECTORS[told.connector]
     words = " ".join(secrets.token_hex(2) for _ in range(PROMPT_WORDS))
     body = {"model": prefill.model, "prompt": words, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-    host = urlsplit(prefill.client.url).hostname or ""
+    host = urlsplit(prefill.client.url).hostname or "127.0.0.1"  # a unix socket
     first = orjson.loads(connector.first(COMPLETIONS, orjson.dumps(body), body, host, told))
     name = {"x-request-id": f"doctor-{secrets.token_hex(6)}"}
     before, started = await _fetched(decode), time.monotonic()

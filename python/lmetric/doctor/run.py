@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
 
+from lmetric.config import unix_path
 from lmetric.doctor.cache import check_cache
 from lmetric.doctor.client import StreamingClient
 from lmetric.doctor.ears import Ears
@@ -18,6 +20,7 @@ from lmetric.doctor.reach import check_model, check_reachable
 from lmetric.doctor.subject import Subject, Target
 from lmetric.doctor.tokens import check_tokenizer
 from lmetric.doctor.verdict import CHECKS, Level, Verdict, needed
+from lmetric.server.tls.contexts import engine_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,11 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
     also up to 64 concurrent requests of the lowest priority for a few seconds.
     """
     ears = Ears()
-    # No connection is reused: errors of a pool's keep-alive would look like errors of the engine.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with contextlib.AsyncExitStack() as sessions:
         try:
-            subjects = [_subject(target, session) for target in targets]
+            subjects = [
+                _subject(target, await sessions.enter_async_context(_session(target))) for target in targets
+            ]
             await asyncio.gather(*(_examine(subject, ears, thorough) for subject in subjects))
             await check_handovers([subject for subject in subjects if subject.has("reachable")])
         finally:
@@ -76,7 +80,24 @@ async def examine(targets: Sequence[Target], *, thorough: bool = False) -> list[
 def _subject(target: Target, session: aiohttp.ClientSession) -> Subject:
     engine = target.engine
     key = engine.api_key.get_secret_value() if engine.api_key else None
-    return Subject(target, StreamingClient(session, engine.url, key, engine.data_parallel_rank))
+    tls = engine.tls or target.settings.engine_tls
+    name = tls.server_name if tls is not None else None
+    return Subject(target, StreamingClient(session, engine.url, key, engine.data_parallel_rank, name))
+
+
+def _session(target: Target) -> aiohttp.ClientSession:
+    """Returns a session of an engine. Raises ConfigError if files of its TLS are invalid.
+
+    No connection is reused: errors of a pool's keep-alive would look like errors of the engine.
+    """
+    path = unix_path(target.engine.url)
+    if path is not None:
+        return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path, force_close=True))
+    tls = target.engine.tls or target.settings.engine_tls
+    if not target.engine.url.startswith("https:") or tls is None:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+    connector = aiohttp.TCPConnector(force_close=True, ssl=engine_context(tls))
+    return aiohttp.ClientSession(connector=connector)
 
 
 async def _examine(subject: Subject, ears: Ears, thorough: bool) -> None:

@@ -50,12 +50,23 @@ class Answer:
 
 class EngineClient:
     """A client for one engine, or for a data-parallel ``rank`` of it. All methods raise
-    Unanswered."""
+    Unanswered.
+
+    ``server_name``: the name in its certificate; None: the host of the URL. For the URL of a unix
+    socket, the session needs a connector of this socket.
+    """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, api_key: str | None = None, rank: int | None = None
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        api_key: str | None = None,
+        rank: int | None = None,
+        server_name: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self._base = "http://localhost" if self.url.startswith("unix:") else self.url
+        self._server_name = server_name
         self._session = session
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         if rank is not None:
@@ -80,9 +91,10 @@ class EngineClient:
         try:
             async with self._session.request(
                 method,
-                self.url + path,
+                self._base + path,
                 json=body,
                 headers={**self._headers, **headers},
+                server_hostname=self._server_name,
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
                 return Answer(response.status, dict(response.headers), await response.read())

@@ -4,27 +4,29 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.config import ConfigError, EngineConfig, ServerConfig, effective, needs_restart
 from lmetric.server.api.auth import Keys
 from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.policies import RELOADED
-from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.frontend import DRAINING, REFUSING, REPLACED, Frontend
+from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
-from lmetric.server.http.port import bind, port_error
+from lmetric.server.http.port import Bound, bind, port_error
+from lmetric.server.http.upgrade import Predecessor, UpgradeSocket, find_predecessor
 from lmetric.server.observe.logs import configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.startup import LISTENING, startup_report
+from lmetric.server.tls.contexts import TlsContext, listener_context
+from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
@@ -34,46 +36,61 @@ log = structlog.get_logger("lmetric.server")
 EXIT_DONE = 0
 EXIT_INTERRUPTED = 130
 STOP_SECONDS = 2.0
+IDLE_CLIENT_SECONDS = 1.0  # for clients of idle connections to use them once more
+DRAIN_LOOK_SECONDS = 0.05  # time between two looks whether all clients have left
 
 
 class Server:
     """One router process. Call `await start()`, and `await stop()` at the end.
 
-    ``sockets``: sockets bound to the configuration's host and port. None: `start` binds them.
+    ``bound``: sockets for the configuration's host and port. None: `start` binds them. ``further``:
+    engines of ``config`` that no configuration file names.
     """
 
-    def __init__(self, config: ServerConfig, sockets: list[socket.socket] | None = None) -> None:
-        self.config = config
-        self._read = config  # `reload` compares a new configuration with it
-        self.port = 0
-        self._sockets = sockets
+    def __init__(
+        self, config: ServerConfig, bound: Bound | None = None, further: Sequence[EngineConfig] = ()
+    ) -> None:
+        self._started_with = config  # `reload` compares a new configuration with it
+        self._further = further
+        self.port = 0  # 0 after the start: it listens on a unix socket
+        self._bound = bound
         self.fleet = Fleet(config)
         self.metrics = Metrics(self.fleet)
         self.front: Frontend
         self._monitor: Monitor
         self._discovery: Discovery
         self._replicas: Replicas
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: Listeners
+        self._upgrade: UpgradeSocket | None = None
+        self.replaced = asyncio.Event()  # a successor accepts connections
 
-    def build(self) -> Keys:
-        """Builds keys and fleet from the configuration, without any connection.
+    @property
+    def config(self) -> ServerConfig:
+        """The configuration, which a reload replaces."""
+        return self.fleet.config
+
+    def build(self) -> tuple[Keys, TlsContext | None]:
+        """Builds keys, TLS and fleet from the configuration, without any connection.
 
         Raises LmetricError.
         """
         keys = Keys.load(self.config.auth.keys_file)
+        tls = None if self.config.tls is None else listener_context(self.config.tls)
         self.fleet.build()
         for engine in self.fleet.engines():
             engine.quiet = logging.DEBUG
-        return keys
+        return keys, tls
 
-    async def start(self, before_report: Callable[[], None] | None = None) -> None:
+    async def start(
+        self, before_report: Callable[[], None] | None = None, predecessor: Predecessor | None = None
+    ) -> None:
         """Binds the port, checks the engines once, then listens, and logs a report.
 
-        ``before_report`` is called once the server listens. Raises LmetricError if the
-        configuration is invalid, PortError if the address is not usable.
+        ``before_report`` is called once the server listens. ``predecessor``: a router to replace.
+        Raises LmetricError if the configuration is invalid, PortError if the address is not usable.
         """
         config = self.config
-        keys = self.build()
+        keys, tls = self.build()
         if (
             not self.fleet.pools
             and not self.fleet.unplaced
@@ -83,23 +100,26 @@ class Server:
             raise ConfigError(
                 "no engines: set --engine URL, --embedded N, or engines or discovery in the configuration"
             )
-        sockets = self._sockets or await bind(config.host, config.port)
-        self.front = Frontend(config, self.fleet, keys, self.metrics, pages)
+        bound = self._bound = self._bound or await bind(config)
+        self.front = front = Frontend(config, self.fleet, keys, self.metrics, pages)
+        front.tls = tls
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
-        self._monitor = Monitor(self.fleet, self.front.check, self.metrics)
+        self._monitor = Monitor(self.fleet, front.check, self.metrics, self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
-        self.metrics.further += [self.front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
+        self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
+        self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         await self._monitor.check_all()
         await self._discovery.start()
-        self.port = sockets[0].getsockname()[1]
-        loop = asyncio.get_running_loop()
+        self.port = bound.port
+        self._listeners = Listeners(bound, front)
         try:
-            for each in sockets:
-                self._listeners.append(await loop.create_server(self.front, sock=each, backlog=2048))
+            await self._listeners.start()
         except OSError as error:  # another process has begun to listen there
-            self._close_listeners()
             await self._discovery.stop()
-            raise port_error(config.host, config.port, error) from None
+            raise port_error(config, error) from None
+        if predecessor is not None:
+            await predecessor.replace()
+        self._serve_successors(replace=predecessor is not None)
         self._monitor.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
@@ -107,39 +127,95 @@ class Server:
             engine.quiet = None
         if before_report is not None:
             before_report()
+        self._warn_of_tls()
         report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
-    def reload(self, config: ServerConfig) -> None:
-        """Applies API keys, tenants, the engines' API keys and policies of a new configuration.
+    def _certificates(self) -> Iterator[TlsContext]:
+        """Yields the TLS contexts for clients and engines."""
+        if self.front.tls is not None:
+            yield self.front.tls
+        yield from self.fleet.contexts
 
-        Other settings stay. Raises ConfigError; then nothing has changed.
+    def _warn_of_tls(self) -> None:
+        """Logs the engines whose certificates are not checked."""
+        unverified = [engine.name for engine in self.fleet.engines() if engine.upstream.is_unverified]
+        if unverified:
+            log.warning("certificates of engines are not checked (verify: false)", engines=unverified)
+
+    def _serve_successors(self, *, replace: bool) -> None:
+        """Opens the upgrade socket, if there is one. ``replace``: its file is a predecessor's."""
+        path, bound = self.config.upgrade_socket, self._bound
+        if path is None or bound is None:
+            return
+        upgrade = UpgradeSocket(path, bound.sockets, self._begin_replaced)
+        try:
+            upgrade.start(replace=replace)
+        except OSError as error:
+            log.error("cannot open upgrade_socket; no router can replace this one", reason=str(error))
+        else:
+            self._upgrade = upgrade
+
+    def _begin_replaced(self) -> None:
+        """Stops to accept, because a successor accepts on the same sockets."""
+        self.front.phase = REPLACED
+        if self._bound is not None:
+            self._bound.path = None  # the successor's now
+        self._listeners.close()
+        self.replaced.set()
+
+    def reload(self, config: ServerConfig) -> dict[str, Any]:
+        """Applies the settings of a new configuration that need no restart (`RELOADED`).
+
+        Running requests continue under the old settings. Returns the changes. Raises LmetricError;
+        then nothing has changed.
         """
         front = self.front
-        keys = Keys.load(config.auth.keys_file)
-        added, removed = front.keys.changes(keys)
+        config = config.model_copy(update={"engines": [*config.engines, *self._further]})
+        if self._bound is not None and self._bound.shared:
+            config = _at(config, self._bound)
+        try:
+            new = effective(self.config, config)
+        except ValueError as error:
+            raise ConfigError(f"not possible without a restart: {error}") from None
+        keys = Keys.load(new.auth.keys_file)
+        tls = None if new.tls is None else listener_context(new.tls)
         policies = self.fleet.policies_of(config)
-        old, new = front.config.tenants, config.tenants
-        tenants = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        front.reload(keys, config)
-        engines = self._discovery.set_keys(config)
-        self.fleet.reload_policies(config, policies)
-        log.info(
-            "configuration reloaded",
-            keys_added=added,
-            keys_removed=removed,
-            keys_needed=keys.on,
-            tenants_changed=tenants,
-            engine_keys_changed=engines,
+        listed: list[tuple[EngineConfig, str | None]] = [(engine, None) for engine in new.engines]
+        listed += [(engine, model.name) for model in new.models for engine in model.engines]
+        for engine, model in listed:
+            self.fleet.contexts.get(new.tls_of(engine, model)).refresh()
+        added, removed = front.keys.changes(keys)
+        old = front.config.tenants
+        tenants = sorted(
+            name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
         )
-        reloaded = {"auth", "tenants", "engines", "models", "discovery", *RELOADED}
-        others = [
-            name
-            for name in ServerConfig.model_fields
-            if name not in reloaded and getattr(config, name) != getattr(self._read, name)
-        ]
-        if others:
-            log.warning("these settings change only with a restart", settings=others)
+        changed = sorted(
+            name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
+        )
+        apply = front.prepare(keys, new)
+        self.fleet.reload(new, policies)
+        apply()
+        if tls is not None and front.tls is not None:
+            tls.failures = front.tls.failures
+            front.tls = tls
+        engines = self._discovery.reload(new, config)
+        if "log" in changed:
+            configure_logging(new.log)
+        restart = needs_restart(self._started_with, config)
+        report = {
+            "changed": changed,
+            "keys_added": added,
+            "keys_removed": removed,
+            "keys_needed": keys.on,
+            "tenants_changed": tenants,
+            "engine_keys_changed": engines,
+        }
+        log.info("configuration reloaded", **report)
+        if restart:
+            log.warning("these settings change only with a restart", settings=restart)
+        self._warn_of_tls()
+        return {**report, "restart_needed": restart}
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Stops accepting requests and waits for the running ones.
@@ -147,29 +223,54 @@ class Server:
         Returns when they have ended, at the deadline, or when ``hurry`` is set.
         """
         front, timeouts = self.front, self.config.timeouts
-        front.draining = True
-        log.info("draining", running=len(front.relays))
+        log.info("draining", running=len(front.relays), replaced=self.replaced.is_set())
         hurry = hurry or asyncio.Event()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeouts.drain_grace):
-                await hurry.wait()
-        # Pages still answer: /ready reports the drain, /metrics stays readable. Requests get 503.
-        front.refusing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeouts.drain):
-                await front.idle_or(hurry)
-        self._close_listeners()
+        if front.phase is REPLACED:
+            await self._until_clients_left(timeouts.drain, hurry)
+        elif self._bound is not None and self._bound.shared:
+            # New connections wait in the sockets of systemd for the next process.
+            front.phase = REPLACED
+            self._listeners.close()
+            # The next process starts when this one has ended, so idle connections delay it.
+            await self._until_clients_left(min(timeouts.drain, IDLE_CLIENT_SECONDS), hurry)
+            await self._until_idle(timeouts.drain, hurry)
+        else:
+            front.phase = DRAINING
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeouts.drain_grace):
+                    await hurry.wait()
+            # Pages still answer: /ready reports the drain, /metrics stays readable. Requests get
+            # 503.
+            front.phase = REFUSING
+            await self._until_idle(timeouts.drain, hurry)
+            self._listeners.close()
         if front.relays:
             log.warning("aborting requests that did not end in time", running=len(front.relays))
 
-    def _close_listeners(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+    async def _until_idle(self, seconds: float, hurry: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.front.idle_or(hurry)
+
+    async def _until_clients_left(self, seconds: float, hurry: asyncio.Event) -> None:
+        """Waits until all connections are closed: each answer closes one.
+
+        A client may use an idle connection at any moment, so these are not closed earlier.
+        """
+        end = time.monotonic() + seconds
+        clients = self.front.clients
+        while clients.connections and time.monotonic() < end and not hurry.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
 
     async def stop(self) -> None:
         """Ends running requests with an error to their clients, and closes all connections."""
-        self.front.draining = self.front.refusing = True
-        self._close_listeners()
+        self.front.phase = REFUSING
+        self._listeners.close()
+        if self._upgrade is not None:
+            self._upgrade.close()
+        if self._bound is not None:
+            self._bound.remove_file()
+        await self.front.handshakes.stop()
         for relay in list(self.front.relays):
             relay.stop()
         self.front.close_idle()
@@ -193,9 +294,10 @@ async def serve(
 
     A second signal ends the drain.
 
-    SIGHUP reloads keys, tenants and policies (`Server.reload`) from the configuration that
-    ``reread`` returns. SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server
-    listens. Raises LmetricError, PortError or EngineStartError.
+    SIGHUP reloads settings (`Server.reload`) from the configuration that ``reread`` returns.
+    SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server listens. If a router runs
+    on `upgrade_socket`, the server takes its sockets, and that router drains and ends. Raises
+    LmetricError, PortError or EngineStartError.
     """
     loop = asyncio.get_running_loop()
     ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
@@ -204,9 +306,15 @@ async def serve(
     if reread is not None:
         loop.add_signal_handler(signal.SIGHUP, _ignored, signal.SIGHUP)  # until the server listens
     # The port is bound first: starting and checking engines takes seconds.
-    sockets = await bind(config.host, config.port)
+    predecessor = None if config.upgrade_socket is None else await find_predecessor(config.upgrade_socket)
+    bound = await bind(config, predecessor.sockets if predecessor is not None else ())
+    if predecessor is not None:
+        predecessor.close_all_but(bound.sockets)
+    if bound.shared:
+        config = _at(config, bound)
+    files = config
     async with _with_embedded(config) as config:
-        server = Server(config, sockets)
+        server = Server(config, bound, config.engines[len(files.engines) :])
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -217,21 +325,45 @@ async def serve(
         def handle_signals() -> None:
             if reread is not None:
                 loop.add_signal_handler(signal.SIGHUP, _reload, server, reread)
+                server.front.reread = lambda: server.reload(reread())
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, on_signal, number)
 
         # The report tells supervisors that the router runs: a signal after it must drain.
-        await server.start(handle_signals)
+        await server.start(handle_signals, predecessor)
         try:
             if started is not None:
                 started(server)
-            await first.wait()
+            await _first_of(first, server.replaced)
             await server.drain(second)
         finally:
             await server.stop()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 loop.remove_signal_handler(number)
-        return EXIT_INTERRUPTED if caught[0] == signal.SIGINT else EXIT_DONE
+        return EXIT_INTERRUPTED if caught[:1] == [signal.SIGINT] else EXIT_DONE
+
+
+def _at(config: ServerConfig, bound: Bound) -> ServerConfig:
+    """Returns a configuration with the address of given sockets. Raises ConfigError.
+
+    Access to /debug and /admin depends on the address.
+    """
+    at = config.model_copy(update={"host": bound.host, "port": bound.port})
+    try:
+        at.check()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return at
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Waits until one of the events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def check_config(config: ServerConfig) -> None:

@@ -4,7 +4,8 @@ use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::Finish as EndedBy;
 use lmetric_wire::{
-    Fields, Finish, Kind, MAX_TOKENS, Observer, Request, Scanner, Step, WireError as CoreWireError, split,
+    Fields, Finish, Kind, MAX_TOKENS, Observer, Peer as CorePeer, Request, Scanner, Step,
+    WireError as CoreWireError, split,
 };
 use numpy::PyArray1;
 use pyo3::create_exception;
@@ -367,6 +368,32 @@ impl ResponseReader {
     }
 }
 
+/// The sender of requests: a client, or a trusted proxy that describes its client in header fields.
+///
+/// `address`: IP address; empty for clients of a unix socket. `secure`: the connection uses TLS.
+#[pyclass(frozen, module = "lmetric._core")]
+struct Peer {
+    inner: CorePeer,
+}
+
+#[pymethods]
+impl Peer {
+    #[new]
+    fn new(address: &str, secure: bool, trusted: bool) -> Self {
+        Self { inner: CorePeer { address: address.as_bytes().to_vec(), secure, trusted } }
+    }
+
+    #[getter]
+    fn address(&self) -> String {
+        latin1(&self.inner.address)
+    }
+
+    #[getter]
+    fn trusted(&self) -> bool {
+        self.inner.trusted
+    }
+}
+
 /// The head of a client's request.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestHead {
@@ -440,6 +467,17 @@ impl RequestHead {
         self.fields.tenant.as_deref().map(latin1)
     }
 
+    /// All `x-forwarded-for` fields, as one list.
+    #[getter]
+    fn forwarded_for(&self) -> Option<&[u8]> {
+        self.fields.forwarded_for.as_deref()
+    }
+
+    /// Returns the first field for engines with this name in lower case; None: there is none.
+    fn field(&self, name: &[u8]) -> Option<&[u8]> {
+        lmetric_wire::field(&self.fields.lines, name)
+    }
+
     /// `x-vllm-priority`; NaN if the field is not a whole number.
     #[getter]
     fn priority(&self) -> Option<f64> {
@@ -451,8 +489,10 @@ impl RequestHead {
     /// client's fields, the end.
     ///
     /// `priority` replaces the client's priority. `own_key`: `first` has an `authorization`, so the
-    /// client's is left out. `own_priority`: the client's priority is left out.
-    #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false))]
+    /// client's is left out. `own_priority`: the client's priority is left out. `peer`: the
+    /// request's sender, which forwarding fields describe; None: the head has no such fields.
+    #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false, peer=None))]
+    #[allow(clippy::too_many_arguments)]
     fn for_engine<'py>(
         &self,
         py: Python<'py>,
@@ -461,6 +501,7 @@ impl RequestHead {
         priority: Option<i64>,
         own_key: bool,
         own_priority: bool,
+        peer: Option<&Peer>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let given = priority.map(|priority| priority.to_string().into_bytes());
         let field = given.as_ref().or(self.fields.priority.as_ref().filter(|_| !own_priority));
@@ -473,11 +514,16 @@ impl RequestHead {
             Some(value) => [b"x-vllm-priority: ", value, b"\r\n"],
             None => [b""; 3],
         };
+        let mut forwarded = Vec::with_capacity(if peer.is_some() { 128 } else { 0 });
+        if let Some(peer) = peer {
+            self.fields.write_forwarded(&peer.inner, &mut forwarded);
+        }
         let id = self.request_id_bytes();
         let length = length.to_string();
-        let parts: [&[u8]; 10] = [
+        let parts: [&[u8]; 11] = [
             first,
             &lines,
+            &forwarded,
             priority[0],
             priority[1],
             priority[2],
@@ -617,6 +663,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add(name, bit)?;
     }
     module.add_class::<DecisionLabels>()?;
+    module.add_class::<Peer>()?;
     module.add_class::<RequestHead>()?;
     module.add_class::<RequestReader>()?;
     module.add_class::<ResponseReader>()

@@ -18,7 +18,7 @@ mod tree;
 pub use api::{ApiRequest, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, PromptReader, Refusal, check_object};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
-pub use request::{Fields, Kind, Request, path, without_authorization};
+pub use request::{Fields, Kind, Peer, Request, field, path, without_authorization};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, OBSERVED_LIMIT, Scanner, Step};
 pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 pub use sse::split;

@@ -35,6 +35,11 @@ const DROPPED: [&[u8]; 20] = [
     b"x-vllm-priority",
 ];
 
+/// Prefixes of fields that clients never send to engines: the router's own.
+const OWN_PREFIX: &[u8] = b"x-lmetric-";
+const FORWARDED_PREFIX: &[u8] = b"x-forwarded-";
+const FORWARDED_FOR: &[u8] = b"x-forwarded-for";
+
 /// The fields of a request. If a field occurs twice, the first one counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fields {
@@ -55,6 +60,35 @@ pub struct Fields {
     pub priority: Option<Vec<u8>>,
     /// `x-tenant`, which is for the router only.
     pub tenant: Option<Vec<u8>>,
+    /// `host`.
+    pub host: Option<Vec<u8>>,
+    /// All `x-forwarded-for` fields, as one list.
+    pub forwarded_for: Option<Vec<u8>>,
+    /// The other fields in which proxies describe their client, each with its line end.
+    pub forwarded: Vec<u8>,
+}
+
+/// The sender of a request: a client, or a trusted proxy that describes its client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// IP address; empty for clients of a unix socket.
+    pub address: Vec<u8>,
+    /// The connection uses TLS.
+    pub secure: bool,
+    /// Its forwarding fields are true.
+    pub trusted: bool,
+}
+
+fn starts(name: &[u8], prefix: &[u8]) -> bool {
+    name.get(..prefix.len()).is_some_and(|start| start.eq_ignore_ascii_case(prefix))
+}
+
+/// Whether a proxy describes its client in this field.
+fn forwards(name: &[u8]) -> bool {
+    match name.len() {
+        9 => name.eq_ignore_ascii_case(b"forwarded") || name.eq_ignore_ascii_case(b"x-real-ip"),
+        _ => starts(name, FORWARDED_PREFIX),
+    }
 }
 
 impl Fields {
@@ -65,6 +99,7 @@ impl Fields {
         let mut named: Vec<&[u8]> = Vec::new();
         for (name, value) in fields.clone() {
             let slot = match name.len() {
+                4 if name.eq_ignore_ascii_case(b"host") => &mut found.host,
                 8 if name.eq_ignore_ascii_case(b"x-tenant") => &mut found.tenant,
                 9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.api_key,
                 10 if name.eq_ignore_ascii_case(b"connection") => {
@@ -88,15 +123,67 @@ impl Fields {
         let among = |list: &[&[u8]], name: &[u8]| list.iter().any(|other| other.eq_ignore_ascii_case(name));
         found.lines.reserve(fields.clone().map(|(name, value)| name.len() + value.len() + 4).sum());
         for (name, value) in fields {
-            let ours = own_keys && name.eq_ignore_ascii_case(b"authorization");
+            if forwards(name) {
+                found.forward(name, value);
+                continue;
+            }
+            let ours = (own_keys && name.eq_ignore_ascii_case(b"authorization")) || starts(name, OWN_PREFIX);
             if !ours && !among(&DROPPED, name) && !among(&named, name) {
-                for part in [name, b": ", value, b"\r\n"] {
-                    found.lines.extend_from_slice(part);
-                }
+                add_line(&mut found.lines, name, value);
             }
         }
         found
     }
+
+    /// Keeps a field in which a proxy describes its client.
+    fn forward(&mut self, name: &[u8], value: &[u8]) {
+        if !name.eq_ignore_ascii_case(FORWARDED_FOR) {
+            add_line(&mut self.forwarded, name, value);
+            return;
+        }
+        let list = self.forwarded_for.get_or_insert_default();
+        if !list.is_empty() {
+            list.extend_from_slice(b", ");
+        }
+        list.extend_from_slice(value);
+    }
+
+    /// Writes the lines that describe the client to the engine. From a trusted proxy: its own
+    /// lines, with the proxy's address added. From others: what the connection shows.
+    pub fn write_forwarded(&self, peer: &Peer, out: &mut Vec<u8>) {
+        let protocol: &[u8] = if peer.secure { b"https" } else { b"http" };
+        let before = self.forwarded_for.as_deref().filter(|list| peer.trusted && !list.is_empty());
+        if let Some(before) = before.filter(|_| !peer.address.is_empty()) {
+            let parts: [&[u8]; 5] = [b"x-forwarded-for: ", before, b", ", &peer.address, b"\r\n"];
+            parts.iter().for_each(|part| out.extend_from_slice(part));
+        } else if let Some(address) = before.or(Some(&peer.address)).filter(|one| !one.is_empty()) {
+            add_line(out, FORWARDED_FOR, address);
+        }
+        let said: &[u8] = if peer.trusted { &self.forwarded } else { b"" };
+        out.extend_from_slice(said);
+        let has = |name: &[u8]| said.split_inclusive(|byte| *byte == b'\n').any(|line| starts(line, name));
+        if !has(b"x-forwarded-proto:") {
+            add_line(out, b"x-forwarded-proto", protocol);
+        }
+        if let Some(host) = self.host.as_deref().filter(|_| !has(b"x-forwarded-host:")) {
+            add_line(out, b"x-forwarded-host", host);
+        }
+    }
+}
+
+fn add_line(lines: &mut Vec<u8>, name: &[u8], value: &[u8]) {
+    for part in [name, b": ", value, b"\r\n"] {
+        lines.extend_from_slice(part);
+    }
+}
+
+/// The first of these lines with a name, without the name.
+pub fn field<'a>(lines: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
+    lines.split(|byte| *byte == b'\n').find_map(|line| {
+        let (found, value) = line.split_at_checked(name.len())?;
+        let value = value.strip_prefix(b":").filter(|_| found.eq_ignore_ascii_case(name))?;
+        Some(value.trim_ascii())
+    })
 }
 
 /// Kind of a request, by the framing of its body.
@@ -389,13 +476,33 @@ mod tests {
             if DROPPED.contains(&low.as_bytes())
                 || connection.contains(low)
                 || own_keys && low == "authorization"
+                || low.starts_with("x-lmetric-")
+                || forwarding(low)
             {
                 continue;
             }
             lines += &format!("{name}: {value}\r\n");
         }
+        let proxies = lower.iter().filter(|(n, _)| n == "x-forwarded-for").map(|(_, value)| value.as_str());
+        let mut forwarded = String::new();
+        for ((name, _), (low, value)) in fields.iter().zip(&lower) {
+            if forwarding(low) && low != "x-forwarded-for" {
+                forwarded += &format!("{name}: {value}\r\n");
+            }
+        }
         Fields {
             lines: lines.into_bytes(),
+            host: first("host"),
+            forwarded: forwarded.into_bytes(),
+            // An empty list before the first value has no comma.
+            forwarded_for: first("x-forwarded-for").map(|_| {
+                let mut list = String::new();
+                for value in proxies {
+                    list += if list.is_empty() { "" } else { ", " };
+                    list += value;
+                }
+                list.into_bytes()
+            }),
             request_id: first("x-request-id")
                 .map(|id| id[..id.len().min(256)].to_vec())
                 .filter(|id| !id.is_empty() && id.iter().all(|byte| (33..127).contains(byte))),
@@ -408,14 +515,64 @@ mod tests {
         }
     }
 
+    fn forwarding(low: &str) -> bool {
+        ["forwarded", "x-real-ip"].contains(&low) || low.starts_with("x-forwarded-")
+    }
+
+    #[test]
+    fn a_trusted_proxy_describes_its_client_and_others_only_themselves() {
+        let head = "POST / HTTP/1.1\r\nHost: a:1\r\nX-Forwarded-For: 1.1.1.1\r\nx-forwarded-for: 2.2.2.2\r\n\
+            Forwarded: for=1.1.1.1\r\nX-Real-IP: 1.1.1.1\r\nX-Forwarded-Port: 9\r\nX-Lmetric-Decision: 1\r\nX-Own: 1\r\n\r\n";
+        let fields = read(head).fields;
+        assert_eq!(fields.lines, b"X-Own: 1\r\n");
+        let written = |address: &str, secure, trusted| {
+            let mut out = Vec::new();
+            let address = address.as_bytes().to_vec();
+            fields.write_forwarded(&Peer { address, secure, trusted }, &mut out);
+            String::from_utf8(out).unwrap()
+        };
+        let own = "x-forwarded-proto: https\r\nx-forwarded-host: a:1\r\n";
+        assert_eq!(written("9.9.9.9", true, false), format!("x-forwarded-for: 9.9.9.9\r\n{own}"));
+        assert_eq!(written("", true, false), own);
+        let said = "Forwarded: for=1.1.1.1\r\nX-Real-IP: 1.1.1.1\r\nX-Forwarded-Port: 9\r\n";
+        let list = "x-forwarded-for: 1.1.1.1, 2.2.2.2";
+        assert_eq!(written("9.9.9.9", true, true), format!("{list}, 9.9.9.9\r\n{said}{own}"));
+        assert_eq!(written("", true, true), format!("{list}\r\n{said}{own}"));
+        let full =
+            read("POST / HTTP/1.1\r\nHost: a\r\nX-Forwarded-Proto: wss\r\nX-FORWARDED-HOST: b\r\n\r\n")
+                .fields;
+        let mut out = Vec::new();
+        full.write_forwarded(&Peer { address: b"9.9.9.9".to_vec(), secure: false, trusted: true }, &mut out);
+        assert_eq!(out, b"x-forwarded-for: 9.9.9.9\r\nX-Forwarded-Proto: wss\r\nX-FORWARDED-HOST: b\r\n");
+    }
+
+    #[test]
+    fn fields_are_found_in_lines_by_their_whole_name() {
+        let lines = b"X-Content-Type: a\r\nContent-Type-2: b\r\ncontent-TYPE:  c; d\r\nContent-Type: e\r\n";
+        assert_eq!(super::field(lines, b"content-type"), Some(b"c; d".as_slice()));
+        assert_eq!(super::field(lines, b"origin"), None);
+        assert_eq!(super::field(b"", b"origin"), None);
+    }
+
     fn field() -> impl Strategy<Value = (String, String)> {
         let known = prop::sample::select(
             DROPPED
                 .iter()
                 .map(|name| String::from_utf8_lossy(name).into_owned())
                 .chain(
-                    ["authorization", "x-session-id", "x-session-final", "x-own", "content-type"]
-                        .map(String::from),
+                    [
+                        "authorization",
+                        "content-type",
+                        "forwarded",
+                        "x-forwarded-for",
+                        "x-forwarded-proto",
+                        "x-lmetric-instance",
+                        "x-own",
+                        "x-real-ip",
+                        "x-session-final",
+                        "x-session-id",
+                    ]
+                    .map(String::from),
                 )
                 .filter(|name| name != "content-length")
                 .collect::<Vec<_>>(),

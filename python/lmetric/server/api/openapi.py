@@ -44,6 +44,8 @@ SUMMARIES: Mapping[str, str] = {
     "/v1/messages/render": "Convert a chat (Anthropic's API) to an engine's request",
     "/v1/responses/render": "Convert a responses request to an engine's request",
     "/inference/v1/generate": "Generate tokens from token IDs",
+    "/v1/audio/transcriptions": "Convert speech to text",
+    "/v1/audio/translations": "Convert speech to English text",
 }
 
 ERROR_TYPES: Mapping[str, str] = {
@@ -72,7 +74,11 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "body_too_large": ("413", "The body exceeds `limits.max_body_bytes`."),
     "unsupported_content_encoding": ("415", "Send gzip, deflate or no content-encoding."),
     "router_broken": ("500", "The core failed. Restart the router."),
-    "not_implemented": ("501", "The transfer-encoding is not supported."),
+    "not_implemented": (
+        "501",
+        "The router does not support this: a transfer-encoding, WebSocket (`/v1/realtime`), or audio with "
+        "prefill/decode disaggregation.",
+    ),
     "refused": ("502", "The last tried engine refused the connection."),
     "dns": ("502", "The last tried engine's host name does not resolve."),
     "tls": ("502", "The TLS connection to the last tried engine failed."),
@@ -93,6 +99,8 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
     "http_version_not_supported": ("505", "Send HTTP/1.1."),
+    "bad_configuration": ("400", "`POST /admin/reload`: the configuration is invalid. The old one stays."),
+    "no_reload": ("409", "`POST /admin/reload`: the router has no configuration to read again."),
     "bad_policy": ("400", "The policy or a parameter is invalid."),
 }
 
@@ -153,19 +161,21 @@ def _operation(
     access: tuple[str | None, ...],
     *,
     body: JSON | None = None,
+    media: str = "application/json",
     parameters: tuple[JSON, ...] = (),
 ) -> JSON:
     shown: JSON = {"tags": [tag], "summary": summary}
     if parameters:
         shown["parameters"] = list(parameters)
     if body is not None:
-        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        shown["requestBody"] = {"required": True, "content": {media: {"schema": body}}}
     return {**shown, "responses": {"200": answer, **_errors(*errors)}, "security": _security(*access)}
 
 
 def _relayed(path: str) -> JSON:
     """The operation of a path that the router relays to an engine."""
-    streams = path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages")
+    streams = path in (CHAT, COMPLETIONS, "/v1/responses", "/v1/messages", *paths.AUDIO)
+    form = path in paths.AUDIO
     answer: JSON = {
         "description": "The engine's answer, unchanged",
         "headers": {
@@ -183,7 +193,8 @@ def _relayed(path: str) -> JSON:
         answer,
         (400, 401, 403, 404, 413, 415, 500, 502, 503, 504),
         (KEY, OPEN),
-        body=_schema("EngineRequest"),
+        body=_schema("AudioRequest" if form else "EngineRequest"),
+        media="multipart/form-data" if form else "application/json",
         parameters=tuple({"$ref": f"#/components/parameters/{name}"} for name in REQUEST_HEADERS),
     )
     operation["responses"]["default"] = {"description": "The engine's own error, unchanged"}
@@ -299,6 +310,7 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("POST", "/admin/engines/{name}/drain"): told(engine, *change, parameters=(name,)),
         ("POST", "/admin/engines/{name}/undrain"): told(engine, *change, parameters=(name,)),
         ("POST", "/admin/engines/{name}/role"): told(engine, *change, 409, body=role, parameters=(name,)),
+        ("POST", "/admin/reload"): told(_answer("Changes", OBJECT), *change, 409),
         ("POST", "/admin/engines/{name}/indicators"): told(
             _answer("Done", OBJECT), *change, 409, body=numbers, parameters=(name,)
         ),
@@ -352,6 +364,15 @@ def _components() -> JSON:
             "priority": {"type": "number", "description": "As the header x-vllm-priority"},
         },
     }
+    audio = {
+        "type": "object",
+        "description": "A form of the engine's API. The router reads these fields and passes all others.",
+        "properties": {
+            "model": {"type": "string", "description": "Optional if the router serves one model"},
+            "stream": {"type": "boolean", "default": False},
+            "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        },
+    }
     engine = {
         "type": "object",
         "required": ["name", "url", "mode"],
@@ -396,6 +417,7 @@ def _components() -> JSON:
         "schemas": {
             "Error": {"type": "object", "required": ["error"], "properties": {"error": error}},
             "EngineRequest": request,
+            "AudioRequest": audio,
             "Engine": engine,
             "Model": card,
             "Ready": ready,

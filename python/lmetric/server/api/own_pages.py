@@ -136,6 +136,7 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             POST="Push values of declared indicators; null withdraws one",
         ),
         _admin("/admin/guard", POST="Turn the hot-spot guard on or off"),
+        _admin("/admin/reload", POST="Read the configuration again, like SIGHUP"),
         _admin("/admin/policy", GET="Show the policies", PUT="Replace policies"),
         OwnPage(
             "/replicas",

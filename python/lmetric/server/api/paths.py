@@ -11,8 +11,9 @@ from msgspec import Struct
 from lmetric.engines.handover import CHAT, COMPLETIONS
 
 # The way to read the prompt in a body, by its name in `rust/wire/src/api.rs`. "input": a prompt of
-# another API. "nothing": the engine computes no prompt.
-PromptReader = Literal["chat", "chat_batch", "completion", "token_ids", "input", "nothing"]
+# another API. "nothing": the engine computes no prompt. "form": a multipart form with a file, which
+# `form.py` reads.
+PromptReader = Literal["chat", "chat_batch", "completion", "token_ids", "input", "nothing", "form"]
 # How a tenant's cached prefixes are isolated. "salt": by the field `cache_salt`. "no_cache": the
 # engine caches nothing. "refused": engines accept no salt, so isolated tenants get a 403.
 IsolatedBy = Literal["salt", "no_cache", "refused"]
@@ -21,7 +22,7 @@ _GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
 
 
 class RelayedPath(Struct, frozen=True, eq=False, gc=False):
-    """A path that accepts a JSON object by POST."""
+    """A path that accepts a JSON object, or a multipart form, by POST."""
 
     prompt: PromptReader
     isolated_by: IsolatedBy
@@ -45,6 +46,9 @@ _SALTED_INPUT = RelayedPath("input", "salt")
 _NO_PROMPT = RelayedPath("nothing", "no_cache")
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")
+# WebSocket: the router answers 501.
+REALTIME = "/v1/realtime"
 
 # Salts were tested on vLLM 0.32. SGLang 0.5.23 reads them on chats, completions and responses.
 RELAYED: Mapping[str, RelayedPath] = {
@@ -60,6 +64,7 @@ RELAYED: Mapping[str, RelayedPath] = {
     **dict.fromkeys((f"{CHAT}/render", f"{COMPLETIONS}/render"), _NO_PROMPT),
     **dict.fromkeys(("/v1/messages/render", f"{RESPONSES}/render"), _NO_PROMPT),
     **dict.fromkeys((f"{CHAT}/derender", f"{COMPLETIONS}/derender"), _NO_PROMPT),
+    **dict.fromkeys(AUDIO, RelayedPath("form", "refused")),
 }
 # A path of the configuration's `paths`.
 CONFIGURED_PATH = RelayedPath("input", "refused")

@@ -35,21 +35,25 @@ class StoredResponses:
     """The holders of stored responses, by tenant and ID. Limits bound it; the oldest go first."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limit = limits.max_stored_responses
-        self._tenant_limit = limits.max_stored_responses_per_tenant
+        self.configure(limits)
         self._all: OrderedDict[tuple[str, str], Holder] = OrderedDict()
         self._of_tenant: dict[str, OrderedDict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
+    def configure(self, limits: Limits) -> None:
+        """Sets the limits. Responses beyond a lower one are forgotten as new ones come."""
+        self._limit = limits.max_stored_responses
+        self._tenant_limit = limits.max_stored_responses_per_tenant
+
     def add(self, tenant: str, response_id: str, holder: Holder) -> None:
         """Adds a response as the newest one."""
         self.forget(tenant, response_id)
         own = self._of_tenant.setdefault(tenant, OrderedDict())
-        if len(own) >= self._tenant_limit:
+        while len(own) >= self._tenant_limit:
             self.forget(tenant, next(iter(own)))
-        elif len(self._all) >= self._limit:
+        while len(self._all) >= self._limit:
             self.forget(*next(iter(self._all)))
         self._all[tenant, response_id] = holder
         self._of_tenant.setdefault(tenant, own)[response_id] = None

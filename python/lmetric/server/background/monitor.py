@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 
 from lmetric._core import LmetricError
+from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.downloads import Downloads
 from lmetric.server.fleet import priority
@@ -17,12 +18,14 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.tls.contexts import TlsContext
 from lmetric.server.upstream.connection import UpstreamError
 
 LAG_PERIOD_SECONDS = 0.1
+NO_LOAD_SECONDS = 1.0  # time between two looks whether a reload has turned on reads of the load
 REMINDER_SECONDS = 30.0  # time between two warnings about a model without a usable engine
 GROWTH_LOG_SECONDS = 60.0
-POLICY_WATCH_SECONDS = 1.0
+FILE_WATCH_SECONDS = 1.0
 PROGRAMS_SECONDS = 0.5  # time between two rounds of admission
 
 log = structlog.get_logger("lmetric.health")
@@ -58,11 +61,17 @@ class _Polls:
 class Monitor:
     """The periodic tasks of a router."""
 
-    def __init__(self, fleet: Fleet, overdue: Callable[[float], None], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        overdue: Callable[[float], None],
+        metrics: Metrics,
+        certificates: Callable[[], Iterable[TlsContext]],
+    ) -> None:
         self.fleet = fleet
         self._overdue = overdue  # ends requests past their limits; argument: the monotonic clock, s
         self.metrics = metrics
-        self.config = fleet.config
+        self._certificates = certificates
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = _Polls("check", self._check)
         self._reads = _Polls("load", self._load_of)
@@ -70,6 +79,11 @@ class Monitor:
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
         self._reminded: dict[str | None, float] = {}
+
+    @property
+    def config(self) -> ServerConfig:
+        """The configuration, which a reload replaces."""
+        return self.fleet.config
 
     async def check_all(self) -> None:
         """Checks all engines at once and waits for the results."""
@@ -104,20 +118,13 @@ class Monitor:
 
     def start(self) -> None:
         """Starts the periodic tasks."""
-        timeouts = self.config.timeouts
-        shortest = min(
-            *(timeouts.first_byte, timeouts.answer, timeouts.between_chunks),
-            *(timeouts.slow_client, timeouts.body, timeouts.keep_alive),
-            *(() if timeouts.request is None else (timeouts.request,)),
-        )
-        sweep = min(max(shortest / 4, 0.02), 0.5)
-        self._spawn("checks", self.config.health.interval, self._begin_checks)
-        self._spawn("time limits", sweep, self._sweep)
-        if self.config.load.interval is not None:
-            self._spawn("load", self.config.load.interval, self._load)
+        self._spawn("checks", lambda: self.config.health.interval, self._begin_checks)
+        self._spawn("time limits", lambda: _sweep_seconds(self.config.timeouts), self._sweep)
+        self._spawn("load", lambda: self.config.load.interval or NO_LOAD_SECONDS, self._load)
         self._spawn("KV events", 1.0, self._kv)
         self._spawn("tokenizer downloads", 1.0, self._downloads.begin)
-        self._spawn("policy files", POLICY_WATCH_SECONDS, self._watch_policies)
+        self._spawn("policy files", FILE_WATCH_SECONDS, self._watch_policies)
+        self._spawn("TLS files", FILE_WATCH_SECONDS, self._watch_certificates)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
         self._spawn("programs", PROGRAMS_SECONDS, self._programs)
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
@@ -132,10 +139,12 @@ class Monitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, name: str, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+    def _spawn(
+        self, name: str, seconds: float | Callable[[], float], work: Callable[[], Awaitable[None]]
+    ) -> None:
         async def forever() -> None:
             while True:
-                await asyncio.sleep(seconds)
+                await asyncio.sleep(seconds() if callable(seconds) else seconds)
                 try:
                     await work()
                 except Exception:
@@ -188,6 +197,8 @@ class Monitor:
 
     async def _load(self) -> None:
         """Starts to read the load of each healthy engine whose last read is over."""
+        if self.config.load.interval is None:
+            return
         for pool in self.fleet.pools:
             for engine in pool.engines.values():
                 if engine.healthy and engine.load_pages:
@@ -286,6 +297,11 @@ class Monitor:
                     reason=str(error),
                 )
 
+    async def _watch_certificates(self) -> None:
+        """Uses certificates whose files have changed."""
+        for context in self._certificates():
+            context.refresh()
+
     async def _reschedule(self) -> None:
         """Runs the rescheduling rounds of each pool when they are due, forever."""
         while True:
@@ -302,3 +318,13 @@ class Monitor:
                         log.exception("rescheduling failed", model=pool.name)
                 following = min(following, mover.due)
             await asyncio.sleep(max(following - time.monotonic(), 0.001))
+
+
+def _sweep_seconds(timeouts: Timeouts) -> float:
+    """Returns the time between two checks of the time limits: a part of the shortest one."""
+    shortest = min(
+        *(timeouts.first_byte, timeouts.answer, timeouts.between_chunks),
+        *(timeouts.slow_client, timeouts.body, timeouts.keep_alive),
+        *(() if timeouts.request is None else (timeouts.request,)),
+    )
+    return min(max(shortest / 4, 0.02), 0.5)

@@ -88,7 +88,8 @@ class DnsNames:
     def _engine(self, address: str, port: int | None, name: str | None = None) -> Found:
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         place = f"{host}:{port}"
-        config = EngineConfig(url=f"http://{place}", name=name or place, api_key=self.defaults.api_key)
+        url = f"{self.defaults.scheme}://{place}"
+        config = EngineConfig(url=url, name=name or place, api_key=self.defaults.api_key)
         return Found(config, self.defaults.model)
 
 

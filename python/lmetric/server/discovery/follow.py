@@ -143,25 +143,22 @@ class Discovery:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.members.stop()
 
-    def set_keys(self, config: ServerConfig) -> list[str]:
-        """Applies the engines' API keys of a new configuration.
+    def reload(self, config: ServerConfig, sections_of: ServerConfig) -> list[str]:
+        """Applies the engines of a configuration, and the API keys in the sections of another.
 
-        Returns the engines whose key changed.
-
-        Other settings stay, and so do engines that only one of the two configurations lists.
+        Returns the engines whose key changed. A key and TLS change while an engine serves; an
+        engine with other changes is replaced.
         """
         members = self.members
         before = {engine.name: engine.config.api_key for engine in members.fleet.engines()}
-        configured = [*config.engines, *(engine for model in config.models for engine in model.engines)]
-        keys = {engine.label: engine.api_key for engine in configured}
         members.update(
             CONFIGURED,
             [
-                _with_key(each, keys.get(each.config.label, each.config.api_key))
-                for each in members.of(CONFIGURED)
+                *(Found(engine, model.name) for model in config.models for engine in model.engines),
+                *(Found(engine, config.model) for engine in config.engines),
             ],
         )
-        sections = {section.label: section for section in config.discovery}
+        sections = {section.label: section for section in sections_of.discovery}
         for source in self._sources:
             old, new = source.source.defaults, sections.get(source.name)
             if new is None or new.api_key == old.api_key:
@@ -174,7 +171,11 @@ class Discovery:
                     for each in members.of(source.name)
                 ],
             )
-        return [e.name for e in members.fleet.engines() if before.get(e.name) != e.config.api_key]
+        return [
+            engine.name
+            for engine in members.fleet.engines()
+            if engine.name in before and before[engine.name] != engine.config.api_key
+        ]
 
     def _came(self, engines: list[Engine]) -> None:
         task = asyncio.create_task(self._checked(engines), name="check of new engines")

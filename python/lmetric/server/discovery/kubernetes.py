@@ -176,7 +176,7 @@ class Pods:
         try:
             config = EngineConfig.model_validate(
                 {
-                    "url": f"http://{host}:{port}",
+                    "url": f"{self.defaults.scheme}://{host}:{port}",
                     "name": f"{metadata['name']}.{metadata['namespace']}",
                     "api_key": self.defaults.api_key,
                     "role": said.get(self._config.role_key) or None,

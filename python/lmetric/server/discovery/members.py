@@ -43,7 +43,6 @@ class Members:
         self.added = 0
         self.removed = 0
         self._on_new = on_new
-        self._drain_seconds = config.timeouts.engine_drain
         # In the order of precedence.
         self._lists: dict[str, Sequence[Found]] = {
             CONFIGURED: [Found(engine.config, engine.model) for engine in fleet.engines()],
@@ -69,12 +68,19 @@ class Members:
         here = {engine.name: engine for engine in self.fleet.engines()}
         for name, engine in here.items():
             if name not in wanted:
-                self._leave(engine, self._drain_seconds if drain_seconds is None else drain_seconds)
+                seconds = self.fleet.config.timeouts.engine_drain if drain_seconds is None else drain_seconds
+                self._leave(engine, seconds)
         new = []
         for name, (owner, each) in wanted.items():
             old = here.get(name)
             if old is not None and old.config.api_key != each.config.api_key:
                 old.set_key(each.config.api_key)
+            if old is not None and old.config.tls != each.config.tls:
+                try:
+                    old.set_tls(each.config.tls, self.fleet.config)
+                except LmetricError as error:
+                    refused.add(f"cannot change TLS of engine {name} of {owner}: {error}")
+                    continue
             if old is not None and (old.config, old.model) != (each.config, each.model or self._model):
                 # Another engine has the same name. Requests of the old engine continue.
                 self._forget(old)

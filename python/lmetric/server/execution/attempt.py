@@ -138,6 +138,7 @@ class EngineAttempt:
             given,
             upstream.has_key,
             client_request.drops_priority,
+            client_request.client.peer,
         )
         if len(body) <= JOIN_BYTES:
             connection.transport.write(head + body)

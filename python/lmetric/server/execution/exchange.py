@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from lmetric._core import RequestHead, ResponseReader
+from lmetric._core import Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
@@ -27,6 +27,11 @@ class ClientPort(Protocol):
 
     relay: InFlightRequest | None
     body_size: int
+    peer: Peer
+
+    @property
+    def sender(self) -> str:
+        """The IP address of the request's client; empty: of a unix socket."""
 
     @property
     def writing_paused(self) -> bool:

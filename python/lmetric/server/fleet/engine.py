@@ -11,7 +11,16 @@ import structlog
 from pydantic import SecretStr
 
 from lmetric._core import Router
-from lmetric.config import ADMIN, CONFIGURED, EngineConfig, PoolSettings, Role, ServerConfig
+from lmetric.config import (
+    ADMIN,
+    CONFIGURED,
+    EngineConfig,
+    EngineTls,
+    PoolSettings,
+    Role,
+    ServerConfig,
+    unix_path,
+)
 from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
 from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
@@ -19,6 +28,7 @@ from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
+from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
 from lmetric.tokens import PromptTokenizer
@@ -64,20 +74,27 @@ class Engine:
     """One engine of a pool: its connections, health and capabilities.
 
     ``source``: the source that listed it. ``model``: its configured model; None: the router asks
-    the engine. It gets no requests while it is ``draining`` (set by an administrator), ``leaving``
-    (its source no longer lists it), or not ``ready`` (reported by its source).
+    the engine. ``contexts``: TLS contexts that engines share. It gets no requests while it is
+    ``draining`` (set by an administrator), ``leaving`` (its source no longer lists it), or not
+    ``ready`` (reported by its source).
     """
 
     def __init__(
-        self, config: EngineConfig, server: ServerConfig, source: str = CONFIGURED, model: str | None = None
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        source: str = CONFIGURED,
+        model: str | None = None,
+        contexts: EngineContexts | None = None,
     ) -> None:
         self.config = config
         self.source = source
         self.model = model
         self.name = config.label
-        self.host = urlsplit(config.url).hostname or ""
+        local = unix_path(config.url) is not None
+        self.host = "127.0.0.1" if local else urlsplit(config.url).hostname or ""
         allowed = AllowedEngines(server.admin.allowed_engines) if source == ADMIN else None
-        self.upstream = Upstream(config, server, allowed)
+        self.upstream = Upstream(config, server, allowed, contexts, server.tls_of(config, model))
         self.health = server.health
         self.pool: ServedModel | None = None
         # The results of the last identification, which is repeated when the engine comes back.
@@ -159,6 +176,17 @@ class Engine:
         """Sets its API key for new requests."""
         self.config = self.config.model_copy(update={"api_key": key})
         self.upstream.set_key(key)
+
+    def configure(self, server: ServerConfig) -> None:
+        """Applies what a reload can change. Raises ConfigError."""
+        self.health = server.health
+        self.upstream.configure(server, AllowedEngines(server.admin.allowed_engines))
+        self.upstream.set_tls(server.tls_of(self.config, self.pool.name if self.pool else self.model))
+
+    def set_tls(self, tls: EngineTls | None, server: ServerConfig) -> None:
+        """Sets its TLS settings for new connections. Raises ConfigError."""
+        self.config = self.config.model_copy(update={"tls": tls})
+        self.configure(server)
 
     def hold(self) -> None:
         """Updates the core router after a change of `held`."""

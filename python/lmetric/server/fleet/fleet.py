@@ -19,9 +19,10 @@ from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
-from lmetric.server.fleet.policies import RELOADED, Policies
+from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.recent import Recent
+from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.connection import UpstreamError
 
 ASK_AGAIN_SECONDS = 30.0  # pause before a repeated identification, if a page did not answer
@@ -45,6 +46,7 @@ class Fleet:
     names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
     unplaced: list[Engine] = field(default_factory=list)
     pools_made: int = 0
+    contexts: EngineContexts = field(default_factory=EngineContexts)
     _unusable: Recent[Unusable | None] = field(default_factory=Recent)
     # Results of `summary`, by its argument `names`.
     summaries: dict[bool, Recent[dict[str, Any]]] = field(
@@ -60,7 +62,7 @@ class Fleet:
         for model in config.models:
             pool = self.pool(model.name, model)
             for engine in model.engines:
-                pool.add(Engine(engine, config, model=model.name))
+                pool.add(Engine(engine, config, model=model.name, contexts=self.contexts))
         if config.model is not None:
             self.pool(config.model)
         for engine in config.engines:
@@ -79,7 +81,7 @@ class Fleet:
         If its model is not known, the router asks the engine. Raises LmetricError.
         """
         model = model or self.config.model
-        engine = Engine(config, self.config, source, model)
+        engine = Engine(config, self.config, source, model, self.contexts)
         if model is None:
             self.unplaced.append(engine)
         else:
@@ -108,16 +110,19 @@ class Fleet:
             made[None if model is None else model.name] = Policies(settings)
         return made
 
-    def reload_policies(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
-        """Applies the policies (`policies_of`) and the indicators of a new configuration.
+    def reload(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
+        """Applies a new configuration with its policies (`policies_of`). Raises LmetricError.
 
-        Raises LmetricError.
+        Running requests keep the settings with which they began.
         """
         for pool in self.pools:
             new = policies.get(pool.name, policies[None])
             pool.replace_indicators(new.settings.indicators)
             pool.replace_policies(new)
-        self.config = self.config.model_copy(update={name: getattr(config, name) for name in RELOADED})
+        self.config = config
+        for engine in self.engines():
+            engine.configure(config)
+        self.contexts.keep(engine.upstream.tls for engine in self.engines())
 
     def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
         """Replaces policies of one model, or of all (None).

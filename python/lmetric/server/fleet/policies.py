@@ -6,15 +6,10 @@ from typing import Any, NamedTuple
 
 from lmetric import plugins
 from lmetric._core import BadValueError, Router, check_policy
-from lmetric.config import POLICY_KNOBS, PoolSettings
+from lmetric.config import PoolSettings
 from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
-RELOADED = (
-    *(name for pair in POLICY_KNOBS.items() for name in pair),
-    *("policies", "policy_fallback", "policy_time_limit_seconds", "indicators"),
-)
-"""Settings of policies and of their indicators. They can change while the router serves."""
 
 
 class Built(NamedTuple):

@@ -288,13 +288,17 @@ class Pool:
 
     def _see_cuts(self) -> None:
         """Updates `cuts` from the engines' roles and the configuration."""
-        roles = any(engine.role != "both" for engine in self.engines.values())
-        self.cuts = self.joins or self.fetches_prefixes or roles
+        self.cuts = self.joins or self.fetches_prefixes or self.disaggregates
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
         return tokens / (rate or UNLEARNED_TOKENS_PER_SECOND)
+
+    @property
+    def disaggregates(self) -> bool:
+        """Whether some engines serve only prompts or only answers."""
+        return any(engine.role != "both" for engine in self.engines.values())
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""

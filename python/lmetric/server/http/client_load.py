@@ -21,14 +21,19 @@ log = structlog.get_logger("lmetric.server")
 
 
 class Client:
-    """The connections and body bytes of one client address."""
+    """The connections and body bytes of one client address.
 
-    __slots__ = ("_load", "address", "body_bytes", "connections")
+    ``is_gateway``: several clients share it, so that only the limits on all clients hold.
+    """
 
-    def __init__(self, load: "ClientLoad", address: str) -> None:
+    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests")
+
+    def __init__(self, load: "ClientLoad", address: str, is_gateway: bool) -> None:
         self._load = load
         self.address = address
+        self.is_gateway = is_gateway
         self.connections = 0
+        self.requests = 0  # in flight over a trusted proxy
         self.body_bytes = 0
 
     def hold(self, size: int) -> bool:
@@ -37,7 +42,7 @@ class Client:
         if load.body_bytes + size > load.limits.max_body_bytes_total:
             load.refused["body_bytes_total"] += 1
             return False
-        if self.body_bytes + size > load.limits.max_body_bytes_per_client:
+        if self.body_bytes + size > load.limits.max_body_bytes_per_client and not self.is_gateway:
             load.refused["body_bytes_per_client"] += 1
             return False
         load.body_bytes += size
@@ -54,22 +59,29 @@ class ClientLoad:
     """The connections and body bytes of all clients, and the number of refusals."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.max_connections = _within_descriptors(limits)
+        self.configure(limits)
         self.connections = 0
         self.body_bytes = 0
         self.refused: Counter[str] = Counter()
         self._clients: dict[str, Client] = {}
 
-    def open(self, address: str) -> Client | None:
-        """Counts a new connection. Returns None, and counts nothing, if there are too many."""
+    def configure(self, limits: Limits) -> None:
+        """Sets the limits. Connections beyond a lower one stay."""
+        self.limits = limits
+        self.max_connections = _within_descriptors(limits)
+
+    def open(self, address: str, is_gateway: bool) -> Client | None:
+        """Counts a new connection. Returns None, and counts nothing, if there are too many.
+
+        ``is_gateway``: a trusted proxy, or a unix socket.
+        """
         if self.connections >= self.max_connections:
             self.refused["connections"] += 1
             return None
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = Client(self, address)
-        elif client.connections >= self.limits.max_connections_per_client:
+            client = self._clients[address] = Client(self, address, is_gateway)
+        elif client.connections >= self.limits.max_connections_per_client and not is_gateway:
             self.refused["connections_per_client"] += 1
             return None
         client.connections += 1
@@ -80,7 +92,23 @@ class ClientLoad:
         """Removes a closed connection of `client` from the counts."""
         client.connections -= 1
         self.connections -= 1
-        if not client.connections:
+        self._forget(client)
+
+    def begin(self, address: str) -> Client:
+        """Returns the client that a trusted proxy names as the sender of a request."""
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = Client(self, address, False)
+        client.requests += 1
+        return client
+
+    def end(self, client: Client) -> None:
+        """Ends a request of `begin`."""
+        client.requests -= 1
+        self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        if not client.connections and not client.requests:
             del self._clients[client.address]
 
     def metrics(self) -> Iterator[Metric]:

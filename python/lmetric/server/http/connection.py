@@ -22,10 +22,11 @@ from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from lmetric._core import RequestHead, RequestReader, WireError
+from lmetric._core import Peer, RequestHead, RequestReader, WireError
 from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import Client, ClientLoad
+from lmetric.server.http.forwarding import Forwarding
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
 # HOLD_LIMIT (aiohttp may resume reading).
@@ -91,6 +92,7 @@ class Server(Protocol):
 
     requests: RequestReader
     clients: ClientLoad
+    forwarding: Forwarding
 
     def takes(self, head: RequestHead) -> bool:
         """Returns whether the request can take the fast path."""
@@ -122,13 +124,16 @@ class ClientConnection(RequestHandler):
         "_client_request",
         "_front",
         "_held",
+        "_holder",
         "_left",
         "_need",
+        "_sender",
         "_size",
         "_state",
         "answering",
         "body_size",
         "idle_since",
+        "peer",
         "relay",
     )
 
@@ -139,7 +144,11 @@ class ClientConnection(RequestHandler):
         self.answering = False
         self.idle_since = clock.monotonic()
         self._state = FREE
+        self.peer: Peer  # set when the connection is made
         self._client: Client | None = None  # None: not connected, or over the limit
+        # The client that a trusted proxy names as the sender of the request in flight.
+        self._sender: Client | None = None
+        self._holder: Client | None = None  # the client that pays for the bytes held
         self._client_request: ClientRequest | None = None  # the incomplete request, once its head is known
         self._held: list[bytes] = []
         self._size = 0  # bytes held
@@ -150,12 +159,26 @@ class ClientConnection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        self._client = self._front.clients.open(peer[0] if isinstance(peer, tuple) else "")
-        if self._client is None and self.transport is not None:
+        secure = transport.get_extra_info("ssl_object") is not None
+        self.peer = self._front.forwarding.peer(transport.get_extra_info("peername"), secure=secure)
+        if self._client is None and not self.count(self.peer) and self.transport is not None:
             self._state = DISCARDING
             self.transport.write(TOO_MANY_CONNECTIONS)
             self.force_close()
+
+    def count(self, peer: Peer) -> bool:
+        """Counts the connection against the limits on clients. Returns False beyond one.
+
+        A TLS listener calls this before the handshake.
+        """
+        self._client = self._front.clients.open(peer.address, peer.trusted or not peer.address)
+        return self._client is not None
+
+    def uncount(self) -> None:
+        """Takes the connection off the counts."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._front.clients.close(client)
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop with data.
@@ -206,11 +229,15 @@ class ClientConnection(RequestHandler):
         if head.plain and self._front.takes(head):
             if len(data) < end:
                 if client_request is None:
+                    if self.peer.trusted:
+                        self.name_sender(head)
                     self._discard(end - len(data))
                     client_request = self._front.admit(self, head)
                 if client_request is not None:
                     self._collect(data, client_request, end)
                 return
+            if self.peer.trusted and client_request is None:
+                self.name_sender(head)
             self._state = ASKED
             self.answering = True
             if len(data) > end:
@@ -269,17 +296,30 @@ class ClientConnection(RequestHandler):
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
+    def name_sender(self, head: RequestHead) -> None:
+        """Charges the request to the client that its trusted proxy names."""
+        clients = self._front.clients
+        if self._sender is not None:
+            clients.end(self._sender)
+        self._sender = clients.begin(self._front.forwarding.client(self.peer.address, head.forwarded_for))
+
+    @property
+    def sender(self) -> str:
+        """The address of the client of the request in flight; empty: of a unix socket."""
+        return self.peer.address if self._sender is None else self._sender.address
+
     def _collect(self, data: bytes, client_request: ClientRequest | None, need: int) -> None:
         self._state = COLLECTING
         self._client_request = client_request
         self._need = need
         self._left = 0
+        self._holder = self._sender or self._client
         if not self._hold(data):
             self._no_room(need - len(data))
 
     def _hold(self, data: bytes) -> bool:
         """Keeps bytes. Returns False beyond a limit on body bytes."""
-        if self._client is None or not self._client.hold(len(data)):
+        if self._holder is None or not self._holder.hold(len(data)):
             return False
         self._held.append(data)
         self._size += len(data)
@@ -287,6 +327,8 @@ class ClientConnection(RequestHandler):
 
     def _hold_back(self, data: bytes) -> None:
         """Keeps bytes that follow a request in flight."""
+        if not self._held:
+            self._holder = self._client
         if not self._hold(data):
             self.force_close()
         elif self._size > HOLD_BYTES and self.transport is not None:
@@ -310,22 +352,24 @@ class ClientConnection(RequestHandler):
 
     def hold_body(self, size: int) -> bool:
         """Counts bytes of a body outside `_held`. Returns False beyond a limit on body bytes."""
-        if self._client is None or not self._client.hold(size):
+        payer = self._sender or self._client
+        if payer is None or not payer.hold(size):
             return False
         self.body_size += size
         return True
 
     def release_body(self) -> None:
         """Releases the counted bytes of the body outside `_held`."""
-        if self._client is not None:
-            self._client.release(self.body_size)
+        payer = self._sender or self._client
+        if payer is not None:
+            payer.release(self.body_size)
         self.body_size = 0
 
     def _take_held(self) -> bytes:
         data = b"".join(self._held)
         self._held.clear()
-        if self._client is not None:
-            self._client.release(self._size)
+        if self._holder is not None:
+            self._holder.release(self._size)
         self._size = 0
         return data
 
@@ -349,6 +393,13 @@ class ClientConnection(RequestHandler):
         self.idle_since = clock.monotonic()
         if self.body_size:
             self.release_body()
+        if self._sender is not None:
+            self._end_sender()
+
+    def _end_sender(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            self._front.clients.end(sender)
 
     def _go_on(self) -> None:
         if self._left:
@@ -397,8 +448,7 @@ class ClientConnection(RequestHandler):
         super().connection_lost(exc)
         self._take_held()
         self.release_body()
-        if self._client is not None:
-            self._front.clients.close(self._client)
-            self._client = None
+        self._end_sender()
+        self.uncount()
         if self.relay is not None:
             self.relay.client_gone()

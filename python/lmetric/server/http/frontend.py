@@ -4,9 +4,10 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from secrets import token_bytes, token_hex
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import structlog
 from aiohttp import web
@@ -16,6 +17,7 @@ from lmetric._core import NoInstanceError, ProgramTurn, Request, RequestHead, Re
 from lmetric.config import ServerConfig
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
+from lmetric.server.api.form import parse_form
 from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, StoredResponsePath, stored_response
 from lmetric.server.api.request import ParsedRequest, parse
@@ -33,8 +35,10 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
 from lmetric.server.http.cors import Cors
+from lmetric.server.http.forwarding import UNIX, Forwarding
 from lmetric.server.http.holding import HeldRequest
 from lmetric.server.http.protocol import origin_form, unreadable, violation
+from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.http.tokenizing import (
     LARGE_BODY,
     PendingTokenization,
@@ -45,9 +49,22 @@ from lmetric.server.http.tokenizing import (
 )
 from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
 log = structlog.get_logger("lmetric.access")
+
+
+class Phase(IntEnum):
+    """What the server does with clients. The order is that of its end."""
+
+    SERVING = 0
+    REPLACED = 1  # a successor accepts new connections; answers close the others
+    DRAINING = 2  # /ready fails, so that load balancers send no more requests; answers close
+    REFUSING = 3  # as DRAINING, and new requests get a 503
+
+
+SERVING, REPLACED, DRAINING, REFUSING = Phase
 
 NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
 
@@ -64,7 +81,6 @@ class Frontend(web.Server):
         pages: Callable[["Frontend", web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
     ) -> None:
         super().__init__(self.handle)
-        self.config = config
         self.fleet = fleet
         self.keys = keys
         self.access = PageAccess(config, keys)
@@ -73,18 +89,32 @@ class Frontend(web.Server):
         self.metrics = metrics
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
+        self.tls: TlsContext | None = None  # set by the server
+        self.reread: Callable[[], dict[str, Any]] | None = (
+            None  # reloads the configuration; set by the server
+        )
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
         self.clients = ClientLoad(config.limits)
+        self.handshakes = Handshakes()
         self._tokenisers = TokenizerThreads()
         self._idle = asyncio.Event()
-        self.draining = False
-        self.refusing = False
+        self.phase = SERVING
         self._goes_on = AlreadySentResponse(True)
         self._ends = AlreadySentResponse(False)
-        self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
         self.stored = StoredResponses(config.limits)
         self.requests = RequestReader(keys.on, token_hex(6))
+        self._configure(config)
+
+    @property
+    def config(self) -> ServerConfig:
+        """The configuration, which a reload replaces."""
+        return self.fleet.config
+
+    def _configure(self, config: ServerConfig) -> None:
+        """Copies the settings that requests read: reading a pydantic model takes longer."""
+        self.forwarding = Forwarding(config.forwarded.trusted_proxies)
+        self.paths = {**dict.fromkeys(config.paths, CONFIGURED_PATH), **RELAYED}
         self._access = config.log.access
         self._show_engines = config.errors.show_engines
         self._cors = Cors(config.cors.origins) if config.cors.origins else None
@@ -97,14 +127,22 @@ class Frontend(web.Server):
         """Returns the protocol of a new client connection."""
         return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
 
-    def reload(self, keys: Keys, config: ServerConfig) -> None:
-        """Applies API keys and tenants to new requests. Raises ConfigError."""
+    def prepare(self, keys: Keys, config: ServerConfig) -> Callable[[], None]:
+        """Returns the function that applies API keys and other settings to new requests.
+
+        Raises ConfigError.
+        """
         access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
-        if keys.on != self.keys.on:
-            self.requests = RequestReader(keys.on, token_hex(6))
-        self.keys, self.access, self.isolation = keys, access, isolation
-        self._shares = _shares(config)
-        self.config = self.config.model_copy(update={"auth": config.auth, "tenants": config.tenants})
+
+        def apply() -> None:
+            if keys.on != self.keys.on:
+                self.requests = RequestReader(keys.on, token_hex(6))
+            self.keys, self.access, self.isolation = keys, access, isolation
+            self._configure(config)
+            self.clients.configure(config.limits)
+            self.stored.configure(config.limits)
+
+        return apply
 
     async def idle_or(self, hurry: asyncio.Event) -> None:
         """Waits until no request is in flight, or ``hurry`` is set."""
@@ -166,6 +204,8 @@ class Frontend(web.Server):
                     return answer
             if not to_engine:
                 page = await self.pages(self, request, path, query)
+                if self.phase is not SERVING:
+                    page.force_close()
                 if cors is not None:
                     page.headers.update(cors.fields(request.headers.get("origin")))
                 return page
@@ -181,10 +221,13 @@ class Frontend(web.Server):
             log.exception("a request failed with an internal error", path=path)
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
+        head = self.requests.sort(target.encode(), request.raw_headers)
+        if client.peer.trusted:
+            client.name_sender(head)
         client_request = ClientRequest(
             client,
             request.transport,
-            self.requests.sort(target.encode(), request.raw_headers),
+            head,
             request.version >= (1, 1),
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
@@ -239,7 +282,7 @@ class Frontend(web.Server):
             content_type="application/json",
             headers=error.headers,
         )
-        if self.draining:
+        if self.phase is not SERVING:
             response.force_close()
         return response
 
@@ -352,7 +395,7 @@ class Frontend(web.Server):
     def _admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
         if self._access:
-            client_request.address = _address(client_request.transport)
+            client_request.address = _address(client_request)
         if self._cors is not None:
             client_request.cors = self._cors.lines(client_request.head)
         try:
@@ -361,7 +404,7 @@ class Frontend(web.Server):
                 client_request.tenant = self.keys.tenant(_text(authorization), _text(key))
             elif self._shares and (named := client_request.head.tenant) in self._shares:
                 client_request.tenant = named or ""  # without keys, the header is trusted
-            if self.refusing or len(self.relays) >= self._request_limit:
+            if self.phase is REFUSING or len(self.relays) >= self._request_limit:
                 self._check_room()
         except ApiError as error:
             self._ended(client_request, None, error)
@@ -370,7 +413,7 @@ class Frontend(web.Server):
 
     def _check_room(self) -> None:
         """Raises ApiError (503) if no new request may start."""
-        if self.refusing:
+        if self.phase is REFUSING:
             raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
         if len(self.relays) >= self._request_limit:
             raise ApiError(503, "too many concurrent requests", code="too_many", headers={"retry-after": "1"})
@@ -378,7 +421,11 @@ class Frontend(web.Server):
     def _serve(self, client_request: ClientRequest, body: bytes) -> None:
         """Starts the request. `_ended` is called at its end."""
         try:
-            call = parse(self.paths[client_request.path], body)
+            path = self.paths[client_request.path]
+            if path.prompt == "form":
+                call = parse_form(path, client_request.head.field(b"content-type"), body)
+            else:
+                call = parse(path, body)
             if client_request.tenant and client_request.tenant in self.isolation.tenants:
                 self.isolation.apply(client_request.tenant, client_request.path, call)
             pool, adapter = self.fleet.find(call.model)
@@ -436,7 +483,7 @@ class Frontend(web.Server):
             client_request.pool, engine = self._holder(tenant, response_id)
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
-            client_request.keep_alive &= not self.draining
+            client_request.keep_alive &= self.phase is SERVING
             relay = DirectRequest(self._rules, client_request, engine, method.encode(), self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)
@@ -527,6 +574,12 @@ class Frontend(web.Server):
         now: float,
     ) -> None:
         """Routes the request and starts its execution, or holds it. Raises ApiError."""
+        if call.path.prompt == "form" and pool.disaggregates:
+            raise ApiError(
+                501,
+                f"{pool.name}: {client_request.path} is not possible with prefill/decode disaggregation",
+                code="not_implemented",
+            )
         if pool.orders or self.keys.on:
             # Otherwise clients could delay the requests of others.
             client_request.drops_priority = True
@@ -634,9 +687,10 @@ class Frontend(web.Server):
                     headers={"retry-after": "2"},
                 ) from None
             raise pool.no_engine_error(error) from None
-        client_request.priority = decision.priority
+        if call.path.prompt != "form":  # engines may read the priority from a field of JSON
+            client_request.priority = decision.priority
         try:
-            client_request.keep_alive &= not self.draining
+            client_request.keep_alive &= self.phase is SERVING
             execution = RequestExecution(
                 self._rules,
                 client_request,
@@ -663,12 +717,13 @@ class Frontend(web.Server):
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and counts the request."""
-        goes_on = client_request.keep_alive and not self.draining
+        # What the client was told: closing a connection that it may use again would lose a request.
+        goes_on = client_request.keep_alive
         status = 499
         if relay is not None:
             client_request.client.relay = None
             self.relays.discard(relay)
-            if self.refusing and not self.relays:
+            if self.phase is not SERVING and not self.relays:
                 self._idle.set()
             goes_on = goes_on and not relay.close_client
             if relay.committed:
@@ -680,7 +735,7 @@ class Frontend(web.Server):
                     client_request.pool.ratio.learn(client_request.prompt_bytes, prompt_tokens)
         if error is not None:
             status = error.status
-            goes_on = goes_on and client_request.http11
+            goes_on = goes_on and client_request.http11 and self.phase is SERVING
             if client_request.transport.is_closing():
                 status = 499  # the client left before the router refused its request
             elif client_request.opened:
@@ -742,11 +797,17 @@ def _crowded(pool: Pool, turn: ProgramTurn) -> ApiError:
     )
 
 
-def _address(transport: asyncio.Transport) -> str | None:
-    """Returns HOST:PORT of a client; None if it has disconnected."""
-    peer = transport.get_extra_info("peername")
+def _address(client_request: ClientRequest) -> str | None:
+    """Returns HOST:PORT of a client, the HOST that a trusted proxy names, or `unix`.
+
+    None: the client has disconnected.
+    """
+    client = client_request.client
+    if client.sender != client.peer.address:
+        return client.sender
+    peer = client_request.transport.get_extra_info("peername")
     if not peer:
-        return None
+        return None if client.peer.address else UNIX
     host, port = peer[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -20,7 +20,7 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.own_pages import DEBUG_LINKS, HOME_LINKS
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.observe.startup import sample_request, url_of
 
 ABOUT = "Routes requests of the OpenAI API to LLM engines, by their prefix caches and their load."
@@ -71,14 +71,14 @@ def home(front: Frontend, request: web.BaseRequest) -> web.Response:
     shown: dict[str, Any] = {
         "name": "lmetric-router",
         "about": ABOUT,
-        "ready": not front.draining and front.fleet.ready(),
+        "ready": front.phase < DRAINING and front.fleet.ready(),
         **state,
         "api_paths": sorted(front.paths),
         "pages": pages,
     }
     if models:
-        port = request.transport.get_extra_info("sockname")[1] if request.transport else front.config.port
-        url = url_of(front.config.host, port)
+        name = request.transport.get_extra_info("sockname") if request.transport else None
+        url = url_of(front.config, name[1] if isinstance(name, tuple) else front.config.port)
         shown["curl"] = sample_request(url, models[0], front.keys.on)
     if admin:
         shown["version"] = __version__

@@ -14,14 +14,25 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 import orjson
+import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
 from lmetric._core import LmetricError
-from lmetric.config import ADMIN, CONFIGURED, POLICY_KNOBS, EngineConfig, KvEvents, PolicyChange, Role
+from lmetric.config import (
+    ADMIN,
+    CONFIGURED,
+    POLICY_KNOBS,
+    EngineConfig,
+    KvEvents,
+    PolicyChange,
+    Role,
+    unix_path,
+)
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
+from lmetric.server.api.paths import REALTIME
 from lmetric.server.api.request import read_object
 from lmetric.server.background import replicas
 from lmetric.server.discovery import Found
@@ -31,10 +42,12 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
-from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.observe.metrics import CONTENT_TYPE
 from lmetric.server.upstream.allowed import AllowedEngines
+
+log = structlog.get_logger("lmetric.server")
 
 _DECISIONS = "/debug/decisions/"
 _MODELS = "/v1/models/"
@@ -60,6 +73,14 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
+    if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        raise ApiError(
+            501,
+            f"{REALTIME} needs WebSocket, which the router does not relay; connect to an engine directly, or "
+            "send audio to /v1/audio/transcriptions",
+            code="not_implemented",
+            headers={"connection": "close"},
+        )
     page = _page(path)
     if page is None or page.access == "replica":
         raise _unknown(front, path, request.method)
@@ -126,11 +147,11 @@ def _admit(front: Frontend, request: web.BaseRequest, path: str, page: OwnPage) 
 def _ready(front: Frontend, admin: bool) -> web.Response:
     """Answers /ready. Names and addresses of engines are for administrators only."""
     state = summary(front.fleet, names=admin)
-    if not front.draining and front.fleet.ready():
+    if front.phase < DRAINING and front.fleet.ready():
         return _json({"ready": True, **state})
     reasons = front.fleet.unusable
     why = "no usable engine" if reasons is None else f"no usable engine: {reasons.summary}"
-    if front.draining:
+    if front.phase >= DRAINING:
         why = "shutting down"
     more = {"ready": False, **state}
     raise ApiError(503, f"not ready: {why}", code="not_ready", headers={"retry-after": "2"}, more=more)
@@ -285,6 +306,9 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         for pool in front.fleet.pools:
             pool.router.configure(guard=body["on"])
         return _json({"guard": body["on"]})
+    if path == "/admin/reload":
+        _only(request, path, OWN_PAGES[path])
+        return _json(_reload(front))
     if path == "/admin/policy":
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
@@ -314,6 +338,17 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     engine.draining = verb == "drain"
     engine.hold()
     return _json(*_engines(front.fleet, [engine]))
+
+
+def _reload(front: Frontend) -> dict[str, Any]:
+    """Applies the configuration as it is now. Returns the changes."""
+    if front.reread is None:
+        raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
+    try:
+        return front.reread()
+    except LmetricError as error:
+        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
+        raise ApiError(400, str(error), code="bad_configuration") from None
 
 
 async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> dict[str, Any]:
@@ -421,6 +456,8 @@ async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     model = body.pop("model", None)
     if model is not None and (not isinstance(model, str) or not model):
         raise bad("model must be a name, a non-empty string", "model")
+    if body.get("tls") is not None:
+        raise bad("files of TLS come from the configuration: set engine_tls there", "tls")
     try:
         config = EngineConfig.model_validate(body)
     except ValidationError as error:
@@ -450,6 +487,8 @@ def _check(pool: Pool) -> None:
 
 async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
     """Raises ApiError (400, 403) unless the router may connect to all addresses of an engine."""
+    if unix_path(config.url) is not None:
+        raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
         urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))

@@ -1,15 +1,26 @@
-"""The port of the server. It is bound first, before slow steps of the start."""
+"""The sockets on which the server listens: its own, or those of systemd or of a predecessor.
+
+They are bound before slow steps of the start, and listen at its end.
+"""
 
 import asyncio
 import contextlib
 import errno
 import os
 import socket
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmetric.config import UNIX, ServerConfig, is_loopback, unix_path
 
 _FIXES = {
     errno.EADDRINUSE: "stop the process that uses the port, or set another --port",
     errno.EACCES: "set a --port of 1024 or above, or allow the process to use lower ports",
 }
+_UNIX_FIX = "set --host to a path that this process may create"
+FIRST_PASSED = 3  # descriptor of systemd's first socket, sd_listen_fds(3)
 
 
 class PortError(OSError):
@@ -19,27 +30,85 @@ class PortError(OSError):
         return str(self.args[1])
 
 
-def port_error(host: str, port: int, error: Exception) -> PortError:
+def port_error(config: ServerConfig, error: Exception) -> PortError:
     """Returns the PortError for a failed bind or listen."""
     number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
     reason = os.strerror(number) if number > 0 else error
+    if unix_path(config.host) is not None:
+        fix = "stop the process that listens there, or set another --host"
+        fix = fix if number == errno.EADDRINUSE else _UNIX_FIX
+        return PortError(number, f"cannot listen on {config.host}: {reason}; {fix}")
     fix = _FIXES.get(number, "set --host to an address of this machine")
-    return PortError(number, f"cannot listen on {host}:{port}: {reason}; {fix}")
+    return PortError(number, f"cannot listen on {config.host}:{config.port}: {reason}; {fix}")
 
 
-async def bind(host: str, port: int) -> list[socket.socket]:
-    """Returns sockets bound to all addresses of a host. Raises PortError.
+@dataclass
+class Bound:
+    """Sockets for clients.
 
-    They do not listen yet, so clients are refused instead of waiting.
+    ``shared``: systemd has them, too, so that connections wait for the next process when this one
+    closes them. ``path``: the file of a unix socket that this process made.
     """
+
+    sockets: list[socket.socket]
+    shared: bool = False
+    path: Path | None = None
+    _inode: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self._inode = self.path.stat().st_ino
+
+    @property
+    def host(self) -> str:
+        """The address, as `host` of a configuration. Of several, the one that most can reach."""
+        hosts = []
+        for each in self.sockets:
+            name = each.getsockname()
+            hosts.append(str(name[0]) if isinstance(name, tuple) else f"{UNIX}{name}")
+        return next((host for host in hosts if not is_loopback(host)), hosts[0])
+
+    @property
+    def port(self) -> int:
+        """The port; 0 for a unix socket."""
+        name = self.sockets[0].getsockname()
+        return int(name[1]) if isinstance(name, tuple) else 0
+
+    def remove_file(self) -> None:
+        """Removes the file of a unix socket, unless another process has replaced it."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                if self.path.stat().st_ino == self._inode:
+                    self.path.unlink()
+
+
+async def bind(config: ServerConfig, taken: Sequence[socket.socket] = ()) -> Bound:
+    """Returns bound sockets for all addresses of `config.host`. Raises PortError.
+
+    They do not listen yet, so clients are refused instead of waiting. ``taken``: sockets of a
+    predecessor, which are used if they have one of the addresses.
+    """
+    passed = _passed()
+    if passed:
+        return Bound(passed, shared=True)
+    path = unix_path(config.host)
+    if path is not None:
+        for each in taken:
+            if each.family == socket.AF_UNIX and each.getsockname() == path:
+                return Bound([each], path=Path(path))
+        return _bind_unix(config, Path(path))
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as opened:
         try:
             addresses = await loop.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             sockets = []
             for family, kind, protocol, _, address in dict.fromkeys(addresses):
+                known = next((each for each in taken if _has_address(each, family, address)), None)
+                if known is not None:
+                    sockets.append(known)
+                    continue
                 try:
                     each = socket.socket(family, kind, protocol)
                 except OSError as error:
@@ -53,6 +122,66 @@ async def bind(host: str, port: int) -> list[socket.socket]:
                 each.bind(address)
                 sockets.append(each)
         except (OSError, OverflowError) as error:
-            raise port_error(host, port, error) from None
+            raise port_error(config, error) from None
         opened.pop_all()
+    return Bound(sockets)
+
+
+def _has_address(sock: socket.socket, family: int, address: tuple[object, ...]) -> bool:
+    """Returns whether a socket has an address. Port 0 is any port."""
+    if sock.family != family:
+        return False
+    host, port = sock.getsockname()[:2]
+    return host == address[0] and address[1] in (0, port)
+
+
+def _bind_unix(config: ServerConfig, path: Path) -> Bound:
+    """Binds a unix socket. Raises PortError.
+
+    A socket file that nobody listens on is left from a process that was killed: it is replaced.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        remove_stale(path)
+        sock.bind(str(path))
+        path.chmod(int(config.socket_mode, 8))
+    except OSError as error:
+        sock.close()
+        raise port_error(config, error) from None
+    return Bound([sock], path=path)
+
+
+def remove_stale(path: Path) -> None:
+    """Removes a unix socket's file if no process listens there.
+
+    Raises OSError (EADDRINUSE) if one does, or if the file is no socket.
+    """
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass  # its queue is full, so someone listens
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _passed() -> list[socket.socket]:
+    """Returns the sockets that systemd has passed to this process, once: sd_listen_fds(3)."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    count = int(os.environ.pop("LISTEN_FDS", "0"))
+    for name in ("LISTEN_PID", "LISTEN_FDNAMES"):
+        os.environ.pop(name, None)
+    sockets = []
+    for number in range(FIRST_PASSED, FIRST_PASSED + count):
+        os.set_inheritable(number, False)
+        sockets.append(socket.socket(fileno=number))
     return sockets

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmetric._core import __version__
-from lmetric.config import ServerConfig
+from lmetric.config import ServerConfig, unix_path
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.summary import summary
 
@@ -17,22 +17,28 @@ NAMED = 4  # most engines named in a line of the block
 _ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def url_of(host: str, port: int) -> str:
-    """Returns the URL of the router for clients on this machine."""
-    host = _ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(config: ServerConfig, port: int) -> str:
+    """Returns the URL of the router for clients on this machine; of a unix socket, unix:/path."""
+    if unix_path(config.host) is not None:
+        return config.host
+    scheme = "http" if config.tls is None else "https"
+    host = _ANY_ADDRESS.get(config.host, config.host)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def sample_request(url: str, model: str, keys_needed: bool) -> str:
     """Returns a shell command that sends one request."""
     body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16}, ensure_ascii=False)
     key = ' -H "authorization: Bearer $API_KEY"' if keys_needed else ""
+    socket = unix_path(url)
+    if socket is not None:
+        url = f"--unix-socket {shlex.quote(socket)} http://localhost"
     return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
 def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: bool) -> dict[str, Any]:
     """Returns the fields of the event `listening`."""
-    url = url_of(config.host, port)
+    url = url_of(config, port)
     report = {"version": __version__, "url": url, "host": config.host, "port": port}
     report |= {"policy": config.policy, **summary(fleet, names=True)}
     report["curl"] = sample_request(url, fleet.pools[0].name, keys_needed) if fleet.pools else None
@@ -62,5 +68,6 @@ def startup_block(event: Mapping[str, Any]) -> str:
     if event["curl"] is not None:
         rows.append(("try", event["curl"]))
     lines = [f"  {name:<8} {text}" for name, text in rows]
-    title = f"lmetric-router {event['version']} listens on {event['host'] or '*'}, port {event['port']}"
+    where = f"{event['host'] or '*'}, port {event['port']}" if event["port"] else event["url"]
+    title = f"lmetric-router {event['version']} listens on {where}"
     return "\n".join([title, *lines])

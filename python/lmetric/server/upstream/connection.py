@@ -60,6 +60,8 @@ def connect_error(error: OSError) -> UpstreamError:
         # Without a free file descriptor, look-ups fail too, but the resolver reports another error.
         own = _own_trouble()
         return UpstreamError("resources", own) if own else UpstreamError("dns", f"DNS: {reason}")
+    if isinstance(error, FileNotFoundError):
+        return UpstreamError("refused", "no connection: the unix socket does not exist")
     # If all addresses of a host fail, asyncio reports the error numbers only in its message.
     numbers = {error.errno} if error.errno else set(map(int, _ERRNO.findall(str(error))))
     if errno.ECONNREFUSED in numbers:

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from lmetric.config import EngineConfig, ServerConfig
+from lmetric.config import EngineConfig, EngineTls, ServerConfig, unix_path
+from lmetric.server.tls.contexts import EngineContexts, TlsContext
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.connection import Connection, UpstreamError, connect_error
 from lmetric.server.upstream.fetch import Fetch
@@ -84,29 +85,62 @@ class Kept:
 class Upstream(Kept):
     """All connections to one engine: a bounded number for requests, and a few for its pages.
 
-    ``allowed``: the addresses that the engine may have; None: any.
+    ``allowed``: the addresses that the engine may have; None: any. ``contexts``: TLS contexts that
+    engines share. ``tls``: settings of an https URL.
     """
 
     def __init__(
-        self, config: EngineConfig, server: ServerConfig, allowed: AllowedEngines | None = None
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        allowed: AllowedEngines | None = None,
+        contexts: EngineContexts | None = None,
+        tls: EngineTls | None = None,
     ) -> None:
         limits = server.limits
         super().__init__(limits.max_connections_per_engine, limits.idle_seconds)
         self._pages = Kept(PAGE_CONNECTIONS, limits.idle_seconds, PAGE_CONNECTION_SECONDS)
         parts = urlsplit(config.url)
         self.url = config.url
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._address = (parts.hostname or "", parts.port or (443 if self._tls else 80))
+        self._socket = unix_path(config.url)
+        self._secure = parts.scheme == "https"
+        self._contexts = contexts if contexts is not None else EngineContexts()
+        self.tls: TlsContext | None = None
+        self._server_name: str | None = None
+        self._address = (parts.hostname or "", parts.port or (443 if self._secure else 80))
         self._allowed = allowed
-        self._path = parts.path.rstrip("/")
-        self._host = parts.netloc
+        self._path = "" if self._socket is not None else parts.path.rstrip("/")
+        self._host = parts.netloc or "localhost"
         self._rank = config.data_parallel_rank
+        self._heads: dict[bytes, tuple[bytes, bytes]] = {}
+        self.configure(server, allowed)
+        self.set_key(config.api_key)
+        self.set_tls(tls)
+
+    def configure(self, server: ServerConfig, allowed: AllowedEngines | None) -> None:
+        """Applies limits, the time to connect and the request for load headers.
+
+        ``allowed`` replaces the allowed addresses of an engine that has some.
+        """
+        self._keep = server.limits.max_connections_per_engine
+        self._idle_seconds = self._pages._idle_seconds = server.limits.idle_seconds
+        self._connect_seconds = server.timeouts.connect
+        self._allowed = None if self._allowed is None else allowed
         # A load header does not name the rank.
         by_header = server.load.from_answers and self._rank is None
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""
-        self._heads: dict[bytes, tuple[bytes, bytes]] = {}
-        self.set_key(config.api_key)
-        self._connect_seconds = server.timeouts.connect
+        self._heads.clear()
+
+    def set_tls(self, settings: EngineTls | None) -> None:
+        """Sets TLS for new connections, if the URL is https. Raises ConfigError."""
+        if self._secure:
+            self.tls = self._contexts.get(settings)
+            self._server_name = settings.server_name if settings is not None else None
+
+    @property
+    def is_unverified(self) -> bool:
+        """Whether the engine's certificate is not checked."""
+        return self.tls is not None and self.tls.context.verify_mode == ssl.CERT_NONE
 
     def set_key(self, key: SecretStr | None) -> None:
         """Sets the API key for new requests. None: requests keep their clients' keys."""
@@ -160,12 +194,20 @@ class Upstream(Kept):
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
-                await loop.create_connection(lambda: connection, *self._address, ssl=self._tls)
+                if self._socket is not None:
+                    await loop.create_unix_connection(lambda: connection, self._socket)
+                elif self.tls is None:
+                    await loop.create_connection(lambda: connection, *self._address)
+                else:
+                    tls, name = self.tls.context, self._server_name
+                    await loop.create_connection(
+                        lambda: connection, *self._address, ssl=tls, server_hostname=name
+                    )
         except TimeoutError:
             raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
             raise connect_error(error) from None
-        if self._allowed is not None:
+        if self._allowed is not None and self._socket is None:
             # The name may resolve to another address than when the engine was added.
             address = connection.transport.get_extra_info("peername")[0]
             if not self._allowed.permits(self._address[0], address):

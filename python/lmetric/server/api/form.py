@@ -1,0 +1,103 @@
+"""Requests with a file: multipart forms (RFC 7578).
+
+The router reads the names of all fields, and the values of those that routing needs. It decodes no
+file, and the engine gets the form unchanged. aiohttp's reader needs about 100 times as long: it
+reads a file line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from email.message import Message
+
+from lmetric._core import INTERNAL_FIELDS
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.api.paths import RelayedPath
+from lmetric.server.api.request import ParsedRequest
+
+MAX_PARTS = 64
+MAX_HEAD_BYTES = 4096  # header fields of one part
+MAX_VALUE_BYTES = 1024  # value of a field that routing needs
+MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
+_NEEDED = frozenset({"model", "stream"})
+
+
+def parse_form(path: RelayedPath, content_type: bytes | None, body: bytes) -> ParsedRequest:
+    """Reads a multipart form. Raises ApiError (400, 415)."""
+    values: dict[str, str] = {}
+    for name, value in _parts(body, _boundary(content_type)):
+        if name.partition("[")[0] in INTERNAL_FIELDS:
+            raise bad(f"{name} is a field for engines only", name)
+        if name not in _NEEDED:
+            continue
+        if name in values:
+            raise bad(f"the form has the field {name} twice", name)
+        if len(value) > MAX_VALUE_BYTES:
+            raise bad(f"the field {name} is longer than {MAX_VALUE_BYTES} bytes", name)
+        try:
+            values[name] = str(value, "utf-8")
+        except UnicodeDecodeError:
+            raise bad(f"the field {name} is not UTF-8", name) from None
+    return ParsedRequest(
+        path,
+        body,
+        values.get("model"),
+        values.get("stream", "").lower() in ("true", "1", "yes", "on", "t", "y"),
+        session=None,
+        session_id=None,
+        salt=None,
+        max_tokens=None,
+        text=None,
+        tokens=None,
+        more_bytes=0,
+        more_tokens=0,
+        priority=None,
+        _fields={},
+    )
+
+
+def _boundary(content_type: bytes | None) -> bytes:
+    """Returns the line that separates the parts. Raises ApiError."""
+    head = Message()
+    head["content-type"] = (content_type or b"").decode("latin-1")
+    boundary = head.get_boundary("").encode("latin-1", "replace")
+    if head.get_content_type() != "multipart/form-data" or not boundary:
+        raise ApiError(415, "the content-type must be multipart/form-data with a boundary")
+    if len(boundary) > MAX_BOUNDARY_BYTES:
+        raise bad(f"the boundary of the form is longer than {MAX_BOUNDARY_BYTES} bytes")
+    return b"--" + boundary
+
+
+def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview]]:
+    """Yields name and value of each part. Raises ApiError (400)."""
+    view = memoryview(body)
+    line = b"\r\n" + boundary
+    at = 0 if body.startswith(boundary) else body.find(line) + 2
+    if at == 1:
+        raise bad("the form has no part: its boundary does not occur")
+    for _ in range(MAX_PARTS):
+        at += len(boundary)
+        if body.startswith(b"--", at):
+            return
+        head = body.find(b"\r\n", at, at + MAX_BOUNDARY_BYTES)  # spaces may follow a boundary
+        start = body.find(b"\r\n\r\n", head, head + MAX_HEAD_BYTES) if head >= 0 else -1
+        if start < 0 or body[at:head].strip(b" \t"):
+            raise bad(f"a part of the form has no complete header of at most {MAX_HEAD_BYTES} bytes")
+        end = body.find(line, start + 4)
+        if end < 0:
+            raise bad("the form is cut off: its last boundary is missing")
+        yield _name(body[head + 2 : start]), view[start + 4 : end]
+        at = end + 2
+    raise bad(f"the form has more than {MAX_PARTS} parts")
+
+
+def _name(head: bytes) -> str:
+    """Returns the name of a part; empty if it has none."""
+    for field in head.split(b"\r\n"):
+        name, _, value = field.partition(b":")
+        if name.strip().lower() == b"content-disposition":
+            parsed = Message()
+            parsed["content-disposition"] = value.decode("utf-8", "replace").replace("\n", " ").strip()
+            found = parsed.get_param("name", header="content-disposition")
+            return found if isinstance(found, str) else ""
+    return ""

@@ -1,0 +1,48 @@
+"""Accepts clients' connections on the server's sockets, with or without TLS."""
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+from lmetric.server.http.frontend import Frontend
+from lmetric.server.http.port import Bound
+from lmetric.server.http.tls_listener import TlsListener
+
+BACKLOG = 2048
+
+
+class Listeners:
+    """What accepts connections on bound sockets."""
+
+    def __init__(self, bound: Bound, front: Frontend) -> None:
+        self.bound = bound
+        self._front = front
+        self._running: list[asyncio.Server | TlsListener] = []
+
+    async def start(self) -> None:
+        """Listens on all sockets. Raises OSError; then none of them listens."""
+        try:
+            for each in self.bound.sockets:
+                self._running.append(await self._listen(each))
+        except OSError:
+            self.close()
+            raise
+
+    async def _listen(self, each: socket.socket) -> asyncio.Server | TlsListener:
+        loop, front = asyncio.get_running_loop(), self._front
+        if front.tls is not None:
+            listener = TlsListener(each, front)
+            listener.start(BACKLOG)
+            return listener
+        if each.family == socket.AF_UNIX:
+            # Python 3.13 and newer would remove the file, which a successor may use.
+            more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+            return await loop.create_unix_server(front, sock=each, backlog=BACKLOG, **more)
+        return await loop.create_server(front, sock=each, backlog=BACKLOG)
+
+    def close(self) -> None:
+        """Stops accepting. Connections continue."""
+        for each in self._running:
+            each.close()
+        self._running.clear()

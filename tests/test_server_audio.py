@@ -1,0 +1,163 @@
+"""Audio: multipart forms, which the router relays unchanged; WebSocket, which it refuses."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmetric._core import INTERNAL_FIELDS
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.form import MAX_PARTS, parse_form
+from lmetric.server.api.paths import AUDIO, RELAYED
+from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, Request, chunk, plain, token, world
+
+PATH = RELAYED[AUDIO[0]]
+KIND = b"multipart/form-data; boundary=b"
+
+
+def form(*parts: tuple[str, bytes], boundary: bytes = b"b") -> bytes:
+    """A form; a name may have further parameters."""
+    body = b""
+    for name, value in parts:
+        body += b"--%b\r\nContent-Disposition: form-data; name=%b\r\n\r\n" % (boundary, name.encode())
+        body += value + b"\r\n"
+    return body + b"--%b--\r\n" % boundary
+
+
+def audio(size: int = 100_000) -> aiohttp.FormData:
+    data = aiohttp.FormData()
+    data.add_field("file", os.urandom(size), filename="a.wav", content_type="audio/wav")
+    return data
+
+
+async def heard(engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+    if b"\r\n\r\ntrue\r\n" in request.body:
+        writer.write(STREAM_HEAD + chunk(token("hello", "stop")) + STREAM_TAIL)
+    else:
+        writer.write(plain(200, {"text": f"heard by {engine.name}"}))
+    return True
+
+
+@pytest.mark.parametrize("path", AUDIO)
+async def test_forms_reach_an_engine_unchanged(path: str) -> None:
+    engines = [FakeEngine(behave=heard), FakeEngine(behave=heard)]
+    async with world(engines) as w:
+        for _ in range(2):
+            data = audio()
+            data.add_field("model", "tiny")
+            payload = data()
+            async with w.client.post(w.url + path, data=payload) as response:
+                assert response.status == 200
+                assert (await response.json())["text"].startswith("heard by")
+                assert "x-lmetric-decision" in response.headers
+        assert [len(engine.requests) for engine in engines] == [1, 1], "routed like other requests"
+        request = engines[0].requests[0]
+        assert request.path == path
+        assert request.headers["content-type"].startswith("multipart/form-data; boundary=")
+        found = parse_form(PATH, request.headers["content-type"].encode(), request.body)
+        assert (found.model, found.stream, found.body) == ("tiny", False, request.body)
+
+
+async def test_answers_to_forms_are_streamed_and_retried() -> None:
+    async def busy(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(503, {"error": {"message": "busy"}}))
+        return True
+
+    async with world([FakeEngine(behave=busy), FakeEngine(behave=heard)]) as w:
+        for _ in range(2):
+            data = audio()
+            data.add_field("stream", "true")
+            async with w.client.post(w.url + AUDIO[0], data=data) as response:
+                assert response.status == 200
+                assert response.content_type == "text/event-stream"
+                assert (await response.read()).endswith(b"[DONE]\n\n")
+
+
+async def test_forms_that_are_refused() -> None:
+    async with world(limits={"max_body_bytes": 200_000}) as w:
+
+        async def post(body: bytes, kind: bytes = KIND) -> tuple[int, Any]:
+            status, _, answer = await w.post(body, AUDIO[0], {"content-type": kind.decode()})
+            return status, answer["error"]
+
+        good = ("file", b"RIFF")
+        for body, kind, status, said in (
+            (b"{}", b"application/json", 415, "multipart/form-data"),
+            (b"{}", b"multipart/form-data", 415, "boundary"),
+            (form(good), b"multipart/form-data; boundary=" + b"c" * 71, 400, "boundary"),
+            (form(good), b"multipart/form-data; boundary=c", 400, "does not occur"),
+            (form(good)[:-6], KIND, 400, "cut off"),
+            (form(good, ("model", b"tiny"), ("model", b"big")), KIND, 400, "twice"),
+            (form(good, ("model", b"t" * 1025)), KIND, 400, "longer"),
+            (form(good, ("model", b"\xff")), KIND, 400, "UTF-8"),
+            (form(*[good] * (MAX_PARTS + 1)), KIND, 400, "more than 64 parts"),
+            (b"--b\r\n" + b"a: b\r\n" * 2000 + b"\r\n--b--", KIND, 400, "header"),
+            (form(good, ("model", b"other")), KIND, 404, "other"),
+            (form(("file", b"a" * 200_001)), KIND, 413, "200000"),
+        ):
+            got, error = await post(body, kind)
+            assert (got, said in error["message"]) == (status, True), (got, error)
+        for name in sorted(INTERNAL_FIELDS):
+            for spelled in (name, f"{name}[a]"):
+                with pytest.raises(ApiError, match=name):
+                    parse_form(PATH, KIND, form((spelled, b"1")))
+        assert not w.engines[0].requests
+
+
+async def test_isolated_tenants_send_no_forms() -> None:
+    async with world(tenants={"alice": {"isolate": True}}) as w:
+        headers = {"x-tenant": "alice", "content-type": KIND.decode()}
+        status, _, answer = await w.post(form(("file", b"a")), AUDIO[0], headers)
+        assert (status, answer["error"]["code"]) == (403, "not_isolated")
+
+
+def spans() -> Iterator[bytes]:
+    yield os.urandom(30 << 20)
+    yield b"\r\n--" * (6 << 20)  # the longest search for a boundary
+    yield b"-" * (30 << 20)
+
+
+def test_a_large_file_does_not_hold_the_loop() -> None:
+    for content in spans():
+        body = form(("file; filename=a", content), ("model", b"tiny"), boundary=b"-" * 30 + b"c" * 40)
+        began = time.thread_time()
+        found = parse_form(PATH, b"multipart/form-data; boundary=" + b"-" * 30 + b"c" * 40, body)
+        assert time.thread_time() - began < 0.25, "about 10 ms on an idle machine"
+        assert found.model == "tiny"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["file", "prompt", "language"]), st.binary(max_size=40)), max_size=6),
+    st.integers(0, 6),
+    st.sampled_from(["model", '"model"', '"model"; x=y', "model "]),
+)
+def test_the_model_is_found_anywhere(parts: list[tuple[str, bytes]], at: int, name: str) -> None:
+    parts.insert(at, (name, b"tiny"))
+    if any(b"\r\n--b" in value or value.startswith(b"--b") for _, value in parts):
+        return
+    assert parse_form(PATH, KIND, form(*parts)).model == "tiny"
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_reader(body: bytes) -> None:
+    for data in (body, b"--b" + body, b"--b\r\n" + body, form(("file", body))):
+        with contextlib.suppress(ApiError):
+            parse_form(PATH, KIND, data)
+
+
+async def test_websocket_is_refused_with_the_reason() -> None:
+    async with world() as w:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await w.client.ws_connect(w.url + "/v1/realtime?model=tiny")
+        assert refused.value.status == 501
+        status, body = await w.get("/v1/realtime/sessions")
+        assert status == 501
+        assert b"WebSocket" in body
+        assert (await w.post())[0] == 200

@@ -1,0 +1,235 @@
+"""A reload applies settings while requests run: what changes, what stays, and who may ask."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+from pydantic import BaseModel
+from structlog.testing import capture_logs
+
+from lmetric import LmetricError
+from lmetric.config import ConfigError, ServerConfig, load_config, needs_restart, reloads
+from lmetric.config.reload import RELOADED
+from server_world import FakeEngine, Request, World, hang, plain, world
+from tls_world import Authority, needs_openssl, subject_of
+from waiting import until
+
+
+class Reloaded:
+    """A world whose configuration is a file."""
+
+    def __init__(self, w: World, values: dict[str, Any], file: Path) -> None:
+        self.w = w
+        self._values = values
+        self._file = file
+        w.server.front.reread = self.reload
+
+    def change(self, **values: Any) -> dict[str, Any]:
+        """Writes settings and reloads. Returns the changes."""
+        self._values |= values
+        self._file.write_text(yaml.safe_dump(self._values))
+        return self.reload()
+
+    def reload(self) -> dict[str, Any]:
+        return self.w.server.reload(load_config(self._file, environ={}))
+
+
+@contextlib.asynccontextmanager
+async def reloaded(folder: Path, *engines: FakeEngine, **config: Any) -> AsyncIterator[Reloaded]:
+    async with world(list(engines) or 1, model="tiny", **config) as w:
+        listed = [{"url": engine.url, "name": engine.name} for engine in w.engines]
+        values = {"port": 0, "engines": listed, "policy": "round_robin", "experimental": True}
+        yield Reloaded(
+            w, {**values, "model": "tiny", "load": {"interval": None}, **config}, folder / "c.yaml"
+        )
+
+
+async def test_timeouts_change_for_new_requests_and_not_for_running_ones(tmp_path: Path) -> None:
+    async with reloaded(tmp_path, FakeEngine(behave=hang)) as r:
+        first = asyncio.create_task(r.w.post())
+        await r.w.engines[0].asked(1)
+        assert r.change(timeouts={"answer": 0.2})["changed"] == ["timeouts"]
+        status, _, answer = await r.w.post()
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert "no answer within 0.2 s" in answer["error"]["message"]
+        assert not first.done(), "it began under the old limit"
+        first.cancel()
+
+
+async def test_retries_change(tmp_path: Path) -> None:
+    async def busy(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(503, {"error": {"message": "busy"}}))
+        return True
+
+    engines = [FakeEngine(behave=busy) for _ in range(3)]
+    async with reloaded(tmp_path, *engines, health={"down_after": 100}) as r:
+        await r.w.post()
+        assert sum(len(engine.requests) for engine in engines) == 3
+        r.change(retries={"attempts": 1})
+        await r.w.post()
+        assert sum(len(engine.requests) for engine in engines) == 4
+
+
+async def test_limits_change(tmp_path: Path) -> None:
+    async with reloaded(tmp_path, FakeEngine(behave=hang)) as r:
+        front = r.w.server.front
+        r.change(limits={"max_concurrent_requests": 1, "max_body_bytes": 200, "max_connections": 3})
+        assert (await r.w.post({"model": "tiny", "prompt": "a" * 300}))[0] == 413
+        first = asyncio.create_task(r.w.post())
+        await r.w.engines[0].asked(1)
+        status, _, answer = await r.w.post()
+        assert (status, answer["error"]["code"]) == (503, "too_many")
+        assert front.clients.max_connections == 3
+        r.change(limits={"max_connections_per_engine": 1})
+        status, _, answer = await r.w.post()
+        assert (status, answer["error"]["code"]) == (503, "status")
+        first.cancel()
+        await r.w.settled()
+
+
+async def test_health_checks_change(tmp_path: Path) -> None:
+    async with reloaded(tmp_path, health={"interval": 0.05}) as r:
+        engine = r.w.server.fleet.pools[0].engines["e0"]
+        r.change(health={"interval": 0.05, "path": "/nowhere", "down_after": 1})
+        await until(lambda: engine.upstream and engine.healthy)
+        r.w.engines[0].health = 500
+        await asyncio.sleep(0.3)
+        assert engine.healthy, "it is asked at another path"
+        r.change(health={"interval": 0.05, "down_after": 1})
+        await until(lambda: not engine.healthy)
+
+
+async def test_load_reports_can_be_turned_on(tmp_path: Path) -> None:
+    page = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 1\nvllm:kv_cache_usage_perc 0.5\n"
+    async with reloaded(tmp_path, FakeEngine(metrics=page)) as r:
+        engine = r.w.server.fleet.pools[0].engines["e0"]
+        assert not engine.load_reports
+        r.change(load={"interval": 0.05}, indicators={"more": {"source": "vllm:num_requests_running"}})
+        await until(lambda: engine.load_reports or engine.load_error)
+
+
+async def test_log_errors_cors_and_paths_change(tmp_path: Path) -> None:
+    async with reloaded(tmp_path) as r:
+        assert (await r.w.post(path="/own"))[0] == 404
+        r.change(
+            log={"access": True, "level": "debug"},
+            errors={"show_engines": False},
+            cors={"origins": ["http://a.example"]},
+            paths=["/own"],
+        )
+        with capture_logs() as logs:
+            status, headers, _ = await r.w.post(path="/own", headers={"origin": "http://a.example"})
+        assert status == 200
+        assert "x-lmetric-instance" not in headers
+        assert headers["access-control-allow-origin"] == "http://a.example"
+        assert [line["path"] for line in logs if line["event"] == "request"] == ["/own"]
+
+
+async def test_engines_come_and_go_and_streams_stay(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    async def waits(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        await gate.wait()
+        writer.write(plain(200, {"choices": []}))
+        return True
+
+    other = FakeEngine(name="e1")
+    await other.start()
+    async with reloaded(tmp_path, FakeEngine(behave=waits)) as r:
+        first = asyncio.create_task(r.w.post())
+        await r.w.engines[0].asked(1)
+        r.change(engines=[{"url": other.url, "name": "e1"}])
+        await until(lambda: r.w.server.fleet.ready())
+        assert (await r.w.post())[1]["x-lmetric-instance"] == "e1"
+        assert [engine.name for engine in r.w.server.fleet.engines()] == ["e0", "e1"]
+        gate.set()
+        assert (await first)[0] == 200
+        await until(lambda: [engine.name for engine in r.w.server.fleet.engines()] == ["e1"])
+    await other.stop()
+
+
+async def test_a_bad_configuration_changes_nothing(tmp_path: Path) -> None:
+    async with reloaded(tmp_path, admin=True) as r:
+        before, good = r.w.server.config, dict(r._values)
+        for values, said in (
+            ({"policy": "p_token * (bsx + 1)"}, "bsx"),
+            ({"engine_tls": {"ca_file": "/nowhere.pem"}}, "/nowhere.pem"),
+            ({"auth": {"keys_file": "/nowhere.yaml"}, "admin": {"token": "adm"}}, "/nowhere.yaml"),
+            ({"forwarded": {"trusted_proxies": ["10.0.0.0/8"]}}, "trusted proxies"),
+            ({"timeouts": {"connect": -1}}, "timeouts.connect"),
+        ):
+            r._values = dict(good)
+            with pytest.raises(LmetricError, match=said):
+                r.change(**({"retries": {"attempts": 9}} | values))
+            assert r.w.server.config is before
+        assert (await r.w.post())[0] == 200
+
+
+async def test_administrators_reload(tmp_path: Path) -> None:
+    async with reloaded(tmp_path, admin={"enabled": True, "token": "adm"}) as r:
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(r._values | {"retries": {"attempts": 7}, "seed": 9}))
+        assert (await r.w.post({}, "/admin/reload"))[0] == 401
+        status, _, answer = await r.w.post({}, "/admin/reload", {"authorization": "Bearer adm"})
+        assert (status, answer["changed"], answer["restart_needed"]) == (200, ["retries"], ["seed"])
+        assert r.w.server.config.retries.attempts == 7
+        (tmp_path / "c.yaml").write_text("port: [")
+        status, _, answer = await r.w.post({}, "/admin/reload", {"authorization": "Bearer adm"})
+        assert (status, answer["error"]["code"]) == (400, "bad_configuration")
+        r.w.server.front.reread = None
+        status, _, answer = await r.w.post({}, "/admin/reload", {"authorization": "Bearer adm"})
+        assert (status, answer["error"]["code"]) == (409, "no_reload")
+
+
+@needs_openssl
+async def test_tls_changes(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    first, second = authority.issue("first"), authority.issue("second")
+    async with reloaded(tmp_path, tls=first.files) as r:
+        context = authority.client()
+        assert await subject_of(r.w.server.port, context) == "first"
+        assert r.change(tls=second.files)["changed"] == ["tls"]
+        assert await subject_of(r.w.server.port, context) == "second"
+        r.change(tls={**second.files, "client_ca_file": str(authority.file)})
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.w.server.port, ssl=context)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+        with pytest.raises(ConfigError, match=r"/nowhere\.pem"):
+            r.change(tls={**second.files, "key_file": "/nowhere.pem"})
+        assert r.change(tls=None)["restart_needed"] == ["tls"]
+        assert await subject_of(r.w.server.port, authority.client(first)) == "second"
+
+
+def keys(section: type[BaseModel], path: str = "") -> list[str]:
+    return [f"{path}{name}" for name in section.model_fields]
+
+
+def test_the_table_names_settings() -> None:
+    known = {*keys(ServerConfig)}
+    for key in RELOADED:
+        assert key.split(".")[0] in known, key
+    assert reloads("timeouts.connect")
+    assert reloads("engines[].url")
+    assert reloads("models[].engines[].tls")
+    assert reloads("discovery[].api_key")
+    for key in ("host", "port", "models[].name", "discovery[].dns", "seed", "replicas.urls"):
+        assert not reloads(key), key
+
+
+def test_changes_that_need_a_restart_are_named() -> None:
+    old = ServerConfig.model_validate({"models": [{"name": "a", "engines": [{"url": "http://a"}]}]})
+    for values, wanted in (
+        ({"models": [{"name": "a", "engines": [{"url": "http://b"}], "policy": "round_robin"}]}, []),
+        ({"models": [{"name": "b", "engines": [{"url": "http://a"}]}]}, ["models"]),
+        ({"models": [{"name": "a", "seed": 1}]}, ["models"]),
+        ({"models": [{"name": "a"}], "port": 1, "replicas": {"interval": 1}}, ["port", "replicas"]),
+        ({"models": [{"name": "a"}], "timeouts": {"drain": 1}, "limits": {"idle_seconds": 1}}, []),
+    ):
+        assert needs_restart(old, ServerConfig.model_validate(values)) == wanted
+    assert orjson.dumps(sorted(RELOADED))

@@ -1,0 +1,239 @@
+"""TLS of clients: certificates, their replacement, and connections without a handshake."""
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from structlog.testing import capture_logs
+
+from lmetric.config import ConfigError, ServerConfig
+from lmetric.server import Server
+from lmetric.server.http import tls_listener
+from lmetric.server.tls.certificate import expiry
+from server_world import FakeEngine, World, world
+from tls_world import Authority, Pair, needs_openssl, subject_of
+from waiting import until
+
+pytestmark = needs_openssl
+
+BODY = {"model": "tiny", "prompt": "a"}
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@contextlib.asynccontextmanager
+async def secure_world(
+    pair: Pair, *engines: FakeEngine, tls: Any = None, **config: Any
+) -> AsyncIterator[World]:
+    async with world(list(engines) or 1, tls={**pair.files, **(tls or {})}, **config) as w:
+        w.url = f"https://127.0.0.1:{w.server.port}"
+        yield w
+
+
+async def post(w: World, context: ssl.SSLContext, body: Any = None) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client,
+        client.post(f"{w.url}/v1/completions", json=body or BODY) as response,
+    ):
+        return response.status, await response.read()
+
+
+def metric(page: bytes, start: str) -> float:
+    (line,) = [line for line in page.decode().splitlines() if line.startswith(start)]
+    return float(line.rpartition(" ")[2])
+
+
+async def page_of(w: World, context: ssl.SSLContext, path: str = "/metrics") -> bytes:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client,
+        client.get(f"{w.url}{path}") as response,
+    ):
+        assert response.status == 200
+        return await response.read()
+
+
+async def test_requests_over_tls_take_all_paths(authority: Authority) -> None:
+    """Plain answers, streams, kept connections, pipelined requests, large bodies."""
+    async with secure_world(authority.issue("router")) as w:
+        context = authority.client()
+        connector = aiohttp.TCPConnector(ssl=context, limit=1)
+        async with aiohttp.ClientSession(connector=connector) as client:
+            for body in (BODY, BODY | {"stream": True}, BODY | {"prompt": "long " * 100_000}):
+                async with client.post(f"{w.url}/v1/completions", json=body) as response:
+                    answer = await response.read()
+                    assert response.status == 200
+                    assert answer.endswith(b"[DONE]\n\n" if "stream" in body else b"}")
+            async with client.post(f"{w.url}/v1/completions", data=b"{", chunked=True) as response:
+                assert response.status == 400, "through aiohttp"
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port, ssl=context)
+        data = orjson.dumps(BODY)
+        one = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+        writer.write(one * 3)
+        for _ in range(3):
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert b" 200 " in head
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() is None
+        writer.close()
+        assert w.engines[0].requests[-1].headers["x-forwarded-proto"] == "https"
+        page = await page_of(w, context)
+        assert metric(page, 'lmetric_tls_handshakes_total{outcome="done"}') == 3
+        assert abs(metric(page, "lmetric_tls_certificate_expiry") - time.time() - 30 * 86400) < 3600
+
+
+async def test_clients_that_speak_no_tls_are_closed(authority: Authority) -> None:
+    async with secure_world(authority.issue("router")) as w:
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" not in await reader.read()
+        writer.close()
+        old = authority.client()
+        old.maximum_version = ssl.TLSVersion.TLSv1_2
+        with_2 = await page_of(w, old, "/health")
+        assert with_2 == b""
+    async with secure_world(authority.issue("router2"), tls={"min_version": 1.3}) as w:
+        with pytest.raises(aiohttp.ClientError):
+            await page_of(w, old, "/health")
+        page = await page_of(w, authority.client())
+        assert metric(page, 'lmetric_tls_handshakes_total{outcome="failed"}') == 1
+        assert w.server.front.clients.connections <= 1
+
+
+async def test_client_certificates(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "other")
+    known, unknown = authority.issue("known"), other.issue("unknown")
+    pair = authority.issue("router")
+    tls = {"client_ca_file": str(authority.file)}
+    async with secure_world(pair, tls=tls) as w:
+        assert (await post(w, authority.client(known)))[0] == 200
+        for own in (None, unknown):
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await post(w, authority.client(own))
+        await until(lambda: w.server.front.clients.connections == 0)
+    async with secure_world(pair, tls=tls | {"client_certificates": "optional"}) as w:
+        assert (await post(w, authority.client(known)))[0] == 200
+        assert (await post(w, authority.client()))[0] == 200
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await post(w, authority.client(unknown))
+
+
+async def test_changed_certificates_are_used_and_bad_ones_are_not(authority: Authority) -> None:
+    gate = asyncio.Event()
+
+    async def gated(engine: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        from server_world import STREAM_HEAD, STREAM_TAIL, chunk, token
+
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        await gate.wait()
+        writer.write(chunk(token("b", "length")) + STREAM_TAIL)
+        return True
+
+    first, second = authority.issue("first"), authority.issue("second")
+    other = authority.issue("other")
+    context = authority.client()
+    async with secure_world(first, FakeEngine(behave=gated)) as w:
+        stream = asyncio.create_task(post(w, context, BODY | {"stream": True}))
+        await w.engines[0].asked(1)
+        assert await subject_of(w.server.port, context) == "first"
+        first.replace(second)
+        tls = w.server.front.tls
+        assert tls is not None
+        before = tls.context
+        await until(lambda: tls.context is not before)
+        assert await subject_of(w.server.port, context) == "second"
+        with capture_logs() as logs:
+            first.key.write_bytes(other.key.read_bytes())
+            await until(lambda: tls.failures == 1)
+            first.certificate.write_text("no certificate")
+            await until(lambda: tls.failures == 2)
+        reasons = [line["reason"] for line in logs if line["log_level"] == "error"]
+        assert "the key is not the certificate's" in reasons[0]
+        assert "expected PEM files" in reasons[1]
+        assert await subject_of(w.server.port, context) == "second"
+        assert metric(await page_of(w, context), "lmetric_tls_reload_failures_total") == 2
+        gate.set()
+        assert (await stream)[1].endswith(b"[DONE]\n\n"), "the stream began under the first certificate"
+
+
+async def test_a_certificate_that_expires_soon_is_logged(authority: Authority) -> None:
+    pair = authority.issue("router", days=5)
+    with capture_logs() as logs:
+        async with secure_world(pair) as w:
+            await until(lambda: any("expires soon" in line["event"] for line in logs))
+            assert w.server.front.tls is not None
+            w.server.front.tls.refresh()
+    (line,) = [line for line in logs if "expires soon" in line["event"]]
+    assert 4.9 < line["days"] <= 5.0
+    assert line["certificate"] == str(pair.certificate)
+
+
+async def test_connections_without_a_handshake_are_bounded(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_SECONDS", 1.0)
+    limits = {"max_connections_per_client": 3}
+    async with secure_world(authority.issue("router"), limits=limits) as w:
+        front = w.server.front
+        idle = [await asyncio.open_connection("127.0.0.1", w.server.port) for _ in range(3)]
+        await until(lambda: front.clients.connections == 3)
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        assert await reader.read() == b""
+        writer.close()
+        assert front.clients.refused["connections_per_client"] == 1
+        await until(lambda: front.clients.connections == 0)
+        assert front.handshakes.outcomes["timeout"] == 3
+        for _, writer in idle:
+            writer.close()
+        assert (await post(w, authority.client()))[0] == 200
+        # A client that leaves in the middle of its handshake.
+        _, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        writer.write(b"\x16\x03\x01\x02\x00")
+        await until(lambda: front.clients.connections == 1)
+        writer.close()
+        await until(lambda: front.clients.connections == 0)
+
+
+async def test_the_server_stops_while_clients_shake_hands(authority: Authority) -> None:
+    async with secure_world(authority.issue("router")) as w:
+        _, writer = await asyncio.open_connection("127.0.0.1", w.server.port)
+        await until(lambda: len(w.server.front.handshakes.running) == 1)
+    assert not w.server.front.handshakes.running
+    writer.close()
+
+
+def test_bad_files_are_errors_of_the_configuration(authority: Authority, tmp_path: Path) -> None:
+    good, other = authority.issue("good"), authority.issue("other")
+    secret = tmp_path / "secret.key"
+    secret.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    for files, said in (
+        ({"certificate_file": "/nowhere.pem"}, r"tls.certificate_file: /nowhere.pem: No such file"),
+        ({"key_file": "/nowhere.pem"}, r"tls.key_file: /nowhere.pem: No such file"),
+        ({"key_file": str(other.key)}, "the key is not the certificate's"),
+        ({"key_file": str(secret)}, "without a password"),
+        ({"client_ca_file": str(good.key)}, "no certificate"),
+        ({"client_ca_file": "/nowhere.pem"}, "tls.client_ca_file: /nowhere.pem: No such file"),
+    ):
+        config = ServerConfig.model_validate({"tls": {**good.files, **files}, "embedded": 1})
+        with pytest.raises(ConfigError, match=said):
+            Server(config).build()
+
+
+def test_the_end_of_a_certificate_is_read(authority: Authority, tmp_path: Path) -> None:
+    for days in (1, 400, 20_000):  # 20,000: the year has four digits
+        pair = authority.issue(f"d{days}", days=days)
+        assert abs(expiry(pair.certificate) - time.time() - 86400 * days) < 3600
+    for text in ("", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"):
+        file = tmp_path / "bad.pem"
+        file.write_text(text)
+        with pytest.raises(ValueError, match="certificate"):
+            expiry(file)
