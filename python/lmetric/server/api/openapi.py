@@ -83,7 +83,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
     "status": ("503", "The engines answered that they are overloaded."),
     "retry_budget": ("503", "An engine failed, and `retries.budget_ratio` allows no further retry now."),
-    "failed_twice": ("502, 504", "Two engines failed the request in the same way. It may be the cause."),
+    "failed_twice": ("502", "Two engines failed the request in the same way. It may be the cause."),
     "resources": ("503", "The router cannot open a connection to an engine."),
     "shutting_down": ("503", "The router shuts down."),
     "too_many": (

@@ -70,6 +70,8 @@ STATUSES = {
     "saturated": 503,
     "resources": 503,
 }
+# Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
+TRANSFER_STATUSES = frozenset({500, 504})
 # Kinds of failure that the core router knows by another name.
 CORE_KINDS = {"saturated": "status"}
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
@@ -213,14 +215,16 @@ class RequestExecution(Progress):
         step, reader = attempt.step, attempt.reader
         status, statuses = reader.status, self.rules.statuses
         stream_failed = flags & (ENGINE_ERROR | INCOMPLETE) and status == 200 and reader.event_stream
-        if status in statuses:
+        code = reader.error_code if stream_failed and flags & ENGINE_ERROR else status
+        if code in TRANSFER_STATUSES and step.carries_kv and self.transfer().broke(status, code):
+            self._resend(step.engine, now)
+        elif status in statuses:
             if flags & END:
                 attempt.answer = reader.payload()
             self._declined(attempt, status, whole=bool(flags & END))
             self._drop_and_fail(step, _kind(status), f"status {status}{attempt.error_words()}", now)
-        elif stream_failed and flags & ENGINE_ERROR and reader.error_code in statuses:
-            code = reader.error_code
-            self._drop_and_fail(step, _kind(code), f"error {code} as the first event", now)
+        elif code in statuses:
+            self._drop_and_fail(step, _kind(code or 500), f"error {code} as the first event", now)
         elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
         elif step.carries_kv and self.transfer().broke(status, reader.error_code):
@@ -865,7 +869,11 @@ class RequestExecution(Progress):
             else:
                 migration.kv.recompute("missing", f"status {status}")
             self._source_ready(migration, now)
-        elif status != 200 and status not in self.rules.statuses and migration.kv.broke(status, None):
+        elif (
+            status != 200
+            and (status not in self.rules.statuses or status in TRANSFER_STATUSES)
+            and migration.kv.broke(status, None)
+        ):
             self._send_beside(migration.warm(now))
         elif status != 200:
             if status >= 500:
@@ -1051,7 +1059,7 @@ class RequestExecution(Progress):
                 self._verdicts = Verdicts(self.pool, self.client_request.client_key)
             self._verdicts.add(Failure(engine, kind, reason, self.known_tokens))
             lost = (kind == "reset" and engine.breaks.add(now)) or engine.lost
-            if len(self._verdicts.failures) > 1:
+            if self._verdicts.final:
                 return False  # perhaps the request is the cause
         if CORE_KINDS.get(kind, kind) not in self.rules.failures or len(self._tried) >= self.rules.attempts:
             return False
@@ -1083,7 +1091,7 @@ class RequestExecution(Progress):
         A full engine gets no new requests for the time of its Retry-After.
         """
         self._refusal = (status, bytes(attempt.answer)) if whole else None
-        seconds = attempt.reader.retry_after
+        seconds = getattr(attempt.reader, "retry_after", None)
         if status in SATURATED and seconds:
             self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
             self.pool.saturated(attempt.step.engine, seconds)
@@ -1093,11 +1101,13 @@ class RequestExecution(Progress):
         engine, status = attempt.step.engine, attempt.reader.status
         retried = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
+        transfer = not retried or status in TRANSFER_STATUSES
+        if transfer and attempt.step.carries_kv and self.transfer().broke(status, None):
+            self._resend(engine, now)
+            return
         if retried:
             self._declined(attempt, status, whole=True)
-        if not retried and attempt.step.carries_kv and self.transfer().broke(status, None):
-            self._resend(engine, now)
-        elif retried and self.has_tokens:
+        if retried and self.has_tokens:
             self._failed(engine, _kind(status), reason, now)
         elif retried or self.committed:
             self._retry(engine, _kind(status), reason, now)
@@ -1124,7 +1134,8 @@ class RequestExecution(Progress):
         self.reason = reason
         if self.committed:
             broke = "the engine failed in the middle of its answer"
-            self._finish("FAILED", kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind))
+            code = CORE_KINDS.get(kind, kind)
+            self._finish("FAILED", kind, ApiError(502, broke, engines=f"{engine.name}: {reason}", code=code))
             return
         headers = {"x-lmetric-decision": self.label}
         suspect = self._verdicts is not None and self._verdicts.suspect
@@ -1138,7 +1149,7 @@ class RequestExecution(Progress):
         message = "no engine could answer"
         if suspect:
             message = "the request failed on two engines in the same way, and is not tried again"
-            code = "failed_twice"
+            code = code if kind == "timeout" else "failed_twice"
         elif self._over_budget:
             message = "the engine failed, and the retry budget is used up"
             status, code = 503, "retry_budget"

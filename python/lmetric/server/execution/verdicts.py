@@ -53,6 +53,14 @@ class Verdicts:
         return len({each.engine for each in failures}) > 1 and len({each.kind for each in failures}) == 1
 
     @property
+    def final(self) -> bool:
+        """Whether no third engine may be tried: two engines failed before any token.
+
+        A stream that has tokens continues on further engines, since it was no poison so far.
+        """
+        return len(self.failures) > 1 and not self.failures[0].tokens
+
+    @property
     def only_before_tokens(self) -> bool:
         """Whether all failures came before a token, so that a first token proves them."""
         return all(not each.tokens for each in self.failures)
