@@ -142,7 +142,8 @@ class Setup:
             handover=handover,
             role=role,
         )
-        engine.identified = engine.healthy = True
+        engine.identified = True
+        engine.succeeded()
         return engine
 
     def pool(self) -> Pool:

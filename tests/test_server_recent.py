@@ -45,7 +45,7 @@ def test_a_large_fleet_is_summarized_once_a_second(monkeypatch: pytest.MonkeyPat
     assert before[1] == before[2]
     assert before[1] is not None
     for engine in fleet.engines():
-        engine.healthy = True
+        engine.succeeded()
     clock[0] += 0.99
     assert (summary(fleet, names=False), fleet.unusable, pool.unusable) == before
     assert fleet.ready(), "never late"
@@ -54,5 +54,5 @@ def test_a_large_fleet_is_summarized_once_a_second(monkeypatch: pytest.MonkeyPat
     assert fleet.unusable is None
     assert pool.unusable is None
     monkeypatch.setattr(recent, "SMALL", 3)  # a small fleet is never late
-    next(fleet.engines()).healthy = False
+    next(fleet.engines()).failed("refused", "no connection")
     assert summary(fleet, names=False)["usable"] == 2

@@ -744,6 +744,8 @@ class ResponseReader:
     @property
     def load(self) -> str | None: ...  # endpoint-load-metrics header (ORCA)
     @property
+    def retry_after(self) -> int | None: ...  # seconds of that header; None: no number
+    @property
     def aborted(self) -> bool: ...  # the engine's last finish_reason was abort or error
     @property
     def error_code(self) -> int | None: ...

@@ -558,7 +558,9 @@ class Retries(Strict):
     """Retries on another engine: before a segment's first token, or to continue a stream."""
 
     attempts: Positive = Field(
-        3, description="maximum number of engines tried per request, including the first"
+        3,
+        description="maximum number of engines tried per request, including the first. If an engine accepted "
+        "the request and then failed, at most one more engine gets it, as the request may be the cause",
     )
     failures: list[Literal["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"]] = Field(
         ["refused", "dns", "tls", "unreachable", "reset", "timeout", "status"],
@@ -566,7 +568,61 @@ class Retries(Strict):
         "(connection broke), timeout, status (one of `statuses`)",
     )
     statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
-        [502, 503], description="HTTP statuses of engines that count as failure `status`"
+        [429, 500, 502, 503, 504],
+        description="HTTP statuses of engines that count as failure `status`. 429 and 503 mean that the "
+        "engine is full, the others that it failed",
+    )
+    budget_ratio: float = Field(
+        0.2,
+        ge=0,
+        le=10,
+        description="maximum retries per request of a model, over 10 s, beside `min_per_second`. Requests of "
+        "an engine that is lost are retried in any case. Beyond the budget, clients get the failure at once",
+    )
+    min_per_second: float = Field(
+        10.0, ge=0, le=1e6, description="retries per second of a model that are allowed in any case"
+    )
+
+
+class Ejection(Strict):
+    """Outlier ejection: engines whose requests fail, while the same requests succeed on others."""
+
+    enabled: bool = Field(True, description="eject outliers; false: only health checks decide")
+    base_seconds: Seconds = Field(
+        30.0,
+        description="duration of an engine's first ejection, seconds. The n-th lasts n times as long; n "
+        "falls by one for each such time in service",
+    )
+    max_seconds: Seconds = Field(300.0, description="maximum duration of an ejection, seconds")
+    consecutive_failures: Positive = Field(
+        5,
+        description="consecutive failed requests that eject an engine. A request that fails on two engines "
+        "does not count. Without a second engine's answer as proof, one failure per client (tenant or "
+        "address) counts in 10 s",
+    )
+    window_seconds: Seconds = Field(
+        60.0, ge=10, description="time over which success rates of engines are compared, seconds"
+    )
+    min_requests: Positive = Field(
+        20, description="requests that an engine, and all others together, need for that comparison"
+    )
+    max_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="maximum share of a model's engines ejected at a time; at least one",
+    )
+    panic_threshold: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of engines in service below which ejected engines get requests, too. No ejection "
+        "may cause this",
+    )
+    probe_timeout: Seconds = Field(
+        10.0,
+        description="time limit of the small request (one token) that an engine must answer before it "
+        "returns from an ejection, seconds",
     )
 
 
@@ -579,9 +635,18 @@ class Health(Strict):
     interval: Seconds = Field(2.0, description="time between two checks of an engine, seconds")
     timeout: Seconds = Field(2.0, description="time limit of a check, seconds")
     down_after: Positive = Field(
-        3, description="consecutive failures that make an engine unhealthy; a refused connection does at once"
+        3,
+        description="consecutive failures (checks, connections) that make an engine unhealthy; a refused "
+        "connection does at once",
     )
     up_after: Positive = Field(1, description="consecutive successful checks that make it healthy again")
+    stall_seconds: Seconds = Field(
+        30.0,
+        description="time without a token on any stream of an engine after which the engine gets a small "
+        "request. If that stays unanswered for `ejection.probe_timeout`, the engine is out of service and "
+        "its requests move elsewhere. The time grows with the engine's usual pauses and running prefills",
+    )
+    ejection: Ejection = Field(default_factory=Ejection, description="outlier ejection")
 
 
 class Load(Strict):

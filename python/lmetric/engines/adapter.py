@@ -147,6 +147,7 @@ class Capabilities:
     handover: Handover | None = None
     no_handover: str | None = None
     role: Role | None = None  # its role
+    pause_pages: tuple[str, ...] = ()  # paths that report whether it is paused or asleep
     data_parallel_rank: int | None = None  # rank of these capabilities; None: all ranks together
 
     def of_rank(self, rank: int) -> Capabilities:
@@ -306,6 +307,14 @@ class Adapter(ABC):
             if meaning is not None and number is not None:
                 found[meaning] = number
         return Load(**found, names=tuple(name for name in values if name in self.gauges))
+
+    def paused(self, body: bytes) -> bool:
+        """Whether the content of one of `Capabilities.pause_pages` reports a pause."""
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return False
+        return isinstance(value, dict) and True in value.values()
 
     def error(self, body: bytes) -> str:
         """The message of an error answer on one line; empty if it has none."""

@@ -116,6 +116,8 @@ class Vllm(Adapter):
                 else f"its /metrics have no NIXL metrics; start it with {self.flags['handover']}"
             ),
             role=role,
+            # Only in development mode can it be paused. /health does not show it.
+            pause_pages=("/is_paused", "/is_sleeping") if isinstance(told, dict) else (),
         )
 
 

@@ -326,6 +326,11 @@ impl ResponseReader {
     }
 
     #[getter]
+    fn retry_after(&self) -> Option<u64> {
+        self.scanner.retry_after()
+    }
+
+    #[getter]
     fn aborted(&self) -> bool {
         self.scanner.finish() == Finish::Aborted
     }

@@ -64,6 +64,8 @@ pub(crate) struct Head {
     pub(crate) json: bool,
     /// The `endpoint-load-metrics` header (ORCA), if the engine sent one.
     pub(crate) load: Option<String>,
+    /// Seconds of the `retry-after` header; `None` without one, or if it is a date.
+    pub(crate) retry_after: Option<u64>,
     /// Status line and the fields to pass on, each with its line end.
     pub(crate) lines: Vec<u8>,
 }
@@ -96,6 +98,7 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
         event_stream: false,
         json: false,
         load: None,
+        retry_after: None,
         lines: Vec::new(),
     };
     let (mut chunked, mut content_length, mut named) = (false, None, Vec::new());
@@ -119,6 +122,9 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
                     return Err(WireError::malformed("two different content-length fields"));
                 }
                 content_length = Some(n);
+            }
+            11 if field.name.eq_ignore_ascii_case("retry-after") => {
+                head.retry_after = digits_value(value);
             }
             17 if field.name.eq_ignore_ascii_case("transfer-encoding") => {
                 if chunked || !value.eq_ignore_ascii_case(b"chunked") {
@@ -166,11 +172,15 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
     Ok(Some((head, length)))
 }
 
-pub(crate) fn length_value(value: &[u8]) -> Result<u64, WireError> {
-    // Digits only: `str::parse` alone would accept a sign.
+/// The number in a field of digits only: `str::parse` alone would accept a sign.
+fn digits_value(value: &[u8]) -> Option<u64> {
     let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
-    let parsed = std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok());
-    parsed.ok_or_else(|| WireError::malformed(format!("content-length {:?}", String::from_utf8_lossy(value))))
+    std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok())
+}
+
+pub(crate) fn length_value(value: &[u8]) -> Result<u64, WireError> {
+    digits_value(value)
+        .ok_or_else(|| WireError::malformed(format!("content-length {:?}", String::from_utf8_lossy(value))))
 }
 
 #[cfg(test)]
@@ -197,6 +207,17 @@ mod tests {
             lines,
             "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nServer: uvicorn\r\n"
         );
+    }
+
+    #[test]
+    fn retry_after_is_a_number_of_seconds() {
+        let seconds = |field: &str| head(&format!("{field}\r\n")).unwrap().retry_after;
+        assert_eq!(seconds("Retry-After: 17"), Some(17));
+        for field in
+            ["Retry-After: -1", "Retry-After: 1.5", "Retry-After: Wed, 21 Oct 2026 07:28:00 GMT", "X: 1"]
+        {
+            assert_eq!(seconds(field), None, "{field}");
+        }
     }
 
     #[test]

@@ -239,6 +239,11 @@ impl Scanner {
         self.head.as_ref().and_then(|head| head.load.as_deref())
     }
 
+    /// Seconds of the engine's `retry-after` header.
+    pub fn retry_after(&self) -> Option<u64> {
+        self.head.as_ref().and_then(|head| head.retry_after)
+    }
+
     /// How the generation ended, by the answer so far.
     pub fn finish(&self) -> Finish {
         self.said.finish

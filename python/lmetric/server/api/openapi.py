@@ -88,6 +88,8 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "not_ready": ("503", "No engine can accept requests, or the router shuts down."),
     "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
     "status": ("503", "The engines answered that they are overloaded."),
+    "retry_budget": ("503", "An engine failed, and `retries.budget_ratio` allows no further retry now."),
+    "failed_twice": ("502", "Two engines failed the request in the same way. It may be the cause."),
     "resources": ("503", "The router cannot open a connection to an engine."),
     "shutting_down": ("503", "The router shuts down."),
     "too_many": (
@@ -382,6 +384,7 @@ def _components() -> JSON:
             "model": {"type": ["string", "null"]},
             "role": {"enum": list(get_args(Role))},
             "healthy": {"type": "boolean"},
+            "service": {"type": "object", "description": "State, ejection and recent outcomes"},
             "draining": {"type": "boolean"},
             "mode": {"enum": ["exact", "approximate", "load_only"]},
             "mode_reason": {"type": "string"},

@@ -12,6 +12,7 @@ from lmetric._core import LmetricError
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.downloads import Downloads
+from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
@@ -75,6 +76,7 @@ class Monitor:
         self._tasks: list[asyncio.Task[None]] = []
         self._checks = _Polls("check", self._check)
         self._reads = _Polls("load", self._load_of)
+        self._probes = _Polls("probe", self._probe_silent)
         self._downloads = Downloads(fleet)
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
@@ -134,6 +136,7 @@ class Monitor:
     async def stop(self) -> None:
         """Stops the periodic tasks."""
         tasks = [*self._tasks, *self._checks.running.values(), *self._reads.running.values()]
+        tasks += self._probes.running.values()
         tasks += self._downloads.running.values()
         for task in tasks:
             task.cancel()
@@ -166,8 +169,11 @@ class Monitor:
             status, _ = await engine.upstream.get(health.path, health.timeout)
             if status >= 500:
                 raise UpstreamError("status", f"GET {health.path}: status {status}")
+            if engine.stalled:
+                await self._generates(engine)
             if not engine.identified or time.monotonic() >= engine.ask_again_at:
                 await self.fleet.identify(engine)
+            await self._awake(engine)
             if engine.unfit is not None:
                 engine.ask_anew()  # it may have been restarted with the missing setting
                 raise ValueError(engine.unfit)
@@ -187,6 +193,41 @@ class Monitor:
         else:
             engine.last_error = None
             engine.succeeded()
+            await self._probe(engine)
+
+    async def _generates(self, engine: Engine) -> None:
+        """Raises UpstreamError (stalled) if an engine does not answer a small request."""
+        try:
+            status = await engine.generate(self.config.health.ejection.probe_timeout)
+        except UpstreamError as error:
+            raise UpstreamError("stalled", str(error)) from None
+        if status >= 500:
+            raise UpstreamError("stalled", f"a small request got status {status}")
+
+    async def _awake(self, engine: Engine) -> None:
+        """Raises UpstreamError (paused) if an engine reports that it is paused or asleep."""
+        for path in engine.capabilities.pause_pages:
+            try:
+                status, body = await engine.upstream.get(path, self.config.health.timeout)
+            except UpstreamError as error:
+                if error.kind == "timeout":
+                    continue  # /is_paused waits for a step of the engine, which may take long
+                raise
+            if status == 200 and engine.adapter.paused(body):
+                raise UpstreamError("paused", f"GET {path}: {body[:80].decode(errors='replace')}")
+
+    async def _probe(self, engine: Engine) -> None:
+        """Tests with a small request whether an engine works again after its ejection."""
+        service, pool = engine.service, engine.pool
+        if pool is None or service.state != "EJECTED" or time.monotonic() < service.until:
+            return
+        try:
+            status = await engine.generate(self.config.health.ejection.probe_timeout)
+        except UpstreamError as error:
+            pool.probed(engine, f"probe: {error}")
+        else:
+            if status not in SATURATED:
+                pool.probed(engine, f"probe: status {status}" if status >= 500 else None)
 
     def _lacks_resources(self, reason: str) -> None:
         """Logs, at most once a minute, that engines cannot be checked."""
@@ -232,8 +273,36 @@ class Monitor:
     async def _sweep(self) -> None:
         now = time.monotonic()
         self._overdue(now)
+        for pool in self.fleet.pools:
+            pool.review()
         for engine in self.fleet.engines():
             engine.upstream.expire(now)
+            silent = engine.watchdog.sweep(now)
+            if silent is not None and silent > self.config.health.stall_seconds and engine.healthy:
+                self._suspect(engine, silent, now)
+
+    def _suspect(self, engine: Engine, silent: float, now: float) -> None:
+        """Probes an engine whose streams have got no token for too long."""
+        pool = engine.pool
+        if pool is None or engine in self._probes.running:
+            return
+        prefill = pool.queued_prefill_seconds(engine) if engine.watchdog.prefilling else 0.0
+        if silent > engine.watchdog.limit(self.config.health.stall_seconds, prefill):
+            self._probes.begin(engine)
+
+    async def _probe_silent(self, engine: Engine) -> None:
+        """Takes a silent engine out of service if it does not answer a small request either."""
+        began = time.monotonic()
+        seconds = self.config.health.ejection.probe_timeout
+        try:
+            await engine.generate(seconds)
+        except UpstreamError as error:
+            if engine.watchdog.token_at < began and engine.healthy and error.kind != "resources":
+                silent = time.monotonic() - engine.watchdog.token_at
+                reason = f"no token for {silent:.0f} s, and a small request failed: {error}"
+                engine.failed("stalled", reason)
+        else:
+            engine.watchdog.token_at = time.monotonic()  # it works; its streams wait for something else
 
     async def _measure_lag(self) -> None:
         """Measures the delay of the event loop, forever."""

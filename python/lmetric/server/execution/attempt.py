@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Protocol
 
 from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
-from lmetric.server.execution.exchange import ClientRequest, Rules
+from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules
 from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.fleet import priority
 from lmetric.server.upstream.connection import Connection, UpstreamError
@@ -261,10 +261,10 @@ class EngineAttempt:
         self.over = True
         reader, engine = self.reader, self.step.engine
         status, load = reader.status, reader.load
-        if status < 500:
-            engine.failures = 0
-        elif status not in self._rules.statuses:
-            engine.failed("status", f"status {status}")
+        if self.error or status >= 500:
+            self._blame(status)
+        elif status != 429:
+            engine.service.served()
         if load is not None:
             engine.report_header(load)
         connection, self._connection = self._connection, None
@@ -272,6 +272,18 @@ class EngineAttempt:
             if self._paused:
                 connection.transport.resume_reading()
             connection.release()
+
+    def _blame(self, status: int) -> None:
+        """Counts an answer that reports a failure of the engine.
+
+        The executor judges answers with a status in `retries.statuses`.
+        """
+        code = (self.reader.error_code or 500) if self.error else status
+        pool, client_request = self.step.engine.pool, self._client_request
+        judged = status in self._rules.statuses
+        if pool is not None and code >= 500 and code not in SATURATED and not judged:
+            reason = f"error {code} in its answer" if self.error else f"status {status}"
+            pool.blame(self.step.engine, client_request.client_key, reason, proven=False)
 
     # Failures.
 
@@ -330,14 +342,21 @@ class EngineAttempt:
         """Called periodically: fails the attempt at its deadline."""
         if self.over or self._paused or self._connecting is not None:
             return
-        if self.begun and self.step.reader != "whole" and self.reader.status == 200:
+        engine = self.step.engine
+        if engine.stalled:
+            self.fail("timeout", engine.last_error or "the engine has stopped generating")
+        elif self.begun and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress
             limit = self._rules.timeouts.between_chunks
+            if self.reader.tokens:
+                engine.watchdog.stream(progress != self._progress)
             if progress != self._progress:
                 self._progress = progress
                 self._since = now
             elif now - self._since > limit:
                 what = "token" if self.reader.event_stream else "data"
                 self.fail("timeout", f"no {what} for {limit:g} s")
-        elif now - self._since > self.step.limit_seconds:
+        elif now - self._since <= self.step.limit_seconds:
+            engine.watchdog.wait()
+        else:
             self.fail("timeout", f"no answer within {self.step.limit_seconds:g} s")

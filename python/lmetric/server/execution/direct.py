@@ -12,7 +12,7 @@ from lmetric._core import END, ENGINE_ERROR
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import FAILED, ClientRequest, InFlightRequest, Rules
-from lmetric.server.execution.executor import STATUSES
+from lmetric.server.execution.executor import CORE_KINDS, NOT_ACCEPTED, STATUSES
 from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.fleet.engine import Engine
 
@@ -84,8 +84,11 @@ class DirectRequest(InFlightRequest):
     def _failed(self, kind: str, reason: str) -> None:
         self.reason = reason
         engines = f"{self._engine.name}: {reason}"
-        if kind != "status":
-            self._engine.failed("reset" if kind == "engine_error" else kind, reason)
+        pool = self._engine.pool
+        if kind not in NOT_ACCEPTED and pool is not None:
+            pool.blame(self._engine, self._client_request.client_key, reason, proven=False)
+        elif kind != "saturated":
+            self._engine.failed(kind, reason)
         if self.committed:
             error = ApiError(502, "the engine failed in the middle of its answer", engines=engines, code=kind)
             self._client_request.break_off(error.body(self._rules.show_engines))
@@ -93,7 +96,13 @@ class DirectRequest(InFlightRequest):
             return
         message = "the engine that holds the response did not answer"
         self._finish(
-            ApiError(STATUSES[kind], message, engines=engines, code=kind, headers={"retry-after": "1"})
+            ApiError(
+                STATUSES[kind],
+                message,
+                engines=engines,
+                code=CORE_KINDS.get(kind, kind),
+                headers={"retry-after": "1"},
+            )
         )
 
     def _finish(self, error: ApiError | None = None) -> None:

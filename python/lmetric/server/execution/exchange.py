@@ -18,6 +18,7 @@ from lmetric.server.fleet.pool import Pool
 
 FAILED = "internal error of the router; see its log for the reason"
 STOPPING = "the router is shutting down"
+SATURATED = frozenset({429, 503})  # statuses of engines that are full, not broken
 
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
@@ -118,6 +119,14 @@ class ClientRequest:
         self.tenant = ""
         self.cors = b""  # lines of the answer's head; empty: CORS is off
         self.started = time.monotonic()  # seconds
+
+    @property
+    def client_key(self) -> str:
+        """Its tenant, or the address of its client."""
+        if self.tenant:
+            return self.tenant
+        peer = self.transport.get_extra_info("peername")
+        return f"{peer[0]}" if peer else ""
 
     def overdue(self, limit_seconds: float | None, now: float) -> str | None:
         """Returns the reason if the request has exceeded a limit, else None.

@@ -9,7 +9,7 @@ actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -28,7 +28,7 @@ from lmetric._core import (
 from lmetric.engines.handover import HandoverError
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.exchange import FAILED, SATURATED, STOPPING, ClientRequest, Rules
 from lmetric.server.execution.plan import (
     FOLLOWING,
     Act,
@@ -57,6 +57,7 @@ from lmetric.server.execution.transcript import (
     other_tokens,
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT, KvTransfer
+from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
@@ -66,8 +67,16 @@ STATUSES = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
     "timeout": 504,
     "status": 503,
+    "saturated": 503,
     "resources": 503,
 }
+# Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
+TRANSFER_STATUSES = frozenset({500, 504})
+# Kinds of failure that the core router knows by another name.
+CORE_KINDS = {"saturated": "status"}
+MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
+# Failures before an engine accepted the request. No client can cause them.
+NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated"})
 
 COMMIT, FINISH = Commit(), Finish()
 
@@ -77,8 +86,8 @@ log = structlog.get_logger("lmetric.relay")
 class EngineRefusal(ApiError):
     """An engine's own error answer, which the client gets unchanged."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(status, "")
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, "", headers=headers)
         self._answer = body
 
     def body(self, show_engines: bool = True) -> bytes:
@@ -99,6 +108,10 @@ class RequestExecution(Progress):
     observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
     _withheld: bytes = b""  # the event with which the engine failed; the client did not get it
     _tried: tuple[str, ...] = ()
+    _verdicts: Verdicts | None = None  # set after a failure
+    _refusal: tuple[int, bytes] | None = None  # status and body of an engine's last error answer
+    _retry_after = 0  # seconds, the longest Retry-After of engines that declined the request
+    _over_budget = False  # the retry budget forbade another attempt
     _resume_slices_at: Engine | None = None  # set while slices wait for a slow client
 
     def __init__(
@@ -145,6 +158,7 @@ class RequestExecution(Progress):
     def placed(self, now: float) -> list[Act]:
         """Starts the request at the instance of its decision."""
         name = self.decision.instance
+        self.pool.requests += 1
         if self.pool.cuts:
             self._start_segment(name, now, "PLACED")
         else:
@@ -206,10 +220,16 @@ class RequestExecution(Progress):
         step, reader = attempt.step, attempt.reader
         status, statuses = reader.status, self.rules.statuses
         stream_failed = flags & (ENGINE_ERROR | INCOMPLETE) and status == 200 and reader.event_stream
-        if status in statuses:
-            self._drop_and_fail(step, "status", f"status {status}{attempt.error_words()}", now)
-        elif stream_failed and flags & ENGINE_ERROR and reader.error_code in statuses:
-            self._drop_and_fail(step, "status", f"error {reader.error_code} as the first event", now)
+        code = reader.error_code if stream_failed and flags & ENGINE_ERROR else status
+        if code in TRANSFER_STATUSES and step.carries_kv and self.transfer().broke(status, code):
+            self._resend(step.engine, now)
+        elif status in statuses:
+            if flags & END:
+                attempt.answer = reader.payload()
+            self._declined(attempt, status, whole=bool(flags & END))
+            self._drop_and_fail(step, _kind(status), f"status {status}{attempt.error_words()}", now)
+        elif code in statuses:
+            self._drop_and_fail(step, _kind(code or 500), f"error {code} as the first event", now)
         elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
         elif step.carries_kv and self.transfer().broke(status, reader.error_code):
@@ -234,6 +254,8 @@ class RequestExecution(Progress):
         elif step.reader == "pass":
             if self.paired_body is not None and not self._second_begins(step, now):
                 return
+            if self._verdicts is not None and status < 500 and not stream_failed:
+                self._prove()
             self._commit(attempt, status)
             if flags & END and not flags & ENGINE_ERROR:
                 self.main = None
@@ -288,7 +310,7 @@ class RequestExecution(Progress):
         kind, reason = detail
         self.side, engine = None, attempt.step.engine
         if self.fetch is not None:
-            engine.failed(kind, reason)
+            self._blame(engine, kind, reason)
             self._fetched(self.fetch, "holder_failed", now)
         elif self.migration is not None:
             self._migration_failed(self.migration, engine, kind, reason, now)
@@ -502,7 +524,9 @@ class RequestExecution(Progress):
     # -- prefix fetch ------------------------------------------------------------------------------
 
     def _fetch_answered(self, fetch: PrefixFetch, attempt: Attempt, now: float) -> None:
-        if attempt.reader.status != 200:
+        if (status := attempt.reader.status) != 200:
+            if status >= 500:
+                self._blame(attempt.step.engine, _kind(status), f"status {status}")
             outcome = "refused"
         else:
             fetch.kv.accept(attempt.step.engine, bytes(attempt.answer), fetch.tokens, now)
@@ -765,6 +789,8 @@ class RequestExecution(Progress):
             if not self.has_tokens:
                 self.has_tokens = True
                 self._enter("READY", "STREAMING")
+                if self._verdicts is not None:
+                    self._prove()
             self._write_delta(delta, now)
             if self.merged().stopped:
                 self._end_merged(None, now, "ENDED", ended=False)
@@ -854,9 +880,15 @@ class RequestExecution(Progress):
             else:
                 migration.kv.recompute("missing", f"status {status}")
             self._source_ready(migration, now)
-        elif status != 200 and status not in self.rules.statuses and migration.kv.broke(status, None):
+        elif (
+            status != 200
+            and (status not in self.rules.statuses or status in TRANSFER_STATUSES)
+            and migration.kv.broke(status, None)
+        ):
             self._send_beside(migration.warm(now))
         elif status != 200:
+            if status >= 500:
+                self._blame(engine, _kind(status), f"status {status}")
             self._cancel_migration("target_refused")
         else:
             try:
@@ -879,8 +911,7 @@ class RequestExecution(Progress):
         if holding and self.in_slices:
             self._resume(engine, kind, reason, now)
             return
-        if kind != "status":
-            engine.failed(kind, reason)
+        self._blame(engine, kind, reason)
         if holding:
             migration.kv.recompute("missing", reason)
             self._send_beside(migration.warm(now))
@@ -917,7 +948,7 @@ class RequestExecution(Progress):
             self._observe()
             if transcript.over:
                 return self._cancel_migration("ended")
-            gone = target.pool is not self.pool or not target.healthy or target.held
+            gone = target.pool is not self.pool or not target.in_service or target.held
             if gone or target.runs_halves_at_once:
                 return self._cancel_migration("target_gone")
             transcript.catch_up()
@@ -1008,7 +1039,7 @@ class RequestExecution(Progress):
     def _retry(self, engine: Engine, kind: str, reason: str, now: float) -> None:
         """Sends an open segment without tokens to the next engine, or gives up if none is left."""
         self._abandon()
-        if self._record(engine, kind, reason):
+        if self._record(engine, kind, reason, now):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
                 self._start_segment(following, now, "FAILED")
@@ -1017,7 +1048,7 @@ class RequestExecution(Progress):
 
     def _resume(self, engine: Engine, kind: str, reason: str, now: float) -> None:
         """Continues on another engine after a failure after the first token."""
-        allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason)
+        allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason, now)
         outcome = self._continued(now) if allowed else "not_retried"
         self.pool.failovers[outcome] += 1
         if outcome not in ("continued", "complete"):
@@ -1062,56 +1093,130 @@ class RequestExecution(Progress):
             )
         self._finish("FAILED")
 
-    def _record(self, engine: Engine, kind: str, reason: str) -> bool:
+    def _record(self, engine: Engine, kind: str, reason: str, now: float) -> bool:
         """Records a failed attempt. Returns whether another attempt is allowed."""
         self.reason = reason
-        if kind != "status":
-            engine.failed(kind, reason)
         self._tried += (f"{engine.name}: {reason}",)
-        return kind in self.rules.failures and len(self._tried) < self.rules.attempts
+        lost = kind == "refused"
+        if kind in NOT_ACCEPTED:
+            if kind != "saturated":
+                engine.failed(kind, reason)
+        else:
+            if self._verdicts is None:
+                self._verdicts = Verdicts(self.pool, self.client_request.client_key)
+            self._verdicts.add(Failure(engine, kind, reason, self.known_tokens))
+            lost = (kind == "reset" and engine.breaks.add(now)) or engine.lost
+            if self._verdicts.final:
+                return False  # perhaps the request is the cause
+        if CORE_KINDS.get(kind, kind) not in self.rules.failures or len(self._tried) >= self.rules.attempts:
+            return False
+        self._over_budget = not self.pool.retry_budget.allows(self.pool.requests, lost, now)
+        return not self._over_budget
+
+    def _blame(self, engine: Engine, kind: str, reason: str) -> None:
+        """Records a failure of a step that no other engine repeats."""
+        if kind not in NOT_ACCEPTED:
+            self.pool.blame(engine, self.client_request.client_key, reason, proven=False)
+        elif kind != "saturated":
+            engine.failed(kind, reason)
+
+    def _prove(self) -> None:
+        """Blames engines that failed before a token: another engine has produced one."""
+        if self._verdicts is not None and self._verdicts.only_before_tokens:
+            self._verdicts.succeeded()
+
+    @property
+    def known_tokens(self) -> int:
+        """The number of its known answer tokens."""
+        if self.observing is not None:
+            return self.observing.reader.observed_tokens
+        return len(self.transcript.output_ids) if self.transcript is not None else 0
+
+    def _declined(self, attempt: Attempt, status: int, *, whole: bool) -> None:
+        """Keeps an engine's error answer, for the client if no other engine answers.
+
+        A full engine gets no new requests for the time of its Retry-After.
+        """
+        self._refusal = (status, bytes(attempt.answer)) if whole else None
+        seconds = getattr(attempt.reader, "retry_after", None)
+        if status in SATURATED and seconds:
+            self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
+            self.pool.saturated(attempt.step.engine, seconds)
 
     def _refused(self, attempt: Attempt, now: float) -> None:
         """Handles an engine's error answer."""
         engine, status = attempt.step.engine, attempt.reader.status
-        busy = status in self.rules.statuses
+        retried = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
-        if not busy and attempt.step.carries_kv and self.transfer().broke(status, None):
+        transfer = not retried or status in TRANSFER_STATUSES
+        if transfer and attempt.step.carries_kv and self.transfer().broke(status, None):
             self._resend(engine, now)
-        elif busy and self.has_tokens:
-            self._failed(engine, "status", reason, now)
-        elif busy or self.committed:
-            self._retry(engine, "status", reason, now)
+            return
+        if retried:
+            self._declined(attempt, status, whole=True)
+        if retried and self.has_tokens:
+            self._failed(engine, _kind(status), reason, now)
+        elif retried or self.committed:
+            self._retry(engine, _kind(status), reason, now)
         else:
             self._pass_refusal(attempt)
 
     def _pass_refusal(self, attempt: Attempt) -> None:
+        """Ends the request with an engine's error answer."""
+        answer = (attempt.reader.status, bytes(attempt.answer))
+        self._end_refused(*answer, attempt.step.engine, attempt.error_words())
+
+    def _end_refused(
+        self, status: int, body: bytes, engine: Engine, words: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Ends the request with an engine's error answer. In an opened stream it must be JSON."""
-        status, body = attempt.reader.status, bytes(attempt.answer)
-        error: ApiError = EngineRefusal(status, body)
+        error: ApiError = EngineRefusal(status, body, headers)
         if self.client_request.opened and not _is_object(body):
-            said = f"the engine refused the request with status {status}{attempt.error_words()}"
-            error = ApiError(status, said, engines=attempt.step.engine.name)
+            said = f"the engine refused the request with status {status}{words}"
+            error = ApiError(status, said, engines=engine.name)
         self._finish("FAILED", "engine_error", error)
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
-        """Ends the request with an error, because no engine is left."""
+        """Ends the request with an error, because no engine is left, or none may be tried."""
         self.reason = reason
         if self.committed:
             broke, why = "the engine failed in the middle of its answer", self.client_request.not_resumable
             if why is not None:
                 broke = f"{broke}, and no other engine can continue it: {why.why}"
-            error = ApiError(502, broke, engines=f"{engine.name}: {reason}", code=kind)
+            code = CORE_KINDS.get(kind, kind)
+            error = ApiError(502, broke, engines=f"{engine.name}: {reason}", code=code)
             self._finish("FAILED", kind, EngineRefusal(502, self._withheld) if self._withheld else error)
             return
         headers = {"x-lmetric-decision": self.label}
-        if STATUSES[kind] == 503:
-            headers["retry-after"] = "1"
+        suspect = self._verdicts is not None and self._verdicts.suspect
+        if self._refusal is not None and (kind == "status" or self._refusal[0] == 429):
+            status, body = self._refusal
+            if status in SATURATED:
+                headers["retry-after"] = self._wait_seconds()
+            self._end_refused(status, body, engine, f": {reason}", headers)
+            return
+        status, code = STATUSES[kind], CORE_KINDS.get(kind, kind)
         message = "no engine could answer"
-        if kind == "resources":
+        if suspect:
+            message = "the request failed on two engines in the same way, and is not tried again"
+            code = code if kind == "timeout" else "failed_twice"
+        elif self._over_budget:
+            message = "the engine failed, and the retry budget is used up"
+            status, code = 503, "retry_budget"
+        elif kind == "resources":
             message = "the router cannot open a connection to an engine"
+        if status == 503:
+            headers["retry-after"] = self._wait_seconds()
         tried = "; ".join(self._tried)
-        error = ApiError(STATUSES[kind], message, engines=tried, code=kind, headers=headers)
+        error = ApiError(status, message, engines=tried, code=code, headers=headers)
         self._finish("FAILED", kind, error)
+
+    def _wait_seconds(self) -> str:
+        """Returns the client's Retry-After: the engines' longest, else 1 to 3 s.
+
+        It differs between clients, so that they do not return all at once.
+        """
+        return str(self._retry_after or 1 + self.decision.id % 3)
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         if self.state == "DONE":
@@ -1133,7 +1238,12 @@ class RequestExecution(Progress):
         if self.main or self.side or self.mover or self.fetch:
             self._abandon()
         if failure is not None and self.ticket.open:
-            self.ticket.failed(failure, retry=False)
+            self.ticket.failed(CORE_KINDS.get(failure, failure), retry=False)
+        if self._verdicts is not None:
+            if failure is None and event != "ABORTED":
+                self._verdicts.succeeded()
+            else:
+                self._verdicts.ended()
         self._acts.append(FINISH if error is None else Finish(error))
 
     def _abandon(self) -> None:
@@ -1163,6 +1273,11 @@ class RequestExecution(Progress):
         # `placed` and `attempt`, which every request calls, have this code inline.
         acts, self._acts = self._acts, []
         return acts
+
+
+def _kind(status: int) -> str:
+    """Returns the kind of failure that a status of `retries.statuses` means."""
+    return "saturated" if status in SATURATED else "status"
 
 
 def _is_object(body: bytes) -> bool:

@@ -236,10 +236,7 @@ class RequestRunner(InFlightRequest):
     @property
     def known_tokens(self) -> int:
         """The number of its known answer tokens."""
-        execution = self.execution
-        if execution.observing is not None:
-            return execution.observing.reader.observed_tokens
-        return len(execution.transcript.output_ids) if execution.transcript is not None else 0
+        return self.execution.known_tokens
 
     def move_to(self, target: Engine, now: float) -> bool:
         """Starts a move to another engine. Returns whether it began or is done."""

@@ -2,11 +2,13 @@
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+import orjson
 import structlog
 from pydantic import SecretStr
 
@@ -28,6 +30,9 @@ from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
+from lmetric.server.fleet.outliers import ServiceRecord
+from lmetric.server.fleet.retry_budget import Breaks
+from lmetric.server.fleet.watchdog import Watchdog
 from lmetric.server.tls.contexts import EngineContexts
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.server.upstream.pool import Upstream
@@ -46,7 +51,14 @@ _CAUSES = {
     "status": ("health check failed", "see the engine's log"),
     "unidentified": ("model not known", "check that its URL has the OpenAI API: GET /v1/models"),
     "unfit": ("not suited to its role", None),
+    "stalled": ("stopped generating", "see the engine's log; restart it if it hangs"),
+    "paused": ("paused or asleep", "POST /resume or /wake_up to the engine"),
+    "ejected": ("ejected after failed requests", "see the engine's log; it returns when it works again"),
+    "saturated": ("full", "add engines, or send fewer requests"),
 }
+
+
+AT_ONCE = ("refused", "stalled", "paused")  # failures that mark an engine as down at once
 
 
 class NotUsable(NamedTuple):
@@ -68,6 +80,15 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     indicators: Indicators
+
+    def review(self) -> None:
+        """Decides anew which engines are in service."""
+
+    def blame(self, engine: "Engine", client: str, reason: str, *, proven: bool) -> None:
+        """Counts a request that failed at an engine."""
+
+    def probed(self, engine: "Engine", error: str | None) -> None:
+        """Handles the result of a probe of an ejected engine."""
 
 
 class Engine:
@@ -114,7 +135,9 @@ class Engine:
         self.load_reports: Counter[str] = Counter()  # by source
         self.load_error: str | None = None
         self.missing_metrics: list[str] = []  # metrics of indicators missing on its last page
-        self.healthy = False
+        self.service = ServiceRecord()
+        self.breaks = Breaks()
+        self.watchdog = Watchdog()
         self.draining = False
         self.switches = 0  # role switches in progress; it gets no requests meanwhile
         self.leaving = False
@@ -150,6 +173,26 @@ class Engine:
         return self.draining or self.switches > 0 or self.leaving or not self.ready
 
     @property
+    def healthy(self) -> bool:
+        """Whether it passes its health checks."""
+        return self.service.state != "DOWN"
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it gets new requests, unless it is `held`."""
+        return self.service.in_service
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it stopped generating; its requests move elsewhere."""
+        return self.last_failure == "stalled" and not self.healthy
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is known that it answers no request."""
+        return self.service.state == "DOWN" and self.last_error is not None
+
+    @property
     def unusable(self) -> NotUsable | None:
         """Why it gets no new requests; None: it gets them."""
         if self.draining:
@@ -160,8 +203,12 @@ class Engine:
             return NotUsable("no longer listed", f"no longer listed by {self.source}")
         if not self.ready:
             return NotUsable("not ready", f"not ready, according to {self.source}")
-        if self.healthy:
+        if self.in_service:
             return None
+        if self.healthy:
+            ejected = self.service.state == "EJECTED"
+            cause, fix = _CAUSES["ejected" if ejected else "saturated"]
+            return NotUsable(cause, f"{cause}: {self.service.reason}" if ejected else cause, fix)
         if self.last_error is None:
             return NotUsable("not checked yet", "not checked yet")
         cause, fix = _CAUSES.get(self.last_failure, ("requests failed", "see the engine's log"))
@@ -192,9 +239,10 @@ class Engine:
         """Updates the core router after a change of `held`."""
         if self.pool is not None:
             self.pool.router.update_instance(self.name, draining=self.held)
+            self.pool.review()
 
     def succeeded(self) -> None:
-        """Records a successful check or answer."""
+        """Records a successful health check."""
         self.failures = 0
         if not self.healthy:
             self.successes += 1
@@ -202,20 +250,32 @@ class Engine:
                 self._turn(True, None)
 
     def failed(self, kind: str, reason: str) -> None:
-        """Records a failed check or request.
+        """Records a failed health check, or a connection that could not be made.
 
-        A refused connection marks the engine as down at once, other failures when they repeat. A
-        lack of the router's own resources is ignored.
+        A refused connection marks the engine as down at once, and so does an engine that stopped
+        generating or reports that it is paused. Other failures do when they repeat. A lack of the
+        router's own resources is ignored.
         """
         if kind == "resources":
             return
         self.successes = 0
         self.failures += 1
         self.last_error, self.last_failure = reason, kind
-        if self.healthy and (kind == "refused" or self.failures >= self.health.down_after):
+        if self.healthy and (kind in AT_ONCE or self.failures >= self.health.down_after):
             self._turn(False, reason)
         if kind == "refused" and not self.lost_blocks:
             self._forget()
+
+    async def generate(self, seconds: float) -> int:
+        """Sends a request for one token. Returns the status of the answer. Raises UpstreamError.
+
+        Engines that generate only together with another one are not asked.
+        """
+        if self.pool is None or self.runs_halves_at_once:
+            return 200
+        body = orjson.dumps({"model": self.pool.name, "prompt": "1", "max_tokens": 1})
+        status, _ = await self.upstream.post("/v1/completions", body, seconds)
+        return status
 
     @property
     def load_pages(self) -> list[str]:
@@ -288,12 +348,15 @@ class Engine:
             self.lost_blocks = True
 
     def _turn(self, healthy: bool, reason: str | None) -> None:
-        self.healthy = healthy
+        now = time.monotonic()
         self.successes = 0
-        if not healthy:
+        if healthy:
+            self.service.up(now)
+        else:
+            self.service.enter("LOST", "DOWN", now)
             self.ask_anew()
         if self.pool is not None:
-            self.pool.router.update_instance(self.name, healthy=healthy)
+            self.pool.review()
             if healthy:
                 log.log(self.quiet or logging.INFO, "engine up", model=self.pool.name, engine=self.name)
             else:

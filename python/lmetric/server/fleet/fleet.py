@@ -153,7 +153,9 @@ class Fleet:
         if name in self.names:
             return self.names[name][0]
         adapters = model.adapters if model else []
-        pool = Pool(self.pools_made, name, adapters, self.config.pool_settings(model))
+        config = self.config
+        settings, ejection = config.pool_settings(model), config.health.ejection
+        pool = Pool(self.pools_made, name, adapters, settings, config.retries, ejection)
         self.pools_made += 1
         self.pools.append(pool)
         self.names[name] = (pool, None)
@@ -312,7 +314,7 @@ class Fleet:
 
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
-        return any(engine.healthy and not engine.held for p in self.pools for engine in p.engines.values())
+        return any(engine.in_service and not engine.held for p in self.pools for engine in p.engines.values())
 
     def models(self) -> bytes:
         """Returns the JSON answer to GET /v1/models."""

@@ -1,6 +1,7 @@
 """A model: its core router and its engines."""
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ import orjson
 import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
-from lmetric.config import POLICY_KNOBS, PoolSettings
+from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries
 from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
@@ -34,10 +35,12 @@ from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
+from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import HeldPrograms
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
+from lmetric.server.fleet.retry_budget import RetryBudget
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens import (
     NotVerifiable,
@@ -95,7 +98,15 @@ class BytesPerToken:
 class Pool:
     """A model: its core router and its engines."""
 
-    def __init__(self, index: int, name: str, adapters: list[str], settings: PoolSettings) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        adapters: list[str],
+        settings: PoolSettings,
+        retries: Retries | None = None,
+        ejection: Ejection | None = None,
+    ) -> None:
         self.index = index
         self.name = name
         self.adapters = list(adapters)
@@ -172,6 +183,9 @@ class Pool:
         self.cuts = False  # whether a plan may have several segments
         self._see_cuts()
         self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
+        self.outliers = Outliers(ejection or Ejection())
+        self.retry_budget = RetryBudget(retries or Retries())
+        self.requests = 0  # placed so far
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
@@ -217,12 +231,50 @@ class Pool:
             role=engine.role,
             group=engine.config.group_label,
         )
-        self.router.update_instance(engine.name, healthy=engine.healthy)
+        self.router.update_instance(engine.name, healthy=False)
+        engine.service.in_service = False
         engine.pool = self
-        engine.hold()
         self.engines[engine.name] = engine
+        engine.hold()
         self.unserved_since = None
         self.set_role(engine)
+
+    def review(self) -> None:
+        """Decides anew which engines are in service, and updates the core router."""
+        now = time.monotonic()
+        self.retry_budget.follow(self.requests, now)
+        for engine in self.outliers.review(self.engines.values(), now):
+            self.router.update_instance(engine.name, healthy=engine.service.in_service)
+        notices = self.outliers.notices
+        while notices:
+            notice = notices.pop(0)
+            log.warning(notice.event, model=self.name, **notice.details)
+
+    def blame(self, engine: Engine, client: str, reason: str, *, proven: bool) -> None:
+        """Counts a request that failed at an engine.
+
+        `proven`: another engine answered it.
+        """
+        if engine.pool is self:
+            now = time.monotonic()
+            self.outliers.failed(engine, self.engines.values(), client, proven, reason, now)
+            self.review()
+
+    def saturated(self, engine: Engine, seconds: float) -> None:
+        """Gives an engine no new requests for its Retry-After, while another engine is free."""
+        if engine.pool is self:
+            self.outliers.saturated(engine, seconds, time.monotonic())
+            self.review()
+
+    def suspect(self, reasons: str) -> None:
+        """Counts a request that failed in the same way on two engines."""
+        self.outliers.suspect(reasons, time.monotonic())
+
+    def probed(self, engine: Engine, error: str | None) -> None:
+        """Handles the result of a probe of an ejected engine; ``error``: None if it succeeded."""
+        if engine.pool is self:
+            self.outliers.probed(engine, error, time.monotonic())
+            self.review()
 
     def remove(self, name: str) -> None:
         """Removes an engine. Its running requests continue."""
@@ -239,6 +291,7 @@ class Pool:
         """Updates the core router after a possible change of an engine's role."""
         role, handover = engine.role, engine.handover
         self.router.update_instance(engine.name, role=role)
+        self.review()
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
         fetches = (
@@ -299,6 +352,15 @@ class Pool:
     def disaggregates(self) -> bool:
         """Whether some engines serve only prompts or only answers."""
         return any(engine.role != "both" for engine in self.engines.values())
+
+    def queued_prefill_seconds(self, engine: Engine) -> float:
+        """Returns the expected seconds until an engine has computed all prompts placed on it.
+
+        Infinite if no prefill rate was measured.
+        """
+        rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
+        tokens = dict(zip(self.router.instances(), self.router.indicators()["bound_tokens"], strict=True))
+        return float(tokens[engine.name]) / rate if rate else math.inf
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""

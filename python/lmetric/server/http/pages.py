@@ -7,6 +7,7 @@ import functools
 import hmac
 import math
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, get_args
@@ -211,6 +212,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "group": engine.config.group_label,
                 "unfit": engine.unfit,
                 "healthy": engine.healthy,
+                "service": engine.service.shown(time.monotonic()),
                 "ready": engine.ready,
                 "draining": engine.draining or engine.switches > 0,
                 "leaving": engine.leaving,

@@ -15,6 +15,7 @@ from lmetric._core import indicator_table
 from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,7 +58,7 @@ _GAUGES = {
 }
 
 _INSTANCE_STATE = {
-    "healthy": "1 if the instance passes its health checks, else 0",
+    "healthy": "1 if the instance passes its health checks and is not ejected, else 0",
     "draining": "1 if the instance accepts no new requests, else 0",
     "in_flight": "Requests placed on the instance that have not ended",
 }
@@ -256,6 +257,7 @@ class Metrics(Collector):
                 gamma.add_metric((pool.name,), learned)
         yield gamma
         yield from program_metrics(self.fleet)
+        yield from outlier_metrics(self.fleet)
         yield from self._routers()
         for further in self.further:
             yield from further()

@@ -35,8 +35,9 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 class UpstreamError(Exception):
     """No connection to an engine, or no answer. ``kind`` is a failure kind of a ticket.
 
-    Kinds without a connection: refused (no process listens), dns, tls, unreachable, timeout, and
-    resources (the router lacks descriptors, ports or memory, whether or not the engine works).
+    Kinds without a connection: refused (no process listens), dns, tls, unreachable, saturated (all
+    connections to it are in use), and resources (the router lacks descriptors, ports or memory,
+    whether or not the engine works).
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -45,7 +46,7 @@ class UpstreamError(Exception):
 
     @property
     def before_sending(self) -> bool:
-        """Whether connecting failed, other than by a timeout."""
+        """Whether connecting failed."""
         return self.kind in ("refused", "dns", "tls", "unreachable", "resources")
 
 

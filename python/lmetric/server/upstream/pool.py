@@ -172,9 +172,9 @@ class Upstream(Kept):
         return heads[stream]
 
     async def connect(self) -> Connection:
-        """Opens a new connection. Raises UpstreamError, of kind status if the limit is reached."""
+        """Opens a new connection. Raises UpstreamError: saturated at the limit."""
         if len(self._open) >= self._keep:
-            raise UpstreamError("status", f"all {self._keep} connections to it are in use")
+            raise UpstreamError("saturated", f"all {self._keep} connections to it are in use")
         return await self._connect(self)
 
     async def _connect(self, owner: Kept) -> Connection:
@@ -204,7 +204,7 @@ class Upstream(Kept):
                         lambda: connection, *self._address, ssl=tls, server_hostname=name
                     )
         except TimeoutError:
-            raise UpstreamError("timeout", f"no connection within {self._connect_seconds:g} s") from None
+            raise UpstreamError("unreachable", f"no connection within {self._connect_seconds:g} s") from None
         except OSError as error:
             raise connect_error(error) from None
         if self._allowed is not None and self._socket is None:

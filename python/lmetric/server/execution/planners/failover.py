@@ -30,7 +30,7 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
             if following == engine.name:
                 following = None
         if following is None:
-            following = ticket.failed(kind)
+            following = ticket.failed("status" if kind == "saturated" else kind)
         while following is not None and following not in p.pool.engines:
             following = ticket.failed("refused")  # removed since the decision
     except NoInstanceError:

@@ -38,7 +38,7 @@ class PrefixFetch:
     def why_not(self) -> str | None:
         """Returns the outcome if the holder cannot be asked, else None."""
         holder, connector = self.holder, self.target.connector
-        if holder is None or not holder.healthy:
+        if holder is None or not holder.in_service:
             return "holder_gone"
         if connector is None or connector.at_once or holder.connector is not connector:
             return "no_connector"

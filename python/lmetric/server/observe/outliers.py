@@ -1,0 +1,57 @@
+"""Metrics of outlier ejection and of retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.outliers import MEANINGS
+
+
+def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yields the metrics, with their present values."""
+    state = GaugeMetricFamily(
+        "lmetric_engine_state",
+        f"State of an engine ({', '.join(MEANINGS)}); always 1",
+        labels=("model", "instance", "state"),
+    )
+    panic = GaugeMetricFamily(
+        "lmetric_panic",
+        "1 if ejected engines get requests because too few engines are in service, else 0",
+        labels=("model",),
+    )
+    ejections = CounterMetricFamily(
+        "lmetric_ejections",
+        "Ejections of engines, by rule: consecutive, success_rate, probe",
+        labels=("model", "rule"),
+    )
+    prevented = CounterMetricFamily(
+        "lmetric_ejections_prevented",
+        "Ejections not made, by limit: max_share, panic_threshold",
+        labels=("model", "limit"),
+    )
+    suspects = CounterMetricFamily(
+        "lmetric_suspect_requests",
+        "Requests that failed in the same way on two engines",
+        labels=("model",),
+    )
+    retries = CounterMetricFamily(
+        "lmetric_retry_budget",
+        "Retries by outcome: charged to the budget, free (the engine is lost), refused",
+        labels=("model", "outcome"),
+    )
+    for pool in fleet.pools:
+        outliers = pool.outliers
+        for engine in pool.engines.values():
+            state.add_metric((pool.name, engine.name, engine.service.state), 1)
+        panic.add_metric((pool.name,), float(bool(outliers.panic)))
+        for rule, count in outliers.ejected.items():
+            ejections.add_metric((pool.name, rule), count)
+        for limit, count in outliers.prevented.items():
+            prevented.add_metric((pool.name, limit), count)
+        suspects.add_metric((pool.name,), outliers.suspects)
+        for outcome, count in pool.retry_budget.outcomes.items():
+            retries.add_metric((pool.name, outcome), count)
+    yield from (state, panic, ejections, prevented, suspects, retries)
