@@ -12,7 +12,7 @@ from typing import Literal
 import orjson
 
 # The ways in which a proxy treats bytes. "refuse": nobody listens. "silent": connections stay open,
-# and nothing passes. "reset": connections are reset. "slow": the engine's bytes are late. "garbage",
+# and nothing passes. "reset": connections are reset. "slow": bytes are late. "garbage",
 # "half chunk", "short" and "500", "503": answers to POSTs are replaced; pages still pass.
 Mode = Literal["pass", "refuse", "silent", "reset", "slow", "garbage", "half chunk", "short", "500", "503"]
 
