@@ -107,6 +107,7 @@ class Setup:
 
     roles: str = "both"  # or nixl, sglang: prefill and decode engines
     moves: str | None = None  # migration_by
+    fails_over: bool = False  # streams continue after a failure
     slice_tokens: int | None = 3
     split_at: float | None = None
     pulls: bool = False
@@ -141,6 +142,7 @@ class Setup:
             prefix_caching=name not in self.names[self.cached :],
             handover=handover,
             role=role,
+            token_ids=self.roles != "sglang",
         )
         engine.identified = True
         engine.succeeded()
@@ -179,6 +181,7 @@ def _config(of: Setup) -> ServerConfig:
         "block_size": BLOCK_TOKENS,
         "timeouts": LIMITS | {"request": of.request_seconds},
         "retries": {"attempts": of.attempts},
+        "stream_failover": of.fails_over,
     }
     if of.moves is not None:
         values |= {
@@ -204,6 +207,7 @@ SETUPS = st.builds(
     Setup,
     roles=st.sampled_from(["both", "both", "both", "nixl", "nixl", "sglang"]),
     moves=st.sampled_from(["recompute", "fetch", "segments", "segments", None]),
+    fails_over=st.sampled_from([True, True, False]),
     slice_tokens=st.sampled_from([3, 1, None]),
     split_at=st.sampled_from([None, None, None, 0.4, 0.93]),
     pulls=st.sampled_from([False, False, True]),
@@ -622,8 +626,17 @@ class Driver:
         self.ticket: Ticket = ticket
         self.rules = Rules.of(setup.config())
         fetches = pool.fetches_prefixes and fetch_reason is None
+        resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
         self.execution = Recorded(
-            self.rules, asked, pool, decision, ticket, call, moves=moves, fetches=fetches
+            self.rules,
+            asked,
+            pool,
+            decision,
+            ticket,
+            call,
+            moves=moves,
+            fetches=fetches,
+            resumes=resumes,
         )
         if self.execution.mover is not None:
             self.execution.handle = self

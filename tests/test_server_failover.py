@@ -274,7 +274,7 @@ async def test_streams_with_these_fields_end_with_the_reason(fields: dict[str, A
         _, _, got = await w.post(body)
         error = heard(got)["error"]
         assert error["code"] == "reset"
-        assert "and no other engine can continue it: " in error["message"]
+        assert "; no other engine can continue it: " in error["message"]
         assert pool(w).not_resumable == {reason: 1}
         assert pool(w).failovers == {"not_resumable": 1}
         sent = [each for engine in w.engines for each in engine.requests if each.path == COMPLETIONS]

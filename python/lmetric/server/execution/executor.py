@@ -106,7 +106,7 @@ class RequestExecution(Progress):
     migration: Migration | None = None
     handle: Movable | None = None  # the rebalancer's access to the request
     observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
-    _withheld: bytes = b""  # the event with which the engine failed; the client did not get it
+    _withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
     _tried: tuple[str, ...] = ()
     _verdicts: Verdicts | None = None  # set after a failure
     _refusal: tuple[int, bytes] | None = None  # status and body of an engine's last error answer
@@ -303,7 +303,9 @@ class RequestExecution(Progress):
             self._paired_prefill_ended(attempt, now)
 
     def _main_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
-        self._withheld = attempt.reader.withheld if self.observing is attempt else b""
+        self._withheld = b""
+        if self.observing is attempt and not attempt.reader.aborted:
+            self._withheld = attempt.reader.withheld
         self._failed(attempt.step.engine, *detail, now)
 
     def _side_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
@@ -1181,10 +1183,9 @@ class RequestExecution(Progress):
         self.reason = reason
         if self.committed:
             broke, why = "the engine failed in the middle of its answer", self.client_request.not_resumable
-            if why is not None:
-                broke = f"{broke}, and no other engine can continue it: {why.why}"
+            stays = "" if why is None else f"; no other engine can continue it: {why.why}"
             code = CORE_KINDS.get(kind, kind)
-            error = ApiError(502, broke, engines=f"{engine.name}: {reason}", code=code)
+            error = ApiError(502, broke, engines=f"{engine.name}: {reason}{stays}", code=code)
             self._finish("FAILED", kind, EngineRefusal(502, self._withheld) if self._withheld else error)
             return
         headers = {"x-lmetric-decision": self.label}

@@ -64,6 +64,13 @@ class Progress:
         """Whether the tokens of its stream must be recorded while they pass."""
         return self.resumes and self.stream and not self.unmergeable
 
+    def continues_at(self, engine: Engine) -> bool:
+        """Returns whether an engine reports token ids, so that its answer can be continued.
+
+        With a rebalancer, engines of unknown type are asked for them, too.
+        """
+        return engine.capabilities.token_ids or self.mover is not None
+
     @property
     def limit_seconds(self) -> float:
         """The time limit of its client's answer: of a stream to its first byte, else to its end."""

@@ -54,7 +54,7 @@ def can_continue(p: Progress, target: Engine) -> bool:
     """Returns whether an engine can continue the recorded answer from its token ids."""
     model = target.capabilities.base(p.pool.name)
     context_tokens = model.max_model_len if model is not None else None
-    return target.capabilities.token_ids and p.merged().limit(context_tokens)
+    return p.continues_at(target) and p.merged().limit(context_tokens)
 
 
 def elsewhere(p: Progress) -> Engine | None:

@@ -29,7 +29,7 @@ def step(p: Progress, engine: Engine, now: float) -> Step:
         fields = kv.take(engine, now, goes_on=False, total=p.total)
         if not fields:
             kv.tokens = 0  # no transfer: a second call must not count it again
-    observed = p.observed and engine.capabilities.token_ids
+    observed = p.observed and p.continues_at(engine)
     # If a chat continues inside its prompt, the engine renders the chat again. Its tokens must be
     # those of the fetched cache, and the engine does not check that.
     checks = inside and p.chat and bool(fields)
