@@ -35,7 +35,16 @@ scrape_configs:
 """
 
 GROUPS = {
-    "Requests": ("requests", "time_", "request_seconds", "client_", "failures", "retries", "no_instance"),
+    "Requests": (
+        "requests",
+        "time_",
+        "request_seconds",
+        "client_",
+        "tls_",
+        "failures",
+        "retries",
+        "no_instance",
+    ),
     "Engines and instances": (
         "engine_",
         "instance_",

@@ -852,7 +852,7 @@ class ServerConfig(PoolSettings):
         description="unix socket over which a new router process takes over the listening sockets of the "
         "running one, which then drains; null: a second process on the port is an error",
     )
-    tls: ListenerTls | None = Field(None, description="TLS for clients; null: the router speaks plain HTTP")
+    tls: ListenerTls | None = Field(None, description="TLS for clients; null: plain HTTP")
     forwarded: Forwarded = Field(
         default_factory=Forwarded, description="proxies in front, and the client addresses that they report"
     )

@@ -38,7 +38,7 @@ class Forwarding:
         for entry in reversed((forwarded_for or b"").split(b",")):
             found = _parse(entry.decode("latin-1").strip())
             if found is None:
-                break  # nobody knows who wrote what stands before it
+                break  # the addresses before it may be invented
             nearest = str(found)
             if not self._trusts(found):
                 break

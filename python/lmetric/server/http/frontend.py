@@ -56,7 +56,7 @@ log = structlog.get_logger("lmetric.access")
 
 
 class Phase(IntEnum):
-    """What the server does with clients. The order is that of its end."""
+    """A phase of the server's life, in the order of its end."""
 
     SERVING = 0
     REPLACED = 1  # a successor accepts new connections; answers close the others
@@ -717,7 +717,8 @@ class Frontend(web.Server):
         self, client_request: ClientRequest, relay: InFlightRequest | None, error: ApiError | None
     ) -> None:
         """Ends the request: sends ``error``, if any, to its client, and counts the request."""
-        # What the client was told: closing a connection that it may use again would lose a request.
+        # The head of the answer may have kept the connection open. Closing it would then lose the
+        # client's next request.
         goes_on = client_request.keep_alive
         status = 499
         if relay is not None:

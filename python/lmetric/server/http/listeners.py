@@ -13,7 +13,7 @@ BACKLOG = 2048
 
 
 class Listeners:
-    """What accepts connections on bound sockets."""
+    """The listeners on bound sockets."""
 
     def __init__(self, bound: Bound, front: Frontend) -> None:
         self.bound = bound

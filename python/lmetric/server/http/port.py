@@ -61,7 +61,7 @@ class Bound:
 
     @property
     def host(self) -> str:
-        """The address, as `host` of a configuration. Of several, the one that most can reach."""
+        """The address, as `host` of a configuration; of several, an address off loopback."""
         hosts = []
         for each in self.sockets:
             name = each.getsockname()

@@ -54,7 +54,7 @@ class Handshakes:
 
 
 class Front(Protocol):
-    """What makes the protocols of connections."""
+    """The maker of connections' protocols."""
 
     tls: TlsContext | None
     forwarding: Forwarding

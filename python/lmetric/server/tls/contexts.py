@@ -32,7 +32,7 @@ class TlsContext:
     Args:
         name: its section of the configuration, for messages.
         make: makes the context. Raises ConfigError.
-        files: its files; ``certificate`` is the one that the other side sees, or None.
+        files: its files. ``certificate``: the certificate for the other side, or None.
 
     Raises ConfigError.
     """
