@@ -35,7 +35,7 @@ scrape_configs:
 """
 
 GROUPS = {
-    "Requests": ("requests", "time_", "request_seconds", "client_", "failures", "retries", "no_instance"),
+    "Requests": ("requests", "time_", "request_seconds", "client_", "failures", "retries", "retry_budget", "suspect", "no_instance"),
     "Engines and instances": (
         "engine_",
         "instance_",
@@ -44,6 +44,8 @@ GROUPS = {
         "discovery",
         "kv_events",
         "engines_",
+        "ejections",
+        "panic",
     ),
     "Process": ("process_",),
     "Routing and cache": ("",),
