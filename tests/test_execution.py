@@ -468,6 +468,9 @@ class Wire:
 
     abort = close
 
+    def get_extra_info(self, name: str) -> None:
+        return None
+
     def pause_reading(self) -> None:
         self.paused = True
 

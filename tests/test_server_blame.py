@@ -1,4 +1,4 @@
-"""Who is blamed for failed requests, over real sockets: engines, requests, or nobody."""
+"""Blame for failed requests, over real sockets: on an engine, the request, or nobody."""
 
 import asyncio
 import time

@@ -43,6 +43,8 @@ GROUPS = {
         "tls_",
         "failures",
         "retries",
+        "retry_budget",
+        "suspect",
         "no_instance",
     ),
     "Engines and instances": (
@@ -53,6 +55,8 @@ GROUPS = {
         "discovery",
         "kv_events",
         "engines_",
+        "ejections",
+        "panic",
     ),
     "Process": ("process_",),
     "Routing and cache": ("",),

@@ -95,15 +95,8 @@ class DirectRequest(InFlightRequest):
             self._finish()
             return
         message = "the engine that holds the response did not answer"
-        self._finish(
-            ApiError(
-                STATUSES[kind],
-                message,
-                engines=engines,
-                code=CORE_KINDS.get(kind, kind),
-                headers={"retry-after": "1"},
-            )
-        )
+        code, headers = CORE_KINDS.get(kind, kind), {"retry-after": "1"}
+        self._finish(ApiError(STATUSES[code], message, engines=engines, code=code, headers=headers))
 
     def _finish(self, error: ApiError | None = None) -> None:
         if self._over:

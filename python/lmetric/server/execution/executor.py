@@ -67,7 +67,6 @@ STATUSES = {
     **dict.fromkeys(("refused", "dns", "tls", "unreachable", "reset", "engine_error"), 502),
     "timeout": 504,
     "status": 503,
-    "saturated": 503,
     "resources": 503,
 }
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
@@ -1196,20 +1195,23 @@ class RequestExecution(Progress):
                 headers["retry-after"] = self._wait_seconds()
             self._end_refused(status, body, engine, f": {reason}", headers)
             return
-        status, code = STATUSES[kind], CORE_KINDS.get(kind, kind)
-        message = "no engine could answer"
-        if suspect:
-            message = "the request failed on two engines in the same way, and is not tried again"
-            code = code if kind == "timeout" else "failed_twice"
-        elif self._over_budget:
-            message = "the engine failed, and the retry budget is used up"
-            status, code = 503, "retry_budget"
-        elif kind == "resources":
-            message = "the router cannot open a connection to an engine"
+        code, tried = CORE_KINDS.get(kind, kind), "; ".join(self._tried)
+        status = 503 if self._over_budget else STATUSES[code]
         if status == 503:
             headers["retry-after"] = self._wait_seconds()
-        tried = "; ".join(self._tried)
-        error = ApiError(status, message, engines=tried, code=code, headers=headers)
+        if suspect:
+            message = "the request failed on two engines in the same way, and is not tried again"
+            error = ApiError(502, message, engines=tried, code="failed_twice", headers=headers)
+            if kind == "timeout":
+                error.status, error.code = status, code
+        elif self._over_budget:
+            message = "the engine failed, and the retry budget is used up"
+            error = ApiError(503, message, engines=tried, code="retry_budget", headers=headers)
+        else:
+            message = "no engine could answer"
+            if kind == "resources":
+                message = "the router cannot open a connection to an engine"
+            error = ApiError(status, message, engines=tried, code=code, headers=headers)
         self._finish("FAILED", kind, error)
 
     def _wait_seconds(self) -> str:

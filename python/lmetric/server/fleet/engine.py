@@ -87,6 +87,9 @@ class ServedModel(Protocol):
     def blame(self, engine: "Engine", client: str, reason: str, *, proven: bool) -> None:
         """Counts a request that failed at an engine."""
 
+    def queued_prefill_seconds(self, engine: "Engine") -> float:
+        """Returns the expected seconds until an engine has computed all prompts placed on it."""
+
     def probed(self, engine: "Engine", error: str | None) -> None:
         """Handles the result of a probe of an ejected engine."""
 

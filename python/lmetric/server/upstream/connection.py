@@ -36,8 +36,8 @@ class UpstreamError(Exception):
     """No connection to an engine, or no answer. ``kind`` is a failure kind of a ticket.
 
     Kinds without a connection: refused (no process listens), dns, tls, unreachable, saturated (all
-    connections to it are in use), and resources (the router lacks descriptors, ports or memory,
-    whether or not the engine works).
+    connections to it are in use), and resources. With `resources`, the router lacks descriptors,
+    ports or memory, whether or not the engine works.
     """
 
     def __init__(self, kind: str, message: str) -> None:
