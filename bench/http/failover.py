@@ -32,8 +32,6 @@ CELLS = {"chunk": ["streams", 200], "stream_1k": ["answers", 200, 1024], "stream
 TOKENS = 100
 FIGURES = ("cpu_us", "p50_us", "p99_us")
 TOKENIZER = HERE.parent.parent / "python" / "lmetric" / "engines" / "emulated"
-# Cores that other processes may use. Busier rounds are left out.
-MAX_FOREIGN_CORES = 0.1
 
 
 def router(recorded: str) -> Command:
@@ -78,26 +76,26 @@ class Bench(run.Bench):
         return {"subject": name, "cell": cell, "round": round_, **figures, "foreign_cores": round(foreign, 3)}
 
 
-def pairs(runs: list[dict[str, Any]], cell: str, figure: str) -> list[tuple[float, float]]:
+def pairs(runs: list[dict[str, Any]], cell: str, figure: str, most: float) -> list[tuple[float, float]]:
     """Returns the pairs (plain, recorded) of one figure, a pair per round."""
     found = []
     for round_ in sorted({each["round"] for each in runs}):
         values = {
             each["subject"]: each[figure]
             for each in runs
-            if each["cell"] == cell and each["round"] == round_ and each["foreign_cores"] <= MAX_FOREIGN_CORES
+            if each["cell"] == cell and each["round"] == round_ and each["foreign_cores"] <= most
         }
         if len(values) == len(SIDES):
             found.append((values["plain"], values["recorded"]))
     return found
 
 
-def show(runs: list[dict[str, Any]]) -> str:
-    """Returns the table in Markdown."""
+def show(runs: list[dict[str, Any]], most: float) -> str:
+    """Returns the table in Markdown. `most`: cores that other processes may use in a run."""
     lines = ["| cell | figure | plain | recorded | ratio, median | range | pairs |", "|---" * 7 + "|"]
     for cell in CELLS:
         for figure in FIGURES:
-            if not (found := pairs(runs, cell, figure)):
+            if not (found := pairs(runs, cell, figure, most)):
                 continue
             ratios = [recorded / plain for plain, recorded in found]
             plain, recorded = (statistics.median(side) for side in zip(*found, strict=True))
@@ -115,6 +113,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=int, default=2, help="of the cell `chunk`")
+    parser.add_argument("--foreign-cores", type=float, default=0.1, help="leave out busier runs")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-failover.json")
     options = parser.parse_args()
     for name, recorded in SIDES.items():
@@ -132,7 +131,7 @@ def main() -> None:
     setting = {"rounds": options.rounds, "seconds": options.seconds, "tokens": TOKENS, "engines": run.ENGINES}
     result = {**about(None, []), "setting": setting, "runs": runs}
     path = write_result(result, "failover", options.out)
-    print(show(runs))
+    print(show(runs, options.foreign_cores))
     print(f"\nraw figures: {path}")
 
 
