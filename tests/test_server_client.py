@@ -11,6 +11,7 @@ import pytest
 
 from lmetric.server.http import frontend as front_module
 from lmetric.server.http.connection import HOLD_BYTES
+from lmetric.server.http.frontend import DRAINING
 from lmetric.server.upstream.connection import Connection
 from lmetric.server.upstream.pool import Upstream
 from server_world import (
@@ -585,7 +586,7 @@ async def test_stopping_closes_idle_connections_at_once_and_tells_the_others() -
         await busy.send(post())
         await w.engines[0].asked(1)
         await w.until(lambda: len(w.server.front.connections) == 3)
-        w.server.front.draining = True
+        w.server.front.phase = DRAINING
         began = time.monotonic()
         await w.server.stop()
         assert time.monotonic() - began < 1.0

@@ -18,6 +18,7 @@ from lmetric.server import Server
 from lmetric.server.http import tls_listener
 from lmetric.server.tls.certificate import expiry
 from server_world import FakeEngine, World, world
+from test_server_replicas import free_ports
 from tls_world import Authority, Pair, needs_openssl, subject_of
 from waiting import until
 
@@ -237,3 +238,17 @@ def test_the_end_of_a_certificate_is_read(authority: Authority, tmp_path: Path) 
         file.write_text(text)
         with pytest.raises(ValueError, match="certificate"):
             expiry(file)
+
+
+async def test_routers_exchange_their_load_over_tls(authority: Authority) -> None:
+    pair = authority.issue("router")
+    tls = {"ca_file": str(authority.file), **pair.files, "server_name": "localhost"}
+    listener = {**pair.files, "client_ca_file": str(authority.file)}
+    ports = free_ports(2)
+    urls = [f"https://127.0.0.1:{port}" for port in ports]
+    replicas = {"urls": urls, "interval": 0.02, "tls": tls}
+    async with world(tls=listener, replicas=replicas, port=ports[0]) as a:
+        engines = [{"url": engine.url, "name": engine.name} for engine in a.engines]
+        config = {"tls": listener, "replicas": replicas, "port": ports[1], "engines": engines}
+        async with world([], **config) as b:
+            await until(lambda: a.server.front.replicas.received and b.server.front.replicas.received)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from lmetric.config import ConfigError, EngineConfig, ServerConfig
+from lmetric.config import ConfigError, DiscoverySource, EngineConfig, PoolSettings, ServerConfig
+from lmetric.doctor import Target, examine
 from lmetric.server import Server
+from lmetric.server.discovery.dns import DnsNames
 from server_world import FakeEngine, world
 from tls_world import Authority, needs_openssl
 from waiting import until
@@ -122,3 +124,29 @@ def test_wrong_settings_are_errors_of_the_configuration(authority: Authority) ->
     ):
         with pytest.raises(ValueError, match=said):
             EngineConfig.model_validate({"url": "https://x", "tls": tls})
+
+
+async def test_doctor_uses_the_same_settings(authority: Authority) -> None:
+    pair = authority.issue("named", names="DNS:engine.internal")
+    engine = secure_engine(authority.server(pair, asks_clients=True))
+    await engine.start()
+    tls = {"ca_file": str(authority.file), "server_name": "engine.internal", **pair.files}
+    listed = EngineConfig.model_validate(entry(engine, tls))
+    pool = PoolSettings.model_validate({"engine_tls": tls})
+    for target, works in (
+        (Target(listed), True),
+        (Target(EngineConfig(url=engine.url), settings=pool), True),
+        (Target(EngineConfig(url=engine.url)), False),
+    ):
+        (found,) = await examine([target])
+        assert (found.verdicts["reachable"].outcome == "pass") is works
+    await engine.stop()
+
+
+def test_discovered_engines_may_have_https_urls() -> None:
+    source = {"dns": {"name": "engines", "port": 8000}, "scheme": "https"}
+    section = DiscoverySource.model_validate(source)
+    assert section.dns is not None
+    assert DnsNames(section.dns, section)._engine("::1", 8000).config.url == "https://[::1]:8000"
+    with pytest.raises(ValueError, match="remove scheme"):
+        DiscoverySource.model_validate({"file": "a.yaml", "scheme": "https"})

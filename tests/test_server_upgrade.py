@@ -220,3 +220,13 @@ async def test_a_restart_under_systemd_loses_no_connection() -> None:
                 await second.listening()
                 await load.more(200)
             assert set(load.results) == {"200"}, load.results
+
+
+async def test_the_address_of_a_given_socket_counts_for_access() -> None:
+    """`host` says 127.0.0.1, and the socket listens on all addresses."""
+    with socket.socket() as listener:
+        listener.bind(("0.0.0.0", 0))
+        async with engine() as fake, activated(listener, "--engine", fake.url, "--set", "admin=true") as r:
+            assert await r.ended() == 2
+            assert "admin.enabled needs admin.token" in "".join(r.log)
+            assert "'0.0.0.0'" in "".join(r.log)

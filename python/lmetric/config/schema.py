@@ -498,7 +498,7 @@ class DiscoverySource(Strict):
     def _one(self) -> Self:
         if sum(kind is not None for kind in (self.file, self.dns, self.kubernetes)) != 1:
             raise ValueError("set exactly one of file, dns and kubernetes")
-        if self.file is not None and "scheme" in self.model_fields_set:
+        if self.file is not None and self.scheme != "http":
             raise ValueError("the URLs in the file have a scheme; remove scheme")
         return self
 
@@ -822,6 +822,9 @@ class ReplicasConfig(Strict):
         "loopback addresses and there are no API keys",
     )
     token_file: Path | None = Field(None, description="file with token")
+    tls: EngineTls | None = Field(
+        None, description="TLS of https URLs; default: check certificates by the system's CAs"
+    )
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:

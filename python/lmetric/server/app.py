@@ -132,9 +132,11 @@ class Server:
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
     def _certificates(self) -> Iterator[TlsContext]:
-        """Yields the TLS contexts for clients and engines."""
+        """Yields the TLS contexts for clients, other routers and engines."""
         if self.front.tls is not None:
             yield self.front.tls
+        if self._replicas.tls is not None:
+            yield self._replicas.tls
         yield from self.fleet.contexts
 
     def _warn_of_tls(self) -> None:

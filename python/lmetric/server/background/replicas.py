@@ -25,6 +25,7 @@ from lmetric.config import ReplicasConfig, read_secret
 from lmetric.server.api.auth import BearerToken
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.tls.contexts import outgoing_context
 
 log = structlog.get_logger("lmetric.replicas")
 
@@ -74,6 +75,7 @@ class Replicas:
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
         self._expected = BearerToken(self._token) if self._token is not None else None
         self._problems: dict[str, str] = {}
@@ -198,9 +200,16 @@ class Replicas:
     async def _send(self, address: Address, message: bytes) -> None:
         assert self._session is not None
         headers = {"host": address.host, "content-type": "application/json"}
+        tls, name = self.config.tls, address.server_hostname
+        if name is not None and tls is not None:
+            name = tls.server_name or name
         try:
             async with self._session.post(
-                address.url, data=message, headers=headers, server_hostname=address.server_hostname
+                address.url,
+                data=message,
+                headers=headers,
+                server_hostname=name,
+                ssl=True if self.tls is None else self.tls.context,
             ) as answer:
                 body = await answer.read()
             if answer.status != 200:

@@ -103,11 +103,7 @@ class EngineContexts:
         key = settings.model_dump_json(exclude={"server_name"})
         known = self._contexts.get(key)
         if known is None:
-            files = (settings.ca_file, settings.certificate_file, settings.key_file)
-            known = TlsContext(
-                "tls of engines", lambda: engine_context(settings), files, settings.certificate_file
-            )
-            self._contexts[key] = known
+            known = self._contexts[key] = outgoing_context("tls of engines", settings)
         return known
 
     def keep(self, used: Iterable[TlsContext | None]) -> None:
@@ -131,6 +127,12 @@ def engine_context(settings: EngineTls) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def outgoing_context(name: str, settings: EngineTls) -> TlsContext:
+    """Returns the context for connections to engines or routers. Raises ConfigError."""
+    files = (settings.ca_file, settings.certificate_file, settings.key_file)
+    return TlsContext(name, lambda: engine_context(settings), files, settings.certificate_file)
 
 
 def listener_context(settings: ListenerTls) -> TlsContext:
