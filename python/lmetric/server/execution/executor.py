@@ -1139,7 +1139,7 @@ class RequestExecution(Progress):
         A full engine gets no new requests for the time of its Retry-After.
         """
         self._refusal = (status, bytes(attempt.answer)) if whole else None
-        seconds = getattr(attempt.reader, "retry_after", None)
+        seconds = attempt.reader.retry_after
         if status in SATURATED and seconds:
             self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
             self.pool.saturated(attempt.step.engine, seconds)
