@@ -243,7 +243,7 @@ STAYS: list[tuple[dict[str, Any], str]] = [
 
 
 async def breaks(_: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
-    """Sends two events of a stream, whatever was requested, and breaks the connection."""
+    """Sends two events of a stream for any request, and breaks the connection."""
     if request.path == "/tokenize":
         writer.write(plain(404, {}))
         return True

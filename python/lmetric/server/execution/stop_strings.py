@@ -19,7 +19,7 @@ class StopStrings:
         self._strings = strings
         self._shown = shown  # the client gets the stop string, too
         self._min_tokens = min_tokens
-        # A stream holds back so many characters: they may be the beginning of a stop string.
+        # A stream holds back this number of characters: they may be the beginning of a stop string.
         self._held = 0 if shown else max(map(len, strings)) - 1
         self._sent = 0  # characters that the client has
 

@@ -10,9 +10,9 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.fleet.engine import Engine
 
 # The outcome of a failure after the first token. "continued": another engine continues. "complete":
-# the client had the whole answer. The others end the answer with an error: "not_retried" (by
-# `retries`), "not_resumable" (by its request or its engine), "not_mergeable" (its text or tokens
-# are not known), "no_engine" (no other engine can continue it).
+# the client had the whole answer. The others end the answer with an error. "not_retried": by
+# `retries`. "not_resumable": by its request or its engine. "not_mergeable": its text or tokens are
+# not known. "no_engine": no other engine can continue it.
 Outcome = Literal["continued", "complete", "not_retried", "not_resumable", "not_mergeable", "no_engine"]
 
 
