@@ -211,8 +211,8 @@ impl Observer {
         }
     }
 
-    /// Makes a template from an event at `start` of the blocks. `text`, `ids`: their positions in the
-    /// blocks. `hidden`: values hidden in earlier events.
+    /// Makes a template from an event at `start` of the blocks. `text`, `ids`: their positions in
+    /// the blocks. `hidden`: values hidden in earlier events.
     fn learn(&mut self, event: &[u8], start: usize, text: Range<usize>, ids: Range<usize>, hidden: usize) {
         let only_ids = match &self.hidden[hidden..] {
             [] => !self.hide_ids,

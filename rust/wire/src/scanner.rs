@@ -209,7 +209,8 @@ impl Scanner {
     }
 
     /// The event with which the engine failed after a token of an observed stream; empty if there
-    /// is none. The client did not get it. An error that is the request's fault (status 4xx) passes.
+    /// is none. The client did not get it. An error that is the request's fault (status 4xx)
+    /// passes.
     pub fn withheld(&self) -> &[u8] {
         &self.withheld
     }
@@ -436,9 +437,9 @@ impl Scanner {
         &self.written
     }
 
-    /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the framing
-    /// does not allow it (a declared length); then only closing the client's connection ends the
-    /// stream.
+    /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the
+    /// framing does not allow it (a declared length); then only closing the client's connection
+    /// ends the stream.
     pub fn end_with(&mut self, events: &[u8]) -> &[u8] {
         self.written.clear();
         if self.event_stream() && !matches!(self.out, Out::Length(_)) && !self.closed {
@@ -502,8 +503,8 @@ impl Scanner {
         used
     }
 
-    /// Reads whole events that the observer knows by their form. Returns `None` unless all are such events,
-    /// else whether the client's bytes differ: then they are released.
+    /// Reads whole events that the observer knows by their form. Returns `None` unless all are such
+    /// events, else whether the client's bytes differ: then they are released.
     fn read_quickly(&mut self, piece: &[u8], step: &mut Step) -> Option<bool> {
         let observer = self.observer.as_mut()?;
         if !self.committed || !self.pending.is_empty() || !self.events.at_start() {
