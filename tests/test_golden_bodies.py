@@ -4,7 +4,8 @@ The file is `data/golden_bodies.json`. `GOLDEN=write python -m pytest tests/test
 (without `-n`) writes it. The engines here answer by a fixed rule and wait for tests, so the file
 does not depend on time. `Golden.note` leaves out or replaces:
 
-- `host` and `content-length`, which are checked here, and fields of the tests' HTTP client;
+- `host`, `content-length` and `x-forwarded-*`, which are checked here, and fields of the tests'
+  HTTP client;
 - `bootstrap_room`, which is random, and must be equal in both segments: ROOM replaces it.
 
 The order of a body's fields is not compared. `bytes` records whether a body contains the client's
@@ -219,6 +220,9 @@ class Golden:
         headers = {name: value for name, value in request.headers.items() if name not in OF_THE_CLIENT}
         assert headers.pop("host") == f"{engine.host}:{engine.port}"
         assert int(headers.pop("content-length")) == len(request.body)
+        assert headers.pop("x-forwarded-for") == "127.0.0.1"
+        assert headers.pop("x-forwarded-proto") == "http"
+        assert headers.pop("x-forwarded-host").startswith("127.0.0.1:")
         body: dict[str, Any] = json.loads(request.body, object_pairs_hook=unique)
         if "bootstrap_room" in body:
             self.rooms.add(body["bootstrap_room"])

@@ -1,4 +1,4 @@
-"""The table of faults in docs/reference/reliability.md, made from results/faults.csv.
+"""The table of faults in docs/reference/reliability.md, made from faults.csv.
 
 python bench/chaos/page.py [--check]
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results" / "faults.csv"
+RESULTS = Path(__file__).parent / "faults.csv"
 PAGE = ROOT / "docs" / "reference" / "reliability.md"
 BEGIN, END = "<!-- faults -->\n", "<!-- end of faults -->\n"
 NAMES = {
