@@ -52,6 +52,7 @@ __all__ = [
     "ExpressionError",
     "LmetricError",
     "NoInstanceError",
+    "Peer",
     "PolicyError",
     "PolicyTimeout",
     "Program",
