@@ -378,6 +378,12 @@ impl Ledger {
         self.backlogs.all_tokens(now, out);
     }
 
+    /// Returns the seconds for which the next first token of a slot is late. `reported_waiting`:
+    /// waiting requests that the engine reports.
+    pub fn overdue_on(&self, slot: usize, reported_waiting: f64, now: Seconds) -> Seconds {
+        self.backlogs.overdue(slot, reported_waiting, now)
+    }
+
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
     pub fn queued_pairs_on(&self, slot: usize) -> f64 {
         self.backlogs.own_pairs(slot) + self.accounts[slot].peers.queued_prefill_pairs
