@@ -33,7 +33,7 @@ LENGTHS = {
 SECONDS = 240.0
 WARM_SECONDS = 40.0  # of arrivals that are not counted
 CAPACITY_SECONDS = 60.0
-TTFT_SECONDS = {"chats": 1.0, "documents": 4.0}
+TTFT_SECONDS = {"chats": 2.0, "documents": 5.0}
 NEIGHBOR, FLOOD = 1, 2  # tenants
 
 
@@ -129,7 +129,7 @@ def run(trace: Trace, arm: Arm, seed: int, ttft_seconds: float) -> Run:
 @cache
 def capacity(workload: str, seed: int) -> float:
     """Requests per second that the fleet completes while every engine has a long queue."""
-    rate = 400.0 if workload == "chats" else 60.0
+    rate = 125.0 if workload == "chats" else 20.0
     trace = joined({NEIGHBOR: made(workload, rate, 4 * CAPACITY_SECONDS, seed, NEIGHBOR)})
     found = run(trace, AT_ONCE, seed, 1.0)
     ends = found.finished_seconds

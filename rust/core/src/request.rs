@@ -1,7 +1,7 @@
 //! The request data that a decision uses.
+use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
-use crate::admission::ArrivalId;
 
 /// A request to place. All data is borrowed: a decision copies nothing.
 #[derive(Clone, Debug, Default)]

@@ -3,10 +3,10 @@
 mod common;
 
 use common::{chain, request};
+use lmetric_core::admission::{ArrivalId, Verdict};
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::peers::MOST_ROOTS;
-use lmetric_core::admission::{ArrivalId, Verdict};
 use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Published;

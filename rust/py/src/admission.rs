@@ -1,9 +1,7 @@
 //! Arrivals, and admission by load: settings and snapshots.
 use crate::errors::Result;
 use crate::settings;
-use lmetric_core::admission::{
-    HeldFor, LoadConfig, LoadSnapshot, RefusedFor, TenantLimits, Verdict,
-};
+use lmetric_core::admission::{HeldFor, LoadConfig, LoadSnapshot, RefusedFor, TenantLimits, Verdict};
 use lmetric_core::program::Hold;
 use lmetric_core::router::shared::Waiting;
 use lmetric_core::{CoreError, admission::ArrivalId};

@@ -1,10 +1,10 @@
 //! `Router`: the Python class of the core's router.
+use crate::admission::Arrival;
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::policies;
-use crate::admission::Arrival;
 use crate::programs::Snapshot;
 use crate::registry::offering;
 use crate::request::{self, Request};
@@ -740,12 +740,7 @@ impl Router {
     /// A router that admits requests (`ProgramAdmission`, `set_admission`) routes only requests
     /// with an arrival. Raises `BadValueError`.
     #[pyo3(signature = (request, *, now=None))]
-    fn arrive(
-        &self,
-        py: Python<'_>,
-        request: Bound<'_, PyAny>,
-        now: Option<f64>,
-    ) -> Result<Option<Arrival>> {
+    fn arrive(&self, py: Python<'_>, request: Bound<'_, PyAny>, now: Option<f64>) -> Result<Option<Arrival>> {
         let given = request::given(py, "Router.arrive", Some(request), None)?;
         let arrived = self.with_request(py, given.get(), |request, chain| {
             let request = CoreRequest { chain, ..request };
@@ -792,7 +787,9 @@ impl Router {
     ///
     /// - `ttft_seconds`: deadline of the first token for requests without `ttft_slo_seconds`. A
     ///   request that would miss it is refused.
-    /// - `room_seconds`: default a quarter of the deadline, or 0.5. Infinite: instances always have
+    /// - `tpot_seconds`: longest time between two output tokens that a batch may reach by a further
+    ///   request.
+    /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always have
     ///   room.
     /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
     /// - `tenants`: limits by tenant: `max_concurrent`, `max_requests_per_second`, `burst`,

@@ -150,20 +150,37 @@ pub struct Asked {
 #[derive(Clone, Debug, Default)]
 pub struct Room {
     /// Predicted seconds until the prefill of a further request starts, by slot; infinite: the
-    /// instance takes none.
+    /// instance takes no requests.
     pub waits: Vec<Seconds>,
+    /// How full each instance is.
+    pub levels: Vec<Level>,
     /// Prefill rate of all instances in tokens/s, until a rate of service is learned.
     pub prior_rate: f64,
 }
 
-impl Room {
-    /// Wait on an instance that has no room for an unknown time.
-    pub const FULL: Seconds = 1e6;
+/// How full an instance is, apart from the wait for its prefills.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// It has room.
+    #[default]
+    Free,
+    /// Its last room is kept for tenants with fewer requests than their share.
+    Kept,
+    /// It has no room.
+    Full,
+}
 
-    /// Returns the instance with the shortest wait.
-    fn best(&self) -> Option<(usize, Seconds)> {
+impl Room {
+    /// Returns the instance with the shortest wait among those up to this level.
+    fn best(&self, most: Level) -> Option<(usize, Seconds)> {
         let waits = self.waits.iter().copied().enumerate();
-        waits.filter(|(_, wait)| *wait < f64::INFINITY).min_by(|a, b| a.1.total_cmp(&b.1))
+        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.levels[*slot] <= most);
+        open.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Returns whether any instance takes requests.
+    fn is_served(&self) -> bool {
+        self.waits.iter().any(|wait| *wait < f64::INFINITY)
     }
 }
 
@@ -190,10 +207,12 @@ struct Arrival {
 }
 
 impl Arrival {
-    /// Returns whether its first token can no longer come in time. A prompt that takes longer than
-    /// the time to its deadline runs if its turn comes in the first half of this time.
-    fn is_late(&self, now: Seconds) -> bool {
-        let needed = |deadline: Seconds| self.asked.prefill_seconds.min((deadline - self.arrived) / 2.0);
+    /// Returns whether its first token can no longer come in time. `room`: wait on an instance with
+    /// room. A prompt that takes longer than the time to its deadline runs if its turn comes in the
+    /// first half of this time.
+    fn is_late(&self, room: Seconds, now: Seconds) -> bool {
+        let needed =
+            |deadline: Seconds| (self.asked.prefill_seconds + room).min((deadline - self.arrived) / 2.0);
         self.deadline.is_some_and(|deadline| now + needed(deadline) > deadline)
     }
 }
@@ -493,15 +512,21 @@ impl Admission {
         };
         let turns = load.queue.lines().filter(|(tenant, _)| !passed.contains(tenant) && may_run(*tenant));
         let (tenant, line) = turns.min_by_key(|(tenant, _)| (load.shares.start(*tenant), *tenant))?;
-        let (best, most) = (room.best(), load.config.room());
+        let level = if load.limits.below_share(tenant, line.weight()) { Level::Kept } else { Level::Free };
+        let (best, most) = (room.best(level), load.config.room());
+        let served = room.is_served();
         let found = line.iter().take(CANDIDATES).find_map(|id| {
             let home = self.arrivals[id].home.map(|home| home.index());
             let home = home.filter(|home| room.waits.get(*home).is_some_and(|wait| *wait < f64::INFINITY));
             match (home, best) {
-                (Some(home), _) => (room.waits[home] <= most).then_some((id, Some(home))),
+                _ if most == f64::INFINITY => Some((id, None)),
+                (Some(home), _) => {
+                    let has_room = room.levels[home] <= level && room.waits[home] <= most;
+                    has_room.then_some((id, Some(home)))
+                }
                 (None, Some((slot, wait))) => (wait <= most).then_some((id, Some(slot))),
                 // No instance takes requests: the decision says so.
-                (None, None) => Some((id, None)),
+                (None, None) => (!served).then_some((id, None)),
             }
         });
         Some((tenant, found))
@@ -513,7 +538,7 @@ impl Admission {
         let Stage::Room(place) = arrival.stage else { return };
         load.queue.remove(tenant, place, arrival.work);
         load.service.took(arrival.work);
-        load.limits.begin(tenant, now);
+        load.limits.begin(tenant, weight.max(1e-3), now);
         let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
         if let Some(slot) = slot {
@@ -530,13 +555,14 @@ impl Admission {
     /// Refuses waiting requests that can no longer meet their deadline.
     fn refuse_late(&mut self, room: &Room, now: Seconds) {
         let Some(load) = &self.load else { return };
+        let most = load.config.room();
         let first = load.queue.lines().filter_map(|(_, line)| line.iter().next());
-        let mut found: Vec<ArrivalId> = first.filter(|id| self.arrivals[*id].is_late(now)).collect();
+        let mut found: Vec<ArrivalId> = first.filter(|id| self.arrivals[*id].is_late(most, now)).collect();
         while let Some(id) = found.pop() {
             let tenant = self.arrivals[id].asked.tenant;
             self.refuse_waiting(id, RefusedFor::Deadline, room, now);
             let next = self.load.as_ref().and_then(|load| load.queue.line(tenant)?.iter().next());
-            found.extend(next.filter(|id| self.arrivals[*id].is_late(now)));
+            found.extend(next.filter(|id| self.arrivals[*id].is_late(most, now)));
         }
     }
 
@@ -632,8 +658,8 @@ impl Load {
     /// Returns the predicted seconds until all waiting requests of a tenant run.
     fn expected_seconds(&self, tenant: u64, room: &Room) -> Seconds {
         // How long an instance stays full is unknown; the rate of service includes it.
-        let known = room.best().filter(|(_, wait)| *wait < Room::FULL);
-        let until_room = known.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
+        let best = room.best(Level::Free);
+        let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
         until_room + self.queue.work_before(tenant) / self.service.rate(room.prior_rate)
     }
 }

@@ -21,6 +21,11 @@ impl Line {
         self.places.values().copied()
     }
 
+    /// Returns the tenant's weight.
+    pub fn weight(&self) -> f64 {
+        self.weight
+    }
+
     /// Returns the number of waiting requests.
     pub fn len(&self) -> usize {
         self.places.len()

@@ -5,9 +5,9 @@ use hashbrown::HashMap;
 use serde::Deserialize;
 
 /// Share of the deadline that is room if the settings name no room.
-const ROOM_OF_DEADLINE: f64 = 0.25;
+const ROOM_OF_DEADLINE: f64 = 0.05;
 /// Room without a deadline.
-const ROOM_SECONDS: Seconds = 0.5;
+const ROOM_SECONDS: Seconds = 0.1;
 
 /// Settings of admission by load.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -16,8 +16,11 @@ pub struct LoadConfig {
     /// Deadline of the first token after the arrival, for requests without their own; `None`: no
     /// deadline.
     pub ttft_seconds: Option<Seconds>,
-    /// Wait on an instance up to which it has room for a further request. `None`: a quarter of the
-    /// deadline, or 0.5 s. Infinite: requests wait only for limits of their tenants.
+    /// Longest time between two output tokens that an instance's batch may reach by a further
+    /// request; `None`: no limit. Needs a step-time model, by a profile or learned.
+    pub tpot_seconds: Option<Seconds>,
+    /// Wait on an instance up to which it has room for a further request. `None`: a twentieth of the
+    /// deadline, or 0.1 s. Infinite: requests wait only for limits of their tenants.
     pub room_seconds: Option<Seconds>,
     /// Maximum number of waiting requests.
     pub most_waiting: usize,
@@ -32,6 +35,7 @@ impl Default for LoadConfig {
     fn default() -> LoadConfig {
         LoadConfig {
             ttft_seconds: None,
+            tpot_seconds: None,
             room_seconds: None,
             most_waiting: 4096,
             most_waiting_per_tenant: 1024,
@@ -59,6 +63,7 @@ impl LoadConfig {
     /// `BadValue` for a setting out of its range.
     pub fn checked(self) -> Result<LoadConfig, CoreError> {
         positive("ttft_seconds", self.ttft_seconds)?;
+        positive("tpot_seconds", self.tpot_seconds)?;
         if let Some(room) = self.room_seconds
             && !(room >= 0.0)
         {

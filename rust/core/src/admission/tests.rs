@@ -19,7 +19,7 @@ fn admission(config: LoadConfig) -> Admission {
 
 /// One instance with this wait.
 fn room(wait: f64) -> Room {
-    Room { waits: vec![wait], prior_rate: RATE }
+    Room { waits: vec![wait], levels: vec![Level::Free], prior_rate: RATE }
 }
 
 /// A prompt of 1,000 tokens, which takes a second.
@@ -59,7 +59,8 @@ fn a_round_counts_what_it_admits() {
     let mut admission = admission(config());
     let ids: Vec<_> = (0..5).map(|_| held(&mut admission, 1, 0.0)).collect();
     // Each prompt takes a second, so each instance has room for one.
-    let mut two = Room { waits: vec![0.0, f64::INFINITY, 0.05], prior_rate: RATE };
+    let waits = vec![0.0, f64::INFINITY, 0.05];
+    let mut two = Room { waits, levels: vec![Level::Free; 3], prior_rate: RATE };
     let ready: Vec<_> = admission.release(&mut two, 1.0).ready.into_iter().map(|(id, _)| id).collect();
     assert_eq!(ready, ids[..2]);
 }
@@ -77,6 +78,21 @@ fn tenants_take_turns_by_the_service_that_they_got() {
     let order: Vec<_> = (0..4).map(|_| next(&mut admission)).collect();
     let place = |id| order.iter().position(|each| *each == id).unwrap();
     assert!(place(first) <= 1 && place(second) <= 3, "{order:?}");
+}
+
+#[test]
+fn the_last_room_is_kept_for_tenants_below_their_share() {
+    let mut admission = admission(config());
+    for _ in 0..4 {
+        assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
+    }
+    let mut arrive_at = |tenant, level| {
+        let mut room = Room { levels: vec![level], ..room(0.0) };
+        admission.arrive(&program::Arrival::default(), asked(tenant), &mut room, 0.0).1
+    };
+    assert!(matches!(arrive_at(1, Level::Kept), Verdict::Held { .. }));
+    assert_eq!(arrive_at(2, Level::Kept), Verdict::Free);
+    assert!(matches!(arrive_at(2, Level::Full), Verdict::Held { .. }));
 }
 
 #[test]
@@ -181,7 +197,10 @@ fn settings_out_of_range_are_named() {
         (LoadConfig { ttft_seconds: Some(0.0), ..config() }, "admission: ttft_seconds: 0"),
         (LoadConfig { room_seconds: Some(f64::NAN), ..config() }, "admission: room_seconds: NaN"),
         (limited(1, TenantLimits { burst: Some(0.5), ..Default::default() }), "admission: burst: 0.5"),
-        (limited(1, TenantLimits { most_concurrent: Some(0), ..Default::default() }), "admission: max_concurrent: 0"),
+        (
+            limited(1, TenantLimits { most_concurrent: Some(0), ..Default::default() }),
+            "admission: max_concurrent: 0",
+        ),
     ] {
         let error = Admission::default().set_load(Some(config), 0.0).unwrap_err().to_string();
         assert!(error.starts_with(told), "{error}");

@@ -1,6 +1,8 @@
 //! Arrivals: which requests run now, which wait, and which are refused.
 use super::router::Router;
-use crate::admission::{Admission, ArrivalId, Asked, LoadConfig, LoadSnapshot, Released, Room, Verdict};
+use crate::admission::{
+    Admission, ArrivalId, Asked, Level, LoadConfig, LoadSnapshot, Released, Room, Verdict,
+};
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
@@ -13,7 +15,9 @@ use std::borrow::Cow;
 
 /// Reported use of a KV cache from which an instance has no room: further requests would make its
 /// engine preempt others.
-const FULL_USAGE: f64 = 0.9;
+const FULL_USAGE: f64 = 0.95;
+/// Part of an instance that is kept for tenants with fewer requests than their share.
+const KEPT: f64 = 0.1;
 
 impl Router {
     /// Records an arriving request before its decision, and decides whether it runs now, waits or
@@ -85,7 +89,10 @@ impl Router {
             (state.ledger.get(Indicator::RBs), state.ledger.get(Indicator::DecodeTokens));
         let reported = state.ledger.get(Indicator::ReportedWaiting);
         let usage = state.ledger.get(Indicator::KvUsage);
+        let rates = state.ledger.get(Indicator::PrefillTokensPerSecond);
         let rate = state.mean_prefill_rate();
+        let config = self.requests.admission.load_config();
+        let most_tpot = config.and_then(|config| config.tpot_seconds).unwrap_or(f64::INFINITY);
         let (mut able, mut count) = (state.fleet.eligible(), state.fleet.eligible_count());
         if count == 0 && state.config.colocate {
             (able, count) = (state.fleet.decoders(), state.fleet.decoder_count());
@@ -96,12 +103,28 @@ impl Router {
             }
             let queued = state.ledger.queued_prefill_on(slot, now);
             let step = state.ttft(slot, queued, 0.0, 0.0, decoding[slot], context[slot], rate);
-            let predicted = if queued > 0.0 { step } else { 0.0 };
-            let full = if usage[slot] >= FULL_USAGE { Room::FULL } else { 0.0 };
-            predicted.max(full).max(state.ledger.overdue_on(slot, reported[slot], now).min(Room::FULL))
+            let learned = if rates[slot] > 0.0 { queued / rates[slot] } else { 0.0 };
+            let predicted = if queued > 0.0 { step.max(learned) } else { 0.0 };
+            predicted.max(state.ledger.overdue_on(slot, now))
         };
         let waits = able.iter().enumerate().map(wait).collect();
-        Room { waits, prior_rate: rate * count.max(1) as f64 }
+        // The part of an instance's memory, of its batch's places and of its step time that is used.
+        let used = |slot: usize| {
+            let memory = usage[slot] / FULL_USAGE;
+            let stuck = state.ledger.is_unseen(slot) && reported[slot] > 0.0;
+            let batch = state.step_time_of(slot).map_or(0.0, |model| {
+                let step = model.step(decoding[slot] + 1.0, context[slot]) / most_tpot;
+                step.max(state.ledger.in_flight(slot) / model.max_sequences)
+            });
+            if stuck { 1.0 } else { memory.max(batch) } // memory is NaN if unknown
+        };
+        let level = |used: f64| match used {
+            used if used >= 1.0 => Level::Full,
+            used if used >= 1.0 - KEPT => Level::Kept,
+            _ => Level::Free,
+        };
+        let levels = (0..able.len()).map(|slot| level(used(slot))).collect();
+        Room { waits, levels, prior_rate: rate * count.max(1) as f64 }
     }
 
     /// Returns a request with its arrival and its program's instance. A caller that only observes
@@ -120,7 +143,8 @@ impl Router {
             let home = admission.home(id);
             if let (None, Some(most)) = (home, admission.room_seconds()) {
                 let room = self.room(now);
-                self.context.roomy.extend(room.waits.iter().map(|wait| *wait <= most));
+                let each = room.waits.iter().zip(&room.levels);
+                self.context.roomy.extend(each.map(|(wait, level)| *wait <= most && *level < Level::Full));
             }
             return Ok(Cow::Owned(Request { home, ..request.into_owned() }));
         }
@@ -153,7 +177,8 @@ impl Router {
         if let Some(tokens_per_block) = self.programs().map(Programs::tokens_per_block) {
             self.update_capacities(tokens_per_block, now);
         }
-        let mut room = if self.requests.admission.load_config().is_some() { self.room(now) } else { Room::default() };
+        let mut room =
+            if self.requests.admission.load_config().is_some() { self.room(now) } else { Room::default() };
         self.requests.admission.release(&mut room, now)
     }
 

@@ -242,8 +242,8 @@ impl Backlogs {
     }
 
     /// Returns the seconds for which the next first token is late; 0: it is not, or none is
-    /// expected. Infinite if the engine reports waiting requests and no first token will be seen.
-    pub fn overdue(&self, slot: usize, reported_waiting: f64, now: Seconds) -> Seconds {
+    /// expected.
+    pub fn overdue(&self, slot: usize, now: Seconds) -> Seconds {
         let queue = &self.queues[slot];
         let mut expected = queue.head_since;
         let mut prefills = queue.prefills.iter().filter(|prefill| !prefill.waits);
@@ -251,11 +251,13 @@ impl Backlogs {
             expected += prefill.seconds;
             prefill.seen
         });
-        match seen {
-            true => (now - expected).max(0.0),
-            false if reported_waiting > 0.0 && !queue.prefills.is_empty() => f64::INFINITY,
-            false => 0.0,
-        }
+        if seen { (now - expected).max(0.0) } else { 0.0 }
+    }
+
+    /// Returns whether prefills run whose first tokens are not seen, and no others.
+    pub fn is_unseen(&self, slot: usize) -> bool {
+        let prefills = &self.queues[slot].prefills;
+        !prefills.is_empty() && prefills.iter().all(|prefill| !prefill.seen)
     }
 
     /// Returns the attention pairs of the router's own prefills, as of the last settlement.

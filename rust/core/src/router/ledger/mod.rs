@@ -378,10 +378,14 @@ impl Ledger {
         self.backlogs.all_tokens(now, out);
     }
 
-    /// Returns the seconds for which the next first token of a slot is late. `reported_waiting`:
-    /// waiting requests that the engine reports.
-    pub fn overdue_on(&self, slot: usize, reported_waiting: f64, now: Seconds) -> Seconds {
-        self.backlogs.overdue(slot, reported_waiting, now)
+    /// Returns the seconds for which the next first token of a slot is late.
+    pub fn overdue_on(&self, slot: usize, now: Seconds) -> Seconds {
+        self.backlogs.overdue(slot, now)
+    }
+
+    /// Returns whether prefills run on a slot whose first tokens are not seen, and no others.
+    pub fn is_unseen(&self, slot: usize) -> bool {
+        self.backlogs.is_unseen(slot)
     }
 
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
