@@ -15,7 +15,7 @@ import numpy as np
 
 from lmetric.profiles import load_profile
 from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.synthetic import Prefixes, RequestsTrace
+from lmetric.sim.synthetic import RequestsTrace
 from lmetric.sim.traces import Trace
 
 INSTANCES = 8
@@ -61,14 +61,14 @@ class Arm:
 
 
 AT_ONCE = Arm("no admission")
-WAITS = Arm("room, no deadline", {"room_seconds": 0.25, "max_waiting": 1_000_000, "max_waiting_per_tenant": 1_000_000})
+WAITS = Arm("room, no deadline", {"room_seconds": 0.1, "max_waiting": 10**9, "max_waiting_per_tenant": 10**9})
 ADMITTED = Arm("admission by TTFT", {"ttft_seconds": None})
 ARMS = [AT_ONCE, WAITS, ADMITTED]
 
 
 def made(workload: str, rate: float, seconds: float, seed: int, tenant: int) -> Trace:
     """Requests of a tenant, with shared prefixes of their own."""
-    trace = RequestsTrace.model_validate(
+    return RequestsTrace.model_validate(
         {
             "seed": seed + 1000 * tenant,
             "rate": rate,
@@ -77,7 +77,6 @@ def made(workload: str, rate: float, seconds: float, seed: int, tenant: int) -> 
             **LENGTHS[workload],
         }
     ).make()
-    return trace
 
 
 def joined(traces: Mapping[int, Trace]) -> Trace:

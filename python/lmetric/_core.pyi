@@ -31,7 +31,6 @@ from lmetric.policies import Policy, PolicyFunction
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
 
 __all__ = [
-    "Arrival",
     "END",
     "ENGINE_ERROR",
     "FAST_TOKENIZER",
@@ -44,6 +43,7 @@ __all__ = [
     "READY",
     "SHARE_NAMES",
     "UNSEEN",
+    "Arrival",
     "BadRequestError",
     "BadValueError",
     "Decision",

@@ -516,8 +516,9 @@ def simulate(
         tiers: as for `lmetric.Router`: the tiers below the GPU whose blocks count in scores.
         tier_load_ratio: as for `lmetric.Router`: seconds to load one token from such a tier,
             divided by the seconds to compute it.
-        load_admission: settings of admission by load, as for `lmetric.Router.set_admission`; a session
-            is a tenant, and a refused request is lost. None: every request goes to an engine at once.
+        load_admission: settings of admission by load, as for `lmetric.Router.set_admission`. A
+            session is a tenant, and a refused request is lost. None: every request goes to an
+            engine at once.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, or a request that fits no engine.

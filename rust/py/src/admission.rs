@@ -9,6 +9,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use xxhash_rust::xxh3::xxh3_64;
 
+/// Released requests for Python: those that may run (id, seconds held), and those that are refused
+/// (id, reason, seconds to try again after).
+pub type Released = (Vec<(u64, f64)>, Vec<(u64, &'static str, f64)>);
+
 /// Reads the settings of admission by load; None: off. `tenants`: limits by the tenant's name.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
 //! `Router`: the Python class of the core's router.
-use crate::admission::Arrival;
+use crate::admission::{Arrival, Released};
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
@@ -759,11 +759,7 @@ impl Router {
     /// seconds for which the request was held. Second, those that are refused: id, reason, and
     /// seconds after which the client may try again.
     #[pyo3(signature = (*, now=None))]
-    fn release_held(
-        &self,
-        py: Python<'_>,
-        now: Option<f64>,
-    ) -> Result<(Vec<(u64, f64)>, Vec<(u64, &'static str, f64)>)> {
+    fn release_held(&self, py: Python<'_>, now: Option<f64>) -> Result<Released> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
             let released = router.release_held(now);

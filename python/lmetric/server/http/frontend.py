@@ -635,7 +635,9 @@ class Frontend(web.Server):
             if arrival is not None and arrival.verdict == "refused":
                 raise _crowded(pool, arrival)
             if arrival is not None and arrival.verdict == "held":
-                start = partial(self._start, client_request, call, pool, asked, moves, fetches, resumes, arrival)
+                start = partial(
+                    self._start, client_request, call, pool, asked, moves, fetches, resumes, arrival
+                )
                 self._hold(client_request, call, pool, arrival, start, now)
                 return
         self._start(client_request, call, pool, asked, moves, fetches, resumes, arrival, now)

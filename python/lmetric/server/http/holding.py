@@ -68,7 +68,7 @@ class HeldRequest(WaitingRequest):
         arrival = self._arrival
         ratio = arrival.working_set_ratio
         return (
-            f"its program needs {arrival.needed_tokens or 0:,.0f} tokens of KV cache, and the emptiest engine's "
+            f"its program needs {arrival.needed_tokens or 0:,.0f} tokens of KV cache; the emptiest engine's "
             f"cache is {ratio:.0%} in use"
             if ratio is not None
             else "its program does not fit into a cache"

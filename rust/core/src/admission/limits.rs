@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 /// Tenants kept; those without requests are dropped first.
 const MOST_TENANTS: usize = 65_536;
 
-/// What counts against the limits of a tenant.
+/// Use of a tenant's limits.
 #[derive(Clone, Copy, Debug)]
 struct Usage {
     /// Requests on engines.

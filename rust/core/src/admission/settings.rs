@@ -65,7 +65,7 @@ impl LoadConfig {
         positive("ttft_seconds", self.ttft_seconds)?;
         positive("tpot_seconds", self.tpot_seconds)?;
         if let Some(room) = self.room_seconds
-            && !(room >= 0.0)
+            && (room.is_nan() || room < 0.0)
         {
             return bad("room_seconds", room, "at least 0 seconds");
         }

@@ -45,7 +45,7 @@ impl Cluster<'_> {
     pub(super) fn refuse(&mut self, request: usize) {
         self.left -= 1;
         self.records.refused_seconds[request] = self.now;
-        let next: Vec<_> = self.waiting.end(self.workload, request, self.now).into_iter().collect();
+        let next: Vec<_> = self.waiting.end(self.workload, request, self.now).collect();
         next.into_iter().for_each(|(at, request)| self.at(at, Event::Arrival { request }));
     }
 }
