@@ -22,16 +22,16 @@ FIGURES = {
 
 def rendered(told: Row) -> str:
     """Returns a figure's part of the page."""
-    name, better = told["compared"]
+    name, peak = told["compared"], told["base"] == "peak"
     parts = []
     for policy, rows in grouped(told["rows"], "policy").items():
-        base = max(rows, key=lambda row: sum(row[name])) if better == "peak" else rows[0]
+        base = max(rows, key=lambda row: sum(row[name])) if peak else rows[0]
         lines = []
         for row in rows:
             cells = [spread(row[each], *FIGURES[each][1:]) for each in told["columns"]]
             cells.append("" if row is base else change(row[name], base[name], with_bounds=True))
             lines.append([row["stage"], *cells])
-        over = "the peak" if better == "peak" else base["stage"]
+        over = "the peak" if peak else base["stage"]
         head = ["", *(FIGURES[each][0] for each in told["columns"]), f"{FIGURES[name][0]} over {over} [95%]"]
         parts.append(f"{policy}:\n\n{markdown(head, lines)}")
     return "\n\n".join(parts)
