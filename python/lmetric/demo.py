@@ -243,12 +243,12 @@ async def _play(
     ):
         flags = arm.flags()
         flags += [word for engine in engines.urls for word in ("--engine", engine)]
-        ports = _free_ports(setting.routers)
+        ports = free_ports(setting.routers)
         if setting.routers > 1:
             interval = max(_SHARING_SECONDS / setting.clock_speed, 0.01)
             flags += ["--set", f"replicas.urls={[_url(port) for port in ports]}"]
             flags += ["--set", f"replicas.interval={interval:g}"]
-        urls = [await stack.enter_async_context(_router(port, flags)) for port in ports]
+        urls = [await stack.enter_async_context(running_router(port, flags)) for port in ports]
         clients = [await stack.enter_async_context(Client(url)) for url in urls]
         told = {} if memory is None else {"fields": partial(_agent_fields, trace)}
         player = Player(trace, _Drawn(clients), prompts, **told)
@@ -350,7 +350,7 @@ class _Drawn:
         await self._rng.choice(self._clients).send(body, record, start)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in held:
@@ -363,7 +363,7 @@ def _url(port: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _router(port: int, flags: Sequence[str]) -> AsyncIterator[str]:
+async def running_router(port: int, flags: Sequence[str]) -> AsyncIterator[str]:
     """Runs `lmetric-router serve` as a child process; yields its URL."""
     command = [sys.executable, "-m", "lmetric.cli", "serve", "--port", str(port), *flags]
     with tempfile.TemporaryFile() as log:

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from lmetric._core import ProgramTurn, Request, Router
+from lmetric._core import Arrival, Request, Router
 from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
 
 LOG_SECONDS = 60.0  # time between two checks of the working set
@@ -27,32 +27,33 @@ class HeldPrograms:
         self.admits = isinstance(option, ProgramAdmission | ThunderAgent)
         # Time between two comments to the client of a held stream; 0: none.
         self.keep_alive_seconds = option.keep_alive_seconds if isinstance(option, ProgramAdmission) else 0.0
-        # By the number of the turn: called once when the request may run; argument: monotonic
+        # By the number of the arrival: called once when the request may run; argument: monotonic
         # clock, s.
         self._waiting: dict[int, Callable[[float], None]] = {}
         self._checked_at = -math.inf
         self._longest_hold_seconds = 0.0
 
-    def arrive(self, request: Request, now: float) -> ProgramTurn | None:
+    def arrive(self, request: Request, now: float) -> Arrival | None:
         """Records the arrival of a request; None if programs are not followed."""
         return self._router.arrive(request, now=now)
 
-    def wait(self, turn: ProgramTurn, then: Callable[[float], None]) -> None:
-        """Calls ``then`` once when the held turn may run."""
-        self._waiting[turn.id] = then
+    def wait(self, arrival: Arrival, then: Callable[[float], None]) -> None:
+        """Calls ``then`` once when the held request may run."""
+        self._waiting[arrival.id] = then
 
-    def leave(self, turn: ProgramTurn) -> None:
-        """Drops a held turn: its request has ended."""
-        if self._waiting.pop(turn.id, None) is not None:
-            turn.drop()
+    def leave(self, arrival: Arrival) -> None:
+        """Drops a held request that has ended."""
+        if self._waiting.pop(arrival.id, None) is not None:
+            arrival.drop()
 
     def release(self, now: float) -> None:
         """Runs the periodic work on programs and starts the requests that may run."""
         if not self.follows:
             return
-        for turn, _instance, held_seconds in self._router.release_programs(now=now):
+        ready, _refused = self._router.release_held(now=now)
+        for arrival, held_seconds in ready:
             self._longest_hold_seconds = max(self._longest_hold_seconds, held_seconds)
-            if (then := self._waiting.pop(turn, None)) is not None:
+            if (then := self._waiting.pop(arrival, None)) is not None:
                 then(now)
         self._warn(now)
 

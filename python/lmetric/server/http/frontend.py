@@ -13,7 +13,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lmetric._core import NoInstanceError, ProgramTurn, Request, RequestHead, RequestReader
+from lmetric._core import Arrival, NoInstanceError, Request, RequestHead, RequestReader
 from lmetric.config import ServerConfig
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
@@ -629,23 +629,25 @@ class Frontend(web.Server):
             head.session_final,
         )
         fetches = pool.fetches_prefixes and fetch_reason is None
-        turn: ProgramTurn | None = None
+        arrival: Arrival | None = None
         if pool.programs.admits:
-            turn = pool.programs.arrive(asked, now)
-            if turn is not None and turn.verdict == "refused":
-                raise _crowded(pool, turn)
-            if turn is not None and turn.verdict == "held":
-                start = partial(self._start, client_request, call, pool, asked, moves, fetches, resumes, turn)
-                self._hold(client_request, call, pool, turn, start, now)
+            arrival = pool.programs.arrive(asked, now)
+            if arrival is not None and arrival.verdict == "refused":
+                raise _crowded(pool, arrival)
+            if arrival is not None and arrival.verdict == "held":
+                start = partial(
+                    self._start, client_request, call, pool, asked, moves, fetches, resumes, arrival
+                )
+                self._hold(client_request, call, pool, arrival, start, now)
                 return
-        self._start(client_request, call, pool, asked, moves, fetches, resumes, turn, now)
+        self._start(client_request, call, pool, asked, moves, fetches, resumes, arrival, now)
 
     def _hold(
         self,
         client_request: ClientRequest,
         call: ParsedRequest,
         pool: Pool,
-        turn: ProgramTurn,
+        arrival: Arrival,
         start: Callable[[float], None],
         now: float,
     ) -> None:
@@ -657,7 +659,7 @@ class Frontend(web.Server):
         limit = self._rules.timeouts.request
         streams = call.stream and call.path.streams
         held = HeldRequest(
-            client_request, turn, pool.programs, then, self._ended, limit, comments=streams, now=now
+            client_request, arrival, pool.programs, then, self._ended, limit, comments=streams, now=now
         )
         self._wait(client_request, held)
 
@@ -670,13 +672,13 @@ class Frontend(web.Server):
         moves: bool,
         fetches: bool,
         resumes: bool,
-        turn: ProgramTurn | None,
+        arrival: Arrival | None,
         now: float,
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
         try:
-            decision, ticket = pool.router.route(asked, now=now, turn=turn)
+            decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
         except NoInstanceError as error:
             if client_request.pinned_to is not None:
                 raise ApiError(
@@ -787,8 +789,8 @@ def _no_room() -> ApiError:
     )
 
 
-def _crowded(pool: Pool, turn: ProgramTurn) -> ApiError:
-    seconds = turn.retry_after_seconds or 1.0
+def _crowded(pool: Pool, arrival: Arrival) -> ApiError:
+    seconds = arrival.retry_after_seconds or 1.0
     return ApiError(
         429,
         f"{pool.name or 'the fleet'}: the running agent programs fill the KV caches; a new one would wait "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lmetric._core import ProgramTurn
+from lmetric._core import Arrival
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.programs import HeldPrograms
@@ -23,7 +23,7 @@ class HeldRequest(WaitingRequest):
     def __init__(
         self,
         client_request: ClientRequest,
-        turn: ProgramTurn,
+        arrival: Arrival,
         programs: HeldPrograms,
         then: Callable[[float, HeldRequest], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
@@ -33,14 +33,14 @@ class HeldRequest(WaitingRequest):
         now: float,
     ) -> None:
         super().__init__(client_request, ended, limit_seconds)
-        self._turn = turn
+        self._arrival = arrival
         self._programs = programs
         self._then = then
         self._since = self._written_at = now
         self._every = (
             programs.keep_alive_seconds if comments and programs.keep_alive_seconds > 0 else math.inf
         )
-        programs.wait(turn, self._release)
+        programs.wait(arrival, self._release)
 
     def _release(self, now: float) -> None:
         if self._goes_on():
@@ -57,7 +57,7 @@ class HeldRequest(WaitingRequest):
         super().check(now)
 
     def _abandon(self) -> None:
-        self._programs.leave(self._turn)
+        self._programs.leave(self._arrival)
 
     def _explain(self) -> str:
         return f"; it was held: {self.why}"
@@ -65,10 +65,10 @@ class HeldRequest(WaitingRequest):
     @property
     def why(self) -> str:
         """Why the request is held."""
-        turn = self._turn
-        ratio = turn.working_set_ratio
+        arrival = self._arrival
+        ratio = arrival.working_set_ratio
         return (
-            f"its program needs {turn.needed_tokens or 0:,.0f} tokens of KV cache, and the emptiest engine's "
+            f"its program needs {arrival.needed_tokens or 0:,.0f} tokens of KV cache; the emptiest engine's "
             f"cache is {ratio:.0%} in use"
             if ratio is not None
             else "its program does not fit into a cache"
