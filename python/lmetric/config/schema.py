@@ -181,6 +181,20 @@ class IndicatorConfig(Strict):
         return None if self.source == "push" or self.source.split(":")[0] == "header" else self.source
 
 
+class HedgingConfig(Strict):
+    """Hedged requests: a second engine gets a stream whose first token is late."""
+
+    after_seconds: Seconds | None = Field(
+        None,
+        description="time without a token after which a second engine gets the request, seconds. The first "
+        "engine with a token answers, and the other request is canceled. Set it above your usual time to "
+        "first token; null: no hedges",
+    )
+    budget_ratio: float = Field(
+        0.05, ge=0, le=1, description="maximum hedges per request of a model, on average; 0: no hedges"
+    )
+
+
 class PoolSettings(Strict):
     """Routing of requests for a model. The top level has the defaults for all models."""
 
@@ -291,6 +305,10 @@ class PoolSettings(Strict):
         "`retries` limits the engines per request. The router requests and records the token ids of each "
         "stream that can continue (docs/reference/engines.md lists them). With `rebalance`, streams that can "
         "migrate continue in any case",
+    )
+    hedging: HedgingConfig = Field(
+        default_factory=HedgingConfig,
+        description="a second attempt on another engine for streams whose first token is late",
     )
     priority: Annotated[PriorityOption | None, Option("priority")] = Field(
         None,

@@ -119,6 +119,8 @@ class Fleet:
             new = policies.get(pool.name, policies[None])
             pool.replace_indicators(new.settings.indicators)
             pool.replace_policies(new)
+            pool.hedging.configure(new.settings.hedging)
+            pool.retry_budget.configure(config.retries)
         self.config = config
         for engine in self.engines():
             engine.configure(config)

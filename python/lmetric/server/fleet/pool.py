@@ -32,6 +32,7 @@ from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
@@ -185,6 +186,7 @@ class Pool:
         self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
+        self.hedging = Hedging(settings.hedging)
         self.requests = 0  # placed so far
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded

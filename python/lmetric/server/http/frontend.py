@@ -27,6 +27,7 @@ from lmetric.server.discovery import Discovery
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
@@ -701,6 +702,7 @@ class Frontend(web.Server):
                 moves=moves,
                 fetches=fetches,
                 resumes=resumes,
+                hedge=_hedge(client_request, call, pool, asked),
             )
             relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay
@@ -757,6 +759,17 @@ class Frontend(web.Server):
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)
+
+
+def _hedge(client_request: ClientRequest, call: ParsedRequest, pool: Pool, asked: Request) -> Hedge | None:
+    """Returns the hedge of a request; None: only its own engine may answer it.
+
+    Only a stream of choices shows when its first token comes.
+    """
+    seconds = pool.hedging.after_seconds
+    if seconds is None or not call.stream or not call.path.generates or client_request.pinned_to is not None:
+        return None
+    return Hedge(seconds, asked)
 
 
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:

@@ -281,6 +281,8 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
         record = pool.router.explain(number) if own or admin else None
         if record is not None:
             shown = {"model": pool.name, **record, "id": label}
+            if (other := pool.hedging.other(number)) is not None:
+                shown["other_attempt"] = pool.labels.label(other, tenant)
             engine = pool.engines.get(record["instance"])
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)

@@ -267,7 +267,10 @@ class Metrics(Collector):
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
-                counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
+                value = values[_NAMED.get(name, name)]
+                if name == "retries":
+                    value -= pool.hedging.placed_again
+                counter.add_metric((pool.name,), value)
             yield counter
         fallbacks = CounterMetricFamily(
             "lmetric_policy_fallbacks",
