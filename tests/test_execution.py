@@ -204,12 +204,11 @@ def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:
     return st.sampled_from([usual] * (times - 1) + [not usual])
 
 
-SETUPS = st.builds(
+SPLIT_SETUPS = st.builds(
     Setup,
     roles=st.sampled_from(["both", "both", "both", "nixl", "nixl", "sglang"]),
     moves=st.sampled_from(["recompute", "fetch", "segments", "segments", None]),
     fails_over=st.sampled_from([True, True, False]),
-    hedges=st.booleans(),
     slice_tokens=st.sampled_from([3, 1, None]),
     split_at=st.sampled_from([None, None, None, 0.4, 0.93]),
     pulls=st.sampled_from([False, False, True]),
@@ -221,6 +220,17 @@ SETUPS = st.builds(
     request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
     attempts=st.sampled_from([3, 3, 1, 2, 5]),
 )
+
+
+# Whole requests on engines of role both: the others are not hedged.
+HEDGED_SETUPS = st.builds(
+    Setup,
+    fails_over=st.booleans(),
+    hedges=st.just(True),
+    request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
+    attempts=st.sampled_from([3, 3, 1, 2, 5]),
+)
+SETUPS = st.one_of(SPLIT_SETUPS, SPLIT_SETUPS, SPLIT_SETUPS, HEDGED_SETUPS)
 
 
 @dataclass(frozen=True)
@@ -841,6 +851,11 @@ class Driver:
         self.on(self.execution.woken, self.clock.now)
 
     @property
+    def hedge_due(self) -> bool:
+        hedge = self.execution.hedge
+        return hedge is not None and hedge.step is None
+
+    @property
     def done(self) -> bool:
         return self.execution.state == "DONE"
 
@@ -875,8 +890,7 @@ class Driver:
         execution = self.execution
         main, side, state = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE), execution.state
         hedge = execution.hedge
-        due = hedge is not None and hedge.step is None
-        assert (self.wakes_at is not None) is (state == "FETCHING" or due)
+        assert (self.wakes_at is not None) is (state == "FETCHING" or self.hedge_due)
         if hedge is not None and hedge.step is not None:
             assert hedge.ticket.open
             assert hedge.ticket.instance == hedge.step.engine.name
@@ -1296,6 +1310,11 @@ class Requests(RuleBasedStateMachine):
             self.it.pass_time(seconds)
         elif self.it.wakes_at is not None:
             self.it.wake()
+
+    @precondition(lambda self: self.runs and self.it.hedge_due)
+    @rule()
+    def hedges(self) -> None:
+        self.it.wake()
 
     @may(how=st.sampled_from(["is slow", "is slow", "reads again", "reads again", "leaves", "server stops"]))
     def client(self, how: str) -> None:

@@ -101,8 +101,8 @@ class RequestExecution(Progress):
 
     Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
     request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`: after a failure,
-    another engine may continue its stream. `hedge`: a second engine may get it if its first token is
-    late.
+    another engine may continue its stream. `hedge`: another engine may get it, too, if its first
+    token is late.
     """
 
     migration: Migration | None = None
