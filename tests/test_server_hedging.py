@@ -155,7 +155,11 @@ async def test_answers_without_streaming_are_not_hedged() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_comments_and_roles_are_no_tokens(path: str) -> None:
     async with two(talks_without_a_token, answer) as w:
-        body = BODY if path == COMPLETIONS else {"model": "tiny", "messages": [{"role": "user", "content": "a"}]} | STREAM
+        body = (
+            BODY
+            if path == COMPLETIONS
+            else {"model": "tiny", "messages": [{"role": "user", "content": "a"}]} | STREAM
+        )
         status, headers, got = await w.post(body, path)
         assert (status, headers["x-lmetric-instance"]) == (200, "e1")
         assert got.startswith(ANSWER)

@@ -122,6 +122,7 @@ class RequestRunner(InFlightRequest):
             client.release_body()
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
+        execution.pool.held.poke()  # the first token: the engine has room again
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
@@ -130,6 +131,7 @@ class RequestRunner(InFlightRequest):
         if client.body_size:
             client.release_body()
         self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
+        execution.pool.held.poke()
 
     def _write(self, act: Write) -> None:
         self._client_request.write(act.data, last=act.last)
@@ -196,6 +198,7 @@ class RequestRunner(InFlightRequest):
         # Drops references to the runner, so that no garbage collection is needed.
         self._main = self._side = self._hedge = None
         execution.answered = execution.observing = execution.handle = None
+        execution.pool.held.poke()
         self._on_end(self._client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------

@@ -118,6 +118,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
         case "/debug/discovery":
             return _json(front.discovery.state())
+        case "/debug/admission":
+            return _json({pool.name: pool.held.snapshot() for pool in front.fleet.pools})
         case "/debug/programs":
             return _json({pool.name: pool.programs.snapshot() for pool in front.fleet.pools})
         case "/debug/replicas":

@@ -15,6 +15,7 @@ from lmetric._core import indicator_table
 from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.observe.admission import admission_metrics
 from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
 
@@ -257,6 +258,7 @@ class Metrics(Collector):
                 gamma.add_metric((pool.name,), learned)
         yield gamma
         yield from program_metrics(self.fleet)
+        yield from admission_metrics(self.fleet)
         yield from outlier_metrics(self.fleet)
         yield from self._routers()
         for further in self.further:

@@ -35,13 +35,13 @@ class Hedge:
             hedging.unsent["budget"] += 1
             return None
         again = _again(self.request)
-        arrival = pool.programs.arrive(again, now) if pool.programs.admits else None
+        arrival = pool.held.arrive(again, now) if pool.held.admits else None
         if arrival is not None and arrival.verdict not in ("free", "run"):
             arrival.drop()
             hedging.unsent["held"] += 1
             return None
         try:
-            self.decision, self.ticket = pool.router.route(again, now=now, turn=arrival)
+            self.decision, self.ticket = pool.router.route(again, now=now, arrival=arrival)
         except NoInstanceError:
             hedging.unsent["no_engine"] += 1
             return None
