@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lmetric._core import (
         SHARE_NAMES,
+        Arrival,
         BadValueError,
         Decision,
         EventFeed,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
         LmetricError,
         NoInstanceError,
         PolicyError,
-        ProgramTurn,
         Request,
         Router,
         Ticket,
@@ -197,6 +197,7 @@ __all__ = [
     "TOKENS",
     "WINDOW_OUTPUT_TOKENS",
     "WINDOW_PREFILL_TOKENS",
+    "Arrival",
     "BadValueError",
     "Decision",
     "DecodePlacement",
@@ -216,7 +217,6 @@ __all__ = [
     "PrefixFetch",
     "ProgramAdmission",
     "ProgramObservation",
-    "ProgramTurn",
     "Relay",
     "RelayError",
     "Request",

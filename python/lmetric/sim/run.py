@@ -97,6 +97,7 @@ class Run:
     seed: int
     arrival_seconds: NDArray[np.float64]  # closed loop: after the previous answer
     hold_seconds: NDArray[np.float64]  # from the arrival to the placement; 0: not held
+    refused_seconds: NDArray[np.float64]  # when admission by load refused it; NaN: it did not
     instance: NDArray[np.int64]
     input_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]  # at least 1, from the prefill
@@ -412,6 +413,7 @@ def simulate(
     host_tier: HostTierLike = None,
     tiers: Tiers = "auto",
     tier_load_ratio: float = 0.02,
+    load_admission: Mapping[str, Any] | None = None,
     **old: Any,
 ) -> Run:
     """Simulate a trace on a fleet. Equal arguments give equal columns.
@@ -514,6 +516,8 @@ def simulate(
         tiers: as for `lmetric.Router`: the tiers below the GPU whose blocks count in scores.
         tier_load_ratio: as for `lmetric.Router`: seconds to load one token from such a tier,
             divided by the seconds to compute it.
+        load_admission: settings of admission by load, as for `lmetric.Router.set_admission`; a session
+            is a tenant, and a refused request is lost. None: every request goes to an engine at once.
 
     Raises:
         LmetricError: an unknown policy, a setting out of range, or a request that fits no engine.
@@ -603,6 +607,7 @@ def simulate(
         host_tier=None if (tier := HostTier.of(host_tier)) is None else tier.constants(chosen),
         tiers=tiers,
         tier_load_ratio=tier_load_ratio,
+        load_admission=None if load_admission is None else dict(load_admission),
         roles=None if pools is None else pools.each(),
         **(_continued(routing, prefill) if continued else {}),
         **_transferred(routing.prefix_fetch, Transfer.of(transfer), chosen, continued),

@@ -11,6 +11,7 @@
 #[cfg(test)]
 extern crate self as lmetric_core;
 
+pub mod admission;
 pub mod error;
 pub mod estimate;
 pub mod expr;

@@ -1,7 +1,7 @@
 //! The request data that a decision uses.
+use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
-use crate::program::TurnId;
 
 /// A request to place. All data is borrowed: a decision copies nothing.
 #[derive(Clone, Debug, Default)]
@@ -30,9 +30,13 @@ pub struct Request<'a> {
     pub unpulled: Option<&'a str>,
     /// Name of the only instance that may take the request, if there is one.
     pub instance: Option<&'a str>,
-    /// Turn of the request in its agent program, as
-    /// [`Router::arrive`](crate::router::Router::arrive) returned it.
-    pub program_turn: Option<TurnId>,
+    /// Arrival of the request, as [`Router::arrive`](crate::router::Router::arrive) returned it.
+    pub arrival: Option<ArrivalId>,
+    /// Deadline of the first token after the arrival, for admission by load; `None`: that of the
+    /// settings.
+    pub ttft_slo_seconds: Option<f64>,
+    /// Whether the answer comes whole, so that its first token is not seen.
+    pub whole_answer: bool,
     /// Whether the client says that this is the last request of its session.
     pub session_final: bool,
     /// Instance that gets the request if it is eligible; else the policy chooses. The router sets

@@ -67,7 +67,9 @@ const ASKED: Request<'static> = Request {
     tenant: lmetric_core::request::Tenant::NOBODY,
     lora: None,
     priority: None,
-    program_turn: None,
+    arrival: None,
+    ttft_slo_seconds: None,
+    whole_answer: false,
     session_final: false,
     home: None,
 };

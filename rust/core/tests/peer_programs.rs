@@ -3,10 +3,11 @@
 mod common;
 
 use common::{chain, request};
+use lmetric_core::admission::{ArrivalId, Verdict};
 use lmetric_core::fleet::Role;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::peers::MOST_ROOTS;
-use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode, TurnId, Verdict};
+use lmetric_core::program::{PeerRoot, ProgramConfig, ProgramMode};
 use lmetric_core::request::Request;
 use lmetric_core::router::ledger::Published;
 use lmetric_core::router::{Router, RouterConfig, Share, TicketId};
@@ -28,7 +29,7 @@ fn config(mode: ProgramMode) -> ProgramConfig {
 struct Fleet {
     routers: Vec<Router>,
     running: Vec<Vec<TicketId>>,
-    held: Vec<BTreeMap<TurnId, Vec<u64>>>,
+    held: Vec<BTreeMap<ArrivalId, Vec<u64>>>,
     now: f64,
 }
 
@@ -42,7 +43,7 @@ impl Fleet {
                 router.set_cache_blocks(id, Some(cache_blocks)).unwrap();
             }
             router.set_programs(Some(config(mode))).unwrap();
-            router.release_programs(0.0);
+            router.release_held(0.0);
             router
         };
         let routers: Vec<Router> = (0..routers).map(|_| router()).collect();
@@ -52,25 +53,26 @@ impl Fleet {
 
     /// Sends a request through a router.
     fn ask(&mut self, at: usize, chain: Vec<u64>) {
-        let (turn, verdict) = self.routers[at].arrive(&request(&chain), self.now).unwrap().unwrap();
-        match verdict {
-            Verdict::Free | Verdict::Run(_) => self.place(at, turn, &chain),
-            Verdict::Held(_) => drop(self.held[at].insert(turn, chain)),
-            Verdict::Refused { .. } => {}
+        let (arrival, verdict) = self.routers[at].arrive(&request(&chain), self.now).unwrap().unwrap();
+        match (verdict, arrival) {
+            (Verdict::Free | Verdict::Run(_), Some(id)) => self.place(at, id, &chain),
+            (Verdict::Held { .. }, Some(id)) => drop(self.held[at].insert(id, chain)),
+            (Verdict::Refused { .. }, None) => {}
+            other => panic!("{other:?}"),
         }
     }
 
-    fn place(&mut self, at: usize, turn: TurnId, chain: &[u64]) {
-        let request = Request { program_turn: Some(turn), ..request(chain) };
+    fn place(&mut self, at: usize, arrival: ArrivalId, chain: &[u64]) {
+        let request = Request { arrival: Some(arrival), ..request(chain) };
         self.running[at].push(self.routers[at].route(&request, self.now).unwrap().ticket);
     }
 
     /// Runs the periodic work of a router.
     fn tick(&mut self, at: usize) {
-        for released in self.routers[at].release_programs(self.now) {
+        for (id, _) in self.routers[at].release_held(self.now).ready {
             // A client may leave between the release of its request and this call.
-            if let Some(chain) = self.held[at].remove(&released.turn) {
-                self.place(at, released.turn, &chain);
+            if let Some(chain) = self.held[at].remove(&id) {
+                self.place(at, id, &chain);
             }
         }
     }
@@ -84,8 +86,8 @@ impl Fleet {
     }
 
     fn leave(&mut self, at: usize) {
-        if let Some((turn, _)) = self.held[at].pop_first() {
-            self.routers[at].drop_turn(turn, self.now);
+        if let Some((id, _)) = self.held[at].pop_first() {
+            self.routers[at].drop_arrival(id, self.now);
         }
     }
 
@@ -312,16 +314,16 @@ fn a_measured_cache_size_ends_with_its_engine() {
     router.index_mut().stored(id, None, &blocks);
     router.index_mut().evicted_all(id, &blocks[499..]);
     for now in [1.0, 62.0] {
-        router.release_programs(now);
+        router.release_held(now);
     }
     assert!(size(router).is_some());
     router.set_cache_blocks(id, Some(800)).unwrap();
-    router.release_programs(63.0);
+    router.release_held(63.0);
     assert_eq!(size(router), None);
     // Blocks that are removed for another reason, such as a reset, measure nothing.
     router.index_mut().removed_all(id, &blocks[300..499]);
     for now in [64.0, 190.0] {
-        router.release_programs(now);
+        router.release_held(now);
     }
     assert_eq!(size(router), None);
 }

@@ -1,6 +1,7 @@
 //! `lmetric._core`: the Python module of the core. Converts and exposes, decides nothing.
 use pyo3::prelude::*;
 
+mod admission;
 mod api;
 mod bench;
 mod buffers;
@@ -31,7 +32,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::register(module)?;
     router::register(module)?;
-    programs::register(module)?;
+    admission::register(module)?;
     feed::register(module)?;
     expr::register(module)?;
     engine::register(module)?;

@@ -1,10 +1,9 @@
-//! Agent programs: settings, turns and snapshots.
+//! Agent programs: settings and snapshots.
 use crate::errors::Result;
 use crate::settings;
 use lmetric_core::program::programs::{Counters, State};
-use lmetric_core::program::{Finish, GapClass, Hold, ProgramConfig, ProgramMode, TurnId, Verdict};
+use lmetric_core::program::{Finish, GapClass, ProgramConfig, ProgramMode};
 use lmetric_core::router::Router;
-use lmetric_core::router::shared::WaitingTurn;
 use lmetric_core::{CoreError, InstanceId};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -32,100 +31,6 @@ pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<O
     };
     reader.finish()?;
     Ok(programs)
-}
-
-/// A request from its arrival to its placement, and whether its agent program lets it run.
-///
-/// Pass it to `Router.route`, at once or, if it is held, when `Router.release_programs` returns its
-/// `id`. Drop it if its client leaves.
-#[pyclass(frozen, module = "lmetric")]
-pub struct ProgramTurn {
-    turn: WaitingTurn,
-    verdict: Verdict,
-}
-
-impl ProgramTurn {
-    pub fn new(turn: WaitingTurn, verdict: Verdict) -> ProgramTurn {
-        ProgramTurn { turn, verdict }
-    }
-
-    /// Takes the turn for a decision.
-    ///
-    /// # Errors
-    /// `BadValue` if the turn was used before.
-    pub fn take(&self) -> Result<TurnId> {
-        let used = || CoreError::BadValue {
-            what: "turn".into(),
-            got: "a turn that was routed or dropped".into(),
-            expected: "a new turn from arrive()".into(),
-        };
-        Ok(self.turn.take().ok_or_else(used)?)
-    }
-
-    fn hold(&self) -> Option<Hold> {
-        if let Verdict::Held(hold) = self.verdict { Some(hold) } else { None }
-    }
-}
-
-#[pymethods]
-impl ProgramTurn {
-    /// Number of the turn, as in `Router.release_programs`.
-    #[getter]
-    fn id(&self) -> u64 {
-        self.turn.id().number()
-    }
-
-    /// The decision: `"free"` (route it now; the policy chooses), `"run"` (route it now; it goes to
-    /// its program's instance), `"held"` (wait), `"refused"` (answer 429).
-    #[getter]
-    fn verdict(&self) -> &'static str {
-        match self.verdict {
-            Verdict::Free => "free",
-            Verdict::Run(_) => "run",
-            Verdict::Held(_) => "held",
-            Verdict::Refused { .. } => "refused",
-        }
-    }
-
-    /// Predicted seconds until a refused program would be admitted; None unless refused.
-    #[getter]
-    fn retry_after_seconds(&self) -> Option<f64> {
-        match self.verdict {
-            Verdict::Refused { retry_after_seconds } => Some(retry_after_seconds),
-            _ => None,
-        }
-    }
-
-    /// Tokens that a held program needs on an instance; None unless held.
-    #[getter]
-    fn needed_tokens(&self) -> Option<f64> {
-        self.hold().map(|hold| hold.needed_tokens)
-    }
-
-    /// Expected working set of the instance with the most room, over its cache; None unless held.
-    #[getter]
-    fn working_set_ratio(&self) -> Option<f64> {
-        self.hold().map(|hold| hold.working_set_ratio)
-    }
-
-    /// Number of held programs, this one included; None unless held.
-    #[getter]
-    fn held_programs(&self) -> Option<usize> {
-        self.hold().map(|hold| hold.held_programs)
-    }
-
-    /// Predicted seconds until a held program is admitted (infinite: unknown); None unless held.
-    #[getter]
-    fn expected_seconds(&self) -> Option<f64> {
-        self.hold().map(|hold| hold.expected_seconds)
-    }
-
-    /// Ends the turn without a decision, for example because the client left. Does nothing if the
-    /// turn was routed.
-    #[pyo3(name = "drop")]
-    fn end(&self) {
-        self.turn.close();
-    }
 }
 
 /// The numbers of one instance's ledger.
@@ -224,9 +129,4 @@ impl Snapshot {
         dict.set_item("share_ended", gaps)?;
         Ok(dict)
     }
-}
-
-/// Adds its class to the module.
-pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<ProgramTurn>()
 }

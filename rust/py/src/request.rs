@@ -90,6 +90,13 @@ pub struct Request {
     /// frees its place in the cache at once.
     #[pyo3(get)]
     session_final: bool,
+    /// Deadline of the first token in seconds after the arrival, for admission by load. None: that of
+    /// the router's settings.
+    #[pyo3(get)]
+    ttft_slo_seconds: Option<f64>,
+    /// Whether the answer comes whole: the router then expects no first token.
+    #[pyo3(get)]
+    whole_answer: bool,
 }
 
 type Text = Option<Py<PyString>>;
@@ -156,7 +163,7 @@ impl Request {
         request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0,
         handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true,
         split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None,
-        session_final=false
+        session_final=false, ttft_slo_seconds=None, whole_answer=false
     ))]
     fn new(
         py: Python<'_>,
@@ -182,6 +189,8 @@ impl Request {
         priority: Option<f64>,
         instance: Text,
         session_final: bool,
+        ttft_slo_seconds: Option<f64>,
+        whole_answer: bool,
     ) -> Result<Request> {
         for (what, allowed, reason) in
             [("split_reason", allow_split, &split_reason), ("fetch_reason", allow_fetch, &fetch_reason)]
@@ -213,6 +222,8 @@ impl Request {
             handicap_seconds,
             priority,
             session_final,
+            ttft_slo_seconds,
+            whole_answer,
         })
     }
 
@@ -275,6 +286,8 @@ impl Request {
         let allowed = [("allow_split", self.allow_split), ("allow_fetch", self.allow_fetch)];
         let denied = allowed.iter().filter(|(_, allowed)| !allowed).map(|(name, _)| format!("{name}=False"));
         let last = self.session_final.then(|| Ok("session_final=True".to_string()));
+        let slo = self.ttft_slo_seconds.map(|seconds| Ok(format!("ttft_slo_seconds={seconds}")));
+        let whole = self.whole_answer.then(|| Ok("whole_answer=True".to_string()));
         let fields: Vec<String> = prompt
             .into_iter()
             .map(Ok)
@@ -282,6 +295,8 @@ impl Request {
             .chain(texts)
             .chain(denied.map(Ok))
             .chain(last)
+            .chain(slo)
+            .chain(whole)
             .collect::<PyResult<_>>()?;
         Ok(format!("Request({})", fields.join(", ")))
     }
@@ -313,7 +328,9 @@ impl Request {
             uncut: denied(self.allow_split, &self.split_reason)?,
             unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
             instance: of(py, &self.instance)?,
-            program_turn: None,
+            arrival: None,
+            ttft_slo_seconds: self.ttft_slo_seconds,
+            whole_answer: self.whole_answer,
             home: None,
             tenant: Tenant {
                 id: key(&self.tenant)?.unwrap_or(0),

@@ -1,10 +1,11 @@
 //! `Router`: the Python class of the core's router.
+use crate::admission::Arrival;
 use crate::buffers::{self, Ints};
 use crate::errors::Result;
 use crate::forecast::PythonForecast;
 use crate::guard::GuardSettings;
 use crate::policies;
-use crate::programs::{ProgramTurn, Snapshot};
+use crate::programs::Snapshot;
 use crate::registry::offering;
 use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
@@ -636,9 +637,9 @@ impl Router {
             request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None,
             expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None,
             session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None,
-            tenant=None, tenant_weight=None, handicap_seconds=None, turn=None
+            tenant=None, tenant_weight=None, handicap_seconds=None, arrival=None
         ),
-        text_signature = "($self, request, *, now=None, turn=None)"
+        text_signature = "($self, request, *, now=None, arrival=None)"
     )]
     fn route<'py>(
         &self,
@@ -662,7 +663,7 @@ impl Router {
         tenant: Option<Bound<'py, PyAny>>,
         tenant_weight: Option<Bound<'py, PyAny>>,
         handicap_seconds: Option<Bound<'py, PyAny>>,
-        turn: Option<Bound<'py, ProgramTurn>>,
+        arrival: Option<Bound<'py, Arrival>>,
     ) -> Result<(Decision, Ticket)> {
         let old = if tokens.is_some()
             || text.is_some()
@@ -707,9 +708,9 @@ impl Router {
         };
         let given = request::given(py, "Router.route", request, old.as_ref())?;
         let id = given.get().id(py)?;
-        let program_turn = turn.map(|turn| turn.get().take()).transpose()?;
+        let arrival = arrival.map(|arrival| arrival.get().take()).transpose()?;
         self.with_request(py, given.get(), |request, chain| {
-            let request = CoreRequest { program_turn, ..request };
+            let request = CoreRequest { arrival, ..request };
             let (decision, name, next, pull) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
                 let decision = router.route_taking(&request, chain, id, now)?;
@@ -733,18 +734,13 @@ impl Router {
         })
     }
 
-    /// Records the arrival of a request, finds its agent program, and says whether the request may
-    /// run now. None if the router does not follow programs.
+    /// Records the arrival of a request and decides whether it runs now, waits or is refused. None
+    /// if the router neither follows programs nor admits by load.
     ///
-    /// A router that admits programs (`ProgramAdmission`) routes only requests with a turn. Raises
-    /// `BadValueError`.
+    /// A router that admits requests (`ProgramAdmission`, `set_admission`) routes only requests
+    /// with an arrival. Raises `BadValueError`.
     #[pyo3(signature = (request, *, now=None))]
-    fn arrive(
-        &self,
-        py: Python<'_>,
-        request: Bound<'_, PyAny>,
-        now: Option<f64>,
-    ) -> Result<Option<ProgramTurn>> {
+    fn arrive(&self, py: Python<'_>, request: Bound<'_, PyAny>, now: Option<f64>) -> Result<Option<Arrival>> {
         let given = request::given(py, "Router.arrive", Some(request), None)?;
         let arrived = self.with_request(py, given.get(), |request, chain| {
             let request = CoreRequest { chain, ..request };
@@ -753,22 +749,67 @@ impl Router {
                 Ok(router.arrive(&request, now)?)
             })
         })?;
-        Ok(arrived.map(|(turn, verdict)| ProgramTurn::new(self.shared.turn(turn), verdict)))
+        Ok(arrived.map(|(id, verdict)| Arrival::new(id.map(|id| self.shared.arrival(id)), verdict)))
     }
 
-    /// Runs the periodic work on agent programs; call it about twice a second. Returns the held
-    /// turns that may be routed now: id, instance, and seconds for which the turn was held.
+    /// Runs the periodic work on arrivals: call it about twice a second, after the end of each
+    /// request, and, while requests wait (`waiting`), after each first token and every 50 ms.
+    ///
+    /// Returns the held requests whose wait has ended. First, those that may be routed now: id, and
+    /// seconds for which the request was held. Second, those that are refused: id, reason, and
+    /// seconds after which the client may try again.
     #[pyo3(signature = (*, now=None))]
-    fn release_programs(&self, py: Python<'_>, now: Option<f64>) -> Result<Vec<(u64, String, f64)>> {
+    fn release_held(
+        &self,
+        py: Python<'_>,
+        now: Option<f64>,
+    ) -> Result<(Vec<(u64, f64)>, Vec<(u64, &'static str, f64)>)> {
         self.with_core(py, |router| {
             let now = self.clock.now(now, router)?;
-            let released = router.release_programs(now);
-            let name = |id| router.fleet().name(id).to_string();
-            Ok(released
-                .iter()
-                .map(|each| (each.turn.number(), name(each.instance), each.held_seconds))
-                .collect())
+            let released = router.release_held(now);
+            let ready = released.ready.iter().map(|(id, seconds)| (id.number(), *seconds));
+            let refused = released.refused.iter();
+            let refused = refused.map(|(id, by, seconds)| (id.number(), by.name(), *seconds));
+            Ok((ready.collect(), refused.collect()))
         })
+    }
+
+    /// Number of requests that wait, or whose wait has ended since the last `release_held`.
+    #[getter]
+    fn waiting(&self, py: Python<'_>) -> Result<usize> {
+        self.with_core(py, |router| Ok(router.waiting()))
+    }
+
+    /// Sets admission by load; None switches it off. Requests that wait stay, or may then run.
+    ///
+    /// An instance has room while a further request would wait at most `room_seconds` there. Other
+    /// requests wait in the router; tenants take turns by the service that they got. Settings:
+    ///
+    /// - `ttft_seconds`: deadline of the first token for requests without `ttft_slo_seconds`. A
+    ///   request that would miss it is refused.
+    /// - `tpot_seconds`: longest time between two output tokens that a batch may reach by a further
+    ///   request.
+    /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always have
+    ///   room.
+    /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
+    /// - `tenants`: limits by tenant: `max_concurrent`, `max_requests_per_second`, `burst`,
+    ///   `max_waiting`.
+    ///
+    /// Raises `BadValueError`. Documentation: docs/how-to/overload.md.
+    fn set_admission(&self, py: Python<'_>, settings: Option<Bound<'_, PyDict>>) -> Result<()> {
+        let config = crate::admission::load_of(settings.as_ref())?;
+        self.with_core(py, |router| Ok(router.set_admission(config)?))
+    }
+
+    /// Numbers of admission by load: waiting requests, predicted wait, and counters. None if it is
+    /// off.
+    #[pyo3(signature = (*, now=None))]
+    fn admission<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Option<Bound<'py, PyDict>>> {
+        let snapshot = self.with_core(py, |router| {
+            let now = self.clock.now(now, router)?;
+            Ok(router.admission(now))
+        })?;
+        Ok(snapshot.map(|snapshot| crate::admission::dict(py, &snapshot)).transpose()?)
     }
 
     /// The agent programs: number by state, counters, and per instance the expected tokens in its

@@ -132,7 +132,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
     migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
-    tier_load_ratio=0.02, programs="none", program_settings=None))]
+    tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -191,6 +191,7 @@ fn simulate<'py>(
     tier_load_ratio: f64,
     programs: &str,
     program_settings: Option<&Bound<'py, PyDict>>,
+    load_admission: Option<&Bound<'py, PyDict>>,
 ) -> Result<Bound<'py, PyDict>> {
     if !(1..=MOST_ROUTERS).contains(&routers) {
         return Err(unknown("routers", &routers.to_string(), "1 to 1024").into());
@@ -270,6 +271,7 @@ fn simulate<'py>(
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
+        load: crate::admission::load_of(load_admission)?,
         split: crate::split::split_of(REGISTRY, split, split_settings)?,
         silent_segments,
         output_known,
@@ -318,6 +320,7 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     let dict = PyDict::new(py);
     for (name, times) in [
         ("arrival_seconds", records.arrival_seconds),
+        ("refused_seconds", records.refused_seconds),
         ("hold_seconds", records.hold_seconds),
         ("scheduled_seconds", records.scheduled_seconds),
         ("first_token_seconds", records.first_token_seconds),

@@ -25,12 +25,13 @@ use crate::workload::{Waiting, Workload};
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
+use lmetric_core::admission::{ArrivalId, LoadConfig, RefusedFor, Verdict};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
 use lmetric_core::ids::Seconds;
 use lmetric_core::plan::Usage;
-use lmetric_core::program::{Finish, TurnId, Verdict};
+use lmetric_core::program::Finish;
 use lmetric_core::request::{Request as RouterRequest, Tenant};
 use lmetric_core::router::{Priorities, RescheduleConfig, Router, RouterConfig, Split};
 pub use pulls::Pulling;
@@ -80,6 +81,8 @@ pub struct ClusterConfig {
     /// drains by itself, the admission whether partial blocks count. With `unlimited_prefill`, each
     /// prefill takes its own time and uses no engine.
     pub router: RouterConfig,
+    /// How the routers admit requests by load; a session is a tenant. `None`: they do not.
+    pub load: Option<LoadConfig>,
     /// How to split requests that roles do not split.
     pub split: Split,
     /// Whether a segment with a successor sends nothing until its end, as on stock engines. (Their
@@ -152,8 +155,8 @@ enum Event {
     Share { router: u32 },
     /// The router runs its periodic work.
     Tick,
-    /// The routers admit held requests of agent programs.
-    Programs,
+    /// The routers admit held requests.
+    Admit,
     /// The router runs a round of rescheduling.
     Reschedule,
     /// Step times are compared over the instances that decode.
@@ -170,7 +173,7 @@ impl Event {
             Event::Report { .. }
                 | Event::Share { .. }
                 | Event::Tick
-                | Event::Programs
+                | Event::Admit
                 | Event::Reschedule
                 | Event::Compare
         )
@@ -236,9 +239,8 @@ struct Cluster<'a> {
     /// forever.
     left: usize,
     moving: usize,
-    /// Requests held until their agent programs fit into a cache, by the number of their router and
-    /// their turn there.
-    held: HashMap<(usize, TurnId), u32>,
+    /// Held requests, by the number of their router and their arrival there.
+    held: HashMap<(usize, ArrivalId), u32>,
     guard_alarms: u64,
     guard_filters: u64,
     stalled: u64,
@@ -347,7 +349,7 @@ impl Cluster<'_> {
                 self.at(self.now + self.config.sharing_seconds.unwrap_or(1.0), event);
             }
             Event::Tick => self.tick()?,
-            Event::Programs => self.admit_held()?,
+            Event::Admit => self.admit_round()?,
             Event::Reschedule => self.reschedule()?,
             Event::Compare => self.compare(),
         }
@@ -371,30 +373,35 @@ impl Cluster<'_> {
         Ok(())
     }
 
-    /// Records the arrival of a request, and places it unless its agent program must wait.
+    /// Records the arrival of a request, and places it unless it must wait.
     fn arrive(&mut self, request: usize) -> Result<(), CoreError> {
         self.routers.catch_up(request as u64, &self.engines, self.now)?;
         let arrival = &mut self.records.arrival_seconds[request];
         *arrival = if arrival.is_nan() { self.now } else { *arrival };
         let asked = router_request(self.workload, self.config, request);
         let router = &mut self.routers.of(request as u64).router;
-        let unordered = RouterRequest { tenant: Tenant::NOBODY, ..asked.clone() };
-        let Some((turn, verdict)) = router.arrive(&unordered, self.now)? else {
+        // Sessions are tenants for admission by load only: programs know them as sessions.
+        let tenant = if self.config.load.is_some() { asked.tenant } else { Tenant::NOBODY };
+        let unordered = RouterRequest { tenant, ..asked.clone() };
+        let Some((arrival, verdict)) = router.arrive(&unordered, self.now)? else {
             return self.place(request, &asked);
         };
-        match verdict {
-            Verdict::Free | Verdict::Run(_) => {}
-            Verdict::Held(_) => {
+        match (verdict, arrival) {
+            (Verdict::Held { .. }, Some(arrival)) => {
                 let router = self.routers.number_of(request as u64);
-                self.held.insert((router, turn), request as u32);
-                return Ok(());
+                self.held.insert((router, arrival), request as u32);
+                Ok(())
             }
-            Verdict::Refused { retry_after_seconds } => {
+            (Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds }, _) => {
                 self.at(self.now + retry_after_seconds, Event::Arrival { request: request as u32 });
-                return Ok(());
+                Ok(())
             }
+            (Verdict::Refused { .. }, _) => {
+                self.refuse(request);
+                Ok(())
+            }
+            (_, arrival) => self.place(request, &RouterRequest { arrival, ..asked }),
         }
-        self.place(request, &RouterRequest { program_turn: Some(turn), ..asked })
     }
 
     /// Places a request and puts it into the engine's queue.
@@ -617,6 +624,9 @@ impl Cluster<'_> {
         } else {
             self.free(instance);
         }
+        if self.config.load.is_some() && self.routers.each().any(|observer| observer.router.waiting() > 0) {
+            self.admit_held()?;
+        }
         Ok(())
     }
 
@@ -702,9 +712,9 @@ fn engine_request<'w>(
     }
 }
 
+mod admit;
 mod handover;
 mod moves;
-mod programs;
 mod pulls;
 mod recompute;
 mod start;

@@ -8,7 +8,9 @@ use lmetric_core::ids::Seconds;
 pub struct Records {
     /// Arrival and placement.
     pub arrival_seconds: Vec<Seconds>,
-    /// Seconds from the arrival to the placement: admission of programs may hold a request.
+    /// Time at which the router refused it; NaN: it did not.
+    pub refused_seconds: Vec<Seconds>,
+    /// Seconds from the arrival to the placement: admission may hold a request.
     pub hold_seconds: Vec<Seconds>,
     /// Prompt tokens computed for it, on all instances and again after preemptions (then output
     /// tokens, too).
@@ -64,6 +66,7 @@ impl PartialEq for Records {
         let times = |r: &Records| {
             [
                 &r.arrival_seconds,
+                &r.refused_seconds,
                 &r.hold_seconds,
                 &r.scheduled_seconds,
                 &r.first_token_seconds,
@@ -102,6 +105,7 @@ impl Records {
         let (times, counts, none) = (vec![f64::NAN; requests], vec![0; requests], vec![-1; requests]);
         Records {
             arrival_seconds: times.clone(),
+            refused_seconds: times.clone(),
             hold_seconds: vec![0.0; requests],
             computed_tokens: counts.clone(),
             loaded_tokens: counts.clone(),

@@ -50,7 +50,9 @@ const THINKS: Request<'static> = Request {
     tenant: Tenant::NOBODY,
     lora: None,
     priority: None,
-    program_turn: None,
+    arrival: None,
+    ttft_slo_seconds: None,
+    whole_answer: false,
     session_final: false,
     home: None,
 };

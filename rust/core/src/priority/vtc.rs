@@ -75,6 +75,12 @@ impl VirtualTokens {
         Place { start, tenant, output_cost: cost(OUTPUT_COST, weight) }
     }
 
+    /// Returns the start tag that a request of a tenant would get now.
+    pub fn start(&self, tenant: u64) -> u64 {
+        let least = self.starts.first_key_value().map_or(0, |(least, _)| *least);
+        self.tenants.get(&tenant).map_or(0, |tenant| tenant.next).max(self.now).max(least)
+    }
+
     /// Charges `output_tokens` answer tokens of a request.
     pub fn charge(&mut self, place: Place, output_tokens: u32) {
         if let Some(at) = self.tenants.get_mut(&place.tenant) {

@@ -34,6 +34,8 @@ pub(super) struct DecisionContext {
     /// Choices of the first segment's instance and of the follow-up segments' instances.
     pub first: Selection,
     pub later: Selection,
+    /// Slots with room for a request; empty: all have. Ignored if no slot of the choice has room.
+    pub roomy: Vec<bool>,
     /// Slots that the hot-spot guard excluded from the choice of the first segment.
     pub restriction: Restriction,
     /// Why the request is not split, if requests are split.
@@ -57,6 +59,7 @@ impl DecisionContext {
             declared: Vec::new(),
             first: Selection::default(),
             later: Selection::default(),
+            roomy: Vec::new(),
             restriction: Restriction::Free,
             uncut: None,
             balance: None,

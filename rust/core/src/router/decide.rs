@@ -14,7 +14,7 @@ impl Router {
     ///
     /// # Errors
     /// `NoInstance` if no instance is eligible; the ledger is unchanged. `BadValue` for an invalid
-    /// request, or for one without a turn if programs are admitted ([`Router::arrive`]).
+    /// request, or for one without an arrival if requests are admitted ([`Router::arrive`]).
     pub fn route(&mut self, request: &Request<'_>, now: Seconds) -> Result<Decision, CoreError> {
         self.route_labelled(request, None, now)
     }
@@ -31,7 +31,7 @@ impl Router {
     ) -> Result<Decision, CoreError> {
         let now = self.clock(now);
         let estimated = self.state.estimated(request);
-        let request = &*self.with_turn(estimated, now)?;
+        let request = &*self.with_arrival(estimated, now)?;
         let (chosen, receipt) = self.decide(request, request_id, now)?;
         Ok(self.commit_plan(request, chosen, receipt, now))
     }
@@ -51,7 +51,7 @@ impl Router {
         let now = self.clock(now);
         let whole = Request { chain, ..*request };
         let estimated = self.state.estimated(&whole);
-        let whole = self.with_turn(estimated, now)?;
+        let whole = self.with_arrival(estimated, now)?;
         let (chosen, receipt) = self.decide(&whole, request_id, now)?;
         let mut lifecycle = self.lifecycle(now);
         let decision = lifecycle.commit(&whole, chosen, receipt);
@@ -61,7 +61,7 @@ impl Router {
     }
 
     /// Plans a request; returns the plan and a decision record of the first choice. An error ends
-    /// the request's turn of its program.
+    /// the request's arrival.
     fn decide(
         &mut self,
         request: &Request<'_>,
@@ -69,8 +69,8 @@ impl Router {
         now: Seconds,
     ) -> Result<(Chosen, Box<Receipt>), CoreError> {
         self.plan(request, request_id, now).inspect_err(|_| {
-            if let Some(turn) = request.program_turn {
-                self.drop_turn(turn, now);
+            if let Some(id) = request.arrival {
+                self.drop_arrival(id, now);
             }
         })
     }
@@ -84,7 +84,9 @@ impl Router {
         check_weight(request.tenant.weight)?;
         request.check()?;
         self.match_prefix(request);
-        let first = self.score(request, now).inspect_err(|_| self.requests.totals.no_instance += 1)?;
+        let first = self.score(request, now);
+        self.context.roomy.clear();
+        let first = first.inspect_err(|_| self.requests.totals.no_instance += 1)?;
         // The rest is planned later: the choice of a second instance overwrites the derived
         // columns.
         let receipt = self.explained(request, request_id, first, now);

@@ -10,7 +10,7 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `idle`, `programs`, `rounds` | policy checks on an idle fleet; agent programs; rescheduling |
+//! | `admission`, `idle`, `rounds` | arrivals; policy checks on an idle fleet; rescheduling |
 //! | `configure`, `reports`, `tiers` | settings; reports of engines and peers; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
@@ -24,6 +24,7 @@
 //! | `fetch_cost`, `ledger` | cost of prefix fetches; in-flight ledger of each instance |
 //! | `settings` | settings of a router |
 
+mod admission;
 mod configure;
 mod context;
 mod decide;
@@ -37,7 +38,6 @@ pub mod lifecycle;
 mod parts;
 mod plan;
 pub mod priorities;
-mod programs;
 mod replicas;
 mod reports;
 mod requests;

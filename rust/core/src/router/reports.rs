@@ -86,7 +86,7 @@ impl Router {
         let live = self.state.ids().filter(|id| fleet.is_live(*id));
         live.map(|id| {
             let mut load = Published::from(self.state.ledger.share(id.index(), now));
-            if let Some(programs) = &self.requests.programs {
+            if let Some(programs) = self.requests.admission.programs() {
                 let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
                     programs.published(id, now);
                 let share = load.share;
@@ -120,7 +120,7 @@ impl Router {
         let now = self.clock(now);
         let Router { replicas, state, requests, .. } = self;
         let shares = shares.into_iter().map(|(instance, load)| (instance, load.into()));
-        let mut ledgers = Ledgers { load: &mut state.ledger, programs: requests.programs.as_mut() };
+        let mut ledgers = Ledgers { load: &mut state.ledger, programs: requests.admission.programs_mut() };
         replicas.hear(&mut ledgers, &state.fleet, replica, shares, now)
     }
 
@@ -128,7 +128,7 @@ impl Router {
     /// requests count only through engine reports. Returns the peers' names.
     pub fn forget_silent(&mut self, seconds: Seconds, now: Seconds) -> Vec<Box<str>> {
         let now = self.clock(now);
-        let programs = self.requests.programs.as_mut();
+        let programs = self.requests.admission.programs_mut();
         let mut ledgers = Ledgers { load: &mut self.state.ledger, programs };
         self.replicas.forget_silent(&mut ledgers, seconds, now)
     }

@@ -2,8 +2,8 @@
 use super::decision::Totals;
 use super::priorities::Ordering;
 use super::tickets::Tickets;
+use crate::admission::Admission;
 use crate::estimate::Turns;
-use crate::program::Programs;
 use crate::receipt::ReceiptRing;
 
 /// All request data of a router, apart from the load on instances.
@@ -16,8 +16,8 @@ pub(super) struct Requests {
     pub ordering: Option<Ordering>,
     /// The latest turns of conversations, if a forecast reads them.
     pub turns: Option<Turns>,
-    /// Agent programs, if they are followed.
-    pub programs: Option<Programs>,
+    /// Arrivals, with agent programs and admission by load.
+    pub admission: Admission,
 }
 
 impl Requests {
@@ -29,7 +29,7 @@ impl Requests {
             totals: Totals::default(),
             ordering: None,
             turns: None,
-            programs: None,
+            admission: Admission::default(),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
-use crate::program::{PeerPrograms, Programs};
+use crate::program::PeerPrograms;
 use crate::receipt::Receipt;
 use crate::request::Request;
 
@@ -45,7 +45,7 @@ impl Router {
     /// `BadValue` for a setting out of its range.
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut requests = Requests::new(config.receipt_bytes);
-        requests.programs = config.programs.map(Programs::new).transpose()?;
+        requests.admission.set_programs(config.programs, 0.0)?;
         Ok(Router {
             context: DecisionContext::new(config.seed),
             requests,
@@ -92,7 +92,7 @@ impl Router {
         let id = self.state.fleet.find(name)?;
         self.state.fleet.remove(id);
         self.replicas.clear(id.index());
-        if let Some(programs) = &mut self.requests.programs {
+        if let Some(programs) = self.requests.admission.programs_mut() {
             programs.set_peers(id, PeerPrograms::default());
         }
         self.state.ledger.clear(id.index());

@@ -2,10 +2,10 @@
 use super::decision::Decision;
 use super::router::Router;
 use super::tickets::TicketId;
+use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::plan::{Event, Segment};
-use crate::program::TurnId;
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -147,9 +147,9 @@ impl SharedRouter {
         self.held(self.inner.router.lock(), true)
     }
 
-    /// Returns a handle on a turn that [`Router::arrive`] returned.
-    pub fn turn(&self, id: TurnId) -> WaitingTurn {
-        WaitingTurn { shared: self.clone(), id, taken: AtomicBool::new(false) }
+    /// Returns a handle on an arrival that [`Router::arrive`] returned.
+    pub fn arrival(&self, id: ArrivalId) -> Waiting {
+        Waiting { shared: self.clone(), id, taken: AtomicBool::new(false) }
     }
 
     /// Closes a dropped handle, at once or by the router's next holder.
@@ -246,48 +246,47 @@ impl Drop for Ticket {
 #[derive(Clone, Copy, Debug)]
 enum Dropped {
     Ticket(TicketId),
-    Turn(TurnId),
+    Arrival(ArrivalId),
 }
 
 impl Dropped {
     fn close(self, router: &mut Router) {
         match self {
             Dropped::Ticket(id) => router.drop_ticket(id),
-            Dropped::Turn(turn) => router.drop_turn(turn, router.latest()),
+            Dropped::Arrival(id) => router.drop_arrival(id, router.latest()),
         }
     }
 }
 
-/// A request of an agent program that is not routed yet. Dropping it ends the turn, unless it was
-/// taken.
-pub struct WaitingTurn {
+/// An arrived request that is not routed yet. Dropping it ends the arrival, unless it was taken.
+pub struct Waiting {
     shared: SharedRouter,
-    id: TurnId,
+    id: ArrivalId,
     taken: AtomicBool,
 }
 
-impl WaitingTurn {
+impl Waiting {
     /// Returns its key.
-    pub fn id(&self) -> TurnId {
+    pub fn id(&self) -> ArrivalId {
         self.id
     }
 
-    /// Takes the turn for a decision, which then ends it; `None` if it was taken before.
-    pub fn take(&self) -> Option<TurnId> {
+    /// Takes the arrival for a decision, which then ends it; `None` if it was taken before.
+    pub fn take(&self) -> Option<ArrivalId> {
         (!self.taken.swap(true, Ordering::AcqRel)).then_some(self.id)
     }
 
-    /// Ends the turn, for example because its client left. Does nothing if it was taken.
+    /// Ends the arrival, for example because its client left. Does nothing if it was taken.
     pub fn close(&self) {
-        if let Some(turn) = self.take()
+        if let Some(id) = self.take()
             && self.shared.check().is_ok()
         {
-            self.shared.close(Dropped::Turn(turn));
+            self.shared.close(Dropped::Arrival(id));
         }
     }
 }
 
-impl Drop for WaitingTurn {
+impl Drop for Waiting {
     fn drop(&mut self) {
         self.close();
     }

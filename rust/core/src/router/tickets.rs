@@ -1,11 +1,11 @@
 //! Tickets of requests in flight, in a slot map whose keys are never reused.
 use super::ledger::Entry;
+use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::estimate::Turn;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
-use crate::program::TurnId;
 use crate::request::{Request, Tenant};
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
@@ -120,8 +120,10 @@ pub struct TicketState {
     pub priority: Option<f64>,
     /// Turn of its conversation, if a forecast reads turns.
     pub turn: Turn,
-    /// Turn of its agent program, if programs are followed.
-    pub program_turn: Option<TurnId>,
+    /// Its arrival, if arrivals are recorded.
+    pub arrival: Option<ArrivalId>,
+    /// Whether its answer comes whole.
+    pub whole_answer: bool,
     /// Place of its tenant, if virtual token counters order requests.
     pub place: Option<Place>,
     /// Slots that failed the open segment.
@@ -144,8 +146,10 @@ impl TicketState {
             uncut: (!self.may_be_cut).then_some("it must not be split"),
             instance: self.pinned_to.as_deref(),
             unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
-            program_turn: self.program_turn,
-            session_final: false, // its turn says it
+            arrival: self.arrival,
+            ttft_slo_seconds: None, // it has been admitted
+            whole_answer: self.whole_answer,
+            session_final: false, // its arrival says it
             home: None,
             tenant: self.tenant,
             lora: self.lora,

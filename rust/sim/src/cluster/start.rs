@@ -187,8 +187,8 @@ impl<'a> Cluster<'a> {
         if self.engines.len() > 1 {
             self.at(0.0, Event::Compare);
         }
-        if self.config.router.programs.is_some() {
-            self.at(0.0, Event::Programs);
+        if self.config.router.programs.is_some() || self.config.load.is_some() {
+            self.at(0.0, Event::Admit);
         }
         if self.config.router.guard.on {
             self.at(0.0, Event::Tick);
@@ -203,6 +203,7 @@ fn made(policies: Policies, config: &ClusterConfig, settings: RouterConfig) -> R
         router.set_decode_policy(policy)?;
     }
     router.set_split(&config.split)?;
+    router.set_admission(config.load.clone())?;
     router.set_priorities(config.priorities)?;
     if let Some(reschedule) = &config.reschedule {
         let mut rescheduling = reschedule.build()?;

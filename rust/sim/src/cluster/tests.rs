@@ -34,6 +34,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         order: Order::default(),
         preempt: Preempt::Recompute,
         priorities: None,
+        load: None,
         cached_answers: false,
         session_final: false,
         reported_cache_ratio: 1.0,

@@ -39,6 +39,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         preempt: Preempt::Recompute,
         host: None,
         priorities: None,
+        load: None,
         sharing_seconds: None,
         signals: Signals::EXACT,
         router: RouterConfig {

@@ -17,6 +17,10 @@ struct Prefill {
     pairs: f64,
     /// Whether the prefill waits for a prefix fetch; later prefills do not wait for it.
     waits: bool,
+    /// Whether its first token is seen.
+    seen: bool,
+    /// Learned seconds that it takes.
+    seconds: Seconds,
     /// Tokens still to compute when the backlog was last settled.
     left: f64,
     /// Learned seconds per token; 0 if prefills do not drain between events.
@@ -111,6 +115,8 @@ impl Backlogs {
             tokens,
             pairs,
             waits: false,
+            seen: !entry.whole_answer,
+            seconds: tokens * seconds_per_token,
             left: tokens,
             seconds_per_token,
         });
@@ -205,6 +211,7 @@ impl Backlogs {
         for prefill in &mut queue.prefills {
             prefill.seconds_per_token =
                 seconds_per_token(learned, prefill.tokens, prefill.pairs, self.prior_rate);
+            prefill.seconds = prefill.tokens * prefill.seconds_per_token;
         }
         queue.left_seconds = queue.prefills.iter().map(Prefill::left_seconds).sum();
         self.drain_rate(slot);
@@ -232,6 +239,25 @@ impl Backlogs {
     #[inline]
     pub fn all_tokens(&self, now: Seconds, out: &mut [f64]) {
         drained(&self.left, &self.since, &self.rate, &self.peers_left, now, out);
+    }
+
+    /// Returns the seconds for which the next first token is late; 0: it is not, or none is
+    /// expected.
+    pub fn overdue(&self, slot: usize, now: Seconds) -> Seconds {
+        let queue = &self.queues[slot];
+        let mut expected = queue.head_since;
+        let mut prefills = queue.prefills.iter().filter(|prefill| !prefill.waits);
+        let seen = prefills.any(|prefill| {
+            expected += prefill.seconds;
+            prefill.seen
+        });
+        if seen { (now - expected).max(0.0) } else { 0.0 }
+    }
+
+    /// Returns whether prefills run whose first tokens are not seen, and no others.
+    pub fn is_unseen(&self, slot: usize) -> bool {
+        let prefills = &self.queues[slot].prefills;
+        !prefills.is_empty() && prefills.iter().all(|prefill| !prefill.seen)
     }
 
     /// Returns the attention pairs of the router's own prefills, as of the last settlement.

@@ -38,6 +38,8 @@ pub struct Entry {
     pub lora: u64,
     /// Hash of its tenant's name; 0: none.
     pub tenant: u64,
+    /// Whether its answer comes whole, so that its first token is not seen.
+    pub whole_answer: bool,
 }
 
 impl Entry {

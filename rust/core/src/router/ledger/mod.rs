@@ -378,6 +378,16 @@ impl Ledger {
         self.backlogs.all_tokens(now, out);
     }
 
+    /// Returns the seconds for which the next first token of a slot is late.
+    pub fn overdue_on(&self, slot: usize, now: Seconds) -> Seconds {
+        self.backlogs.overdue(slot, now)
+    }
+
+    /// Returns whether prefills run on a slot whose first tokens are not seen, and no others.
+    pub fn is_unseen(&self, slot: usize) -> bool {
+        self.backlogs.is_unseen(slot)
+    }
+
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
     pub fn queued_pairs_on(&self, slot: usize) -> f64 {
         self.backlogs.own_pairs(slot) + self.accounts[slot].peers.queued_prefill_pairs

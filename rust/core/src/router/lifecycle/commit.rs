@@ -34,8 +34,7 @@ impl Lifecycle<'_> {
         };
         receipt.priority = priority;
         receipt.balance = chosen.balance;
-        let programs = requests.programs.as_ref().zip(request.program_turn);
-        receipt.program = programs.and_then(|(programs, turn)| programs.note(turn, now));
+        receipt.program = request.arrival.and_then(|id| requests.admission.note(id, now));
         let id = requests.receipts.push(receipt);
         let (segment, next) = (leg.segment, later.first().map(|leg| leg.segment));
         let ticket = requests.tickets.open(TicketState {
@@ -58,7 +57,8 @@ impl Lifecycle<'_> {
             lora: request.lora,
             priority: request.priority,
             turn: requests.turns.as_mut().map(|turns| turns.arrived(request, now)).unwrap_or_default(),
-            program_turn: request.program_turn,
+            arrival: request.arrival,
+            whole_answer: request.whole_answer,
             place,
             failed: Vec::new(),
             lost: Vec::new(),
@@ -66,8 +66,8 @@ impl Lifecycle<'_> {
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
         state.first.made += 1;
-        if let (Some(programs), Some(turn)) = (&mut requests.programs, request.program_turn) {
-            programs.placed(turn, segment.instance, now);
+        if let Some(id) = request.arrival {
+            requests.admission.placed(id, segment.instance, now);
         }
         self.open_legs(ticket);
         let pull = chosen.pull.map(|pulling| pulling.pull);

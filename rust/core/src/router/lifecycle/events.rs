@@ -154,7 +154,7 @@ impl Lifecycle<'_> {
     /// Closes an abandoned ticket. Does nothing if the ticket is already closed.
     pub fn drop_ticket(&mut self, ticket: TicketId) {
         if let Some(state) = self.close(ticket) {
-            self.end_turn(&state, Usage::default());
+            self.end_arrival(&state, Usage::default());
             self.requests.totals.dropped += 1;
             let seconds = self.now - state.decided_at;
             self.requests.receipts.update(state.decision, |r| {
@@ -166,7 +166,7 @@ impl Lifecycle<'_> {
 
     fn finish(&mut self, ticket: TicketId, usage: Usage) {
         let Some(state) = self.close(ticket) else { return };
-        self.end_turn(&state, usage);
+        self.end_arrival(&state, usage);
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
         if made > 0 {
             if self.state.ledger.ahead().is_some() {
@@ -200,18 +200,18 @@ impl Lifecycle<'_> {
         });
     }
 
-    /// Ends a request's turn of its agent program.
-    fn end_turn(&mut self, state: &TicketState, usage: Usage) {
-        if let (Some(programs), Some(turn)) = (&mut self.requests.programs, state.program_turn) {
+    /// Ends a request's arrival.
+    fn end_arrival(&mut self, state: &TicketState, usage: Usage) {
+        if let Some(id) = state.arrival {
             let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
-            programs.ended(turn, made, usage.finish, self.now);
+            self.requests.admission.ended(id, made, usage.finish, self.now);
         }
     }
 
     /// Closes a ticket as failed.
     pub(super) fn end_failed(&mut self, ticket: TicketId, failure: Failure) {
         let Some(state) = self.close(ticket) else { return };
-        self.end_turn(&state, Usage::default());
+        self.end_arrival(&state, Usage::default());
         let place = Failure::NAMES.iter().position(|(_, f)| *f == failure).expect("named");
         self.requests.totals.failed[place] += 1;
         let seconds = self.now - state.decided_at;
@@ -269,9 +269,8 @@ impl Lifecycle<'_> {
         let cuts = cuts.collect();
         let state = self.requests.tickets.get(ticket).ok()?;
         (state.leg, state.later) = (leg, bound);
-        let program_turn = state.program_turn.filter(|_| first);
-        if let (Some(programs), Some(turn)) = (&mut self.requests.programs, program_turn) {
-            programs.placed(turn, segment.instance, now);
+        if let Some(id) = state.arrival.filter(|_| first) {
+            self.requests.admission.placed(id, segment.instance, now);
         }
         self.requests.totals.retries += 1;
         let name = self.state.fleet.name(segment.instance).clone();

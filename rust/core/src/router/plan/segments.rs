@@ -208,5 +208,6 @@ fn entry(request: &Request<'_>, hit_tokens: f64) -> Entry {
         load_seconds: None,
         lora: request.lora.unwrap_or(0),
         tenant: request.tenant.id,
+        whole_answer: request.whole_answer,
     }
 }

@@ -39,6 +39,12 @@ impl State {
         if eligible_count == 0 {
             return Err(self.nobody(turn));
         }
+        let eligible_count = match turn {
+            Turn::First if !context.roomy.is_empty() && failed.is_empty() => {
+                keep_roomy(&mut context.first.eligible, &context.roomy, eligible_count)
+            }
+            _ => eligible_count,
+        };
         let eligible = &mut context.first.eligible;
         let home = request.home.filter(|home| turn == Turn::First && eligible[home.index()]);
         let eligible_count = if let Some(home) = home {
@@ -164,6 +170,16 @@ impl State {
             }
         })
     }
+}
+
+/// Excludes slots without room, unless none has room; returns the number of eligible slots.
+fn keep_roomy(eligible: &mut [bool], roomy: &[bool], count: usize) -> usize {
+    let both = eligible.iter().zip(roomy).filter(|(eligible, roomy)| **eligible && **roomy).count();
+    if both == 0 {
+        return count;
+    }
+    eligible.iter_mut().zip(roomy).for_each(|(eligible, roomy)| *eligible &= roomy);
+    both
 }
 
 /// Sets the scores of ineligible slots to NaN, so that every later number belongs to an eligible

@@ -1,0 +1,665 @@
+//! Admission: which arriving requests run now, which wait, and which are refused.
+//!
+//! A request may wait for two things: a place for its agent program in a cache
+//! ([`crate::program`]), and room on an instance. An instance has room while a further request
+//! would wait at most some seconds for the start of its prefill ([`LoadConfig::room`]). All other
+//! requests wait here, in the router, and are bound to an instance as late as possible: an engine
+//! serves its own queue without fairness and without deadlines.
+//!
+//! Tenants take turns by virtual token counters ([`crate::priority::vtc`]): the next request is one
+//! of the tenant with the least service for its weight. Within a tenant, the earliest deadline goes
+//! first. A request whose deadline would pass while it waits is refused at its arrival, with a
+//! prediction of the time at which it would be admitted.
+//!
+//! [`Admission`] is the only owner of arrivals. An arrival has these stages:
+//!
+//! | stage | event | next stage |
+//! | --- | --- | --- |
+//! | (arrives) | its program has no place | `Cache` |
+//! | (arrives) | | `Room` |
+//! | `Cache` | its program gets a place | `Room` |
+//! | `Room` | an instance has room, and it is its turn | `Ready` |
+//! | `Room` | its deadline passes, or a longer line loses its end | (refused) |
+//! | `Ready` | the router places it | `Running` |
+//! | any | its request ends, or its client leaves | (removed) |
+//!
+//! Without admission by load, `Room` passes at once.
+mod limits;
+mod queue;
+mod service;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+pub use settings::{LoadConfig, TenantLimits};
+
+use crate::error::CoreError;
+use crate::ids::{InstanceId, Seconds};
+use crate::priority::vtc::{self, VirtualTokens};
+use crate::program::{self, Finish, Hold, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId};
+use hashbrown::HashMap;
+use limits::Limits;
+use queue::{Place, Queue};
+use service::Service;
+use slotmap::{Key, SlotMap, new_key_type};
+
+new_key_type! {
+    /// A request from its arrival to its end.
+    pub struct ArrivalId;
+}
+
+impl ArrivalId {
+    /// Returns a number that no other arrival of the router has.
+    pub fn number(self) -> u64 {
+        self.data().as_ffi()
+    }
+}
+
+/// Share of the time to the deadline that a request may be expected to wait. The rest is for
+/// errors of the prediction.
+const WAIT_SHARE: f64 = 0.5;
+/// The same for prompts so long that their prefill alone takes the time to the deadline.
+const LEAST_WAIT_SHARE: f64 = 0.1;
+/// Waiting requests of a tenant considered per round, if their programs' instances have no room.
+const CANDIDATES: usize = 16;
+
+/// Why a request waits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum HeldFor {
+    /// Its program has no place in a cache.
+    Program(Hold),
+    /// No instance has room, or other tenants are next.
+    Room,
+    /// Its tenant has as many requests on engines as its limit allows.
+    Concurrency,
+}
+
+macro_rules! reasons {
+    ($($name:ident $text:literal $about:literal,)*) => {
+        /// Why a request is refused.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum RefusedFor { $(#[doc = $about] $name),* }
+
+        impl RefusedFor {
+            /// All reasons, with their names in metrics.
+            pub const NAMES: [(&'static str, RefusedFor); 4] = [$(($text, RefusedFor::$name)),*];
+
+            /// Returns the name.
+            pub fn name(self) -> &'static str {
+                match self { $(RefusedFor::$name => $text),* }
+            }
+        }
+    };
+}
+
+reasons! {
+    Programs "programs" "Its program would wait too long for a place in a cache.",
+    Deadline "deadline" "Its first token would come after its deadline.",
+    Queue "queue" "Its tenant, or all tenants together, have the maximum number of waiting requests.",
+    Rate "rate" "Its tenant's rate of requests is above its limit.",
+}
+
+/// Decision on an arriving request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Verdict {
+    /// It runs now; the policy chooses its instance.
+    Free,
+    /// It runs now, on the instance of its program.
+    Run(InstanceId),
+    /// It waits until [`Admission::release`] names it.
+    Held {
+        /// What it waits for.
+        by: HeldFor,
+        /// Predicted wait; infinite: unknown.
+        expected_seconds: Seconds,
+    },
+    /// It is refused.
+    Refused {
+        /// The reason.
+        by: RefusedFor,
+        /// Predicted seconds until it would be admitted.
+        retry_after_seconds: Seconds,
+    },
+}
+
+/// Waiting requests whose wait has ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Released {
+    /// Requests that may run now, with the seconds for which they were held.
+    pub ready: Vec<(ArrivalId, Seconds)>,
+    /// Requests that are refused, with the seconds after which their clients may try again.
+    pub refused: Vec<(ArrivalId, RefusedFor, Seconds)>,
+}
+
+/// An arriving request, as far as admission by load needs it.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    /// Hash of the tenant's name.
+    pub tenant: u64,
+    /// The tenant's share relative to other tenants.
+    pub weight: f64,
+    /// Prompt tokens that the best instance has to compute.
+    pub new_tokens: f64,
+    /// Predicted seconds of their prefill.
+    pub prefill_seconds: Seconds,
+    /// Deadline of the first token after the arrival; `None`: that of the settings.
+    pub ttft_seconds: Option<Seconds>,
+}
+
+/// State of the instances for a round of admission.
+#[derive(Clone, Debug, Default)]
+pub struct Room {
+    /// Predicted seconds until the prefill of a further request starts, by slot; infinite: the
+    /// instance takes no requests.
+    pub waits: Vec<Seconds>,
+    /// How full each instance is.
+    pub levels: Vec<Level>,
+    /// Prefill rate of all instances in tokens/s, until a rate of service is learned.
+    pub prior_rate: f64,
+}
+
+/// How full an instance is, apart from the wait for its prefills.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// It has room.
+    #[default]
+    Free,
+    /// Its last room is kept for tenants with fewer requests than their share.
+    Kept,
+    /// It has no room.
+    Full,
+}
+
+impl Room {
+    /// Returns the instance with the shortest wait among those up to this level.
+    fn best(&self, most: Level) -> Option<(usize, Seconds)> {
+        let waits = self.waits.iter().copied().enumerate();
+        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.levels[*slot] <= most);
+        open.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Returns whether any instance takes requests.
+    fn is_served(&self) -> bool {
+        self.waits.iter().any(|wait| *wait < f64::INFINITY)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stage {
+    Cache,
+    Room(Place),
+    Ready(Option<vtc::Place>),
+    Running(Option<vtc::Place>),
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug)]
+struct Arrival {
+    turn: Option<TurnId>,
+    asked: Asked,
+    /// Prompt tokens to compute plus weighted answer tokens.
+    work: f64,
+    arrived: Seconds,
+    deadline: Option<Seconds>,
+    /// The instance of its program.
+    home: Option<InstanceId>,
+    stage: Stage,
+}
+
+impl Arrival {
+    /// Returns whether its first token can no longer come in time. `room`: wait on an instance with
+    /// room. A prompt that takes longer than the time to its deadline runs if its turn comes in the
+    /// first half of this time.
+    fn is_late(&self, room: Seconds, now: Seconds) -> bool {
+        let needed =
+            |deadline: Seconds| (self.asked.prefill_seconds + room).min((deadline - self.arrived) / 2.0);
+        self.deadline.is_some_and(|deadline| now + needed(deadline) > deadline)
+    }
+}
+
+/// Numbers since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counters {
+    /// Requests that ran at once.
+    pub free: u64,
+    /// Requests that had to wait for room or for their tenant's limit.
+    pub held: u64,
+    /// Such requests admitted later.
+    pub admitted: u64,
+    /// Sum of their waits in seconds.
+    pub held_seconds: f64,
+    /// Requests refused, by [`RefusedFor::NAMES`]; programs count their own.
+    pub refused: [u64; 4],
+}
+
+/// Admission by load.
+#[derive(Clone, Debug, Default)]
+struct Load {
+    config: LoadConfig,
+    limits: Limits,
+    queue: Queue,
+    service: Service,
+    shares: VirtualTokens,
+    counters: Counters,
+}
+
+/// The numbers of admission by load.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoadSnapshot {
+    /// Numbers since the start.
+    pub counters: Counters,
+    /// Waiting requests.
+    pub waiting: usize,
+    /// Waiting requests by the hash of the tenant's name; the longest lines first.
+    pub waiting_by_tenant: Vec<(u64, usize)>,
+    /// Rate of service in tokens of work per second.
+    pub work_per_second: f64,
+    /// Predicted wait of a request behind all waiting ones.
+    pub expected_seconds: Seconds,
+}
+
+/// All requests from their arrival to their end, if programs or admission by load are on.
+#[derive(Clone, Debug, Default)]
+pub struct Admission {
+    arrivals: SlotMap<ArrivalId, Arrival>,
+    /// Requests that their programs hold.
+    by_turn: HashMap<TurnId, ArrivalId>,
+    programs: Option<Programs>,
+    load: Option<Load>,
+    released: Released,
+}
+
+impl Admission {
+    /// Returns whether arrivals are recorded.
+    pub fn is_on(&self) -> bool {
+        self.programs.is_some() || self.load.is_some()
+    }
+
+    /// Returns whether requests must arrive before they are placed.
+    pub fn admits(&self) -> bool {
+        self.load.is_some()
+            || self.programs.as_ref().is_some_and(|programs| programs.config().mode == ProgramMode::Admit)
+    }
+
+    /// Returns the agent programs, if they are followed.
+    pub fn programs(&self) -> Option<&Programs> {
+        self.programs.as_ref()
+    }
+
+    /// Returns the agent programs, for changes.
+    pub fn programs_mut(&mut self) -> Option<&mut Programs> {
+        self.programs.as_mut()
+    }
+
+    /// Returns the settings of admission by load, if it is on.
+    pub fn load_config(&self) -> Option<&LoadConfig> {
+        self.load.as_ref().map(|load| &load.config)
+    }
+
+    /// Sets how programs are followed; `None`: not at all. The programs known so far are kept if
+    /// programs stay on. Without programs, the requests that they held wait only for room.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_programs(&mut self, config: Option<ProgramConfig>, now: Seconds) -> Result<(), CoreError> {
+        match (&mut self.programs, config) {
+            (Some(programs), Some(config)) => programs.set_config(config)?,
+            (programs, config) => *programs = config.map(Programs::new).transpose()?,
+        }
+        if self.programs.is_none() {
+            self.arrivals.values_mut().for_each(|arrival| (arrival.turn, arrival.home) = (None, None));
+            for (_, id) in std::mem::take(&mut self.by_turn) {
+                self.wait_for_room(id, now);
+            }
+        }
+        Ok(())
+    }
+
+    /// Switches admission by load on or off, or changes its settings. Requests that wait stay; when
+    /// it is switched off, they may run.
+    ///
+    /// # Errors
+    /// `BadValue` for a setting out of its range.
+    pub fn set_load(&mut self, config: Option<LoadConfig>, now: Seconds) -> Result<(), CoreError> {
+        let config = config.map(LoadConfig::checked).transpose()?;
+        match (&mut self.load, config) {
+            (Some(load), Some(config)) => load.config = config,
+            (load, Some(config)) => *load = Some(Load { config, ..Load::default() }),
+            (load, None) => *load = None,
+        }
+        if self.load.is_none() {
+            let ids: Vec<ArrivalId> = self.arrivals.keys().collect();
+            for id in ids {
+                let arrival = &mut self.arrivals[id];
+                match arrival.stage {
+                    Stage::Room(_) => self.wait_for_room(id, now),
+                    Stage::Ready(_) => arrival.stage = Stage::Ready(None),
+                    Stage::Running(_) => arrival.stage = Stage::Running(None),
+                    Stage::Cache => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the wait on an instance up to which it has room; `None`: all have.
+    pub fn room_seconds(&self) -> Option<Seconds> {
+        self.load.as_ref().map(|load| load.config.room()).filter(|room| *room < f64::INFINITY)
+    }
+
+    /// Returns the number of requests that wait, or whose wait has ended since the last
+    /// [`Admission::release`].
+    pub fn waiting(&self) -> usize {
+        let Released { ready, refused } = &self.released;
+        let for_room = self.load.as_ref().map_or(0, |load| load.queue.len());
+        for_room + self.by_turn.len() + ready.len() + refused.len()
+    }
+
+    /// Records an arriving request and decides what to do with it. A refused request has no
+    /// arrival.
+    pub fn arrive(
+        &mut self,
+        turn: &program::Arrival<'_>,
+        asked: Asked,
+        room: &mut Room,
+        now: Seconds,
+    ) -> (Option<ArrivalId>, Verdict) {
+        if let Some(load) = &mut self.load
+            && let Some(limits) = load.config.tenants.get(&asked.tenant)
+            && let Some(seconds) = load.limits.arrive(asked.tenant, limits, now)
+        {
+            return (None, load.refuse(RefusedFor::Rate, seconds));
+        }
+        let (turn, verdict) = match &mut self.programs {
+            Some(programs) => {
+                let (turn, verdict) = programs.arrive(turn, now);
+                (Some(turn), verdict)
+            }
+            None => (None, program::Verdict::Free),
+        };
+        let home = match verdict {
+            program::Verdict::Refused { retry_after_seconds } => {
+                return (None, Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds });
+            }
+            program::Verdict::Run(home) => Some(home),
+            program::Verdict::Free | program::Verdict::Held(_) => None,
+        };
+        let default = self.load.as_ref().and_then(|load| load.config.ttft_seconds);
+        let ttft = asked.ttft_seconds.or(default);
+        let answer = self.load.as_ref().map_or(0.0, |load| load.service.answer_tokens());
+        let arrival = Arrival {
+            turn,
+            asked,
+            work: asked.new_tokens.max(1.0) + vtc::OUTPUT_COST * answer,
+            arrived: now,
+            deadline: ttft.map(|seconds| now + seconds),
+            home,
+            stage: Stage::Ready(None),
+        };
+        let id = self.arrivals.insert(arrival);
+        if let (program::Verdict::Held(hold), Some(turn)) = (verdict, turn) {
+            self.arrivals[id].stage = Stage::Cache;
+            self.by_turn.insert(turn, id);
+            let by = HeldFor::Program(hold);
+            return (Some(id), Verdict::Held { by, expected_seconds: hold.expected_seconds });
+        }
+        let verdict = self.arrive_at_room(id, room, now);
+        let id = if let Verdict::Refused { .. } = verdict { None } else { Some(id) };
+        (id, verdict)
+    }
+
+    /// Lets an arriving request run, or wait for room, or refuses it.
+    fn arrive_at_room(&mut self, id: ArrivalId, room: &mut Room, now: Seconds) -> Verdict {
+        let home = self.arrivals[id].home;
+        self.wait_for_room(id, now);
+        self.round(room, now);
+        if let Stage::Ready(_) = self.arrivals[id].stage {
+            self.released.ready.retain(|(ready, _)| *ready != id);
+            if let Some(load) = &mut self.load {
+                load.counters.free += 1;
+            }
+            return home.map_or(Verdict::Free, Verdict::Run);
+        }
+        let Some(load) = &mut self.load else { return Verdict::Free };
+        let Asked { tenant, prefill_seconds, .. } = self.arrivals[id].asked;
+        let expected_seconds = load.expected_seconds(tenant, room);
+        let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
+        let most_own = limits.most_waiting.unwrap_or(load.config.most_waiting_per_tenant);
+        let own = load.queue.line(tenant).map_or(0, |line| line.len());
+        let late = self.arrivals[id].deadline.is_some_and(|deadline| {
+            let left = deadline - now;
+            expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * LEAST_WAIT_SHARE)
+        });
+        let full = load.queue.len() > load.config.most_waiting;
+        let longer = if full && own <= most_own { load.queue.last_of_longest(tenant) } else { None };
+        let refused = match () {
+            () if late => Some(RefusedFor::Deadline),
+            () if own > most_own || full && longer.is_none() => Some(RefusedFor::Queue),
+            () => None,
+        };
+        if let Some(by) = refused {
+            let verdict = load.refuse(by, expected_seconds);
+            self.remove(id, now);
+            return verdict;
+        }
+        load.counters.held += 1;
+        if let Some(longer) = longer {
+            self.refuse_waiting(longer, RefusedFor::Queue, room, now);
+        }
+        let limited = limits.most_concurrent.is_some_and(|most| self.running(tenant) >= most);
+        let by = if limited { HeldFor::Concurrency } else { HeldFor::Room };
+        Verdict::Held { by, expected_seconds }
+    }
+
+    fn running(&self, tenant: u64) -> u32 {
+        self.load.as_ref().map_or(0, |load| load.limits.running(tenant))
+    }
+
+    /// Lets a request wait for room. Without admission by load, it may run.
+    fn wait_for_room(&mut self, id: ArrivalId, now: Seconds) {
+        let Some(arrival) = self.arrivals.get_mut(id) else { return };
+        let Some(load) = &mut self.load else {
+            arrival.stage = Stage::Ready(None);
+            self.released.ready.push((id, now - arrival.arrived));
+            return;
+        };
+        if let (Stage::Cache, Some(deadline)) = (arrival.stage, &mut arrival.deadline) {
+            *deadline += now - arrival.arrived; // the hold of its program does not count
+        }
+        let tenant = (arrival.asked.tenant, arrival.asked.weight.max(1e-3));
+        load.service.waits(true, now);
+        arrival.stage = Stage::Room(load.queue.push(tenant, arrival.deadline, arrival.work, id));
+    }
+
+    /// Returns the requests whose wait has ended. Call it about twice a second, after the end of
+    /// each request, and more often while requests wait.
+    pub fn release(&mut self, room: &mut Room, now: Seconds) -> Released {
+        if let Some(programs) = &mut self.programs {
+            programs.tick(now);
+            for released in programs.released() {
+                let Some(id) = self.by_turn.remove(&released.turn) else { continue };
+                self.arrivals[id].home = Some(released.instance);
+                self.wait_for_room(id, now);
+            }
+        }
+        self.round(room, now);
+        std::mem::take(&mut self.released)
+    }
+
+    /// Lets waiting requests run while instances have room.
+    fn round(&mut self, room: &mut Room, now: Seconds) {
+        self.refuse_late(room, now);
+        // Tenants that have no request for an instance with room.
+        let mut passed: Vec<u64> = Vec::new();
+        while let Some((tenant, next)) = self.next(room, &passed) {
+            match next {
+                Some((id, slot)) => self.let_run(id, slot, room, now),
+                None => passed.push(tenant),
+            }
+        }
+        if let Some(load) = &mut self.load {
+            load.service.waits(load.queue.len() > 0, now);
+        }
+    }
+
+    /// Returns the tenant whose turn it is, with its next request and the instance that has room
+    /// for it.
+    fn next(&self, room: &Room, passed: &[u64]) -> Option<(u64, Option<(ArrivalId, Option<usize>)>)> {
+        let load = self.load.as_ref()?;
+        let may_run = |tenant: u64| {
+            let most = load.config.tenants.get(&tenant).and_then(|limits| limits.most_concurrent);
+            most.is_none_or(|most| load.limits.running(tenant) < most)
+        };
+        let turns = load.queue.lines().filter(|(tenant, _)| !passed.contains(tenant) && may_run(*tenant));
+        let (tenant, line) = turns.min_by_key(|(tenant, _)| (load.shares.start(*tenant), *tenant))?;
+        let level = if load.limits.below_share(tenant, line.weight()) { Level::Kept } else { Level::Free };
+        let (best, most) = (room.best(level), load.config.room());
+        let served = room.is_served();
+        let found = line.iter().take(CANDIDATES).find_map(|id| {
+            let home = self.arrivals[id].home.map(|home| home.index());
+            let home = home.filter(|home| room.waits.get(*home).is_some_and(|wait| *wait < f64::INFINITY));
+            match (home, best) {
+                _ if most == f64::INFINITY => Some((id, None)),
+                (Some(home), _) => {
+                    let has_room = room.levels[home] <= level && room.waits[home] <= most;
+                    has_room.then_some((id, Some(home)))
+                }
+                (None, Some((slot, wait))) => (wait <= most).then_some((id, Some(slot))),
+                // No instance takes requests: the decision says so.
+                (None, None) => (!served).then_some((id, None)),
+            }
+        });
+        Some((tenant, found))
+    }
+
+    fn let_run(&mut self, id: ArrivalId, slot: Option<usize>, room: &mut Room, now: Seconds) {
+        let (arrival, Some(load)) = (&mut self.arrivals[id], &mut self.load) else { return };
+        let Asked { tenant, weight, new_tokens, prefill_seconds, .. } = arrival.asked;
+        let Stage::Room(place) = arrival.stage else { return };
+        load.queue.remove(tenant, place, arrival.work);
+        load.service.took(arrival.work);
+        load.limits.begin(tenant, weight.max(1e-3), now);
+        let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
+        arrival.stage = Stage::Ready(Some(share));
+        if let Some(slot) = slot {
+            room.waits[slot] += prefill_seconds;
+        }
+        let held_seconds = now - arrival.arrived;
+        if held_seconds > 0.0 {
+            load.counters.admitted += 1;
+            load.counters.held_seconds += held_seconds;
+        }
+        self.released.ready.push((id, held_seconds));
+    }
+
+    /// Refuses waiting requests that can no longer meet their deadline.
+    fn refuse_late(&mut self, room: &Room, now: Seconds) {
+        let Some(load) = &self.load else { return };
+        let most = load.config.room();
+        let first = load.queue.lines().filter_map(|(_, line)| line.iter().next());
+        let mut found: Vec<ArrivalId> = first.filter(|id| self.arrivals[*id].is_late(most, now)).collect();
+        while let Some(id) = found.pop() {
+            let tenant = self.arrivals[id].asked.tenant;
+            self.refuse_waiting(id, RefusedFor::Deadline, room, now);
+            let next = self.load.as_ref().and_then(|load| load.queue.line(tenant)?.iter().next());
+            found.extend(next.filter(|id| self.arrivals[*id].is_late(most, now)));
+        }
+    }
+
+    /// Refuses a waiting request.
+    fn refuse_waiting(&mut self, id: ArrivalId, by: RefusedFor, room: &Room, now: Seconds) {
+        let tenant = self.arrivals[id].asked.tenant;
+        if let Some(load) = &mut self.load
+            && let Verdict::Refused { retry_after_seconds, .. } =
+                load.refuse(by, load.expected_seconds(tenant, room))
+        {
+            self.released.refused.push((id, by, retry_after_seconds));
+        }
+        self.remove(id, now);
+    }
+
+    /// Returns the instance on which a request must run, if its program has a place there.
+    pub fn home(&self, id: ArrivalId) -> Option<InstanceId> {
+        self.arrivals.get(id)?.home
+    }
+
+    /// Returns what a decision record shows of a request's program.
+    pub fn note(&self, id: ArrivalId, now: Seconds) -> Option<ProgramNote> {
+        self.programs.as_ref()?.note(self.arrivals.get(id)?.turn?, now)
+    }
+
+    /// Records that a request was placed on an instance, first or again.
+    pub fn placed(&mut self, id: ArrivalId, instance: InstanceId, now: Seconds) {
+        let Some(arrival) = self.arrivals.get_mut(id) else { return };
+        if let Stage::Ready(share) = arrival.stage {
+            arrival.stage = Stage::Running(share);
+        }
+        if let (Some(programs), Some(turn)) = (&mut self.programs, arrival.turn) {
+            programs.placed(turn, instance, now);
+        }
+    }
+
+    /// Ends a request that was placed. `made`: its answer in tokens.
+    pub fn ended(&mut self, id: ArrivalId, made: u32, finish: Finish, now: Seconds) {
+        let Some(arrival) = self.arrivals.remove(id) else { return };
+        if let (Some(load), Stage::Ready(Some(share)) | Stage::Running(Some(share))) =
+            (&mut self.load, arrival.stage)
+        {
+            load.limits.end(arrival.asked.tenant);
+            load.shares.charge(share, made);
+            load.shares.end(share);
+            if made > 0 {
+                load.service.answered(made);
+            }
+        }
+        if let (Some(programs), Some(turn)) = (&mut self.programs, arrival.turn) {
+            programs.ended(turn, made, finish, now);
+        }
+    }
+
+    /// Removes a request that was not placed, for example because its client left.
+    pub fn remove(&mut self, id: ArrivalId, now: Seconds) {
+        let Some(arrival) = self.arrivals.get(id) else { return };
+        match (arrival.stage, &mut self.load) {
+            (Stage::Room(place), Some(load)) => load.queue.remove(arrival.asked.tenant, place, arrival.work),
+            (Stage::Cache, _) => {
+                arrival.turn.and_then(|turn| self.by_turn.remove(&turn));
+            }
+            _ => {}
+        }
+        self.released.ready.retain(|(ready, _)| *ready != id);
+        self.ended(id, 0, Finish::Unknown, now);
+    }
+
+    /// Returns the numbers of admission by load, if it is on.
+    pub fn snapshot(&self, room: &Room) -> Option<LoadSnapshot> {
+        let load = self.load.as_ref()?;
+        let mut waiting: Vec<_> = load.queue.lines().map(|(tenant, line)| (tenant, line.len())).collect();
+        waiting.sort_by_key(|(tenant, waiting)| (std::cmp::Reverse(*waiting), *tenant));
+        let longest = waiting.first().map_or(0.0, |(tenant, _)| load.expected_seconds(*tenant, room));
+        Some(LoadSnapshot {
+            counters: load.counters,
+            waiting: load.queue.len(),
+            waiting_by_tenant: waiting,
+            work_per_second: load.service.rate(room.prior_rate),
+            expected_seconds: longest,
+        })
+    }
+}
+
+impl Load {
+    /// Counts a refusal. `seconds`: predicted time until the request would be admitted.
+    fn refuse(&mut self, by: RefusedFor, seconds: Seconds) -> Verdict {
+        let place = RefusedFor::NAMES.iter().position(|(_, each)| *each == by);
+        self.counters.refused[place.expect("every reason has a name")] += 1;
+        Verdict::Refused { by, retry_after_seconds: seconds.clamp(1.0, 3600.0) }
+    }
+
+    /// Returns the predicted seconds until all waiting requests of a tenant run.
+    fn expected_seconds(&self, tenant: u64, room: &Room) -> Seconds {
+        // How long an instance stays full is unknown; the rate of service includes it.
+        let best = room.best(Level::Free);
+        let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
+        until_room + self.queue.work_before(tenant) / self.service.rate(room.prior_rate)
+    }
+}

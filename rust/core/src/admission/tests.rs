@@ -1,0 +1,307 @@
+use super::*;
+use proptest::prelude::*;
+
+const RATE: f64 = 1000.0;
+
+fn config() -> LoadConfig {
+    LoadConfig { room_seconds: Some(0.1), ..LoadConfig::default() }
+}
+
+fn limited(tenant: u64, limits: TenantLimits) -> LoadConfig {
+    LoadConfig { tenants: [(tenant, limits)].into_iter().collect(), ..config() }
+}
+
+fn admission(config: LoadConfig) -> Admission {
+    let mut admission = Admission::default();
+    admission.set_load(Some(config), 0.0).unwrap();
+    admission
+}
+
+/// One instance with this wait.
+fn room(wait: f64) -> Room {
+    Room { waits: vec![wait], levels: vec![Level::Free], prior_rate: RATE }
+}
+
+/// A prompt of 1,000 tokens, which takes a second.
+fn asked(tenant: u64) -> Asked {
+    Asked { tenant, weight: 1.0, new_tokens: 1000.0, prefill_seconds: 1.0, ttft_seconds: None }
+}
+
+fn arrive(admission: &mut Admission, asked: Asked, wait: f64, now: f64) -> (Option<ArrivalId>, Verdict) {
+    admission.arrive(&program::Arrival::default(), asked, &mut room(wait), now)
+}
+
+fn held(admission: &mut Admission, tenant: u64, now: f64) -> ArrivalId {
+    let (id, verdict) = arrive(admission, asked(tenant), 1.0, now);
+    assert!(matches!(verdict, Verdict::Held { by: HeldFor::Room, .. }), "{verdict:?}");
+    id.unwrap()
+}
+
+fn refused(verdict: Verdict) -> (RefusedFor, f64) {
+    match verdict {
+        Verdict::Refused { by, retry_after_seconds } => (by, retry_after_seconds),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_request_waits_until_an_instance_has_room() {
+    let mut admission = admission(config());
+    assert_eq!(arrive(&mut admission, asked(1), 0.1, 0.0).1, Verdict::Free);
+    let id = held(&mut admission, 1, 0.0);
+    assert_eq!((admission.waiting(), admission.release(&mut room(0.2), 0.5)), (1, Released::default()));
+    assert_eq!(admission.release(&mut room(0.05), 2.0).ready, [(id, 2.0)]);
+    assert_eq!(admission.waiting(), 0);
+}
+
+#[test]
+fn a_round_counts_what_it_admits() {
+    let mut admission = admission(config());
+    let ids: Vec<_> = (0..5).map(|_| held(&mut admission, 1, 0.0)).collect();
+    // Each prompt takes a second, so each instance has room for one.
+    let waits = vec![0.0, f64::INFINITY, 0.05];
+    let mut two = Room { waits, levels: vec![Level::Free; 3], prior_rate: RATE };
+    let ready: Vec<_> = admission.release(&mut two, 1.0).ready.into_iter().map(|(id, _)| id).collect();
+    assert_eq!(ready, ids[..2]);
+}
+
+#[test]
+fn tenants_take_turns_by_the_service_that_they_got() {
+    let mut admission = admission(config());
+    let flood: Vec<_> = (0..20).map(|_| held(&mut admission, 1, 0.0)).collect();
+    let next = |admission: &mut Admission| admission.release(&mut room(0.0), 1.0).ready[0].0;
+    for id in &flood[..4] {
+        assert_eq!(next(&mut admission), *id);
+    }
+    let (first, second) = (held(&mut admission, 2, 1.0), held(&mut admission, 2, 1.0));
+    // The other tenant begins where the flood is, so they alternate from here on.
+    let order: Vec<_> = (0..4).map(|_| next(&mut admission)).collect();
+    let place = |id| order.iter().position(|each| *each == id).unwrap();
+    assert!(place(first) <= 1 && place(second) <= 3, "{order:?}");
+}
+
+#[test]
+fn the_last_room_is_kept_for_tenants_below_their_share() {
+    let mut admission = admission(config());
+    for _ in 0..4 {
+        assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
+    }
+    let mut arrive_at = |tenant, level| {
+        let mut room = Room { levels: vec![level], ..room(0.0) };
+        admission.arrive(&program::Arrival::default(), asked(tenant), &mut room, 0.0).1
+    };
+    assert!(matches!(arrive_at(1, Level::Kept), Verdict::Held { .. }));
+    assert_eq!(arrive_at(2, Level::Kept), Verdict::Free);
+    assert!(matches!(arrive_at(2, Level::Full), Verdict::Held { .. }));
+}
+
+#[test]
+fn the_earliest_deadline_of_a_tenant_goes_first() {
+    let mut admission = admission(config());
+    let late = Asked { ttft_seconds: Some(100.0), ..asked(1) };
+    let (late, _) = arrive(&mut admission, late, 1.0, 0.0);
+    let soon = Asked { ttft_seconds: Some(20.0), ..asked(1) };
+    let (soon, _) = arrive(&mut admission, soon, 1.0, 1.0);
+    let none = held(&mut admission, 1, 0.0);
+    let mut next = || admission.release(&mut room(0.0), 2.0).ready[0].0;
+    assert_eq!([next(), next(), next()], [soon.unwrap(), late.unwrap(), none]);
+}
+
+#[test]
+fn a_request_that_would_miss_its_deadline_is_refused_with_the_time_of_the_wait() {
+    let mut admission = admission(LoadConfig { ttft_seconds: Some(9.0), ..config() });
+    // Half of the 8 s that are left beside its prefill: 4 s of work may wait, at 1,000 tokens/s.
+    for _ in 0..3 {
+        held(&mut admission, 1, 0.0);
+    }
+    let (id, verdict) = arrive(&mut admission, asked(1), 0.6, 0.0);
+    assert_eq!((id, refused(verdict)), (None, (RefusedFor::Deadline, 4.5)));
+    // Another tenant shares: only as much work of the first goes before.
+    held(&mut admission, 2, 0.0);
+    assert_eq!(admission.waiting(), 4);
+}
+
+#[test]
+fn a_prompt_longer_than_its_deadline_still_runs_on_an_idle_fleet() {
+    let mut admission = admission(LoadConfig { ttft_seconds: Some(0.5), ..config() });
+    assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
+}
+
+#[test]
+fn a_waiting_request_whose_deadline_passes_is_refused() {
+    let mut admission = admission(LoadConfig { ttft_seconds: Some(9.0), ..config() });
+    let id = held(&mut admission, 1, 0.0);
+    assert_eq!(admission.release(&mut room(1.0), 7.9), Released::default());
+    let released = admission.release(&mut room(1.0), 8.1);
+    assert_eq!((released.ready.len(), released.refused.len()), (0, 1));
+    assert_eq!((released.refused[0].0, released.refused[0].1), (id, RefusedFor::Deadline));
+    assert_eq!(admission.waiting(), 0);
+}
+
+#[test]
+fn a_rate_has_a_burst_and_says_when_the_next_request_may_come() {
+    let limits = TenantLimits { most_requests_per_second: Some(0.5), burst: Some(2.0), ..Default::default() };
+    let mut admission = admission(limited(1, limits));
+    for _ in 0..2 {
+        assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
+    }
+    assert_eq!(refused(arrive(&mut admission, asked(1), 0.0, 0.5).1), (RefusedFor::Rate, 1.5));
+    assert_eq!(arrive(&mut admission, asked(2), 0.0, 0.5).1, Verdict::Free);
+    assert_eq!(arrive(&mut admission, asked(1), 0.0, 2.0).1, Verdict::Free);
+}
+
+#[test]
+fn requests_above_a_tenants_concurrency_wait_for_an_end() {
+    let limits = TenantLimits { most_concurrent: Some(1), ..Default::default() };
+    let mut admission = admission(limited(1, limits));
+    let (running, _) = arrive(&mut admission, asked(1), 0.0, 0.0);
+    let (waiting, verdict) = arrive(&mut admission, asked(1), 0.0, 0.0);
+    assert!(matches!(verdict, Verdict::Held { by: HeldFor::Concurrency, .. }), "{verdict:?}");
+    assert_eq!(arrive(&mut admission, asked(2), 0.0, 0.0).1, Verdict::Free);
+    admission.placed(running.unwrap(), InstanceId(0), 0.0);
+    assert_eq!(admission.release(&mut room(0.0), 1.0), Released::default());
+    admission.ended(running.unwrap(), 10, Finish::Stop, 2.0);
+    assert_eq!(admission.release(&mut room(0.0), 2.0).ready, [(waiting.unwrap(), 2.0)]);
+}
+
+#[test]
+fn a_full_queue_takes_places_from_the_longest_line_only() {
+    let mut admission = admission(LoadConfig { most_waiting: 4, most_waiting_per_tenant: 3, ..config() });
+    let flood: Vec<_> = (0..3).map(|_| held(&mut admission, 1, 0.0)).collect();
+    assert_eq!(refused(arrive(&mut admission, asked(1), 1.0, 0.0).1).0, RefusedFor::Queue);
+    held(&mut admission, 2, 0.0);
+    held(&mut admission, 3, 0.0);
+    let released = admission.release(&mut room(1.0), 0.0);
+    assert_eq!((released.refused[0].0, released.refused[0].1), (flood[2], RefusedFor::Queue));
+    assert_eq!(admission.waiting(), 4);
+}
+
+#[test]
+fn without_instances_the_decision_says_so() {
+    let mut admission = admission(config());
+    assert_eq!(arrive(&mut admission, asked(1), f64::INFINITY, 0.0).1, Verdict::Free);
+}
+
+#[test]
+fn waiting_requests_run_when_admission_is_switched_off() {
+    let mut admission = admission(config());
+    let id = held(&mut admission, 1, 0.0);
+    admission.set_load(None, 1.0).unwrap();
+    assert_eq!(admission.release(&mut Room::default(), 1.0).ready, [(id, 1.0)]);
+    assert!(!admission.is_on());
+}
+
+#[test]
+fn settings_out_of_range_are_named() {
+    for (config, told) in [
+        (LoadConfig { ttft_seconds: Some(0.0), ..config() }, "admission: ttft_seconds: 0"),
+        (LoadConfig { room_seconds: Some(f64::NAN), ..config() }, "admission: room_seconds: NaN"),
+        (limited(1, TenantLimits { burst: Some(0.5), ..Default::default() }), "admission: burst: 0.5"),
+        (
+            limited(1, TenantLimits { most_concurrent: Some(0), ..Default::default() }),
+            "admission: max_concurrent: 0",
+        ),
+    ] {
+        let error = Admission::default().set_load(Some(config), 0.0).unwrap_err().to_string();
+        assert!(error.starts_with(told), "{error}");
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Arrive { tenant: u64, ttft: Option<f64>, tokens: u16, wait: f64 },
+    Release { wait: f64 },
+    Place,
+    End(usize),
+    Leave(usize),
+    Pass(f64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let wait = prop_oneof![Just(0.0), 0.0..2.0, Just(f64::INFINITY)];
+    let step = prop_oneof![
+        4 => (0..4u64, prop::option::of(0.1..10.0), any::<u16>(), wait.clone())
+            .prop_map(|(tenant, ttft, tokens, wait)| Step::Arrive { tenant, ttft, tokens, wait }),
+        2 => wait.prop_map(|wait| Step::Release { wait }),
+        2 => Just(Step::Place),
+        2 => (0..100usize).prop_map(Step::End),
+        1 => (0..100usize).prop_map(Step::Leave),
+        1 => (0.0..3.0).prop_map(Step::Pass),
+    ];
+    prop::collection::vec(step, 1..200)
+}
+
+proptest! {
+    /// Each request ends once, bounds hold at all times, and at the end nothing is left.
+    #[test]
+    fn every_request_ends_once(steps in steps()) {
+        let limits = TenantLimits { most_concurrent: Some(2), ..Default::default() };
+        let config = LoadConfig { most_waiting: 10, most_waiting_per_tenant: 6, ..limited(1, limits) };
+        let mut admission = admission(config);
+        let (mut waiting, mut ready, mut running) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut now, mut arrived, mut ended, mut of_tenant) = (0.0, 0, 0, HashMap::new());
+        let collect = |released: Released, waiting: &mut Vec<ArrivalId>, ready: &mut Vec<ArrivalId>| {
+            let before = waiting.len();
+            waiting.retain(|id| released.refused.iter().all(|(gone, ..)| gone != id));
+            let gone = before - waiting.len();
+            for (id, _) in released.ready {
+                let place = waiting.iter().position(|each| *each == id).expect("it waited");
+                ready.push(waiting.swap_remove(place));
+            }
+            gone
+        };
+        for step in steps {
+            match step {
+                Step::Arrive { tenant, ttft, tokens, wait } => {
+                    arrived += 1;
+                    let prefill_seconds = f64::from(tokens) / RATE;
+                    let asked = Asked { ttft_seconds: ttft, new_tokens: f64::from(tokens), prefill_seconds, ..asked(tenant) };
+                    match arrive(&mut admission, asked, wait, now) {
+                        (Some(id), Verdict::Free) => { of_tenant.insert(id, tenant); ready.push(id) }
+                        (Some(id), Verdict::Held { .. }) => { of_tenant.insert(id, tenant); waiting.push(id) }
+                        (None, Verdict::Refused { retry_after_seconds, .. }) => {
+                            prop_assert!((1.0..=3600.0).contains(&retry_after_seconds));
+                            ended += 1;
+                        }
+                        other => prop_assert!(false, "{other:?}"),
+                    }
+                }
+                Step::Release { wait } => {
+                    ended += collect(admission.release(&mut room(wait), now), &mut waiting, &mut ready);
+                }
+                Step::Place => if let Some(id) = ready.pop() {
+                    admission.placed(id, InstanceId(0), now);
+                    running.push(id);
+                },
+                Step::End(which) => if !running.is_empty() {
+                    let id = running.swap_remove(which % running.len());
+                    admission.ended(id, 7, Finish::Stop, now);
+                    ended += 1;
+                },
+                Step::Leave(which) => if !waiting.is_empty() {
+                    let id = waiting.swap_remove(which % waiting.len());
+                    admission.remove(id, now);
+                    ended += 1;
+                },
+                Step::Pass(seconds) => now += seconds,
+            }
+            let on_engines = ready.iter().chain(&running).filter(|id| of_tenant[*id] == 1).count();
+            prop_assert!(on_engines <= 2);
+            prop_assert!(admission.snapshot(&room(0.0)).unwrap().waiting <= 10);
+        }
+        ended += collect(admission.release(&mut room(1.0), now), &mut waiting, &mut ready);
+        for id in waiting.into_iter().chain(ready) {
+            admission.remove(id, now);
+            ended += 1;
+        }
+        for id in running {
+            admission.ended(id, 7, Finish::Stop, now);
+            ended += 1;
+        }
+        prop_assert_eq!(arrived, ended);
+        prop_assert_eq!((admission.arrivals.len(), admission.waiting()), (0, 0));
+        let load = admission.load.as_ref().unwrap();
+        prop_assert_eq!(load.shares.in_flight(), 0);
+        prop_assert!((0..4).all(|tenant| load.limits.running(tenant) == 0));
+    }
+}
