@@ -62,6 +62,7 @@ from lmetric.server.execution.plan import (
     Wake,
     Write,
 )
+from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.tokenizing import prompt_text
@@ -80,6 +81,7 @@ LIMITS = {
     "slow_client": 45.0,
 }
 REQUEST_SECONDS = 400.0
+HEDGE_SECONDS = 5.0
 # Rounds in which only time passes: enough to end any request, as some attempt fails in each.
 ROUNDS = 60
 Reached = tuple[State, Event, State]
@@ -87,14 +89,11 @@ STATES: tuple[State, ...] = get_args(State)
 
 
 class Slot(Enum):
-    """The two slots of a request for attempts."""
+    """The slots of a request for attempts."""
 
     MAIN = "cancel_main"  # runs the open segment
     SIDE = "cancel_side"
-
-
-def slot_of(step: Step) -> Slot:
-    return Slot.SIDE if step.beside else Slot.MAIN
+    HEDGE = "cancel_hedge"
 
 
 # -- pools
@@ -108,6 +107,7 @@ class Setup:
     roles: str = "both"  # or nixl, sglang: prefill and decode engines
     moves: str | None = None  # migration_by
     fails_over: bool = False  # streams continue after a failure
+    hedges: bool = False  # a second engine gets a stream without a token
     slice_tokens: int | None = 3
     split_at: float | None = None
     pulls: bool = False
@@ -182,6 +182,7 @@ def _config(of: Setup) -> ServerConfig:
         "timeouts": LIMITS | {"request": of.request_seconds},
         "retries": {"attempts": of.attempts},
         "stream_failover": of.fails_over,
+        "hedging": {"after_seconds": HEDGE_SECONDS if of.hedges else None, "budget_ratio": 1.0},
     }
     if of.moves is not None:
         values |= {
@@ -203,7 +204,7 @@ def seldom(times: int, usual: bool = False) -> st.SearchStrategy[bool]:
     return st.sampled_from([usual] * (times - 1) + [not usual])
 
 
-SETUPS = st.builds(
+SPLIT_SETUPS = st.builds(
     Setup,
     roles=st.sampled_from(["both", "both", "both", "nixl", "nixl", "sglang"]),
     moves=st.sampled_from(["recompute", "fetch", "segments", "segments", None]),
@@ -219,6 +220,17 @@ SETUPS = st.builds(
     request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
     attempts=st.sampled_from([3, 3, 1, 2, 5]),
 )
+
+
+# Whole requests on engines of role both: the others are not hedged.
+HEDGED_SETUPS = st.builds(
+    Setup,
+    fails_over=st.booleans(),
+    hedges=st.just(True),
+    request_seconds=st.sampled_from([None, None, REQUEST_SECONDS]),
+    attempts=st.sampled_from([3, 3, 1, 2, 5]),
+)
+SETUPS = st.one_of(SPLIT_SETUPS, SPLIT_SETUPS, SPLIT_SETUPS, HEDGED_SETUPS)
 
 
 @dataclass(frozen=True)
@@ -613,20 +625,17 @@ class Driver:
         split_reason = pool.split_reason(ask.path, call) if pool.joins else None
         fetch_reason = pool.fetch_reason(ask.path, call) if pool.fetches_prefixes else None
         moves = pool.joins and split_reason is None
-        decision, ticket = pool.router.route(
-            Request(
-                token_ids=call.tokens,
-                prompt_tokens=len(call.tokens),
-                max_tokens=call.max_tokens,
-                length_class="a" if pool.splits else None,
-                allow_split=split_reason is None,
-                split_reason=split_reason,
-                allow_fetch=fetch_reason is None,
-                fetch_reason=fetch_reason,
-            ),
-            now=self.clock.now,
+        request = Request(
+            token_ids=call.tokens,
+            prompt_tokens=len(call.tokens),
+            max_tokens=call.max_tokens,
+            length_class="a" if pool.splits else None,
+            allow_split=split_reason is None,
+            split_reason=split_reason,
+            allow_fetch=fetch_reason is None,
+            fetch_reason=fetch_reason,
         )
-        self.ticket: Ticket = ticket
+        decision, ticket = pool.router.route(request, now=self.clock.now)
         self.rules = Rules.of(setup.config())
         fetches = pool.fetches_prefixes and fetch_reason is None
         resumes = pool.fails_over and call.stream and pool.failover_reason(ask.path, call) is None
@@ -640,6 +649,7 @@ class Driver:
             moves=moves,
             fetches=fetches,
             resumes=resumes,
+            hedge=Hedge(HEDGE_SECONDS, request) if setup.hedges and call.stream else None,
         )
         if self.execution.mover is not None:
             self.execution.handle = self
@@ -647,6 +657,10 @@ class Driver:
         if ask.slow:
             self.slow()
         self.on(self.execution.placed, self.clock.now)
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.execution.ticket
 
     # Events in, actions out.
 
@@ -694,9 +708,12 @@ class Driver:
         elif isinstance(act, Commit):
             self._commit()
         elif act in ("pause", "resume"):
-            main = self.open.get(Slot.MAIN)
-            if main is not None and main.step.for_client:
-                main.pause(act == "pause")
+            for found in (self.open.get(Slot.MAIN), self.open.get(Slot.HEDGE)):
+                if found is not None and found.step.for_client:
+                    found.pause(act == "pause")
+        elif act == "promote_hedge":
+            assert Slot.MAIN not in self.open, "two attempts answer"
+            self.open[Slot.MAIN] = self.open.pop(Slot.HEDGE)
         elif act == "abort_client":
             counts["abort"] += 1
             self.left = True
@@ -708,9 +725,13 @@ class Driver:
                     self.gone.append(attempt)
 
     def _send(self, step: Step) -> None:
-        slot = slot_of(step)
+        hedge, ticket = self.execution.hedge, self.ticket
+        slot = Slot.SIDE if step.beside else Slot.MAIN
+        if hedge is not None and hedge.step is step:
+            slot, ticket = Slot.HEDGE, hedge.ticket
+            assert step.engine is not self.open[Slot.MAIN].step.engine, "an engine gets it twice"
         assert slot not in self.open, "an attempt is left without an owner"
-        attempt = QuietAttempt(self, self.rules, self.asked, self.ticket, step, True)
+        attempt = QuietAttempt(self, self.rules, self.asked, ticket, step, True)
         self.open[slot] = attempt
         if self.execution.stalled_at and step.for_client:
             attempt.pause(True)
@@ -743,9 +764,9 @@ class Driver:
     def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
         assert isinstance(attempt, QuietAttempt)
         if event in ("ended", "failed", "stale"):
-            slot = slot_of(attempt.step)
-            assert self.open.get(slot) is attempt, "a cancelled attempt reports an event"
-            self.gone.append(self.open.pop(slot))
+            slots = [slot for slot, found in self.open.items() if found is attempt]
+            assert slots, "a cancelled attempt reports an event"
+            self.gone.append(self.open.pop(slots[0]))
         self.on(self.execution.attempt, event, attempt, self.clock.now, detail)
 
     def fail(self) -> None:
@@ -830,6 +851,11 @@ class Driver:
         self.on(self.execution.woken, self.clock.now)
 
     @property
+    def hedge_due(self) -> bool:
+        hedge = self.execution.hedge
+        return hedge is not None and hedge.step is None
+
+    @property
     def done(self) -> bool:
         return self.execution.state == "DONE"
 
@@ -840,7 +866,10 @@ class Driver:
         if self.raised is not None:
             raise self.raised
         execution, counts = self.execution, self.counts
-        assert {a.step for a in self.open.values()} == {execution.main, execution.side} - {None}
+        hedge = execution.hedge
+        steps = {execution.main, execution.side, hedge.step if hedge is not None else None}
+        assert {a.step for a in self.open.values()} == steps - {None}
+        assert hedge is None or execution.state == "AWAITING"
         assert all(not attempt.over for attempt in self.open.values())
         assert all(attempt.over for attempt in self.gone)
         mover = self.pool.mover
@@ -860,7 +889,11 @@ class Driver:
         """Checks that an event or a deadline follows in any case."""
         execution = self.execution
         main, side, state = self.open.get(Slot.MAIN), self.open.get(Slot.SIDE), execution.state
-        assert (self.wakes_at is not None) is (state == "FETCHING")
+        hedge = execution.hedge
+        assert (self.wakes_at is not None) is (state == "FETCHING" or self.hedge_due)
+        if hedge is not None and hedge.step is not None:
+            assert hedge.ticket.open
+            assert hedge.ticket.instance == hedge.step.engine.name
         if state == "FETCHING":
             assert main is None
             assert side is not None
@@ -981,7 +1014,7 @@ def read_answer(raw: bytes, ask: Ask) -> tuple[int, dict[str, Any]]:
 # -- events
 # ------------------------------------------------------------------------------------------
 
-SLOTS = st.sampled_from([Slot.MAIN, Slot.MAIN, Slot.SIDE])
+SLOTS = st.sampled_from([Slot.MAIN, Slot.MAIN, Slot.SIDE, Slot.HEDGE])
 HOLDS = st.sampled_from([False, False, False, True])  # connections
 AHEAD = st.sampled_from([3, 4, 2, 1, 0])
 CONNECT_ERRORS = ["refused", "dns", "tls", "unreachable", "timeout", "status", "resources", "reset"]
@@ -1278,6 +1311,11 @@ class Requests(RuleBasedStateMachine):
         elif self.it.wakes_at is not None:
             self.it.wake()
 
+    @precondition(lambda self: self.runs and self.it.hedge_due)
+    @rule()
+    def hedges(self) -> None:
+        self.it.wake()
+
     @may(how=st.sampled_from(["is slow", "is slow", "reads again", "reads again", "leaves", "server stops"]))
     def client(self, how: str) -> None:
         slow = bool(self.it.execution.stalled_at)
@@ -1532,6 +1570,88 @@ def test_the_second_of_two_at_once_answers_and_nobody_may_take_it(clock: Clock) 
     assert it.done
     assert (it.counts["begin"], it.counts["commit"]) == (0, 0)
     assert (it.error.status, it.error.code) == (503, "no_engine")
+
+
+# -- hedges
+# ------------------------------------------------------------------------------------------
+
+
+def hedged(clock: Clock) -> Driver:
+    """Returns a request that two engines have, without a token."""
+    it = driver(clock, Setup(hedges=True, fails_over=True), Ask())
+    it.wake()
+    it.check()
+    first, second = it.open[Slot.MAIN], it.open[Slot.HEDGE]
+    assert first.step.engine is not second.step.engine
+    assert it.pool.router.in_flight() == 2
+    return it
+
+
+@pytest.mark.parametrize("slot", [Slot.MAIN, Slot.HEDGE])
+def test_the_first_engine_with_a_token_answers(clock: Clock, slot: Slot) -> None:
+    it = hedged(clock)
+    answers = it.open[slot]
+    it.say(answers, 2)
+    it.check()
+    assert list(it.open.values()) == [answers]
+    assert it.pool.router.in_flight() == 1
+    finish(it)
+    assert it.pool.hedging.outcomes == {"lost" if slot is Slot.MAIN else "won": 1}
+    assert all(engine.service.state == "HEALTHY" for engine in it.pool.engines.values())
+
+
+@pytest.mark.parametrize("slot", [Slot.MAIN, Slot.HEDGE])
+def test_the_other_attempt_goes_on_after_a_failure(clock: Clock, slot: Slot) -> None:
+    it = hedged(clock)
+    lose(it, slot)
+    it.check()
+    assert list(it.open) == [Slot.MAIN]
+    finish(it)
+    assert it.pool.hedging.outcomes == {"won" if slot is Slot.MAIN else "failed": 1}
+
+
+@pytest.mark.parametrize("slots", [(Slot.MAIN, Slot.MAIN), (Slot.HEDGE, Slot.MAIN)])
+def test_both_attempts_may_fail(clock: Clock, slots: tuple[Slot, Slot]) -> None:
+    """Two engines failed alike: no third one gets the request, and none is blamed."""
+    it = hedged(clock)
+    for slot in slots:
+        lose(it, slot)
+    it.check()
+    assert it.done
+    assert it.error.code == "failed_twice"
+
+
+def test_no_engine_gets_a_hedged_request_twice(clock: Clock) -> None:
+    """The hedge gets a 503, then the first engine refuses: a third engine answers."""
+    it = hedged(clock)
+    names = {attempt.step.engine.name for attempt in it.open.values()}
+    for slot in (Slot.HEDGE, Slot.MAIN):
+        found = it.open[slot]
+        answer = found.answered
+        assert answer is not None
+        answer.pieces = [http(503, b'{"error": {"message": "full"}}')]
+        it.say(found, 1)
+    it.check()
+    assert it.open[Slot.MAIN].step.engine.name not in names
+    finish(it)
+
+
+def test_a_client_that_leaves_ends_both_attempts(clock: Clock) -> None:
+    it = hedged(clock)
+    it.leave()
+    it.check()
+    assert it.done
+    assert it.pool.hedging.outcomes == {"ended": 1}
+
+
+def test_a_hedge_without_another_engine_is_not_sent(clock: Clock) -> None:
+    it = driver(clock, Setup(hedges=True), Ask())
+    for name in ("e1", "e2"):
+        it.pool.remove(name)
+    it.wake()
+    it.check()
+    assert it.pool.hedging.unsent == {"no_engine": 1}
+    finish(it)
 
 
 def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:

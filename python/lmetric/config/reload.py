@@ -17,7 +17,7 @@ POLICIES = (
 )
 """Settings of policies and of their indicators."""
 
-_OF_MODELS = frozenset({*POLICIES, "engines", "engine_tls"})
+_OF_MODELS = frozenset({*POLICIES, "engines", "engine_tls", "admission", "hedging"})
 
 RELOADED = frozenset(
     {

@@ -181,6 +181,57 @@ class IndicatorConfig(Strict):
         return None if self.source == "push" or self.source.split(":")[0] == "header" else self.source
 
 
+class SloClass(Strict):
+    """A class of requests with its own deadline."""
+
+    ttft_seconds: Seconds | None = Field(
+        None, description="deadline of the first token, seconds; null: `ttft_seconds` of `admission`"
+    )
+    hedge_after_seconds: Seconds | None = Field(
+        None, description="as `hedging.after_seconds`, for streams of the class; null: as that setting"
+    )
+
+
+class AdmissionConfig(Strict):
+    """Admission by load: requests wait in the router while no engine has room for them."""
+
+    ttft_seconds: Seconds | None = Field(
+        None,
+        description="deadline of the first token, from the arrival, seconds. A request that would miss it "
+        "gets a 429 at once; null: requests wait without a deadline",
+    )
+    room_seconds: float | None = Field(
+        None,
+        ge=0,
+        le=86_400,
+        description="an engine has room while a further request would wait at most this long for its "
+        "prefill, seconds; null: a quarter of `ttft_seconds`, or 0.5",
+    )
+    max_waiting: Positive = Field(4096, description="maximum number of waiting requests of a model")
+    max_waiting_per_tenant: Positive = Field(
+        1024, description="maximum number of waiting requests of a tenant, per model"
+    )
+    classes: dict[Annotated[str, Field(pattern="^[!-~]{1,64}$")], SloClass] = Field(
+        default_factory=dict,
+        description="classes of requests by name. A request names its class in the header x-slo-class; "
+        "default: `slo_class` of its tenant",
+    )
+
+
+class HedgingConfig(Strict):
+    """Hedged requests: a second engine gets a stream whose first token is late."""
+
+    after_seconds: Seconds | None = Field(
+        None,
+        description="time without a token after which a second engine gets the request, seconds. The first "
+        "engine with a token answers, and the other request is canceled. Set it above your usual time to "
+        "first token; null: no hedges",
+    )
+    budget_ratio: float = Field(
+        0.05, ge=0, le=1, description="maximum hedges per request of a model, on average; 0: no hedges"
+    )
+
+
 class PoolSettings(Strict):
     """Routing of requests for a model. The top level has the defaults for all models."""
 
@@ -291,6 +342,16 @@ class PoolSettings(Strict):
         "`retries` limits the engines per request. The router requests and records the token ids of each "
         "stream that can continue (docs/reference/engines.md lists them). With `rebalance`, streams that can "
         "migrate continue in any case",
+    )
+    admission: AdmissionConfig | None = Field(
+        None,
+        description="admission by load (docs/how-to/overload.md): under overload, requests wait in fair "
+        "order of tenants or get a 429, instead of waiting in the engines; null: every request goes to an "
+        "engine at once",
+    )
+    hedging: HedgingConfig = Field(
+        default_factory=HedgingConfig,
+        description="a second attempt on another engine for streams whose first token is late",
     )
     priority: Annotated[PriorityOption | None, Option("priority")] = Field(
         None,
@@ -800,6 +861,36 @@ class TenantConfig(Strict):
         description="share no cached prefixes with other tenants, neither in the KV index nor (by "
         "cache_salt) in the engines' prefix caches",
     )
+    max_concurrent: Positive | None = Field(
+        None,
+        description="maximum number of the tenant's requests on a model's engines; further requests wait",
+    )
+    max_requests_per_second: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="maximum rate of the tenant's requests for a model; further requests get a 429",
+    )
+    burst: Positive | None = Field(
+        None,
+        description="requests that may come at once within `max_requests_per_second`; null: those of one "
+        "second, at least 1",
+    )
+    max_waiting: int | None = Field(
+        None,
+        ge=0,
+        description="maximum number of the tenant's waiting requests of a model; 0: a request that cannot "
+        "run at once gets a 429; null: `max_waiting_per_tenant` of `admission`",
+    )
+    slo_class: str | None = Field(
+        None, description="class of requests without the header x-slo-class (`admission.classes`)"
+    )
+
+    @model_validator(mode="after")
+    def _burst_of_a_rate(self) -> Self:
+        if self.burst is not None and self.max_requests_per_second is None:
+            raise ValueError("burst needs max_requests_per_second")
+        return self
 
 
 class ReplicasConfig(Strict):
@@ -927,6 +1018,7 @@ class ServerConfig(PoolSettings):
                 raise ValueError(f"two discovery sources are named {label!r}; rename one")
         self._check_credentials()
         self._check_indicators()
+        self._check_classes()
         names: set[str] = set()
         for name in [n for model in self.models for n in (model.name, *model.adapters)]:
             if name in names:
@@ -976,6 +1068,17 @@ class ServerConfig(PoolSettings):
                 needed = None if self.load.interval is not None else "load.interval, which is null"
             if needed is not None:
                 raise ValueError(f"indicators.{name}: source {each.source} needs {needed}")
+
+    def _check_classes(self) -> None:
+        """Refuses tenants whose class no model has."""
+        admissions = [pool.admission for pool in (self, *self.models) if pool.admission is not None]
+        known = sorted({name for admission in admissions for name in admission.classes})
+        for name, tenant in self.tenants.items():
+            if tenant.slo_class is not None and tenant.slo_class not in known:
+                raise ValueError(
+                    f"tenants.{name}.slo_class: no model has the class {tenant.slo_class!r}; known: "
+                    f"{', '.join(known) or 'none (set admission.classes)'}"
+                )
 
     @property
     def debug_is_open(self) -> bool:

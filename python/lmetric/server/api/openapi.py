@@ -96,6 +96,10 @@ ERRORS: Mapping[str, tuple[str, str]] = {
         "409, 503",
         "`limits.max_concurrent_requests` is reached, or too many routers exchange load.",
     ),
+    "deadline": ("429", "The first token would come after its deadline (`admission`)."),
+    "queue_full": ("429", "Too many requests wait, of the tenant or of all (`max_waiting`)."),
+    "rate_limit": ("429", "The tenant's rate of requests is above `max_requests_per_second`."),
+    "unknown_slo_class": ("400", "The model has no class of the name in `x-slo-class`."),
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
@@ -116,6 +120,8 @@ REQUEST_HEADERS: Mapping[str, str] = {
     "256 bytes. Default: an ID that the router makes.",
     "x-tenant": "Tenant of the request, if the router runs without API keys and the configuration names the "
     "tenant. Engines do not receive it.",
+    "x-slo-class": "Class of the request, with its own deadline of the first token, if the model has "
+    "classes (docs/how-to/overload.md). Default: the class of the tenant. The engine receives it unchanged.",
     "x-vllm-priority": "Priority of the request in the engine's queue, as the field `priority`: lower first. "
     "Dropped with API keys, and with `priority: uniboost` or `vtc`.",
 }
@@ -126,7 +132,7 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
     "`errors.show_engines: false`.",
     "x-request-id": "ID of the request.",
-    "retry-after": "Seconds until a retry is worth it, with 503.",
+    "retry-after": "Seconds until a retry is worth it, with 429 and 503.",
 }
 
 OBJECT: JSON = {"type": "object"}
@@ -301,6 +307,7 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("GET", "/debug/indicators"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions"): told(_answer("Decisions", array), 400, *page, parameters=(limit,)),
         ("GET", "/debug/discovery"): told(_answer("State", array), *page),
+        ("GET", "/debug/admission"): told(_answer("Admission by model; null: off", OBJECT), *page),
         ("GET", "/debug/programs"): told(_answer("Programs by model", OBJECT), *page),
         ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions/{id}"): told(

@@ -116,6 +116,11 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             "service discovery: sources and their engines",
         ),
         _debug(
+            "/debug/admission",
+            "Admission by load: waiting requests and predicted waits",
+            "admission: waiting requests, predicted waits and counts",
+        ),
+        _debug(
             "/debug/programs",
             "Agent programs and the working sets of the caches",
             "agent programs: counts, and expected tokens in each engine's cache",

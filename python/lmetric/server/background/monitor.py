@@ -27,7 +27,7 @@ NO_LOAD_SECONDS = 1.0  # time between two looks whether a reload has turned on r
 REMINDER_SECONDS = 30.0  # time between two warnings about a model without a usable engine
 GROWTH_LOG_SECONDS = 60.0
 FILE_WATCH_SECONDS = 1.0
-PROGRAMS_SECONDS = 0.5  # time between two rounds of admission
+ADMISSION_SECONDS = 0.5  # time between two rounds of admission if no request waits
 
 log = structlog.get_logger("lmetric.health")
 
@@ -128,7 +128,7 @@ class Monitor:
         self._spawn("policy files", FILE_WATCH_SECONDS, self._watch_policies)
         self._spawn("TLS files", FILE_WATCH_SECONDS, self._watch_certificates)
         self._tasks.append(asyncio.create_task(self._measure_lag(), name="event loop lag"))
-        self._spawn("programs", PROGRAMS_SECONDS, self._programs)
+        self._spawn("admission", ADMISSION_SECONDS, self._admission)
         self._spawn("wall clock", CLOCK_SECONDS, self._clocks)
         self._tasks.append(asyncio.create_task(self._tick(), name="guard"))
         self._tasks.append(asyncio.create_task(self._reschedule(), name="rescheduling"))
@@ -261,10 +261,12 @@ class Monitor:
             pool.wire()
             pool.kv.watch(pool.engines.values())
 
-    async def _programs(self) -> None:
+    async def _admission(self) -> None:
         now = time.monotonic()
         for pool in self.fleet.pools:
-            pool.programs.release(now)
+            if pool.programs.follows or pool.held.admits:
+                pool.held.release(now)
+            pool.programs.warn(now)
 
     async def _clocks(self) -> None:
         for pool in self.fleet.pools:

@@ -45,6 +45,7 @@ from lmetric.server.execution.plan import (
     Write,
 )
 from lmetric.server.execution.planners import failover, own_request, prefill_decode, sliced, split
+from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.execution.planners.migration import Migration
 from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
 from lmetric.server.execution.progress import Progress
@@ -59,6 +60,7 @@ from lmetric.server.execution.transcript import (
 from lmetric.server.execution.transfer import WHOLE_PROMPT, KvTransfer
 from lmetric.server.execution.verdicts import Failure, Verdicts
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Movable
 
@@ -99,10 +101,12 @@ class RequestExecution(Progress):
 
     Each event returns the resulting actions, in order. No action follows `Finish`. `moves`: the
     request may be split or moved. `fetches`: it may get a prefix fetch. `resumes`: after a failure,
-    another engine may continue its stream.
+    another engine may continue its stream. `hedge`: another engine may get it, too, if its first
+    token is late.
     """
 
     migration: Migration | None = None
+    hedge: Hedge | None = None  # until a token came, or it has failed
     handle: Movable | None = None  # the rebalancer's access to the request
     observing: Attempt | None = None  # the attempt whose tokens are recorded while they pass
     _withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
@@ -125,6 +129,7 @@ class RequestExecution(Progress):
         moves: bool,
         fetches: bool,
         resumes: bool = False,
+        hedge: Hedge | None = None,
     ) -> None:
         self.rules = rules
         self.client_request = client_request
@@ -144,6 +149,8 @@ class RequestExecution(Progress):
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
+        if hedge is not None:
+            self.hedge = hedge
         if moves or fetches or resumes:
             self.call = call
             self.encoder = pool.tokenizer.encoder if pool.tokenizer is not None else None
@@ -159,9 +166,12 @@ class RequestExecution(Progress):
         name = self.decision.instance
         self.pool.requests += 1
         if self.pool.cuts:
+            self.hedge = None
             self._start_segment(name, now, "PLACED")
         else:
             self._send(own_request.step(self, self.pool.engines[name], now), "PLACED")
+            if self.hedge is not None:
+                self._acts.append(Wake(self.hedge.after_seconds))
         acts, self._acts = self._acts, []
         return acts
 
@@ -192,10 +202,12 @@ class RequestExecution(Progress):
         return self._out()
 
     def woken(self, now: float) -> list[Act]:
-        """Handles the timer of `Wake`: stops waiting for a prefix fetch."""
+        """Handles the timer of `Wake`: stops waiting for a prefix fetch, or sends the hedge."""
         if self.fetch is not None:
             self._acts.append("cancel_side")
             self._fetched(self.fetch, "late", now)
+        elif self.hedge is not None:
+            self._send_hedge(self.hedge, now)
         return self._out()
 
     # -- events of attempts ------------------------------------------------------------------------
@@ -207,6 +219,8 @@ class RequestExecution(Progress):
             _OF_MAIN[event](self, attempt, now, detail)
         elif step is self.side:
             _OF_SIDE[event](self, attempt, now, detail)
+        elif self.hedge is not None and step is self.hedge.step:
+            _OF_HEDGE[event](self, attempt, now, detail)
         acts, self._acts = self._acts, []
         return acts
 
@@ -561,6 +575,73 @@ class RequestExecution(Progress):
             holder = fetch.holder.name if fetch.holder else None
             log.debug("no prefix was fetched", model=self.pool.name, holder=holder, why=outcome)
 
+    # -- hedging -----------------------------------------------------------------------------------
+
+    def _send_hedge(self, hedge: Hedge, now: float) -> None:
+        """Sends the request to a second engine: no token has come in time."""
+        main, self.hedge = self.main, None
+        if main is None or self.stalled_at:
+            return
+        self.tried_engines = (main.engine.name,)
+        step = hedge.send(self, now)
+        if step is not None:
+            self.hedge = hedge
+            self.tried_engines += (step.engine.name,)
+            self._acts.append(step)
+
+    def _hedge_ready(self, attempt: Attempt, now: float, flags: int) -> None:
+        """Takes the second engine's answer if it begins well."""
+        step, reader = attempt.step, attempt.reader
+        if reader.status == 200 and reader.event_stream and not flags & (ENGINE_ERROR | INCOMPLETE):
+            self._acts.append("cancel_main")
+            self.ticket.failed("cancelled", retry=False)
+            self._promote_hedge()
+            self._ready(attempt, now, flags)
+            return
+        code, reason = reader.status, f"status {reader.status}"
+        if code == 200:
+            code, reason = reader.error_code or 500, "the stream ended with an error before a token"
+        seconds = reader.retry_after
+        if code in SATURATED and seconds:
+            self.pool.saturated(step.engine, seconds)
+        self._acts.append("cancel_hedge")
+        # An engine is not to blame for a status below 500.
+        self._hedge_failed(attempt, now, (_kind(code) if code >= 500 else "saturated", reason))
+
+    def _hedge_failed(self, attempt: Attempt, now: float, detail: tuple[str, str]) -> None:
+        kind, reason = detail
+        kind = "reset" if kind == "engine_error" else kind
+        self._add_failure(attempt.step.engine, kind, reason, now)
+        self._end_hedge("failed", kind)
+
+    def _take_over(self, engine: Engine, kind: str, reason: str, now: float) -> None:
+        """Continues with the hedge, because the first engine has failed."""
+        self._add_failure(engine, kind, reason, now)
+        self.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+        self._promote_hedge()
+        self._enter("FAILED", "AWAITING")
+
+    def _promote_hedge(self) -> None:
+        """Makes the hedge the only attempt of the request."""
+        hedge, self.hedge = self.hedge, None
+        assert hedge is not None
+        self.ticket, self.decision, self.main = hedge.ticket, hedge.decision, hedge.step
+        self.pool.hedging.outcomes["won"] += 1
+        self._acts.append("promote_hedge")
+
+    def _end_hedge(self, outcome: Outcome, kind: str = "cancelled") -> None:
+        """Ends the hedge. `kind`: the kind of failure for its ticket."""
+        hedge, self.hedge = self.hedge, None
+        if hedge is None:
+            return
+        if hedge.step is None:
+            self._acts.append(Wake(None))
+            return
+        hedge.ticket.failed(CORE_KINDS.get(kind, kind), retry=False)
+        self.pool.hedging.outcomes[outcome] += 1
+        if outcome != "failed":
+            self._acts.append("cancel_hedge")
+
     # -- answers for the router --------------------------------------------------------------------
 
     def _answered(self, attempt: Attempt, now: float) -> None:
@@ -708,6 +789,8 @@ class RequestExecution(Progress):
     def _commit(self, attempt: Attempt, status: int) -> None:
         """Forwards an engine's answer to the client from now on."""
         self._enter("READY", "STREAMING")
+        if self.hedge is not None:
+            self._end_hedge("lost")
         self.committed = self.has_tokens = True
         self.status = status
         self.body = b""
@@ -1034,6 +1117,8 @@ class RequestExecution(Progress):
         self.main = None
         if self.has_tokens:
             self._resume(engine, kind, reason, now)
+        elif self.hedge is not None and self.hedge.step is not None:
+            self._take_over(engine, "reset" if kind == "engine_error" else kind, reason, now)
         else:
             self._retry(engine, "reset" if kind == "engine_error" else kind, reason, now)
 
@@ -1097,22 +1182,25 @@ class RequestExecution(Progress):
     def _record(self, engine: Engine, kind: str, reason: str, now: float) -> bool:
         """Records a failed attempt. Returns whether another attempt is allowed."""
         self.reason = reason
-        self._tried += (f"{engine.name}: {reason}",)
-        lost = kind == "refused"
-        if kind in NOT_ACCEPTED:
-            if kind != "saturated":
-                engine.failed(kind, reason)
-        else:
-            if self._verdicts is None:
-                self._verdicts = Verdicts(self.pool, self.client_request.client_key)
-            self._verdicts.add(Failure(engine, kind, reason, self.known_tokens))
-            lost = (kind == "reset" and engine.breaks.add(now)) or engine.lost
-            if self._verdicts.final:
-                return False  # perhaps the request is the cause
+        lost = self._add_failure(engine, kind, reason, now)
+        if self._verdicts is not None and self._verdicts.final:
+            return False  # perhaps the request is the cause
         if CORE_KINDS.get(kind, kind) not in self.rules.failures or len(self._tried) >= self.rules.attempts:
             return False
         self._over_budget = not self.pool.retry_budget.allows(self.pool.requests, lost, now)
         return not self._over_budget
+
+    def _add_failure(self, engine: Engine, kind: str, reason: str, now: float) -> bool:
+        """Records a failed attempt for the verdict. Returns whether its engine is lost."""
+        self._tried += (f"{engine.name}: {reason}",)
+        if kind in NOT_ACCEPTED:
+            if kind != "saturated":
+                engine.failed(kind, reason)
+            return kind == "refused"
+        if self._verdicts is None:
+            self._verdicts = Verdicts(self.pool, self.client_request.client_key)
+        self._verdicts.add(Failure(engine, kind, reason, self.known_tokens))
+        return (kind == "reset" and engine.breaks.add(now)) or engine.lost
 
     def _blame(self, engine: Engine, kind: str, reason: str) -> None:
         """Records a failure of a step that no other engine repeats."""
@@ -1238,7 +1326,7 @@ class RequestExecution(Progress):
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))
             error = None
-        if self.main or self.side or self.mover or self.fetch:
+        if self.main or self.side or self.mover or self.fetch or self.hedge:
             self._abandon()
         if failure is not None and self.ticket.open:
             self.ticket.failed(CORE_KINDS.get(failure, failure), retry=False)
@@ -1253,6 +1341,8 @@ class RequestExecution(Progress):
         """Cancels the attempts, the migration and the prefix fetch."""
         self._resume_slices_at = None
         self._stop_moving()
+        if self.hedge is not None:
+            self._end_hedge("ended")
         if self.migration is not None:
             self._cancel_migration("ended")
         if self.fetch is not None:
@@ -1304,4 +1394,9 @@ _OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
     "ended": RequestExecution._side_ended,
     "failed": RequestExecution._side_failed,
     "stale": RequestExecution._side_stale,
+}
+_OF_HEDGE: dict[AttemptEvent, Callable[..., None]] = {
+    "ready": RequestExecution._hedge_ready,
+    "unseen": RequestExecution._unseen,
+    "failed": RequestExecution._hedge_failed,
 }

@@ -42,10 +42,13 @@ Reader = Literal["pass", "whole", "events"]
 # of failure and reason. "stale": the step carries a KV transfer that must not be sent on another
 # connection. The engine may have fetched it already, or (detail True) it has expired.
 AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
-# Actions without arguments. "cancel": cancels all attempts. "pause", "resume": stop and continue
+# Actions without arguments. "cancel": cancels all attempts. "promote_hedge": the hedge becomes the
+# main attempt. "pause", "resume": stop and continue
 # reading the client's answer from its engine. "abort_client": closes the client's connection at
 # once.
-Action = Literal["cancel", "cancel_main", "cancel_side", "pause", "resume", "abort_client"]
+Action = Literal[
+    "cancel", "cancel_main", "cancel_side", "cancel_hedge", "promote_hedge", "pause", "resume", "abort_client"
+]
 
 MEANINGS: Mapping[State, str] = {
     "ADMITTED": "no engine has the request yet (before: a `WaitingRequest`, for tokens or room in a cache)",

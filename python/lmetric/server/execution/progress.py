@@ -47,6 +47,7 @@ class Progress:
     has_tokens: bool = False  # the open segment has produced a token
     prefill_engine: Engine | None  # computes the prompt for another engine
     paired_body: bytes | None  # the body of both steps that run at once
+    tried_engines: tuple[str, ...] = ()  # engines with an attempt, once it is hedged
     # For sliced decoding.
     in_slices: bool = False
     slice_tokens: int = 0  # tokens of the running slice

@@ -42,6 +42,7 @@ class RequestRunner(InFlightRequest):
 
     _main: EngineAttempt | None = None
     _side: EngineAttempt | None = None
+    _hedge: EngineAttempt | None = None
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, execution: RequestExecution, require_finish: bool, on_end: OnEnd) -> None:
@@ -88,11 +89,19 @@ class RequestRunner(InFlightRequest):
         _ACTIONS[act](self)
 
     def _send(self, step: Step) -> None:
-        execution = self.execution
+        execution, hedge = self.execution, self.execution.hedge
+        hedges = hedge is not None and step is hedge.step
         attempt = EngineAttempt(
-            self, execution.rules, self._client_request, execution.ticket, step, self._require_finish
+            self,
+            execution.rules,
+            self._client_request,
+            execution.ticket if hedge is None or not hedges else hedge.ticket,
+            step,
+            self._require_finish,
         )
-        if not step.beside:
+        if hedges:
+            self._hedge = attempt
+        elif not step.beside:
             self._main = attempt
         else:
             self._side = attempt
@@ -113,6 +122,7 @@ class RequestRunner(InFlightRequest):
             client.release_body()
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
+        execution.pool.held.poke()  # the first token: the engine has room again
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
@@ -121,6 +131,7 @@ class RequestRunner(InFlightRequest):
         if client.body_size:
             client.release_body()
         self._client_request.begin(act.kind, act.length, execution.head_lines(act.engine))
+        execution.pool.held.poke()
 
     def _write(self, act: Write) -> None:
         self._client_request.write(act.data, last=act.last)
@@ -131,6 +142,7 @@ class RequestRunner(InFlightRequest):
     def _cancel(self) -> None:
         self._cancel_main()
         self._cancel_side()
+        self._cancel_hedge()
 
     def _cancel_main(self) -> None:
         if self._main is not None:
@@ -141,6 +153,14 @@ class RequestRunner(InFlightRequest):
         if self._side is not None:
             self._side.cancel()
             self._side = None
+
+    def _cancel_hedge(self) -> None:
+        if self._hedge is not None:
+            self._hedge.cancel()
+            self._hedge = None
+
+    def _promote_hedge(self) -> None:
+        self._main, self._hedge = self._hedge, None
 
     def _wake(self, act: Wake) -> None:
         if self._timer is not None:
@@ -153,8 +173,9 @@ class RequestRunner(InFlightRequest):
         self._on(self.execution.woken, time.monotonic())
 
     def _pause(self, paused: bool = True) -> None:
-        if self._main is not None and self._main.step.for_client:
-            self._main.pause(paused)
+        for attempt in (self._main, self._hedge):
+            if attempt is not None and attempt.step.for_client:
+                attempt.pause(paused)
 
     def _abort_client(self) -> None:
         self._client_request.transport.abort()
@@ -175,7 +196,9 @@ class RequestRunner(InFlightRequest):
             self.status = execution.status
             self.usage = transcript
         # Drops references to the runner, so that no garbage collection is needed.
-        self._main = self._side = execution.answered = execution.observing = execution.handle = None
+        self._main = self._side = self._hedge = None
+        execution.answered = execution.observing = execution.handle = None
+        execution.pool.held.poke()
         self._on_end(self._client_request, self, act.error)
 
     # -- called by the client's connection and the server ------------------------------------------
@@ -222,7 +245,7 @@ class RequestRunner(InFlightRequest):
     def check(self, now: float) -> None:
         """Called periodically: ends the request or its attempts at their time limits."""
         self._on(self.execution.tick, now)
-        for attempt in (self._main, self._side):
+        for attempt in (self._main, self._side, self._hedge):
             if attempt is not None:
                 attempt.check(now)
 
@@ -255,6 +278,8 @@ _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
     "cancel": RequestRunner._cancel,
     "cancel_main": RequestRunner._cancel_main,
     "cancel_side": RequestRunner._cancel_side,
+    "cancel_hedge": RequestRunner._cancel_hedge,
+    "promote_hedge": RequestRunner._promote_hedge,
     "pause": RequestRunner._pause,
     "resume": lambda runner: runner._pause(False),
     "abort_client": RequestRunner._abort_client,

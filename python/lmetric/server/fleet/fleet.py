@@ -119,6 +119,9 @@ class Fleet:
             new = policies.get(pool.name, policies[None])
             pool.replace_indicators(new.settings.indicators)
             pool.replace_policies(new)
+            pool.hedging.configure(new.settings.hedging)
+            pool.held.configure(new.settings.admission, config.tenants)
+            pool.retry_budget.configure(config.retries)
         self.config = config
         for engine in self.engines():
             engine.configure(config)
@@ -155,7 +158,7 @@ class Fleet:
         adapters = model.adapters if model else []
         config = self.config
         settings, ejection = config.pool_settings(model), config.health.ejection
-        pool = Pool(self.pools_made, name, adapters, settings, config.retries, ejection)
+        pool = Pool(self.pools_made, name, adapters, settings, config.retries, ejection, config.tenants)
         self.pools_made += 1
         self.pools.append(pool)
         self.names[name] = (pool, None)

@@ -15,7 +15,7 @@ import orjson
 import structlog
 
 from lmetric._core import DecisionLabels, NoInstanceError, Router
-from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries
+from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries, TenantConfig
 from lmetric.config.schema import IndicatorConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.handover import CONNECTORS
@@ -31,13 +31,15 @@ from lmetric.server.api.eligibility import (
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
+from lmetric.server.fleet.admission import HeldRequests
 from lmetric.server.fleet.engine import Engine, unusable
+from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
-from lmetric.server.fleet.programs import HeldPrograms
+from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
@@ -106,6 +108,7 @@ class Pool:
         settings: PoolSettings,
         retries: Retries | None = None,
         ejection: Ejection | None = None,
+        tenants: Mapping[str, TenantConfig] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -159,7 +162,8 @@ class Pool:
             offers=settings.offers,
         )
         priority.follow_clock(self.router, settings)
-        self.programs = HeldPrograms(name, self.router, routing.programs)
+        self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})
+        self.programs = ProgramWatch(name, self.router, routing.programs, self.held)
         # Whether requests may be split between engines of role both, and whether engines fetch
         # prefixes from each other.
         self.splits = routing.split is not None
@@ -185,6 +189,7 @@ class Pool:
         self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
+        self.hedging = Hedging(settings.hedging)
         self.requests = 0  # placed so far
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded

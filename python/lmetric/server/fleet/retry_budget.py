@@ -20,11 +20,15 @@ class RetryBudget:
     """Counts retries against requests, over a sliding window of `WINDOW_SECONDS`."""
 
     def __init__(self, settings: Retries) -> None:
-        self._ratio = settings.budget_ratio
-        self._min_per_second = settings.min_per_second
+        self.configure(settings)
         # One item per second of the window: the second, the requests before it, the retries in it.
         self._seconds: deque[list[int]] = deque()
         self.outcomes: Counter[str] = Counter()  # retries: charged, free, refused
+
+    def configure(self, settings: Retries) -> None:
+        """Replaces the settings."""
+        self._ratio = settings.budget_ratio
+        self._min_per_second = settings.min_per_second
 
     def follow(self, requests: int, now: float) -> None:
         """Moves the window; called often. `requests`: the model's requests so far."""

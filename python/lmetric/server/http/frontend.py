@@ -1,7 +1,6 @@
 """The front end: checks and routes requests, starts their execution, and counts them."""
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
@@ -14,7 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from lmetric._core import Arrival, NoInstanceError, Request, RequestHead, RequestReader
-from lmetric.config import ServerConfig
+from lmetric.config import ServerConfig, SloClass
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
 from lmetric.server.api.form import parse_form
@@ -27,6 +26,7 @@ from lmetric.server.discovery import Discovery
 from lmetric.server.execution.direct import DirectRequest
 from lmetric.server.execution.exchange import FAILED, STOPPING, ClientRequest, InFlightRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
@@ -36,7 +36,7 @@ from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
 from lmetric.server.http.cors import Cors
 from lmetric.server.http.forwarding import UNIX, Forwarding
-from lmetric.server.http.holding import HeldRequest
+from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.protocol import origin_form, unreadable, violation
 from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.http.tokenizing import (
@@ -122,6 +122,9 @@ class Frontend(web.Server):
         self._request_limit = config.limits.max_concurrent_requests
         self._rules = Rules.of(config)
         self._shares = _shares(config)
+        self._tenant_classes = {
+            name: tenant.slo_class for name, tenant in config.tenants.items() if tenant.slo_class is not None
+        }
 
     def __call__(self) -> ClientConnection:
         """Returns the protocol of a new client connection."""
@@ -573,7 +576,7 @@ class Frontend(web.Server):
         adapter: str | None,
         now: float,
     ) -> None:
-        """Routes the request and starts its execution, or holds it. Raises ApiError."""
+        """Routes the request and starts its execution, or holds or refuses it. Raises ApiError."""
         if call.path.prompt == "form" and pool.disaggregates:
             raise ApiError(
                 501,
@@ -601,7 +604,8 @@ class Frontend(web.Server):
             client_request.session_line = _session_line(call.session_id)
         if client_request.tenant and session is not None:
             session = _session(client_request.tenant, session)
-        policies = pool.policies
+        policies, held = pool.policies, pool.held
+        slo = self._slo_class(client_request, pool) if held.classes else None
         # Positional, in the order of `Request`: each keyword costs about 50 ns.
         asked = Request(
             call.tokens,
@@ -627,20 +631,42 @@ class Frontend(web.Server):
             _priority(head, call) if policies.reads_priority else None,
             client_request.pinned_to,
             head.session_final,
+            slo.ttft_seconds if slo is not None else None,
+            not (call.stream and call.path.generates),  # whole_answer
         )
         fetches = pool.fetches_prefixes and fetch_reason is None
+        hedge_seconds = pool.hedging.after_seconds
+        if slo is not None and slo.hedge_after_seconds is not None:
+            hedge_seconds = slo.hedge_after_seconds
+        hedge = None if hedge_seconds is None else _hedge(client_request, call, hedge_seconds, asked)
         arrival: Arrival | None = None
-        if pool.programs.admits:
-            arrival = pool.programs.arrive(asked, now)
-            if arrival is not None and arrival.verdict == "refused":
-                raise _crowded(pool, arrival)
-            if arrival is not None and arrival.verdict == "held":
+        if held.admits and (arrival := held.arrive(asked, now)) is not None:
+            if arrival.verdict == "refused":
+                reason = arrival.reason or ""
+                held.count_refused(client_request.tenant, reason)
+                raise refusal(pool.name, reason, arrival.retry_after_seconds or 1.0)
+            if arrival.verdict == "held":
                 start = partial(
-                    self._start, client_request, call, pool, asked, moves, fetches, resumes, arrival
+                    self._start, client_request, call, pool, asked, moves, fetches, resumes, hedge, arrival
                 )
                 self._hold(client_request, call, pool, arrival, start, now)
                 return
-        self._start(client_request, call, pool, asked, moves, fetches, resumes, arrival, now)
+        self._start(client_request, call, pool, asked, moves, fetches, resumes, hedge, arrival, now)
+
+    def _slo_class(self, client_request: ClientRequest, pool: Pool) -> SloClass | None:
+        """Returns the class of a request; None: it has none. Raises ApiError (400)."""
+        classes, named = pool.held.classes, client_request.head.field(b"x-slo-class")
+        if named is None:
+            return classes.get(self._tenant_classes.get(client_request.tenant, ""))
+        name = named.decode("latin-1")
+        if name in classes:
+            return classes[name]
+        raise ApiError(
+            400,
+            f"x-slo-class: {pool.name} has no class {name[:64]!r}; known: {', '.join(classes)}",
+            param="x-slo-class",
+            code="unknown_slo_class",
+        )
 
     def _hold(
         self,
@@ -651,16 +677,14 @@ class Frontend(web.Server):
         start: Callable[[float], None],
         now: float,
     ) -> None:
-        """Calls `start` when the request's agent program fits into a cache."""
+        """Calls `start` when the core router lets the request run."""
 
         def then(now: float, held: WaitingRequest) -> None:
             self._go_on(client_request, held, start, now)
 
         limit = self._rules.timeouts.request
         streams = call.stream and call.path.streams
-        held = HeldRequest(
-            client_request, arrival, pool.programs, then, self._ended, limit, comments=streams, now=now
-        )
+        held = HeldRequest(client_request, arrival, pool, then, self._ended, limit, comments=streams, now=now)
         self._wait(client_request, held)
 
     def _start(
@@ -672,6 +696,7 @@ class Frontend(web.Server):
         moves: bool,
         fetches: bool,
         resumes: bool,
+        hedge: Hedge | None,
         arrival: Arrival | None,
         now: float,
     ) -> None:
@@ -703,6 +728,7 @@ class Frontend(web.Server):
                 moves=moves,
                 fetches=fetches,
                 resumes=resumes,
+                hedge=hedge,
             )
             relay = RequestRunner(execution, call.path.generates, self._ended)
             client_request.client.relay = relay
@@ -761,6 +787,18 @@ class Frontend(web.Server):
         client_request.done(goes_on)
 
 
+def _hedge(
+    client_request: ClientRequest, call: ParsedRequest, seconds: float, asked: Request
+) -> Hedge | None:
+    """Returns the hedge of a request after this time; None: only its own engine may answer it.
+
+    Only a stream of choices shows when its first token comes.
+    """
+    if not call.stream or not call.path.generates or client_request.pinned_to is not None:
+        return None
+    return Hedge(seconds, asked)
+
+
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     """Returns the weight and the handicap (s) of each tenant."""
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
@@ -786,17 +824,6 @@ def _no_room() -> ApiError:
         "the request bodies in flight exceed the router's limit; try again",
         code="too_many_bytes",
         headers={"retry-after": "1"},
-    )
-
-
-def _crowded(pool: Pool, arrival: Arrival) -> ApiError:
-    seconds = arrival.retry_after_seconds or 1.0
-    return ApiError(
-        429,
-        f"{pool.name or 'the fleet'}: the running agent programs fill the KV caches; a new one would wait "
-        f"about {seconds:.0f} s",
-        code="caches_full",
-        headers={"retry-after": f"{math.ceil(seconds)}"},
     )
 
 

@@ -1,15 +1,57 @@
-"""Requests that wait until their agent program fits into a cache."""
+"""Requests that wait until an engine or a cache has room for them, and refusals under overload."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lmetric._core import Arrival
 from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.fleet.programs import HeldPrograms
+from lmetric.server.fleet.admission import Waiting
+from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.waiting import WaitingRequest
+
+
+class _Refusal(NamedTuple):
+    """The code of a 429, and its message with the seconds until a retry is worth it."""
+
+    code: str
+    message: str
+
+
+# By reason of the core router.
+_REFUSALS = {
+    "programs": _Refusal(
+        code="caches_full",
+        message="the running agent programs fill the KV caches; a new one would wait about {seconds} s",
+    ),
+    "deadline": _Refusal(
+        code="deadline",
+        message="overloaded: the first token would come after its deadline; try again in about {seconds} s",
+    ),
+    "queue": _Refusal(
+        code="queue_full", message="overloaded: too many requests wait; try again in about {seconds} s"
+    ),
+    "rate": _Refusal(
+        code="rate_limit", message="the tenant sends too many requests; try again in about {seconds} s"
+    ),
+}
+# Why a request is held, for the message of a timeout.
+_HOLDS = {
+    "room": "no engine had room for it",
+    "concurrency": "its tenant has the maximum number of requests on the engines",
+}
+
+
+def refusal(model: str, reason: str, seconds: float) -> ApiError:
+    """Returns the 429 for a reason of the core router. `seconds`: for Retry-After."""
+    code, message = _REFUSALS[reason]
+    wait = max(1, math.ceil(seconds))
+    text = message.format(seconds=wait)
+    headers = {"retry-after": f"{wait}"}
+    return ApiError(429, f"{model or 'the fleet'}: {text}", code=code, headers=headers)
 
 
 class HeldRequest(WaitingRequest):
@@ -17,14 +59,14 @@ class HeldRequest(WaitingRequest):
 
     ``then`` is called once when the request may run, unless the request ends before. Arguments:
     the monotonic clock, s, and this request. ``comments``: the client waits for a stream, and gets
-    its head and comments after each `HeldPrograms.keep_alive_seconds`.
+    its head and comments after each `HeldRequests.keep_alive_seconds`.
     """
 
     def __init__(
         self,
         client_request: ClientRequest,
         arrival: Arrival,
-        programs: HeldPrograms,
+        pool: Pool,
         then: Callable[[float, HeldRequest], None],
         ended: Callable[[ClientRequest, InFlightRequest, ApiError | None], None],
         limit_seconds: float | None,
@@ -34,17 +76,21 @@ class HeldRequest(WaitingRequest):
     ) -> None:
         super().__init__(client_request, ended, limit_seconds)
         self._arrival = arrival
-        self._programs = programs
+        self._pool = pool
         self._then = then
         self._since = self._written_at = now
-        self._every = (
-            programs.keep_alive_seconds if comments and programs.keep_alive_seconds > 0 else math.inf
-        )
-        programs.wait(arrival, self._release)
+        every = pool.held.keep_alive_seconds
+        self._every = every if comments and every > 0 else math.inf
+        pool.held.wait(Waiting(arrival, client_request.tenant, self._release, self._refuse))
 
     def _release(self, now: float) -> None:
         if self._goes_on():
             self._then(now, self)
+
+    def _refuse(self, reason: str, seconds: float) -> None:
+        """Ends the request with a 429: it can no longer be served in time."""
+        self._pool.held.count_refused(self._client_request.tenant, reason)
+        self._leave(f"refused while it was held ({reason})", refusal(self._pool.name, reason, seconds))
 
     def check(self, now: float) -> None:
         """Called periodically: keeps the client's connection alive, and enforces the time limit."""
@@ -57,7 +103,7 @@ class HeldRequest(WaitingRequest):
         super().check(now)
 
     def _abandon(self) -> None:
-        self._programs.leave(self._arrival)
+        self._pool.held.leave(self._arrival)
 
     def _explain(self) -> str:
         return f"; it was held: {self.why}"
@@ -67,9 +113,9 @@ class HeldRequest(WaitingRequest):
         """Why the request is held."""
         arrival = self._arrival
         ratio = arrival.working_set_ratio
-        return (
-            f"its program needs {arrival.needed_tokens or 0:,.0f} tokens of KV cache; the emptiest engine's "
-            f"cache is {ratio:.0%} in use"
-            if ratio is not None
-            else "its program does not fit into a cache"
-        )
+        if ratio is not None:
+            return (
+                f"its program needs {arrival.needed_tokens or 0:,.0f} tokens of KV cache, and the emptiest "
+                f"engine's cache is {ratio:.0%} in use"
+            )
+        return _HOLDS.get(arrival.reason or "", "its program does not fit into a cache")

@@ -118,6 +118,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json({pool.name: _indicators(pool) for pool in front.fleet.pools})
         case "/debug/discovery":
             return _json(front.discovery.state())
+        case "/debug/admission":
+            return _json({pool.name: pool.held.snapshot() for pool in front.fleet.pools})
         case "/debug/programs":
             return _json({pool.name: pool.programs.snapshot() for pool in front.fleet.pools})
         case "/debug/replicas":
@@ -281,6 +283,8 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
         record = pool.router.explain(number) if own or admin else None
         if record is not None:
             shown = {"model": pool.name, **record, "id": label}
+            if (other := pool.hedging.other(number)) is not None:
+                shown["other_attempt"] = pool.labels.label(other, tenant)
             engine = pool.engines.get(record["instance"])
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)

@@ -15,6 +15,7 @@ from lmetric._core import indicator_table
 from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.observe.admission import admission_metrics
 from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
 
@@ -257,6 +258,7 @@ class Metrics(Collector):
                 gamma.add_metric((pool.name,), learned)
         yield gamma
         yield from program_metrics(self.fleet)
+        yield from admission_metrics(self.fleet)
         yield from outlier_metrics(self.fleet)
         yield from self._routers()
         for further in self.further:
@@ -267,7 +269,10 @@ class Metrics(Collector):
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
-                counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
+                value = values[_NAMED.get(name, name)]
+                if name == "retries":
+                    value -= pool.hedging.placed_again
+                counter.add_metric((pool.name,), value)
             yield counter
         fallbacks = CounterMetricFamily(
             "lmetric_policy_fallbacks",

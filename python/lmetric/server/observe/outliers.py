@@ -1,4 +1,4 @@
-"""Metrics of outlier ejection and of retries."""
+"""Metrics of outlier ejection, of retries and of hedges."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
         "Retries by outcome: charged to the budget, free (the engine is lost), refused",
         labels=("model", "outcome"),
     )
+    hedges = CounterMetricFamily(
+        "lmetric_hedges",
+        "Hedges by outcome: won (the second engine answered), lost (the first answered), failed (the second "
+        "engine failed), ended (the request ended before a token)",
+        labels=("model", "outcome"),
+    )
+    unsent = CounterMetricFamily(
+        "lmetric_hedges_not_sent",
+        "Hedges that were due and not sent, by reason: budget, no_engine, held (by admission)",
+        labels=("model", "reason"),
+    )
     for pool in fleet.pools:
         outliers = pool.outliers
         for engine in pool.engines.values():
@@ -54,4 +65,8 @@ def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
         suspects.add_metric((pool.name,), outliers.suspects)
         for outcome, count in pool.retry_budget.outcomes.items():
             retries.add_metric((pool.name, outcome), count)
-    yield from (state, panic, ejections, prevented, suspects, retries)
+        for outcome, count in pool.hedging.outcomes.items():
+            hedges.add_metric((pool.name, outcome), count)
+        for reason, count in pool.hedging.unsent.items():
+            unsent.add_metric((pool.name, reason), count)
+    yield from (state, panic, ejections, prevented, suspects, retries, hedges, unsent)

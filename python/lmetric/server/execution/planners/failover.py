@@ -31,8 +31,8 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
                 following = None
         if following is None:
             following = ticket.failed("status" if kind == "saturated" else kind)
-        while following is not None and following not in p.pool.engines:
-            following = ticket.failed("refused")  # removed since the decision
+        while following is not None and (following not in p.pool.engines or following in p.tried_engines):
+            following = ticket.failed("refused")  # removed since the decision, or it had a hedge
     except NoInstanceError:
         return None
     return following

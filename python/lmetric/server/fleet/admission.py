@@ -1,0 +1,175 @@
+"""Admission of a model's requests: the held requests, and the limits of tenants and classes.
+
+The core router decides which requests run, wait or are refused. This module keeps the waiting
+requests, and asks the core for the next ones at the right times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import structlog
+
+from lmetric._core import Arrival, Request, Router
+from lmetric.config import AdmissionConfig, SloClass, TenantConfig
+from lmetric.options import ProgramAdmission, ProgramOption, ThunderAgent
+
+ROUND_SECONDS = 0.05  # time between two rounds while requests wait
+KEEP_ALIVE_SECONDS = 10.0  # time between two comments to a held stream, without settings of programs
+SHOWN_TENANTS = 16  # tenants in a snapshot
+
+log = structlog.get_logger("lmetric.admission")
+
+
+class Waiting(NamedTuple):
+    """A held request. One of its functions is called, once. `now`: the monotonic clock, s."""
+
+    arrival: Arrival
+    tenant: str
+    run: Callable[[float], None]  # argument: now
+    refuse: Callable[[str, float], None]  # arguments: reason, seconds for Retry-After
+
+
+class HeldRequests:
+    """The held requests of a model, in all queues of the core router."""
+
+    def __init__(
+        self,
+        router: Router,
+        programs: ProgramOption | None,
+        admission: AdmissionConfig | None,
+        tenants: Mapping[str, TenantConfig],
+    ) -> None:
+        self._router = router
+        self._programs = programs
+        self._settings: dict[str, Any] | None = None  # of the core router
+        self._waiting: dict[int, Waiting] = {}  # by the number of the arrival
+        self._round: asyncio.Handle | None = None  # the next round
+        self._soon = False  # the next round runs in this turn of the event loop
+        self._runs = False  # a round runs now
+        self.refused: Counter[tuple[str, str]] = Counter()  # by tenant and reason
+        self.longest_hold_seconds = 0.0
+        self.classes: Mapping[str, SloClass] = {}
+        # Time between two comments to the client of a held stream, s; 0: none.
+        self.keep_alive_seconds = KEEP_ALIVE_SECONDS
+        if isinstance(programs, ProgramAdmission):
+            self.keep_alive_seconds = programs.keep_alive_seconds
+        self.configure(admission, tenants)
+
+    def configure(self, admission: AdmissionConfig | None, tenants: Mapping[str, TenantConfig]) -> None:
+        """Replaces the settings. Waiting requests stay, unless the new settings let them run.
+
+        Raises LmetricError.
+        """
+        settings = core_settings(admission, tenants)
+        if settings != self._settings:
+            self._router.set_admission(settings)
+            self._settings = settings
+        given = admission or AdmissionConfig()
+        self.classes = given.classes
+        self.poke()
+
+    @property
+    def admits(self) -> bool:
+        """Whether requests must arrive before they are routed."""
+        return self._settings is not None or isinstance(self._programs, ProgramAdmission | ThunderAgent)
+
+    def arrive(self, request: Request, now: float) -> Arrival | None:
+        """Records the arrival of a request; None if every request runs."""
+        return self._router.arrive(request, now=now)
+
+    def wait(self, waiting: Waiting) -> None:
+        """Holds a request whose verdict is "held"."""
+        self._waiting[waiting.arrival.id] = waiting
+        if self._round is None:
+            self._round = asyncio.get_running_loop().call_later(ROUND_SECONDS, self._next_round)
+
+    def leave(self, arrival: Arrival) -> None:
+        """Drops a held request that has ended."""
+        if self._waiting.pop(arrival.id, None) is not None:
+            arrival.drop()
+
+    def poke(self) -> None:
+        """Runs a round soon, because an engine may have room now. Cheap if no request waits."""
+        if self._waiting and not self._soon and not self._runs:
+            if self._round is not None:
+                self._round.cancel()
+            self._soon = True
+            self._round = asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._round, self._soon = None, False
+        try:
+            self.release(time.monotonic())
+        except Exception:
+            log.exception("a round of admission failed")
+        if self._waiting and self._round is None:
+            self._round = asyncio.get_running_loop().call_later(ROUND_SECONDS, self._next_round)
+
+    def release(self, now: float) -> None:
+        """Starts the requests that may run, and refuses those that would be late."""
+        if self._runs:
+            return
+        self._runs = True
+        try:
+            ready, refused = self._router.release_held(now=now)
+            for number, held_seconds in ready:
+                self.longest_hold_seconds = max(self.longest_hold_seconds, held_seconds)
+                if (waiting := self._waiting.pop(number, None)) is not None:
+                    waiting.run(now)
+            for number, reason, seconds in refused:
+                if (waiting := self._waiting.pop(number, None)) is not None:
+                    waiting.refuse(reason, seconds)
+        finally:
+            self._runs = False
+
+    def count_refused(self, tenant: str, reason: str) -> None:
+        """Counts a refused request."""
+        self.refused[tenant, reason] += 1
+
+    def waiting(self) -> Counter[str]:
+        """Returns the number of waiting requests by tenant; the empty name: without a tenant."""
+        return Counter(each.tenant for each in self._waiting.values())
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Returns the numbers of admission by load; None if it is off."""
+        if self._settings is None:
+            return None
+        told = self._router.admission()
+        if told is None:
+            return None
+        # The core knows tenants only by hashes of their names.
+        by_tenant = dict(self.waiting().most_common(SHOWN_TENANTS))
+        finite = {name: None if value == math.inf else value for name, value in told.items()}
+        return finite | {"waiting_by_tenant": by_tenant, "longest_hold_seconds": self.longest_hold_seconds}
+
+
+def core_settings(
+    admission: AdmissionConfig | None, tenants: Mapping[str, TenantConfig]
+) -> dict[str, Any] | None:
+    """Returns the settings of the core router; None: neither admission nor a limit is on."""
+    limits = {name: found for name, tenant in tenants.items() if (found := _limits(tenant))}
+    if admission is None and not limits:
+        return None
+    given = admission or AdmissionConfig()
+    settings: dict[str, Any] = {
+        "max_waiting": given.max_waiting,
+        "max_waiting_per_tenant": given.max_waiting_per_tenant,
+        "tenants": limits,
+    }
+    if admission is None:
+        settings["room_seconds"] = math.inf  # requests wait only for their tenant's limits
+    else:
+        wanted = {"ttft_seconds": given.ttft_seconds, "room_seconds": given.room_seconds}
+        settings |= {name: value for name, value in wanted.items() if value is not None}
+    return settings
+
+
+def _limits(tenant: TenantConfig) -> dict[str, float]:
+    names = ("max_concurrent", "max_requests_per_second", "burst", "max_waiting")
+    return {name: value for name in names if (value := getattr(tenant, name)) is not None}

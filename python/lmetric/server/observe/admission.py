@@ -1,0 +1,59 @@
+"""Metrics of admission: held and refused requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.server.fleet.fleet import Fleet
+
+# By metric: its meaning, and its name in `Router.admission`.
+_COUNTERS = {
+    "lmetric_admission_free": ("Requests that admission let run at once", "free"),
+    "lmetric_admission_holds": ("Requests held for room or for a limit of their tenant", "held"),
+    "lmetric_admission_releases": ("Held requests that ran later", "admitted"),
+    "lmetric_admission_hold_seconds": ("Seconds for which released requests were held", "held_seconds"),
+}
+_GAUGES = {
+    "lmetric_admission_expected_wait_seconds": (
+        "Predicted wait of a request behind all waiting requests of the tenant with the most",
+        "expected_wait_seconds",
+    ),
+    "lmetric_admission_service_tokens_per_second": (
+        "Rate at which engines take waiting requests: uncached prompt tokens plus twice the answer tokens",
+        "service_tokens_per_second",
+    ),
+}
+
+
+def admission_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yields the metrics of all models, with their present values."""
+    waiting = GaugeMetricFamily(
+        "lmetric_waiting_requests",
+        "Requests that wait in the router for room, a limit of their tenant or a place in a cache",
+        labels=("model", "tenant"),
+    )
+    refused = CounterMetricFamily(
+        "lmetric_refused_requests",
+        "Requests refused with 429, by reason: deadline, queue, rate, programs",
+        labels=("model", "tenant", "reason"),
+    )
+    for pool in fleet.pools:
+        for tenant, count in pool.held.waiting().items():
+            waiting.add_metric((pool.name, tenant), count)
+        for (tenant, reason), count in pool.held.refused.items():
+            refused.add_metric((pool.name, tenant, reason), count)
+    yield from (waiting, refused)
+    told = [(pool.name, found) for pool in fleet.pools if (found := pool.held.snapshot()) is not None]
+    for name, (text, key) in _COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=("model",))
+        for model, values in told:
+            counter.add_metric((model,), values[key])
+        yield counter
+    for name, (text, key) in _GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=("model",))
+        for model, values in told:
+            if values[key] is not None:
+                gauge.add_metric((model,), values[key])
+        yield gauge
