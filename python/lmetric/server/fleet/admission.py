@@ -165,8 +165,8 @@ def core_settings(
     if admission is None:
         settings["room_seconds"] = math.inf  # requests wait only for their tenant's limits
     else:
-        wanted = {"ttft_seconds": given.ttft_seconds, "room_seconds": given.room_seconds}
-        settings |= {name: value for name, value in wanted.items() if value is not None}
+        wanted = ("ttft_seconds", "tpot_seconds", "room_seconds")
+        settings |= {name: value for name in wanted if (value := getattr(given, name)) is not None}
     return settings
 
 
