@@ -138,9 +138,11 @@ if TYPE_CHECKING:
         Star,
         ThunderAgent,
         UniBoost,
+        WarmChanges,
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
     from lmetric.relay import EngineTarget, Relay, RelayError
+    from lmetric.sim.churn import FleetChange
     from lmetric.sim.run import Run, simulate
     from lmetric.sim.traces import Trace, load_trace
 
@@ -206,6 +208,7 @@ __all__ = [
     "Expr",
     "ExpressionError",
     "FairShares",
+    "FleetChange",
     "Guard",
     "LibraSplit",
     "Llumnix",
@@ -231,6 +234,7 @@ __all__ = [
     "Trace",
     "UniBoost",
     "UnknownNameError",
+    "WarmChanges",
     "__version__",
     "check_expression",
     "clip",
@@ -265,6 +269,7 @@ _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
 _HOMES = {
     "EngineTarget": "relay",
+    "FleetChange": "sim.churn",
     "Relay": "relay",
     "RelayError": "relay",
     "Run": "sim.run",

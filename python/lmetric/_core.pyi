@@ -26,6 +26,7 @@ from lmetric.options import (
     RebalanceOption,
     Role,
     SplitOption,
+    WarmChanges,
 )
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
@@ -67,6 +68,7 @@ __all__ = [
     "TokenEncoder",
     "TokenizeError",
     "UnknownNameError",
+    "Warming",
     "WireError",
     "Workload",
     "__version__",
@@ -209,6 +211,18 @@ class Request:
     def whole_answer(self) -> bool: ...
 
 @final
+class Warming:
+    # Number, `Ticket.prompt_key`, tokens, source and target of the next fetch.
+    def begin(self, now: float) -> tuple[int, int, int, str, str] | None: ...
+    def ended(self, number: int, tokens: int, now: float) -> None: ...
+    def is_over(self, now: float) -> bool: ...
+    def wakes(self, now: float) -> float | None: ...
+    @property
+    def planned(self) -> int: ...
+    @property
+    def fetched(self) -> tuple[int, int]: ...  # fetches, tokens
+
+@final
 class Router:
     def __new__(
         cls,
@@ -234,6 +248,7 @@ class Router:
         priority: PriorityOption | None = None,
         rebalance: RebalanceOption | None = None,
         programs: ProgramOption | None = None,
+        fleet_changes: WarmChanges | None = None,
         offers: Maturity = "study",
         tiers: CountedTiers = "auto",  # tiers below the GPU that count in scores
         tier_load_ratio: float = 0.02,  # seconds to load a token / seconds to prefill it
@@ -246,6 +261,7 @@ class Router:
         priority: PriorityOption | None = ...,
         rebalance: RebalanceOption | None = ...,
         programs: ProgramOption | None = ...,
+        fleet_changes: WarmChanges | None = ...,
         guard: bool = ...,
         binding: Binding = ...,
         block_size: int = ...,
@@ -275,6 +291,10 @@ class Router:
     def set_clock_offset(
         self, seconds: float
     ) -> None: ...  # of UniBoost: wall clock minus the router's clock
+    def begin_join(self, name: str, *, now: float | None = None) -> Warming: ...
+    def begin_leave(self, name: str, *, now: float | None = None) -> Warming: ...
+    def end_warming(self, name: str) -> None: ...
+    def moves_from(self, name: str) -> list[tuple[int, str]]: ...  # Ticket.id, instance
     def rebalance(
         self, now: float | None = None
     ) -> tuple[list[dict[str, Any]], str]: ...  # moves, and why there are no more
@@ -444,6 +464,8 @@ class Ticket:
     def has_next(self) -> bool: ...  # whether another segment follows
     @property
     def next_instance(self) -> str | None: ...  # of the next segment; None: not bound yet
+    @property
+    def prompt_key(self) -> int | None: ...  # names its prompt in `Warming.begin`
     @property
     def fetch(self) -> tuple[str, int, int] | None: ...  # as Decision.fetch; None after its end
     def fetched(
@@ -987,4 +1009,7 @@ def simulate(
     programs: str = "none",
     program_settings: Mapping[str, float] | None = None,
     load_admission: Mapping[str, Any] | None = None,
+    fleet_changes: str = "none",
+    fleet_change_settings: Mapping[str, float] | None = None,
+    changes: Sequence[tuple[float, int, bool]] | None = None,  # seconds, instance, whether it joins
 ) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; releases the interpreter lock

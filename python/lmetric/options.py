@@ -443,11 +443,44 @@ class ThunderAgent:
     """Whether the session that a request names identifies its program."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmChanges:
+    """Let instances join and leave with warm caches.
+
+    An instance that joins first fetches the prefixes that it will need, then takes requests. Before
+    an instance leaves, other instances fetch its prefixes, and its running requests move.
+    """
+
+    core_kind: ClassVar[str] = "warm"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
+
+    max_seconds: float = 30.0
+    """Longest time that an instance fetches before it takes requests, or before it may leave."""
+    max_fetches: int = 2
+    """Most concurrent fetches from one instance, and to one instance."""
+    link_share: float = 0.5
+    """Share of the time that these fetches may use a source's link."""
+    cache_share: float = 0.5
+    """Share of an instance's cache that these fetches may fill."""
+    min_tokens: int = 256
+    """Fewest tokens per fetch."""
+    seconds_per_token: float | None = None
+    """Time per fetched token, if prefix fetches have not learned it; None: 4e-6, in simulations the
+    time in `transfer`."""
+    fixed_seconds: float | None = None
+    """Further time per fetch, likewise; None: 0.005, in simulations as in `transfer`."""
+    half_life_seconds: float = 120.0
+    """Time after which a recent prompt counts half. Prompts older than ten times this do not
+    count."""
+    max_blocks: int = 1048576
+    """Most blocks of recent prompts to remember; 8 bytes each."""
+
+
 SplitOption: TypeAlias = LibraSplit | DecodePlacement | SplitAt | SplitBy
 PriorityOption: TypeAlias = UniBoost | FairShares
 RebalanceOption: TypeAlias = Star | Llumnix
 ProgramOption: TypeAlias = ProgramObservation | ProgramAdmission | ThunderAgent
-Option: TypeAlias = ProgramOption | SplitOption | PrefixFetch | PriorityOption | RebalanceOption
+Option: TypeAlias = ProgramOption | SplitOption | PrefixFetch | PriorityOption | RebalanceOption | WarmChanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,6 +509,8 @@ class Routing:
     """How running requests move between instances; None: they stay."""
     programs: ProgramOption | None = None
     """How agent programs are followed and admitted; None: not at all."""
+    fleet_changes: WarmChanges | None = None
+    """How instances join and leave; None: with cold caches."""
     guard: Guard = field(default_factory=Guard)
     """The hot-spot guard."""
 
@@ -497,8 +532,8 @@ class Routing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Split, prefix fetch, priority, rebalancing, programs and guard, as keyword arguments of
-        `lmetric.Router`."""
+        """Split, prefix fetch, priority, rebalancing, programs, fleet changes and guard, as keyword
+        arguments of `lmetric.Router`."""
         return {what: getattr(self, what) for what in OPTIONS}
 
 
@@ -518,6 +553,7 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
         "admit": (ProgramAdmission, {}),
         "thunder_agent": (ThunderAgent, {}),
     },
+    "fleet_changes": {"warm": (WarmChanges, {})},
     "guard": {"on": (Guard, {})},
 }
 OPTIONS = tuple(_KINDS)
@@ -688,7 +724,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
     given = as_mapping(what, value)
     if not isinstance(given, dict):
         raise _refused((), value, f"expected a name, a mapping, or one of {_options(what)}", what)
-    off = None if what in ("priority", "rebalance", "programs") else "auto"
+    off = None if what in ("priority", "rebalance", "programs", "fleet_changes") else "auto"
     selected = given.pop(SELECTORS[what], None)
     if SELECTORS[what] == "enabled":
         return _switched(what, selected, given, server)
@@ -1050,6 +1086,7 @@ __all__ = [
     "SplitOption",
     "Star",
     "UniBoost",
+    "WarmChanges",
     "as_mapping",
     "as_settings",
     "canonical",

@@ -22,6 +22,7 @@ _HELP = {
     "rebalance": ("Whether running requests move between instances", EXPERIMENTAL),
     "priority": ("How requests are ordered in the engines' queues", POLICY),
     "programs": ("How agent programs are followed and admitted", POLICY),
+    "fleet_changes": ("How instances join and leave the fleet", DISAGGREGATION),
     "guard": ("Hot-spot guard", POLICY),
 }
 # Options that accept several values in simulations; each value gets its own runs.

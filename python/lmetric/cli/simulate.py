@@ -197,6 +197,16 @@ def _command(
             rich_help_panel=ENGINES,
         ),
     ] = False,
+    changes: Annotated[
+        str | None,
+        typer.Option(
+            "--changes",
+            metavar="CHANGES",
+            rich_help_panel=BASIC,
+            show_default="none",
+            help="Instances that join and leave: '600 join 8, 1200 leave 3'.",
+        ),
+    ] = None,
     host_tier: Annotated[
         str | None,
         typer.Option(
@@ -389,7 +399,8 @@ def _command(
         "report_period_seconds": report_period, "event_delay_seconds": event_delay,
         "token_stride": token_stride, "order_slo": order_slo, "routers": routers, "sharing_seconds": sharing,
         "order_think_slo": order_think_slo, "think_slo_seconds": think_slo,
-        "preempt": preempt, "host_tier": host_tier, "cached_answers": cached_answers or None,
+        "preempt": preempt, "host_tier": host_tier, "changes": changes,
+        "cached_answers": cached_answers or None,
         "tiers": tiers and str(tiers), "tier_load_ratio": tier_load_ratio,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,

@@ -51,6 +51,7 @@ from lmetric.options import (
     RebalanceOption,
     Routing,
     SplitOption,
+    WarmChanges,
 )
 
 # Engine sources in addition to those in `discovery`.
@@ -135,6 +136,13 @@ class EngineConfig(Strict):
         None,
         description="both: whole requests; prefill: prompts only; decode: answers after a prefill engine; "
         "default: as the engine reports, else both",
+    )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="revision of the model's weights. No KV cache passes between engines with different "
+        "revisions. Default: as the engine reports (SGLang: its weight version; vLLM: only in development "
+        "mode)",
     )
     group: str | None = Field(
         None,
@@ -370,6 +378,13 @@ class PoolSettings(Strict):
         description="agent programs: chains of requests that share a growing context. `observe`: follow them "
         "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
         "do not fit. `none`: do not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
+    )
+    fleet_changes: Annotated[WarmChanges | None, Option("fleet_changes")] = Field(
+        None,
+        description="how engines join and leave. `none`: with cold caches. `warm`: an engine that joins "
+        "first fetches the prefixes that it will need, then gets requests; before an engine leaves, other "
+        "engines fetch its prefixes, and its streams migrate. The engines need a KV connector. Or a mapping: `{kind: "
+        "warm, max_seconds: 10}`",
     )
     engine_tls: EngineTls | None = Field(
         None,

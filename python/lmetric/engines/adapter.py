@@ -119,6 +119,8 @@ class Capabilities:
     engine: str  # vllm, sglang, unknown
     version: str | None = None
     models: tuple[Model, ...] = ()
+    # Revision or version of its weights. KV never passes between engines with different revisions.
+    revision: str | None = None
     block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
     cache_blocks: int | None = None  # KV blocks, over all its data-parallel ranks
     max_loras: int | None = None  # LoRA adapters that it keeps loaded

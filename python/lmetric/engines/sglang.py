@@ -87,6 +87,7 @@ class Sglang(Adapter):
             block_size=count_of(events, "block_size") or page,
             # Its pool of tokens is that of one rank.
             cache_blocks=tokens // page * (ranks if self.rank is None else 1) if tokens and page else None,
+            revision=text_of(model, "weight_version"),
             prefix_caching=not info["disable_radix_cache"] if "disable_radix_cache" in info else None,
             ranks=tuple(range(ranks)),
             event_sources=sources,

@@ -89,6 +89,7 @@ class Vllm(Adapter):
             self.name,
             version,
             await pages.models(),
+            revision=_revision(told),
             block_size=next((size for cache in caches if (size := count_of(cache, "block_size"))), None),
             cache_blocks=sum(blocks) if blocks else None,
             max_loras=next((count for each in loras if (count := count_of(each, "max_lora"))), None),
@@ -126,6 +127,12 @@ def _honours(config: object) -> bool | None:
     scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
     policy = scheduler.get("policy") if isinstance(scheduler, dict) else None
     return policy == "priority" if isinstance(policy, str) else None
+
+
+def _revision(config: object) -> str | None:
+    """The revision of its model, which it reports in development mode."""
+    model = config.get("model_config") if isinstance(config, dict) else None
+    return text_of(model, "revision") if isinstance(model, dict) else None
 
 
 def _handover(config: object, metrics: bytes) -> tuple[Handover | None, Role | None]:

@@ -32,6 +32,7 @@ from lmetric.options import (
     RebalanceOption,
     Routing,
     SplitOption,
+    WarmChanges,
     core_settings,
     kind_of,
     parse,
@@ -39,6 +40,7 @@ from lmetric.options import (
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.queueing import HostTier, Swap
+from lmetric.sim.churn import ChangeResult, FleetChange, fleet_change_constants, listed
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.programs import PROGRAM_SHARE, has_programs
 from lmetric.sim.pulls import constants
@@ -141,6 +143,7 @@ class Run:
     oom: int  # preemptions because an engine ran out of memory
     stalled: int  # engines that stopped forever, above the profile's decode_throughput
     wall_seconds: float
+    changes: tuple[ChangeResult, ...]  # in order of time
     # The program of each request, -1: none; None: no program has several requests, and the two
     # columns below are missing, too.
     programs: NDArray[np.int64] | None = None
@@ -398,6 +401,8 @@ def simulate(
     prefix_fetch: bool | str | Mapping[str, Any] | PrefixFetch | None = "auto",
     rebalance: str | Mapping[str, Any] | RebalanceOption | None = "none",
     programs: str | Mapping[str, Any] | ProgramOption | None = "none",
+    changes: str | Sequence[FleetChange | str] = (),
+    fleet_changes: str | Mapping[str, Any] | WarmChanges | None = "none",
     migration_by: MoveBy = "kv",
     migration_max_concurrent: int = 4,
     migration_max_gap_seconds: float = 1.0,
@@ -490,6 +495,12 @@ def simulate(
             known), or ``"llumnix"``.
         programs: how agent programs are followed: ``"none"``, ``"observe"`` or ``"admit"`` (hold
             requests of programs that do not fit into the caches).
+        changes: instances that join and leave during the run: `FleetChange`, or a text:
+            ``"600 join 8, 1200 leave 3"`` (at 600 s, instance 8 joins). An instance whose first
+            change is a join is absent before.
+        fleet_changes: how they do so: ``"none"`` (with cold caches), or ``"warm"``: prefixes are
+            fetched before a newcomer takes requests, and before an instance leaves; its running
+            requests move.
         migration_by: method of migrations. ``"kv"``: the KV cache is sent while the request pauses,
             in the time of `transfer` (as in the paper). ``"recompute"`` (default of the server):
             the target computes prompt and answer so far while the request continues.
@@ -542,7 +553,7 @@ def simulate(
     name = policy_name(policy)
     given = {
         "split": split, "prefix_fetch": prefix_fetch, "priority": priority, "rebalance": rebalance,
-        "programs": programs, "guard": guard,
+        "programs": programs, "fleet_changes": fleet_changes, "guard": guard,
     }  # fmt: skip
     if old:
         given = _deprecated.simulate_keywords(old, given)
@@ -559,7 +570,9 @@ def simulate(
         what: core_settings(what, getattr(routing, what))
         for what in ("split", "priority", "rebalance", "programs")
     }
-    continued = pooled or routing.split is not None or routing.rebalance is not None
+    events = listed(changes)
+    moves = bool(events) and routing.fleet_changes is not None
+    continued = pooled or routing.split is not None or routing.rebalance is not None or moves
     if decode_policy is not None and not continued:
         raise _core.BadValueError(
             "decode_policy: requests decode on their prefill instance; set roles, e.g. 16P64D"
@@ -609,6 +622,8 @@ def simulate(
         tiers=tiers,
         tier_load_ratio=tier_load_ratio,
         load_admission=None if load_admission is None else dict(load_admission),
+        changes=[(each.at_seconds, each.instance, each.joins) for each in events],
+        **fleet_change_constants(routing.fleet_changes, chosen, Transfer.of(transfer)),
         roles=None if pools is None else pools.each(),
         **(_continued(routing, prefill) if continued else {}),
         **_transferred(routing.prefix_fetch, Transfer.of(transfer), chosen, continued),
@@ -619,6 +634,7 @@ def simulate(
         columns["min_computed_tokens"], columns["ideal_finished_seconds"] = workload.core.ideal(
             each, admission=admission, cached_answers=cached_answers
         )
+    done = columns.pop("changes")
     block = chosen.block_tokens
     timeline = Timeline(
         timeline_seconds,
@@ -640,6 +656,7 @@ def simulate(
         prompt_blocks=-(-workload.trace.input_tokens // block),
         timeline=timeline,
         wall_seconds=wall_seconds,
+        changes=tuple(ChangeResult(each, *of) for each, of in zip(events, done, strict=True)),
         **columns,
     )
 

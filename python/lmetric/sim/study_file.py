@@ -21,6 +21,7 @@ from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
 from lmetric.queueing import HostTier, Swap, checked_order
+from lmetric.sim.churn import listed
 from lmetric.sim.max_load import Rule
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, trace_label
@@ -69,6 +70,11 @@ def _option(what: str) -> BeforeValidator:
 
 def _swap(value: str) -> str:
     Swap.of(value)
+    return value
+
+
+def _changes(value: str) -> str:
+    listed(value)
     return value
 
 
@@ -323,6 +329,12 @@ class SettingsEntry(Strict):
     )
     programs: Annotated[list[Any], _option("programs")] | None = Field(
         None, description="agent programs: none, observe, admit, {kind: admit, theta: [0.9, 1.0]}"
+    )
+    changes: Annotated[list[Annotated[str, AfterValidator(_changes)]], Listed] | None = Field(
+        None, description="instances that join and leave: 600 join 8, 1200 leave 3"
+    )
+    fleet_changes: Annotated[list[Any], _option("fleet_changes")] | None = Field(
+        None, description="how instances join and leave: none, warm, {kind: warm, max_seconds: [10, 30]}"
     )
     decode_profile: Annotated[list[str], Listed] | None = Field(
         None, description="with roles: profile of decode instances; default: as the others"

@@ -36,6 +36,7 @@ struct Slot {
     live: bool,
     healthy: bool,
     draining: bool,
+    warming: bool,
     role: Role,
     group: Option<Arc<str>>,
 }
@@ -83,6 +84,7 @@ impl Fleet {
                 live: false,
                 healthy: false,
                 draining: false,
+                warming: false,
                 role,
                 group: None,
             });
@@ -97,6 +99,7 @@ impl Fleet {
             live: true,
             healthy: true,
             draining: false,
+            warming: false,
             role,
             group: None,
         };
@@ -166,6 +169,23 @@ impl Fleet {
         self.slots[id.index()].draining = draining;
         self.refresh();
         Ok(())
+    }
+
+    /// Sets whether an instance is warming: it fetches prefixes and accepts no new requests, unless
+    /// no other instance does.
+    ///
+    /// # Errors
+    /// `BadValue` if the fleet has no such slot.
+    pub fn set_warming(&mut self, id: InstanceId, warming: bool) -> Result<(), CoreError> {
+        self.check(id)?;
+        self.slots[id.index()].warming = warming;
+        self.refresh();
+        Ok(())
+    }
+
+    /// Returns whether an instance is warming.
+    pub fn is_warming(&self, id: InstanceId) -> bool {
+        self.slots.get(id.index()).is_some_and(|slot| slot.live && slot.warming)
     }
 
     /// Changes an instance's role. Running requests continue.
@@ -313,13 +333,20 @@ impl Fleet {
     }
 
     fn refresh(&mut self) {
-        for (i, slot) in self.slots.iter().enumerate() {
-            let takes = slot.live && slot.healthy && !slot.draining;
-            self.eligible[i] = takes && slot.role != Role::Decode;
-            self.decoders[i] = takes && slot.role == Role::Decode;
+        let takes = |slot: &Slot| slot.live && slot.healthy && !slot.draining;
+        let by_role: [&dyn Fn(&Slot) -> bool; 2] =
+            [&|slot| slot.role != Role::Decode, &|slot| slot.role == Role::Decode];
+        let columns = [&mut self.eligible, &mut self.decoders];
+        let counts = [&mut self.eligible_count, &mut self.decoder_count];
+        for ((role, column), count) in by_role.into_iter().zip(columns).zip(counts) {
+            let ready = |slot: &Slot| takes(slot) && role(slot) && !slot.warming;
+            // Warming instances help out if no other instance takes requests.
+            let none = !self.slots.iter().any(ready);
+            for (takes_it, slot) in column.iter_mut().zip(&self.slots) {
+                *takes_it = ready(slot) || none && takes(slot) && role(slot);
+            }
+            *count = column.iter().filter(|takes_it| **takes_it).count();
         }
-        self.eligible_count = self.eligible.iter().filter(|e| **e).count();
-        self.decoder_count = self.decoders.iter().filter(|e| **e).count();
     }
 
     /// Rebuilds the shared names. Called only when instances join or leave: each decision record
@@ -366,6 +393,24 @@ mod tests {
         assert_eq!(now, ["", "b"]);
         assert_eq!(&**fleet.name(a), "a"); // requests still on it need the name
         assert!(fleet.check(InstanceId(1)).is_ok() && fleet.set_healthy(InstanceId(2), true).is_err());
+    }
+
+    #[test]
+    fn a_warming_instance_takes_requests_only_if_no_other_does() {
+        let mut fleet = Fleet::default();
+        let (a, b) = (fleet.add("a", Role::Both).unwrap(), fleet.add("b", Role::Both).unwrap());
+        fleet.set_warming(b, true).unwrap();
+        assert_eq!((fleet.eligible(), fleet.eligible_count()), ([true, false].as_slice(), 1));
+        fleet.set_healthy(a, false).unwrap();
+        assert_eq!((fleet.eligible(), fleet.eligible_count()), ([false, true].as_slice(), 1));
+        fleet.set_healthy(a, true).unwrap();
+        fleet.set_warming(b, false).unwrap();
+        assert_eq!((fleet.eligible_count(), fleet.is_warming(b)), (2, false));
+        // A new instance in the slot is not warming.
+        fleet.set_warming(b, true).unwrap();
+        fleet.remove(b);
+        fleet.add("c", Role::Both).unwrap();
+        assert_eq!(fleet.eligible_count(), 2);
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub mod router;
 pub mod settings;
 pub mod split;
 pub mod suggest;
+pub mod warm;
 mod wide;
 
 pub use error::CoreError;

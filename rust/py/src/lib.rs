@@ -23,6 +23,7 @@ mod simulate;
 mod split;
 mod ticket;
 mod tokens;
+mod warm;
 mod wire;
 
 // Free-threaded interpreters must enable their lock: only that lock makes reading buffers in place
@@ -40,5 +41,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     api::register(module)?;
     simulate::register(module)?;
     tokens::register(module)?;
+    warm::register(module)?;
     bench::register(module)
 }

@@ -9,6 +9,7 @@ use crate::programs::Snapshot;
 use crate::registry::offering;
 use crate::request::{self, Request};
 use crate::ticket::{Decision, Stats, Ticket};
+use crate::warm::Warming;
 use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
@@ -121,7 +122,7 @@ impl Clock {
 /// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
 ///   rate.
 /// - `seed`: seed of all random choices.
-/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`: options of `lmetric.options`, as
+/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`, `fleet_changes`: options of `lmetric.options`, as
 ///   for `configure`.
 /// - `offers`: the least mature policies and planners that the router accepts (`"stable"`,
 ///   `"experimental"`, `"study"`: all).
@@ -203,6 +204,10 @@ impl Router {
             "programs" => {
                 let programs = crate::programs::programs_of(&kind, settings)?;
                 self.with_core(py, |router| Ok(router.set_programs(programs)?))
+            }
+            "fleet_changes" => {
+                let warm = crate::settings::warm_of(&kind, settings)?;
+                self.with_core(py, |router| Ok(router.set_warm(warm)?))
             }
             _ => {
                 let made = crate::reschedule::reschedule_of(&kind, settings, false)?;
@@ -317,6 +322,7 @@ pub fn parsed_option(what: &str, kind: &str, settings: &Bound<'_, PyDict>) -> Re
         "priority" => format!("{:?}", crate::priorities::priorities_of(kind, settings)?),
         "rebalance" => format!("{:?}", crate::reschedule::reschedule_of(kind, settings, false)?),
         "programs" => format!("{:?}", crate::programs::programs_of(kind, settings)?),
+        "fleet_changes" => format!("{:?}", crate::settings::warm_of(kind, settings)?),
         other => return Err(unexpected("configure", other)),
     })
 }
@@ -327,13 +333,13 @@ impl Router {
     #[pyo3(signature = (policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None,
         kv_source="approximate", index_bytes=512 << 20, receipt_bytes=16 << 20, guard=None, step_time=None,
         decay_queued_prefill=true, seed=0, decode_policy=None, decode_knobs=None, binding="early", colocate=true,
-        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, offers="study", tiers="auto",
-        tier_load_ratio=0.02, **old),
+        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None,
+        offers="study", tiers="auto", tier_load_ratio=0.02, **old),
         text_signature = "(policy=None, *, knobs=None, block_size=16, text_block_bytes=256, domain=None, \
         kv_source='approximate', index_bytes=536870912, receipt_bytes=16777216, guard=None, step_time=None, \
         decay_queued_prefill=True, seed=0, decode_policy=None, decode_knobs=None, binding='early', colocate=True, \
-        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, offers='study', tiers='auto', \
-        tier_load_ratio=0.02)")]
+        split=None, prefix_fetch=None, priority=None, rebalance=None, programs=None, fleet_changes=None, \
+        offers='study', tiers='auto', tier_load_ratio=0.02)")]
     fn new(
         py: Python<'_>,
         policy: Option<&Bound<'_, PyAny>>,
@@ -357,6 +363,7 @@ impl Router {
         priority: Option<Bound<'_, PyAny>>,
         rebalance: Option<Bound<'_, PyAny>>,
         programs: Option<Bound<'_, PyAny>>,
+        fleet_changes: Option<Bound<'_, PyAny>>,
         offers: &str,
         tiers: &str,
         tier_load_ratio: f64,
@@ -422,6 +429,7 @@ impl Router {
             ("priority", priority),
             ("rebalance", rebalance),
             ("programs", programs),
+            ("fleet_changes", fleet_changes),
         ];
         for (what, option) in options {
             if let Some(option) = option {
@@ -555,6 +563,7 @@ impl Router {
     /// - `rebalance`: how running requests move (`Star`, `Llumnix`). Set it before the first
     ///   request.
     /// - `programs`: how agent programs are followed (`ProgramObservation`, `ProgramAdmission`).
+    /// - `fleet_changes`: how instances join and leave (`WarmChanges`).
     /// - `guard`: whether the hot-spot guard is on. When switched off, it drops its counts.
     /// - `binding`: when the decode instance is chosen, `"early"` or `"late"`.
     /// - `block_size`: tokens per block. A change empties the KV index, and an `EventFeed` requests
@@ -562,7 +571,7 @@ impl Router {
     ///
     /// Raises `BadValueError`.
     #[pyo3(signature = (**changes), text_signature = "($self, *, split=..., prefix_fetch=..., priority=..., \
-        rebalance=..., programs=..., guard=..., binding=..., block_size=...)")]
+        rebalance=..., programs=..., fleet_changes=..., guard=..., binding=..., block_size=...)")]
     fn configure(&self, py: Python<'_>, changes: Option<&Bound<'_, PyDict>>) -> Result<()> {
         for (key, value) in changes.into_iter().flat_map(|changes| changes.iter()) {
             let key = key.extract::<String>()?;
@@ -595,7 +604,7 @@ impl Router {
                         Ok(())
                     })?;
                 }
-                "split" | "prefix_fetch" | "priority" | "rebalance" | "programs" => {
+                "split" | "prefix_fetch" | "priority" | "rebalance" | "programs" | "fleet_changes" => {
                     self.set_option(py, &key, &value)?
                 }
                 _ => return Err(unexpected("configure", &key)),
@@ -1264,6 +1273,51 @@ impl Router {
         })?;
         let told = moves.iter().map(|(named, names)| crate::ticket::move_dict(py, named, names));
         Ok((told.collect::<PyResult<_>>()?, stop.reason()))
+    }
+
+    /// Begins to warm an instance that has joined: it gets no requests until `end_warming`. Returns
+    /// the fetches to make before.
+    ///
+    /// Raises `UnknownNameError`, and `BadValueError` if fleet changes are cold
+    /// (`fleet_changes=None`).
+    #[pyo3(signature = (name, *, now=None))]
+    fn begin_join(&self, py: Python<'_>, name: &str, now: Option<f64>) -> Result<Warming> {
+        self.with_core(py, |router| {
+            let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
+            let warming = router.begin_join(id, now)?;
+            Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
+        })
+    }
+
+    /// Lets an instance drain. Returns the fetches to make before it leaves.
+    ///
+    /// Raises `UnknownNameError`, and `BadValueError` if fleet changes are cold
+    /// (`fleet_changes=None`).
+    #[pyo3(signature = (name, *, now=None))]
+    fn begin_leave(&self, py: Python<'_>, name: &str, now: Option<f64>) -> Result<Warming> {
+        self.with_core(py, |router| {
+            let (id, now) = (router.fleet().find(name)?, self.clock.now(now, router)?);
+            let warming = router.begin_leave(id, now)?;
+            Ok(Warming::new(warming, router.fleet().names().clone(), self.shared.clone()))
+        })
+    }
+
+    /// Lets a warming instance get requests. Raises `UnknownNameError`.
+    fn end_warming(&self, py: Python<'_>, name: &str) -> Result<()> {
+        self.with_core(py, |router| {
+            let id = router.fleet().find(name)?;
+            Ok(router.end_warming(id)?)
+        })
+    }
+
+    /// The running requests of an instance that can move, each with its target: pairs of a
+    /// `Ticket.id` and the name of an instance. Raises `UnknownNameError`.
+    fn moves_from(&self, py: Python<'_>, name: &str) -> Result<Vec<(u64, String)>> {
+        self.with_core(py, |router| {
+            let moves = router.moves_from(router.fleet().find(name)?);
+            let name = |id| router.fleet().name(id).to_string();
+            Ok(moves.into_iter().map(|(ticket, to)| (ticket.0, name(to))).collect())
+        })
     }
 
     /// Why the hot-spot guard is on or off under the policy. `stats()["guard_on"]` is its current

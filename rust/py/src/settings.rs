@@ -1,7 +1,9 @@
 //! Settings in Python dictionaries.
 use crate::errors::Result;
+use lmetric_core::CoreError;
 use lmetric_core::router::PullConfig;
 use lmetric_core::settings::SettingsReader;
+use lmetric_core::warm::WarmConfig;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -14,6 +16,25 @@ pub fn reader(what: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Settin
         Ok((name.extract::<String>()?, number))
     });
     Ok(SettingsReader::new(what, given.collect::<PyResult<Vec<_>>>()?))
+}
+
+/// Returns the settings of fleet changes of this kind; `None` for `"none"`: cold.
+///
+/// # Errors
+/// `BadValue` for an unknown kind or setting, or a value out of range.
+pub fn warm_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<Option<WarmConfig>> {
+    let mut reader = reader(&format!("fleet_changes {kind}"), settings)?;
+    let warm = match kind {
+        "none" => None,
+        "warm" => Some(reader.read::<WarmConfig>()?),
+        other => {
+            let (what, got) = ("fleet_changes".into(), format!("{other:?}"));
+            return Err(CoreError::BadValue { what, got, expected: "\"none\" or \"warm\"".into() }.into());
+        }
+    };
+    reader.finish()?;
+    warm.map_or(Ok(()), |warm| warm.check())?;
+    Ok(warm)
 }
 
 /// Reads the settings of prefix fetches.

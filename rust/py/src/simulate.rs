@@ -10,8 +10,8 @@ use lmetric_core::fleet::Role;
 use lmetric_core::kv::tiers::TierUse;
 use lmetric_core::router::{IndexFeed, RouterConfig, TierConfig};
 use lmetric_sim::{
-    Admission, ClusterConfig, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile, Pulling,
-    Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
+    Admission, ClusterConfig, FleetChange, GapHistogram, MoveBy, Order, Outcome, Overlap, Policies, Profile,
+    Pulling, Quantity, Recompute, Signals, TokenSlo, Trace, Transfer,
 };
 use lmetric_study::REGISTRY;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
@@ -132,7 +132,8 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
     migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
-    tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None))]
+    tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None, fleet_changes="none", fleet_change_settings=None,
+    changes=None))]
 fn simulate<'py>(
     py: Python<'py>,
     workload: &Bound<'py, Workload>,
@@ -192,6 +193,9 @@ fn simulate<'py>(
     programs: &str,
     program_settings: Option<&Bound<'py, PyDict>>,
     load_admission: Option<&Bound<'py, PyDict>>,
+    fleet_changes: &str,
+    fleet_change_settings: Option<&Bound<'py, PyDict>>,
+    changes: Option<Vec<(f64, u32, bool)>>,
 ) -> Result<Bound<'py, PyDict>> {
     if !(1..=MOST_ROUTERS).contains(&routers) {
         return Err(unknown("routers", &routers.to_string(), "1 to 1024").into());
@@ -268,6 +272,7 @@ fn simulate<'py>(
                 load_ratio: tier_load_ratio,
             },
             programs: crate::programs::programs_of(programs, program_settings)?,
+            warm: crate::settings::warm_of(fleet_changes, fleet_change_settings)?,
             pull: pull.map(|settings| crate::settings::pull_of(Some(settings))).transpose()?,
             ..RouterConfig::default()
         },
@@ -285,6 +290,11 @@ fn simulate<'py>(
             }),
             other => return Err(unknown("migration_by", other, "kv or recompute").into()),
         },
+        changes: changes
+            .unwrap_or_default()
+            .into_iter()
+            .map(|(at_seconds, instance, joins)| FleetChange { at_seconds, instance, joins })
+            .collect(),
         timeline_seconds,
         token_slo: slo(token_slo_seconds, think_slo_seconds),
     };
@@ -370,6 +380,10 @@ fn columns(py: Python<'_>, outcome: Outcome, instances: usize) -> PyResult<Bound
     dict.set_item("oom", outcome.out_of_memory)?;
     dict.set_item("gamma", outcome.routers[0].gamma().map(|(gamma, _)| gamma))?;
     dict.set_item("stalled", outcome.stalled)?;
+    let changes = outcome.changes.iter();
+    let changes: Vec<_> =
+        changes.map(|each| (each.done_seconds, each.fetches, each.fetched_tokens, each.moves)).collect();
+    dict.set_item("changes", changes)?;
     Ok(dict)
 }
 

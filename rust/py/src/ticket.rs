@@ -227,6 +227,13 @@ impl Ticket {
         })
     }
 
+    /// Name of its prompt in the fetches of fleet changes (`Warming.begin`); None: the prompt has
+    /// no whole block. Raises `TicketError` if the ticket is closed.
+    #[getter]
+    fn prompt_key(&self, py: Python<'_>) -> Result<Option<u64>> {
+        self.with_core(py, |router| Ok(router.prompt_key(self.ticket.id())?))
+    }
+
     /// The prefix that the instance still has to fetch before the request begins, as
     /// `Decision.fetch`. A retry may change it. None: no prefix fetch, or it has ended.
     #[getter]

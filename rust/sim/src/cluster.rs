@@ -22,6 +22,8 @@ use crate::routers::{Policies, Routers};
 use crate::signals::Signals;
 use crate::transfer::{Links, Transfer};
 use crate::workload::{Waiting, Workload};
+pub use churn::{ChangeRecord, FleetChange};
+use churn::{Churn, fetch_of};
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
@@ -95,6 +97,9 @@ pub struct ClusterConfig {
     pub reschedule: Option<RescheduleConfig>,
     /// How moving requests get to their target.
     pub move_by: MoveBy,
+    /// Instances that join and leave, in order of time. The router's settings say whether they do
+    /// so warm.
+    pub changes: Vec<FleetChange>,
     /// Length of the timeline's buckets, in seconds.
     pub timeline_seconds: Seconds,
     /// Longest acceptable gap before an output token: before an answer token and before a reasoning
@@ -127,6 +132,8 @@ pub struct Outcome {
     pub step_variance: f64,
     /// Gaps between the output tokens of all requests, as clients receive them.
     pub gaps: GapHistogram,
+    /// What the fleet changes did, in the order of [`ClusterConfig::changes`].
+    pub changes: Vec<ChangeRecord>,
     /// The routers after the run, with their totals and latest decision records.
     pub routers: Vec<Router>,
 }
@@ -149,6 +156,16 @@ enum Event {
     PullBegins { request: u32 },
     /// A prefix fetch has ended.
     PullEnds { request: u32 },
+    /// An instance joins or leaves.
+    FleetChange { number: u32 },
+    /// A fleet change begins further fetches.
+    ContinueChange { number: u32 },
+    /// The source of a fetch for a fleet change can send it.
+    PrefixBegins { fetch: u32 },
+    /// The KV of such a fetch has arrived.
+    PrefixArrives { fetch: u32 },
+    /// A look at an instance that leaves.
+    Leaves { instance: u32 },
     /// An instance reports its load.
     Report { instance: u32 },
     /// A router exports its load to its peers.
@@ -176,6 +193,9 @@ impl Event {
                 | Event::Admit
                 | Event::Reschedule
                 | Event::Compare
+                | Event::FleetChange { .. }
+                | Event::ContinueChange { .. }
+                | Event::Leaves { .. }
         )
     }
 }
@@ -210,6 +230,7 @@ struct Cluster<'a> {
     instances: Vec<Instance>,
     routers: Routers,
     links: Links,
+    churn: Churn,
     /// Prefix fetches that have not ended, by request.
     pulls: HashMap<u32, UnderWay>,
     /// Requests that wait for others.
@@ -268,7 +289,10 @@ pub fn simulate<E: From<CoreError>>(
         }
     }
     cluster.time_stalls();
+    let engines = || cluster.engines.iter().chain(&cluster.churn.retired);
     Ok(Outcome {
+        out_of_memory: engines().map(|engine| engine.load().counters.out_of_memory).sum(),
+        steps: engines().map(|engine| engine.load().counters.steps).sum(),
         stalled: cluster.stalled,
         records: cluster.records,
         timeline: cluster.timeline,
@@ -278,11 +302,10 @@ pub fn simulate<E: From<CoreError>>(
         step_variance: cluster.variances.0 / cluster.variances.1.max(1.0),
         gaps: {
             let mut gaps = cluster.seams.histogram().clone();
-            cluster.engines.iter().for_each(|engine| gaps.add(engine.gaps()));
+            engines().for_each(|engine| gaps.add(engine.gaps()));
             gaps
         },
-        out_of_memory: cluster.engines.iter().map(|engine| engine.load().counters.out_of_memory).sum(),
-        steps: cluster.engines.iter().map(|engine| engine.load().counters.steps).sum(),
+        changes: cluster.churn.records,
         routers: cluster.routers.into_routers(),
     })
 }
@@ -338,6 +361,11 @@ impl Cluster<'_> {
             Event::HandOver { request } => self.hand_over(request as usize)?,
             Event::PullBegins { request } => self.begin_pull(request as usize),
             Event::PullEnds { request } => self.end_pull(request as usize)?,
+            Event::FleetChange { number } => self.begin_change(number as usize)?,
+            Event::ContinueChange { number } => self.continue_change(number as usize)?,
+            Event::PrefixBegins { fetch } => self.begin_prefix(fetch as usize)?,
+            Event::PrefixArrives { fetch } => self.prefix_arrives(fetch as usize)?,
+            Event::Leaves { instance } => self.leave_fleet(instance as usize)?,
             Event::Arrival { request } => self.arrive(request as usize)?,
             Event::Report { instance } => {
                 self.routers.report(instance as usize, &self.engines[instance as usize], self.now)?;
@@ -479,7 +507,7 @@ impl Cluster<'_> {
             let end = self.engines[instance].start_steps(self.now, f64::INFINITY);
             let events = self.engines[instance].events();
             for admitted in events.admitted.iter().filter(|admitted| admitted.first_time) {
-                if ahead_of(admitted.id).is_some() {
+                if !placed(admitted.id) {
                     continue;
                 }
                 let request = admitted.id as usize;
@@ -493,9 +521,9 @@ impl Cluster<'_> {
                     self.records.loaded_tokens[request] = i64::from(admitted.loaded_tokens);
                 }
             }
-            let whole = events.preempted.iter().filter(|id| ahead_of(**id).is_none());
+            let whole = events.preempted.iter().filter(|id| placed(**id));
             whole.for_each(|&id| self.records.preemptions[id as usize] += 1);
-            for admitted in &events.admitted {
+            for admitted in events.admitted.iter().filter(|each| fetch_of(each.id).is_none()) {
                 if let Some(request) = ahead_of(admitted.id) {
                     let warming = self.warming.get_mut(&(request as u32));
                     warming.into_iter().for_each(|warming| warming.began(admitted.cached_tokens));
@@ -541,11 +569,11 @@ impl Cluster<'_> {
         self.timeline.add(instance, Quantity::Running, start, end, running);
         let computed: u32 = events.prefilled.iter().map(|chunk| chunk.tokens).sum();
         self.timeline.add(instance, Quantity::PrefillTokens, start, end, f64::from(computed) / (end - start));
-        for chunk in &events.prefilled {
+        for chunk in events.prefilled.iter().filter(|chunk| fetch_of(chunk.id).is_none()) {
             let request = ahead_of(chunk.id).unwrap_or(chunk.id as usize);
             self.records.computed_tokens[request] += i64::from(chunk.tokens);
         }
-        for chunk in events.prefilled.iter().filter(|chunk| ahead_of(chunk.id).is_none()) {
+        for chunk in events.prefilled.iter().filter(|chunk| placed(chunk.id)) {
             let request = chunk.id as usize;
             // No client receives the first token of a prefill for another instance.
             let (part, prompt) = (&self.parts[request], self.workload.shape.input_tokens[request]);
@@ -564,7 +592,12 @@ impl Cluster<'_> {
             self.routers.of(chunk.id).prefilled(chunk, first, self.now)?;
         }
         let (mut arrivals, mut prefilled, mut warmed) = (Vec::new(), Vec::new(), Vec::new());
+        let mut fetched = Vec::new();
         for (&id, &gaps) in events.finished.iter().zip(&events.gaps) {
+            if let Some(fetch) = fetch_of(id) {
+                fetched.push(fetch);
+                continue;
+            }
             if let Some(request) = ahead_of(id) {
                 warmed.push(request);
                 continue;
@@ -613,6 +646,7 @@ impl Cluster<'_> {
         if let MoveBy::Recompute(by) = self.config.move_by {
             warmed.into_iter().try_for_each(|request| self.warmed(request, by))?;
         }
+        fetched.into_iter().try_for_each(|fetch| self.prefix_there(fetch))?;
         for request in prefilled {
             self.next_segment(request, end)?;
             self.at(end, Event::Prefilled { request: request as u32 });
@@ -637,6 +671,11 @@ impl Cluster<'_> {
         (state.queue_since, state.queued) = (self.now, waiting);
         self.timeline.add(instance, Quantity::Waiting, since, self.now, f64::from(queued));
     }
+}
+
+/// Whether an engine's request is one that the router placed.
+fn placed(id: u64) -> bool {
+    ahead_of(id).is_none()
 }
 
 /// Returns the chain of a request's prompt that an engine's cache can hold: vLLM's holds full
@@ -713,6 +752,7 @@ fn engine_request<'w>(
 }
 
 mod admit;
+mod churn;
 mod handover;
 mod moves;
 mod pulls;

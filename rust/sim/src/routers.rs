@@ -132,6 +132,11 @@ impl Routers {
         }
     }
 
+    /// Drops the late changes of an instance's cache: its engine is gone.
+    pub fn forget(&mut self, instance: usize) {
+        self.late.retain(|late| late.instance != instance);
+    }
+
     /// Applies the changes of caches that are due.
     fn hear(&mut self, now: Seconds) {
         while self.late.front().is_some_and(|late| late.due <= now) {

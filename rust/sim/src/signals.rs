@@ -204,6 +204,11 @@ impl Observer {
         Ok(())
     }
 
+    /// Forgets what it knows of an instance's engine, which is gone.
+    pub fn forget(&mut self, instance: usize) {
+        self.told_steps[instance] = 0;
+    }
+
     /// Returns the request of an open ticket.
     pub fn request_of(&self, ticket: TicketId) -> Option<u64> {
         self.by_ticket.get(&ticket).copied()

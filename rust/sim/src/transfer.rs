@@ -103,6 +103,11 @@ impl Links {
         }
     }
 
+    /// Returns the time until which an instance sends.
+    pub fn sends_until(&self, instance: usize) -> Seconds {
+        self.sends[instance].max(self.last_sent[instance])
+    }
+
     /// Transfers a prompt. Returns its arrival, which is never before the end of its prefill.
     pub fn carry(&mut self, load: Load) -> Seconds {
         let Transfer { seconds_per_token, fixed_seconds, overlap, unshared } = self.transfer;

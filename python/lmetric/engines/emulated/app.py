@@ -453,7 +453,11 @@ class Api:
             "kv_load_failure_policy": options.kv_load_failure_policy,
         }
         scheduler = {"policy": "priority" if options.order == "priority" else "fcfs"}
-        config = {"scheduler_config": scheduler, "kv_transfer_config": transfer}
+        config = {
+            "scheduler_config": scheduler,
+            "kv_transfer_config": transfer,
+            "model_config": {"revision": options.revision},
+        }
         return web.json_response({"vllm_config": config})
 
     async def _version(self, _request: web.Request) -> web.Response:

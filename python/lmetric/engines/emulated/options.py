@@ -152,6 +152,9 @@ class EngineOptions(BaseModel):
         ge=0,
         le=65535,
     )
+    revision: str | None = _option(
+        None, _KV, "Revision of the model that it reports. KV never passes between revisions."
+    )
     kv_lease_seconds: float = _option(30.0, _KV, "Time to keep a KV cache that no engine fetches.", gt=0)
     kv_bidirectional: bool = _option(
         False,

@@ -141,7 +141,7 @@ class Members:
             return
         engine.leaving = True
         engine.hold()
-        if not engine.running or seconds <= 0:
+        if seconds <= 0 or not (engine.running or engine.sends_prefixes):
             self._forget(engine)
             return
         log.info("engine drains", source=engine.source, engine=engine.name, running=engine.running)
@@ -154,7 +154,7 @@ class Members:
             await asyncio.sleep(_LOOK_SECONDS)
             now = time.monotonic()
             for engine, leave in list(self._leaving.items()):
-                if not engine.running or now >= leave.deadline:
+                if now >= leave.deadline or not (engine.running or engine.sends_prefixes):
                     self._forget(engine)
 
     def _forget(self, engine: Engine) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from lmetric.engines.handover import HandoverError
-from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.engine import Engine, blocks_differ
 from lmetric.server.fleet.pool import Pool
 
 log = structlog.get_logger("lmetric.transfer")
@@ -163,11 +163,3 @@ class KvTransfer:
         """Counts that tokens are computed again."""
         self._pool.kv_transfers[outcome] += 1
         log.debug("tokens are computed again", model=self._pool.name, why=outcome, reason=reason)
-
-
-def blocks_differ(source: Engine, engine: Engine) -> str | None:
-    """Returns the reason if both engines report block sizes and the sizes differ, else None."""
-    theirs, own = source.capabilities.block_size, engine.capabilities.block_size
-    if theirs is None or own is None or theirs == own:
-        return None
-    return f"blocks of {source.name} have {theirs} tokens, blocks of {engine.name} {own}"

@@ -72,6 +72,19 @@ class NotUsable(NamedTuple):
 log = structlog.get_logger("lmetric.fleet")
 
 
+class WarmFleet(Protocol):
+    """Warm fleet changes, as engines need them."""
+
+    def joins(self, engine: "Engine") -> None:
+        """Begins to warm an engine with an empty cache."""
+
+    def leaves(self, engine: "Engine") -> None:
+        """Begins to copy the prefixes of an engine that gets no more requests."""
+
+    def sends(self, name: str) -> bool:
+        """Whether other engines still fetch the prefixes of an engine that leaves."""
+
+
 class ServedModel(Protocol):
     """The properties of a model that its engines need."""
 
@@ -80,6 +93,10 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     indicators: Indicators
+
+    @property
+    def changes(self) -> "WarmFleet | None":
+        """Its warm fleet changes, if engines join and leave warm."""
 
     def review(self) -> None:
         """Decides anew which engines are in service."""
@@ -134,6 +151,7 @@ class Engine:
         # A prompt that it tokenizes differently from the tokenizer it was last compared with.
         self.tokens_differ: str | None = None
         self.compared: PromptTokenizer | None = None
+        self.cold = True  # its cache is empty: it is new, or its process was restarted
         self.lost_blocks = False  # its process seemed gone, so its blocks left the index
         self.load_reports: Counter[str] = Counter()  # by source
         self.load_error: str | None = None
@@ -155,6 +173,11 @@ class Engine:
     def role(self) -> Role:
         """Its role: set by an administrator or the configuration, else reported by the engine."""
         return self.role_set or self.config.role or self.capabilities.role or "both"
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of its weights: from the configuration, else as reported."""
+        return self.config.revision or self.capabilities.revision
 
     @property
     def handover(self) -> Handover | None:
@@ -218,6 +241,12 @@ class Engine:
         return NotUsable(cause, self.last_error, fix)
 
     @property
+    def sends_prefixes(self) -> bool:
+        """Whether other engines still fetch its prefixes because it leaves."""
+        changes = self.pool.changes if self.pool is not None else None
+        return changes is not None and changes.sends(self.name)
+
+    @property
     def running(self) -> int:
         """The number of this router's requests in flight at the engine."""
         return self.upstream.in_use
@@ -243,6 +272,8 @@ class Engine:
         if self.pool is not None:
             self.pool.router.update_instance(self.name, draining=self.held)
             self.pool.review()
+            if self.pool.changes is not None and self.held and self.in_service:
+                self.pool.changes.leaves(self)
 
     def succeeded(self) -> None:
         """Records a successful health check."""
@@ -348,7 +379,7 @@ class Engine:
             self.pool.router.blocks_cleared(self.name)
             gone = self.pool.indicators.of_nobody()
             self.pool.router.report_load(self.name, waiting=0, running=0, extra=gone or None)
-            self.lost_blocks = True
+            self.lost_blocks = self.cold = True
 
     def _turn(self, healthy: bool, reason: str | None) -> None:
         now = time.monotonic()
@@ -364,6 +395,22 @@ class Engine:
                 log.log(self.quiet or logging.INFO, "engine up", model=self.pool.name, engine=self.name)
             else:
                 log.warning("engine down", model=self.pool.name, engine=self.name, reason=reason)
+
+
+def blocks_differ(source: Engine, engine: Engine) -> str | None:
+    """Returns the reason why an engine cannot use the KV blocks of another one, else None.
+
+    They serve different revisions of the model, or report different block sizes.
+    """
+    if source.revision != engine.revision:
+        return (
+            f"{source.name} serves revision {source.revision} of the model, {engine.name} serves "
+            f"{engine.revision}"
+        )
+    theirs, own = source.capabilities.block_size, engine.capabilities.block_size
+    if theirs is None or own is None or theirs == own:
+        return None
+    return f"blocks of {source.name} have {theirs} tokens, blocks of {engine.name} {own}"
 
 
 def unusable(engines: Iterable[Engine]) -> Unusable | None:

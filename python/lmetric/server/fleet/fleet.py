@@ -261,6 +261,8 @@ class Fleet:
         await pool.compare_tokens(engine, self.config.health.timeout)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile
+        if before.revision != capabilities.revision and before.engine != "unknown":
+            pool.router.blocks_cleared(engine.name)  # of other weights
         engine.identified = True
         engine.ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS if unanswered else math.inf
         pool.wire(engine)

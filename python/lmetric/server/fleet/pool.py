@@ -32,6 +32,7 @@ from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.admission import HeldRequests
+from lmetric.server.fleet.changes import FleetChanges
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
@@ -171,8 +172,12 @@ class Pool:
         self.fetch_outcomes: Counter[str] = Counter()
         self.transfer_seconds_per_token: float = self.router.learned()["fetch_seconds_per_token"] or 0.0
         self.mover: Rebalancer | None = None  # set if running requests may move
-        if (rule := routing.rebalance) is not None:
+        rule, warm = routing.rebalance, routing.fleet_changes is not None
+        if rule is not None or warm:
             self.mover = Rebalancer(name, settings, rule, self.router, self.engines, self.prefill_seconds)
+        self.changes: FleetChanges | None = None  # set if engines join and leave warm
+        if warm and self.mover is not None:
+            self.changes = FleetChanges(name, self.router, self.engines, self.mover)
         # Whether several engines of role both may produce one answer.
         self.joins = self.splits or self.mover is not None
         # Whether a stream continues on another engine if its engine fails. Continued streams by
@@ -249,6 +254,9 @@ class Pool:
         now = time.monotonic()
         self.retry_budget.follow(self.requests, now)
         for engine in self.outliers.review(self.engines.values(), now):
+            if self.changes is not None and engine.in_service and engine.cold:
+                self.changes.joins(engine)  # before it can get a request
+            engine.cold &= not engine.in_service
             self.router.update_instance(engine.name, healthy=engine.service.in_service)
         notices = self.outliers.notices
         while notices:
@@ -284,6 +292,8 @@ class Pool:
     def remove(self, name: str) -> None:
         """Removes an engine. Its running requests continue."""
         engine = self.engines.pop(name)
+        if self.changes is not None:
+            self.changes.forget(name)
         engine.pool = None
         self.kv.unwire(name)
         engine.upstream.close()
@@ -300,7 +310,10 @@ class Pool:
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
         fetches = (
-            self.splits or self.fetches_prefixes or (self.mover is not None and self.mover.by != "recompute")
+            self.splits
+            or self.fetches_prefixes
+            or self.changes is not None
+            or (self.mover is not None and self.mover.by != "recompute")
         )
         between_equals = fetches and connector is not None and not connector.at_once
         engine.connector = connector if role != "both" or between_equals else None

@@ -52,7 +52,7 @@ class Rebalancer:
         self,
         model: str,
         settings: PoolSettings,
-        rule: RebalanceOption,
+        rule: RebalanceOption | None,
         router: Router,
         engines: Mapping[str, Engine],
         prefill_seconds: Callable[[Engine, int], float],
@@ -65,8 +65,9 @@ class Rebalancer:
         self.segment_tokens = settings.migration_segment_tokens
         self.at_once = settings.migration_max_concurrent
         self.max_gap_seconds = settings.migration_max_gap_seconds
-        self.period_seconds = rule.period_seconds
-        self.due = 0.0  # time of the next round, monotonic clock
+        # Without a rule, only engines that leave move their requests.
+        self.period_seconds = math.inf if rule is None else rule.period_seconds
+        self.due = math.inf if rule is None else 0.0  # time of the next round, monotonic clock
         self.running: dict[int, Movable] = {}  # by ticket
         self.moves: set[object] = set()
         self._fetch_rate = 0.0  # seconds per token of the last fetch

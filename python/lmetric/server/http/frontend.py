@@ -704,6 +704,9 @@ class Frontend(web.Server):
         relay: RequestRunner | None = None
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
+            if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
+                model = asked.lora_name or pool.name
+                pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
         except NoInstanceError as error:
             if client_request.pinned_to is not None:
                 raise ApiError(

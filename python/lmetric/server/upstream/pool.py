@@ -218,20 +218,21 @@ class Upstream(Kept):
         """Sends a GET on a page connection. Returns status and body. Raises UpstreamError."""
         return await self._fetch("GET", path, "", b"", seconds)
 
-    async def post(self, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, seconds: float, *, once: bool = False) -> tuple[int, bytes]:
         """Sends JSON by POST on a page connection.
 
-        Returns status and body. Raises UpstreamError.
+        `once`: on a new connection, so that it is never sent twice. Returns status and body. Raises
+        UpstreamError.
         """
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        return await self._fetch("POST", path, fields, body, seconds)
+        return await self._fetch("POST", path, fields, body, seconds, once=once)
 
     async def _fetch(
-        self, method: str, path: str, fields: str, body: bytes, seconds: float
+        self, method: str, path: str, fields: str, body: bytes, seconds: float, *, once: bool = False
     ) -> tuple[int, bytes]:
         request = f"{method} {self._path}{path} HTTP/1.1\r\n{self._fixed}{fields}\r\n".encode() + body
         what = f"{method} {path}"
-        kept = self._pages.take()
+        kept = None if once else self._pages.take()
         if kept is not None:
             try:
                 return await self._ask(kept, request, what, seconds)

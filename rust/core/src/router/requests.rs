@@ -5,6 +5,7 @@ use super::tickets::Tickets;
 use crate::admission::Admission;
 use crate::estimate::Turns;
 use crate::receipt::ReceiptRing;
+use crate::warm::Demand;
 
 /// All request data of a router, apart from the load on instances.
 pub(super) struct Requests {
@@ -18,6 +19,8 @@ pub(super) struct Requests {
     pub turns: Option<Turns>,
     /// Arrivals, with agent programs and admission by load.
     pub admission: Admission,
+    /// Prompts of recent requests, if fleet changes are warm.
+    pub demand: Option<Demand>,
 }
 
 impl Requests {
@@ -30,6 +33,7 @@ impl Requests {
             ordering: None,
             turns: None,
             admission: Admission::default(),
+            demand: None,
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::policy::{Fallbacks, Policy};
 use crate::program::PeerPrograms;
 use crate::receipt::Receipt;
 use crate::request::Request;
+use crate::warm::Demand;
 
 /// Upper bound of plausible times. Larger values and NaN are errors of the caller and are ignored.
 const FAR: Seconds = 1e12;
@@ -46,6 +47,8 @@ impl Router {
     pub fn new(policy: Box<dyn Policy>, config: RouterConfig) -> Result<Router, CoreError> {
         let mut requests = Requests::new(config.receipt_bytes);
         requests.admission.set_programs(config.programs, 0.0)?;
+        config.warm.map_or(Ok(()), |warm| warm.check())?;
+        requests.demand = config.warm.as_ref().map(Demand::new);
         Ok(Router {
             context: DecisionContext::new(config.seed),
             requests,

@@ -65,6 +65,12 @@ impl Cluster<'_> {
         let begins = if waits { self.present_step_ends(holder) } else { self.now };
         let under_way = UnderWay { pull, asked, tokens: 0, reach: 0, pinned: Vec::new() };
         self.pulls.insert(request as u32, under_way);
+        self.hold_for_pull(holder);
+        self.at(begins, Event::PullBegins { request: request as u32 });
+    }
+
+    /// Makes a busy holder's next step longer: it answers a request for a prefix.
+    pub(super) fn hold_for_pull(&mut self, holder: usize) {
         let costs = self.config.pulling.holder_seconds;
         if costs > 0.0 && self.instances[holder].state != State::Idle {
             self.engines[holder].hold(costs);
@@ -74,12 +80,11 @@ impl Cluster<'_> {
                 self.expect(holder, end);
             }
         }
-        self.at(begins, Event::PullBegins { request: request as u32 });
     }
 
     /// Returns the end of an instance's current step; now, if it runs no step or one without an
     /// end.
-    fn present_step_ends(&self, instance: usize) -> Seconds {
+    pub(super) fn present_step_ends(&self, instance: usize) -> Seconds {
         let end = match self.instances[instance].state {
             State::Idle => self.now,
             State::Seen => self.instances[instance].busy_until,

@@ -1,4 +1,5 @@
 //! The start of a cluster: checks its settings and queues its first events.
+use super::churn::Churn;
 use super::handover::Part;
 use super::{Cluster, ClusterConfig, Event, Instance, State, bad, engine_request};
 use crate::engine::{Admission, Engine, Settings};
@@ -10,6 +11,7 @@ use crate::workload::{Waiting, Workload};
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
 use lmetric_core::fleet::Role;
+use lmetric_core::ids::InstanceId;
 use lmetric_core::kv::tiers::Tier;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig};
 use std::collections::BinaryHeap;
@@ -82,29 +84,18 @@ impl<'a> Cluster<'a> {
         if config.host.is_some() && exact && !routers.iter_mut().all(|router| router.open_tier(Tier::Cpu)) {
             return bad("index_bytes", config.router.index_bytes, "more: a quarter is for the host tier");
         }
-        let settings = Settings {
-            admission: config.admission,
-            order: config.order.clone(),
-            preempt: config.preempt,
-            host: config.host,
-            kv_events: exact,
-        };
         let mut engines = Vec::with_capacity(config.profiles.len());
         for (i, profile) in config.profiles.iter().enumerate() {
             if profile.block_tokens != workload.block_tokens() {
                 let expected = format!("{}, which the workload was cut into", workload.block_tokens());
                 return bad("block_tokens of the profile", profile.block_tokens, expected);
             }
-            let role = config.roles.get(i).copied().unwrap_or_default();
             for router in &mut routers {
-                let blocks = (f64::from(profile.cache_blocks) * config.reported_cache_ratio).round() as u32;
-                let id = router.add_instance(&format!("engine-{i}"), role, Some(blocks))?;
-                router.set_step_time(id, config.step_times.get(i).copied())?;
+                add_instance(router, config, i)?;
             }
-            let mut engine = Engine::new(profile.clone(), settings.clone(), None)?;
-            engine.set_token_slo(config.token_slo);
-            engines.push(engine);
+            engines.push(engine(config, i)?);
         }
+        let churn = Churn::new(&config.changes, engines.len(), &config.roles)?;
         let instance = || Instance {
             state: State::Idle,
             version: 0,
@@ -116,6 +107,7 @@ impl<'a> Cluster<'a> {
         let mut cluster = Cluster {
             routers: Routers::new(routers, config.signals, workload.len(), config.router.seed),
             links: Links::new(config.transfer, engines.len()),
+            churn,
             pulls: HashMap::new(),
             waiting: Waiting::new(workload),
             parts: vec![Part::default(); workload.len()],
@@ -158,7 +150,13 @@ impl<'a> Cluster<'a> {
             }
         }
         cluster.schedule_first_events();
+        cluster.schedule_changes()?;
         Ok(cluster)
+    }
+
+    /// Returns a new engine for an instance.
+    pub(super) fn engine(&self, instance: usize) -> Result<Engine, CoreError> {
+        engine(self.config, instance)
     }
 
     fn schedule_first_events(&mut self) {
@@ -194,6 +192,34 @@ impl<'a> Cluster<'a> {
             self.at(0.0, Event::Tick);
         }
     }
+}
+
+/// Makes the engine of an instance.
+fn engine(config: &ClusterConfig, instance: usize) -> Result<Engine, CoreError> {
+    let settings = Settings {
+        admission: config.admission,
+        order: config.order.clone(),
+        preempt: config.preempt,
+        host: config.host,
+        kv_events: config.router.index_feed == IndexFeed::Exact,
+    };
+    let mut engine = Engine::new(config.profiles[instance].clone(), settings, None)?;
+    engine.set_token_slo(config.token_slo);
+    Ok(engine)
+}
+
+/// Adds an instance to a router.
+pub(super) fn add_instance(
+    router: &mut Router,
+    config: &ClusterConfig,
+    instance: usize,
+) -> Result<InstanceId, CoreError> {
+    let role = config.roles.get(instance).copied().unwrap_or_default();
+    let cache_blocks = f64::from(config.profiles[instance].cache_blocks);
+    let blocks = (cache_blocks * config.reported_cache_ratio).round() as u32;
+    let id = router.add_instance(&format!("engine-{instance}"), role, Some(blocks))?;
+    router.set_step_time(id, config.step_times.get(instance).copied())?;
+    Ok(id)
 }
 
 /// A router without instances.

@@ -51,6 +51,7 @@ fn config(instances: usize, cache_blocks: u32, step_end: bool) -> ClusterConfig 
         output_known: true,
         reschedule: None,
         move_by: MoveBy::Kv,
+        changes: Vec::new(),
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

@@ -52,6 +52,7 @@ pub fn config(profiles: Vec<Profile>) -> ClusterConfig {
         output_known: true,
         reschedule: None,
         move_by: MoveBy::Kv,
+        changes: Vec::new(),
         timeline_seconds: 10.0,
         token_slo: TokenSlo::same(0.1),
     }

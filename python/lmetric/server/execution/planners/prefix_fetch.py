@@ -14,8 +14,8 @@ from lmetric.engines.handover import COMPLETIONS
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps
-from lmetric.server.execution.transfer import KvTransfer, blocks_differ
-from lmetric.server.fleet.engine import Engine
+from lmetric.server.execution.transfer import KvTransfer
+from lmetric.server.fleet.engine import Engine, blocks_differ
 
 LEAST_SECONDS = 0.02  # shortest wait for a holder, even if computing is faster
 

@@ -63,6 +63,9 @@ impl Lifecycle<'_> {
             failed: Vec::new(),
             lost: Vec::new(),
         });
+        if let Some(demand) = &mut requests.demand {
+            demand.note(request.chain, request.prompt_tokens, request.tokens_per_block, now);
+        }
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
         state.first.made += 1;

@@ -47,7 +47,13 @@ impl State {
     /// slot's steps. Uses the step-time model of a profile or a learned one. The fallback is the
     /// rate of whole prefills, which includes fixed step costs. `mean_rate` caches the pool's mean
     /// rate.
-    fn computing_seconds(&self, slot: usize, hit: f64, tokens: f64, mean_rate: &mut Option<f64>) -> Seconds {
+    pub fn computing_seconds(
+        &self,
+        slot: usize,
+        hit: f64,
+        tokens: f64,
+        mean_rate: &mut Option<f64>,
+    ) -> Seconds {
         match self.step_time_of(slot) {
             Some(model) => model.prefill_seconds(hit, tokens),
             None => {

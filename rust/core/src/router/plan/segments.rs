@@ -189,7 +189,7 @@ impl State {
         let live = id.index() < self.fleet.slots() && self.fleet.is_live(id);
         live && {
             let (healthy, draining, role) = self.fleet.state(id);
-            healthy && !draining && role != Role::Prefill
+            healthy && !draining && !self.fleet.is_warming(id) && role != Role::Prefill
         }
     }
 }

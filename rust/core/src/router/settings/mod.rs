@@ -11,6 +11,7 @@ use crate::estimate::StepTime;
 use crate::guard::GuardConfig;
 use crate::plan::Binding;
 use crate::program::ProgramConfig;
+use crate::warm::WarmConfig;
 
 /// Source of the entries in the KV index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -59,6 +60,8 @@ pub struct RouterConfig {
     pub programs: Option<ProgramConfig>,
     /// How the tiers below the GPU count in scores.
     pub tiers: TierConfig,
+    /// How instances join and leave warm; `None`: they do so cold.
+    pub warm: Option<WarmConfig>,
 }
 
 impl Default for RouterConfig {
@@ -79,6 +82,7 @@ impl Default for RouterConfig {
             pull: None,
             programs: None,
             tiers: TierConfig::default(),
+            warm: None,
         }
     }
 }

@@ -1,0 +1,247 @@
+"""Warm fleet changes.
+
+Engines that join first fetch prefixes. The prefixes and the streams of engines that leave first go
+to other engines.
+
+The core router plans the fetches (`Router.begin_join`, `Router.begin_leave`). This module makes
+them. A fetch needs no client request: the source computes one token after the prefix, which it
+finds in its cache, and keeps the KV for a transfer. The target computes one token after the same
+prefix and fetches the KV. Each transfer is used once and in time: a late or second use would bring
+the KV of another prompt into the target's cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import structlog
+
+from lmetric._core import Router, Warming
+from lmetric.engines.handover import COMPLETIONS, HandoverError
+from lmetric.server.fleet.engine import Engine, blocks_differ
+from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.upstream.connection import UpstreamError
+
+log = structlog.get_logger("lmetric.changes")
+
+MAX_TOKENS = 1 << 23  # of remembered prompts: 4 bytes each
+ANSWER_SECONDS = 30.0  # longest wait for each of the two engines
+LOOK_SECONDS = 0.25  # time between two looks at the streams of an engine that leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    tokens: Any  # an array of uint32
+    fields: Mapping[str, str]  # of the body: what the prefix cache depends on
+
+
+@dataclass(slots=True)
+class _Change:
+    joins: bool
+    warming: Warming
+    task: asyncio.Task[None] | None = None
+
+
+class FleetChanges:
+    """The warm changes of a pool."""
+
+    def __init__(self, model: str, router: Router, engines: Mapping[str, Engine], mover: Rebalancer) -> None:
+        self._model = model
+        self._router = router
+        self._engines = engines
+        self._mover = mover
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by `Ticket.prompt_key`
+        self._tokens = 0
+        self._changes: dict[str, _Change] = {}  # by the name of the engine
+        self.outcomes: Counter[str] = Counter()  # of fetches
+        self.fetched_tokens = 0
+
+    def note(self, key: int | None, tokens: Any, model: str, salt: str | None) -> None:
+        """Remembers the prompt of a request. `key`: `Ticket.prompt_key`."""
+        if key is None or tokens is None:
+            return
+        old = self._prompts.pop(key, None)
+        if old is None:
+            # A copy: the buffer belongs to the request.
+            fields = {"model": model} | ({} if salt is None else {"cache_salt": salt})
+            old = _Prompt(np.array(tokens, np.uint32), fields)
+            self._tokens += len(old.tokens)
+        self._prompts[key] = old
+        while self._tokens > MAX_TOKENS and self._prompts:
+            self._tokens -= len(self._prompts.popitem(last=False)[1].tokens)
+
+    def warms(self, name: str) -> bool:
+        """Whether an engine fetches prefixes before it gets requests."""
+        change = self._changes.get(name)
+        return change is not None and change.joins
+
+    def sends(self, name: str) -> bool:
+        """Whether other engines still fetch the prefixes of an engine that leaves."""
+        change = self._changes.get(name)
+        return change is not None and not change.joins and not change.warming.is_over(time.monotonic())
+
+    def joins(self, engine: Engine) -> None:
+        """Begins to warm an engine with an empty cache."""
+        self._begin(engine, self._router.begin_join(engine.name), joins=True)
+
+    def leaves(self, engine: Engine) -> None:
+        """Begins to copy the prefixes of an engine that gets no more requests."""
+        if self.sends(engine.name):
+            return
+        self._begin(engine, self._router.begin_leave(engine.name), joins=False)
+
+    def forget(self, name: str) -> None:
+        """Ends the change of an engine."""
+        change = self._changes.pop(name, None)
+        if change is not None and change.task is not None:
+            change.task.cancel()
+
+    async def stop(self) -> None:
+        """Ends all changes."""
+        tasks = [change.task for change in self._changes.values() if change.task is not None]
+        for name in list(self._changes):
+            self.forget(name)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, engine: Engine, warming: Warming, *, joins: bool) -> None:
+        self.forget(engine.name)
+        if joins and warming.is_over(time.monotonic()):
+            self._router.end_warming(engine.name)  # nothing to fetch, as at the start of the router
+            return
+        change = self._changes[engine.name] = _Change(joins, warming)
+        what = "joins" if joins else "leaves"
+        log.info(f"engine {what} warm", model=self._model, engine=engine.name, fetches=warming.planned)
+        change.task = asyncio.create_task(self._run(engine, change), name=f"{engine.name} {what}")
+
+    async def _run(self, engine: Engine, change: _Change) -> None:
+        began = time.monotonic()
+        try:
+            await self._fetch_all(change.warming)
+            fetches, tokens = change.warming.fetched
+            log.info(
+                "prefixes fetched",
+                model=self._model,
+                engine=engine.name,
+                joins=change.joins,
+                fetches=fetches,
+                tokens=tokens,
+                seconds=round(time.monotonic() - began, 3),
+            )
+            if not change.joins:
+                await self._move_streams(engine)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("a fleet change failed", model=self._model, engine=engine.name)
+        finally:
+            if change.joins and self._engines.get(engine.name) is engine:
+                self._router.end_warming(engine.name)
+            if self._changes.get(engine.name) is change:
+                del self._changes[engine.name]
+
+    async def _fetch_all(self, warming: Warming) -> None:
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                now = time.monotonic()
+                while (planned := warming.begin(now)) is not None:
+                    running.add(asyncio.create_task(self._fetch(warming, *planned), name="warm fetch"))
+                if warming.is_over(now):
+                    return
+                wakes = warming.wakes(now)
+                seconds = None if wakes is None else max(wakes - now, 0.001)
+                if not running:
+                    await asyncio.sleep(seconds or LOOK_SECONDS)
+                    continue
+                _, running = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _fetch(
+        self, warming: Warming, number: int, prompt: int, tokens: int, source: str, target: str
+    ) -> None:
+        arrived = 0
+        outcome, reason = "failed", ""
+        try:
+            known = self._prompts.get(prompt)
+            pair = self._engines.get(source), self._engines.get(target)
+            if known is None or len(known.tokens) < tokens:
+                outcome, reason = "forgotten", "the tokens of the prompt are not known"
+            elif pair[0] is None or pair[1] is None:
+                outcome, reason = "gone", "an engine is gone"
+            elif refused := refusal(pair[0], pair[1]):
+                outcome, reason = refused
+            else:
+                await self._copy(pair[0], pair[1], known, tokens)
+                outcome, arrived = "fetched", tokens
+                self.fetched_tokens += tokens
+        except (UpstreamError, HandoverError) as error:
+            reason = str(error)
+        finally:
+            self.outcomes[outcome] += 1
+            if outcome != "fetched":
+                log.warning(
+                    "a prefix was not fetched for a fleet change",
+                    model=self._model, outcome=outcome, source=source, target=target, reason=reason,
+                )  # fmt: skip
+            warming.ended(number, arrived, time.monotonic())
+
+    async def _copy(self, source: Engine, target: Engine, prompt: _Prompt, tokens: int) -> None:
+        """Copies a prefix. Raises UpstreamError and HandoverError."""
+        connector, handover = source.connector, source.handover
+        assert connector is not None
+        assert handover is not None
+        asked = {**prompt.fields, "prompt": prompt.tokens[:tokens], "max_tokens": 1, "stream": False}
+        body = _dumps(asked | connector.asks(None, goes_on=True, whole=True))
+        answer = _answer(source, *await source.upstream.post(COMPLETIONS, body, ANSWER_SECONDS))
+        began = time.monotonic()
+        fields = connector.fields(answer)
+        connector.check_count(fields, tokens)
+        body = _dumps(asked | connector.asks(fields, goes_on=False, whole=True))
+        seconds = min(ANSWER_SECONDS, connector.deadline_seconds(handover) - (time.monotonic() - began))
+        _answer(target, *await target.upstream.post(COMPLETIONS, body, seconds, once=True))
+
+    async def _move_streams(self, engine: Engine) -> None:
+        """Moves the streams of an engine until it is idle or gets requests again."""
+        while engine.held and self._engines.get(engine.name) is engine and engine.running:
+            now = time.monotonic()
+            for ticket, target in self._router.moves_from(engine.name):
+                self._mover.begin(ticket, target, now)
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def refusal(source: Engine, target: Engine) -> tuple[str, str] | None:
+    """Returns the outcome and the reason if an engine cannot fetch a prefix from another one."""
+    for engine in (source, target):
+        if engine.connector is None or engine.handover is None:
+            why = engine.capabilities.no_handover or "it reports none"
+            return "no_transfer", f"{engine.name} has no KV transfer: {why}"
+    connector = source.connector
+    if connector is not target.connector or connector is None or connector.at_once:
+        return "no_transfer", f"the connector of {source.name} does not serve prefixes to {target.name}"
+    why_not = blocks_differ(source, target)
+    if why_not is None:
+        return None
+    return ("other_blocks" if source.revision == target.revision else "other_revision"), why_not
+
+
+def _answer(engine: Engine, status: int, answer: bytes) -> bytes:
+    if status != 200:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            if "error" in orjson.loads(answer):
+                raise HandoverError(f"{engine.name} answered status {status}: {answer[:200]!r}")
+        raise HandoverError(f"{engine.name} answered status {status}")
+    return answer
+
+
+def _dumps(body: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

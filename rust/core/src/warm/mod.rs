@@ -1,0 +1,15 @@
+//! Warm fleet changes: an instance that joins first fetches the prefixes that it will need, and the
+//! prefixes of an instance that leaves are copied to other instances first.
+//!
+//! [`Demand`] remembers the prompts of recent requests. From them and from the KV index, [`plan`]
+//! makes the list of prefixes to fetch. [`Warming`] starts these fetches one after another, within
+//! limits. Nothing here does I/O: the simulator and the server make the fetches.
+mod demand;
+pub mod plan;
+mod progress;
+mod settings;
+
+pub use demand::{Demand, Prompt};
+pub use plan::{Fetch, Fleet};
+pub use progress::Warming;
+pub use settings::WarmConfig;

@@ -1,0 +1,171 @@
+//! Fetches of a fleet change in progress: which fetch begins when.
+use super::plan::Fetch;
+use super::settings::WarmConfig;
+use crate::ids::{InstanceId, Seconds};
+use std::collections::VecDeque;
+
+/// A fetch that has begun.
+#[derive(Clone, Copy, Debug)]
+struct Begun {
+    number: u64,
+    source: InstanceId,
+    target: InstanceId,
+    at: Seconds,
+}
+
+/// The fetches of a fleet change: planned, begun and ended.
+///
+/// A fetch begins if its source and its target have fewer than [`WarmConfig::max_fetches`] fetches
+/// and the source does not rest. After a fetch of `s` seconds, the source rests so long that its
+/// fetches use [`WarmConfig::link_share`] of the time.
+#[derive(Debug)]
+pub struct Warming {
+    planned: VecDeque<Fetch>,
+    begun: Vec<Begun>,
+    /// Time until which each source rests.
+    rests: Vec<(InstanceId, Seconds)>,
+    until: Seconds,
+    config: WarmConfig,
+    next_number: u64,
+    ended: u64,
+    fetched_tokens: u64,
+}
+
+impl Warming {
+    /// Starts the clock of a plan.
+    pub fn new(planned: Vec<Fetch>, config: WarmConfig, now: Seconds) -> Warming {
+        Warming {
+            planned: planned.into(),
+            begun: Vec::new(),
+            rests: Vec::new(),
+            until: now + config.max_seconds,
+            config,
+            next_number: 0,
+            ended: 0,
+            fetched_tokens: 0,
+        }
+    }
+
+    /// Returns the next fetch to begin now, with its number; `None`: none may begin now.
+    pub fn begin(&mut self, now: Seconds) -> Option<(u64, Fetch)> {
+        if now >= self.until {
+            self.planned.clear();
+        }
+        let free = |fetch: &Fetch| {
+            let load = |of: &dyn Fn(&Begun) -> InstanceId, id| {
+                self.begun.iter().filter(|begun| of(begun) == id).count() < self.config.max_fetches as usize
+            };
+            let rests = self.rests.iter().any(|(id, until)| *id == fetch.source && *until > now);
+            !rests && load(&|begun| begun.source, fetch.source) && load(&|begun| begun.target, fetch.target)
+        };
+        let place = self.planned.iter().position(free)?;
+        let fetch = self.planned.remove(place)?;
+        let number = self.next_number;
+        self.next_number += 1;
+        self.begun.push(Begun { number, source: fetch.source, target: fetch.target, at: now });
+        Some((number, fetch))
+    }
+
+    /// Records the end of a fetch: `tokens` arrived. 0: it failed.
+    pub fn ended(&mut self, number: u64, tokens: u32, now: Seconds) {
+        let Some(place) = self.begun.iter().position(|begun| begun.number == number) else { return };
+        let begun = self.begun.swap_remove(place);
+        self.ended += 1;
+        self.fetched_tokens += u64::from(tokens);
+        let rest = (now - begun.at).max(0.0) * (1.0 / self.config.link_share - 1.0);
+        self.rests.retain(|(id, until)| *until > now && *id != begun.source);
+        self.rests.push((begun.source, now + rest));
+    }
+
+    /// Drops the planned fetches from and to an instance that is gone.
+    pub fn forget(&mut self, gone: InstanceId) {
+        self.planned.retain(|fetch| fetch.source != gone && fetch.target != gone);
+    }
+
+    /// Returns whether no fetch is left.
+    pub fn is_over(&self, now: Seconds) -> bool {
+        self.begun.is_empty() && (self.planned.is_empty() || now >= self.until)
+    }
+
+    /// Returns the time at which to call [`Warming::begin`] again if no fetch ends before it;
+    /// `None`: only the end of a fetch changes something.
+    pub fn wakes(&self, now: Seconds) -> Option<Seconds> {
+        if self.planned.is_empty() {
+            return None;
+        }
+        let rests = self.rests.iter().map(|(_, until)| *until).filter(|until| *until > now);
+        Some(rests.fold(self.until, f64::min)).filter(|at| *at > now)
+    }
+
+    /// Returns the number of fetches that ended, and the tokens that arrived.
+    pub fn fetched(&self) -> (u64, u64) {
+        (self.ended, self.fetched_tokens)
+    }
+
+    /// Returns the number of fetches that have not begun.
+    pub fn planned(&self) -> usize {
+        self.planned.len()
+    }
+
+    /// Returns the time at which the rest of the plan is dropped.
+    pub fn until(&self) -> Seconds {
+        self.until
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fetch(source: u32, target: u32) -> Fetch {
+        Fetch {
+            prompt: 1,
+            chain: vec![1],
+            tokens: 100,
+            source: InstanceId(source),
+            target: InstanceId(target),
+        }
+    }
+
+    fn config() -> WarmConfig {
+        WarmConfig { max_seconds: 10.0, max_fetches: 2, link_share: 0.5, ..WarmConfig::default() }
+    }
+
+    #[test]
+    fn sources_and_targets_have_a_limit_and_sources_rest() {
+        let plan = vec![fetch(0, 9), fetch(0, 9), fetch(1, 9), fetch(0, 8)];
+        let mut warming = Warming::new(plan, config(), 0.0);
+        let begun: Vec<u64> = std::iter::from_fn(|| warming.begin(0.0)).map(|(number, _)| number).collect();
+        assert_eq!(begun, [0, 1], "two to one target, two from one source");
+        warming.ended(0, 100, 1.0);
+        // Source 0 took 1 s, so it rests for 1 s. Source 1 does not.
+        let (number, next) = warming.begin(1.0).unwrap();
+        assert_eq!((number, next.source), (2, InstanceId(1)));
+        assert!(warming.begin(1.5).is_none());
+        assert_eq!(warming.wakes(1.5), Some(2.0));
+        assert_eq!(warming.begin(2.0).unwrap().1.target, InstanceId(8));
+        assert_eq!((warming.wakes(2.0), warming.is_over(2.0)), (None, false));
+        (1..4).for_each(|number| warming.ended(number, 50, 3.0));
+        warming.ended(3, 50, 3.0); // counts once
+        assert!(warming.is_over(3.0));
+        assert_eq!(warming.fetched(), (4, 250));
+    }
+
+    #[test]
+    fn the_plan_ends_in_time() {
+        let mut warming = Warming::new(vec![fetch(0, 9), fetch(0, 9), fetch(0, 9)], config(), 5.0);
+        assert!(warming.begin(5.0).is_some() && warming.begin(14.9).is_some());
+        assert!(warming.begin(14.9).is_none());
+        assert!(!warming.is_over(15.0), "two fetches still run");
+        (0..2).for_each(|number| warming.ended(number, 0, 15.0));
+        assert!(warming.is_over(15.0) && warming.begin(15.0).is_none());
+    }
+
+    #[test]
+    fn an_instance_that_is_gone_is_not_asked() {
+        let mut warming = Warming::new(vec![fetch(0, 9), fetch(1, 9), fetch(1, 0)], config(), 0.0);
+        warming.forget(InstanceId(0));
+        assert_eq!(warming.begin(0.0).unwrap().1, fetch(1, 9));
+        assert_eq!(warming.planned(), 0);
+    }
+}

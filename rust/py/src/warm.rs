@@ -1,0 +1,83 @@
+//! Warm fleet changes: the fetches to make.
+use crate::errors::Result;
+use lmetric_core::router::SharedRouter;
+use lmetric_core::warm::{Fetch, Warming as CoreWarming};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The prefix fetches of a fleet change (`Router.begin_join`, `Router.begin_leave`).
+#[pyclass(frozen, module = "lmetric._core")]
+pub struct Warming {
+    inner: Mutex<(CoreWarming, BTreeMap<u64, Fetch>)>,
+    names: Arc<[Arc<str>]>,
+    shared: SharedRouter,
+}
+
+impl Warming {
+    pub fn new(inner: CoreWarming, names: Arc<[Arc<str>]>, shared: SharedRouter) -> Warming {
+        Warming { inner: Mutex::new((inner, BTreeMap::new())), names, shared }
+    }
+}
+
+#[pymethods]
+impl Warming {
+    /// Returns the next fetch to begin at `now`: its number, the prompt (`Ticket.prompt_key`), the
+    /// leading tokens to fetch, and the names of the source and the target. None: no fetch may
+    /// begin now.
+    fn begin(&self, now: f64) -> Option<(u64, u64, u32, String, String)> {
+        let mut inner = self.inner.lock();
+        let (number, fetch) = inner.0.begin(now)?;
+        let name = |slot: usize| self.names[slot].to_string();
+        let (source, target) = (name(fetch.source.index()), name(fetch.target.index()));
+        let told = (number, fetch.prompt, fetch.tokens, source, target);
+        inner.1.insert(number, fetch);
+        Some(told)
+    }
+
+    /// Records the end of a fetch. `tokens`: tokens that the target has now; 0: it failed. Raises
+    /// `BrokenError`.
+    fn ended(&self, py: Python<'_>, number: u64, tokens: u32, now: f64) -> Result<()> {
+        let fetch = {
+            let mut inner = self.inner.lock();
+            inner.0.ended(number, tokens, now);
+            inner.1.remove(&number)
+        };
+        match fetch.filter(|_| tokens > 0) {
+            Some(fetch) => crate::router::with_router(&self.shared, py, |router| {
+                router.prefix_fetched(&fetch, tokens);
+                Ok(())
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether no fetch is left at `now`.
+    fn is_over(&self, now: f64) -> bool {
+        self.inner.lock().0.is_over(now)
+    }
+
+    /// Time at which to call `begin` again if no fetch ends before it; None: only the end of a
+    /// fetch changes something.
+    fn wakes(&self, now: f64) -> Option<f64> {
+        self.inner.lock().0.wakes(now)
+    }
+
+    /// Fetches that have not begun.
+    #[getter]
+    fn planned(&self) -> usize {
+        self.inner.lock().0.planned()
+    }
+
+    /// Number of fetches that ended, and the tokens that arrived.
+    #[getter]
+    fn fetched(&self) -> (u64, u64) {
+        self.inner.lock().0.fetched()
+    }
+}
+
+/// Adds its class to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Warming>()
+}
