@@ -36,7 +36,18 @@ SECONDS, WARM_SECONDS = 160.0, 40.0  # of the trace
 DEADLINE = TTFT_SECONDS[WORKLOAD] / SPEED
 # Load of the tenant and of the other one, over the capacity.
 LOADS = [(0.8, 0.0), (1.5, 0.0), (3.0, 0.0), (0.4, 0.4), (0.4, 3.0)]
-FIELDS = ["load", "other", "admission", "requests", "good", "refused", "late", "broken", "ttft_p50", "ttft_p99"]
+FIELDS = [
+    "load",
+    "other",
+    "admission",
+    "requests",
+    "good",
+    "refused",
+    "late",
+    "broken",
+    "ttft_p50",
+    "ttft_p99",
+]
 
 
 async def play(load: float, other: float, admission: bool, seed: int) -> dict[str, Any]:

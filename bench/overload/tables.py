@@ -29,7 +29,10 @@ def rendered(told: Row) -> str:
         lines = []
         for row in rows:
             cells = [spread(row[each], *FIGURES[each][1:]) for each in told["columns"]]
-            cells.append("" if row is base else change(row[name], base[name], with_bounds=True))
+            none = min(row[name]) == 0.0  # a ratio has no logarithm
+            cells.append(
+                "" if row is base else "-100%" if none else change(row[name], base[name], with_bounds=True)
+            )
             lines.append([row["stage"], *cells])
         over = "the peak" if peak else base["stage"]
         head = ["", *(FIGURES[each][0] for each in told["columns"]), f"{FIGURES[name][0]} over {over} [95%]"]
