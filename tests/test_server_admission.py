@@ -42,9 +42,10 @@ def waiting(w: World | Pd) -> int:
 
 @asynccontextmanager
 async def emulated(engines: int = 1, **config: Any) -> AsyncIterator[Pd]:
-    """A router before emulated engines that prefill 10,000 tokens/s each."""
+    """A router before emulated engines that prefill 10,000 tokens/s each, as their profile says."""
     options = [EngineOptions.model_validate({"port": 0, "clock_speed": 1.0})] * engines
-    async with pd(*options, **({"policy": "least_requests"} | config)) as w:
+    given = {"policy": "least_requests", "profile": "independent-sim"}
+    async with pd(*options, **(given | config)) as w:
         yield w
         await w.until(lambda: not w.in_flight() and not w.server.front.relays)
         assert not waiting(w)
