@@ -22,7 +22,7 @@ from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
 from lmetric.server.http.port import Bound, bind, port_error
 from lmetric.server.http.upgrade import Predecessor, UpgradeSocket, find_predecessor
-from lmetric.server.observe.logs import configure_logging
+from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.startup import LISTENING, startup_report
 from lmetric.server.tls.contexts import TlsContext, listener_context
@@ -108,6 +108,7 @@ class Server:
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
+        self.metrics.further.append(LogWriter.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
