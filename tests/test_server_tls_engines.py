@@ -108,7 +108,10 @@ async def test_engines_that_require_a_certificate(authority: Authority) -> None:
 async def test_an_engine_with_an_expired_certificate_is_out_and_another_serves(authority: Authority) -> None:
     """The expired one is named with the reason, and serves again with a new certificate."""
     expired = authority.server(authority.issue("expired", days=-1))
-    engines = [await started(secure_engine(context)) for context in (expired, authority.server(authority.issue("good")))]
+    engines = [
+        await started(secure_engine(context))
+        for context in (expired, authority.server(authority.issue("good")))
+    ]
     ca = {"ca_file": str(authority.file)}
     entries = [entry(engine, ca) | {"name": f"e{n}"} for n, engine in enumerate(engines)]
     with capture_logs() as logs:
@@ -125,7 +128,7 @@ async def test_an_engine_with_an_expired_certificate_is_out_and_another_serves(a
 
 
 async def test_a_certificate_that_expires_under_load_loses_no_request(authority: Authority) -> None:
-    """Kept connections go on; new ones fail before the request is sent, and another engine serves."""
+    """New connections fail before the request is sent, and another engine serves."""
     contexts = [authority.server(authority.issue(f"engine{n}")) for n in range(2)]
     engines = [await started(secure_engine(context)) for context in contexts]
     ca = {"ca_file": str(authority.file)}

@@ -65,8 +65,13 @@ async def clients_that_leave(folder: Path, seed: int) -> dict[str, float | str]:
         figures = await it.check(traffic)
         growth = memory[2] - memory[1]
         if growth > CROWD_MIB:
-            raise RuleError(f"a third crowd of clients added {growth:.1f} MiB, expected {CROWD_MIB:g} at most")
-        return figures | {"clients that left": 3 * LEAVERS, "growth of the third crowd, MiB": round(growth, 1)}
+            raise RuleError(
+                f"a third crowd of clients added {growth:.1f} MiB, expected {CROWD_MIB:g} at most"
+            )
+        return figures | {
+            "clients that left": 3 * LEAVERS,
+            "growth of the third crowd, MiB": round(growth, 1),
+        }
 
 
 def _address(router: OwnRouter) -> tuple[str, int]:

@@ -98,9 +98,7 @@ async def log_at_its_limit(folder: Path, seed: int) -> dict[str, float | str]:
 
     Requests are served, and the log then has the number of lost lines, once.
     """
-    limit = functools.partial(
-        resource.setrlimit, resource.RLIMIT_FSIZE, (LOG_BYTES, resource.RLIM_INFINITY)
-    )
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (LOG_BYTES, resource.RLIM_INFINITY))
     file = folder / "log"
     async with stage(folder, seed) as it:
         # The callbacks' file must be writable, so this router is not timed.
@@ -116,16 +114,16 @@ async def log_at_its_limit(folder: Path, seed: int) -> dict[str, float | str]:
         told = [line for line in router.log(1_000_000).splitlines() if "log lines were dropped" in line]
         if len(told) != 1:
             raise RuleError(f"the log says {len(told)} times that lines were dropped, expected once")
-        (line,) = (orjson.loads(each[each.index('{"lines"') :]) if '{"lines"' in each else {} for each in told)
+        (line,) = (
+            orjson.loads(each[each.index('{"lines"') :]) if '{"lines"' in each else {} for each in told
+        )
         return figures | {"lost lines": lost, "reason": str(line.get("reason"))}
 
 
 async def log_on_a_full_disk(folder: Path, seed: int) -> dict[str, float | str]:
     """No line of the log can be written, from the start: /dev/full is a disk without room."""
     async with stage(folder, seed) as it:
-        router = await it.router(
-            {"log": {"json": True, "access": True}}, timed=False, log=Path("/dev/full")
-        )
+        router = await it.router({"log": {"json": True, "access": True}}, timed=False, log=Path("/dev/full"))
         traffic = it.traffic(router)
         await traffic.run(3.0, it.session)
         figures = await it.check(traffic)

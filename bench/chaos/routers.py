@@ -20,8 +20,8 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parent.parent / "http"))
 
 from engines import EngineProcess
+from line_up import SUBJECTS
 from proc import cpu_seconds, rss_mib, tree
-from subjects import SUBJECTS
 
 WATCHED = Path(__file__).with_name("watched.py")
 RUN = "import sys; from lmetric.cli import main; sys.argv[0] = 'lmetric-router'; main()"
@@ -232,11 +232,9 @@ async def routed(
     subject: str, engines: Sequence[EngineProcess], session: aiohttp.ClientSession, python: Path
 ) -> AsyncIterator[Router]:
     """A router before the engines."""
-    make = SUBJECTS[subject]
-    assert make is not None
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        command = make(python, port, [engine.url for engine in engines], Path(folder))
+        command = SUBJECTS[subject](python, port, [engine.url for engine in engines], Path(folder))
         router = Router(command, port)
         try:
             await router.start(session)

@@ -112,9 +112,7 @@ async def partition(folder: Path, seed: int) -> dict[str, float | str]:
         try:
             for router in here:
                 await until(lambda r=router: _peers_are(r, it, 1), "routers exchange their load")
-            long = [
-                asyncio.create_task(_long_stream(it, here[n % 4 == 0], n)) for n in range(LONG_STREAMS)
-            ]
+            long = [asyncio.create_task(_long_stream(it, here[n % 4 == 0], n)) for n in range(LONG_STREAMS)]
             await until(lambda: _both_count(it, here, LONG_STREAMS), "both count all long streams")
             figures: dict[str, float | str] = {}
             for mode in ("silent", "refuse"):
@@ -235,5 +233,3 @@ class _Prompts:
 async def _same_blocks(it: Stage, *routers: OwnRouter) -> bool:
     blocks = [await router.metric(it.session, "lmetric_instance_index_blocks") for router in routers]
     return blocks[0] == blocks[1] and sum(blocks[0].values()) > 0
-
-

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import EngineProcess
 from faults import FAULTS, Fault
-from routers import SUBJECTS, fleet, routed, settled
+from line_up import SUBJECTS
+from routers import fleet, routed, settled
 from traffic import Asked, Traffic
 
 RATE = 15.0  # requests per second
@@ -129,7 +130,7 @@ def main() -> None:
     """Plays faults, or a storm of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file with one row per router and fault")
-    parser.add_argument("--subjects", nargs="+", choices=[name for name, make in SUBJECTS.items() if make])
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storm", type=float, metavar="SECONDS", help="faults at random for this long")

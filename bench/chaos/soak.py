@@ -263,7 +263,9 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(asdict(each) for each in samples)
     last = samples[-1]
-    print(f"{last.prompts} prompts in {last.seconds:.0f} s, {last.rss_mib:.1f} MiB, in flight {last.in_flight}")
+    print(
+        f"{last.prompts} prompts in {last.seconds:.0f} s, {last.rss_mib:.1f} MiB, in flight {last.in_flight}"
+    )
     print(f"growth after the warm-up: {check(samples):+.2f} MiB")
 
 

