@@ -57,6 +57,13 @@ def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
     assert router.explain(10**9) is None
 
 
+def misaligned(values: np.ndarray) -> np.ndarray:
+    """Returns the values at an odd address, as a view into a message or a file may be."""
+    found = np.frombuffer(b"\0" + values.tobytes(), dtype=values.dtype, offset=1)
+    assert not found.flags.aligned
+    return found
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -72,6 +79,8 @@ def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
         np.repeat(TOKENS, 2)[::2],
         TOKENS.astype(np.uint64),
         array.array("q", TOKENS.tolist()),
+        misaligned(TOKENS),
+        misaligned(TOKENS.astype(np.uint64)),
     ],
     ids=[
         "u32",
@@ -86,6 +95,8 @@ def test_a_request_goes_back_to_its_cache_and_the_receipt_says_why() -> None:
         "strided",
         "u64",
         "array q",
+        "misaligned",
+        "misaligned u64",
     ],
 )
 def test_every_sequence_of_the_same_tokens_is_the_same_prompt(tokens: object) -> None:
@@ -112,6 +123,7 @@ def test_text_and_block_hashes_match_too_and_salts_never() -> None:
     placed(router, block_hashes=hashes)
     longer = placed(router, block_hashes=np.arange(101, dtype=np.uint64))
     assert longer.predicted_cached_tokens == 1600
+    assert placed(router, block_hashes=misaligned(hashes)).predicted_cached_tokens == 1600 - 16
     assert placed(router, token_ids=hashes).predicted_cached_tokens == 0, (
         "tokens and hashes are different domains"
     )

@@ -6,6 +6,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from structlog.testing import capture_logs
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server import Server
 from lmetric.server.http import tls_listener
+from lmetric.server.tls import contexts
 from lmetric.server.tls.certificate import expiry
 from server_world import FakeEngine, World, world
 from test_server_replicas import free_ports
@@ -176,6 +178,45 @@ async def test_a_certificate_that_expires_soon_is_logged(authority: Authority) -
     (line,) = [line for line in logs if "expires soon" in line["event"]]
     assert 4.9 < line["days"] <= 5.0
     assert line["certificate"] == str(pair.certificate)
+
+
+async def test_an_expired_certificate_is_logged_and_its_successor_is_used(authority: Authority) -> None:
+    old, new = authority.issue("old", days=-1), authority.issue("new")
+    unchecked = authority.client()
+    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+    expiry_metric = "lmetric_tls_certificate_expiry"
+    with capture_logs() as logs:
+        async with secure_world(old) as w:
+            with pytest.raises(aiohttp.ClientError, match="certificate has expired"):
+                await post(w, authority.client())
+            assert (await post(w, unchecked))[0] == 200, "clients decide whether they accept it"
+            assert metric(await page_of(w, unchecked), expiry_metric) < time.time()
+            await until(lambda: any("has expired" in line["event"] for line in logs))
+            old.replace(new)
+            tls = w.server.front.tls
+            assert tls is not None
+            await until(lambda: tls.expires_at > time.time())
+            assert (await post(w, authority.client()))[0] == 200
+            assert metric(await page_of(w, authority.client()), expiry_metric) > time.time()
+    assert len([line for line in logs if "has expired" in line["event"]]) == 1
+
+
+def test_a_wall_clock_that_is_set_back_hides_no_warning(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of a clock that was a year ahead is no reason for a year without warnings."""
+    pair = authority.issue("router", days=5)
+    began, ahead, later = time.time(), 365 * 86_400.0, 0.0
+    clock = SimpleNamespace(time=lambda: began + ahead + later, monotonic=lambda: 1e6 + later)
+    monkeypatch.setattr(contexts, "time", clock)
+    config = ServerConfig.model_validate({"tls": pair.files, "embedded": 1})
+    assert config.tls is not None
+    context = contexts.listener_context(config.tls)
+    with capture_logs() as logs:
+        context.refresh()
+        ahead, later = 0.0, 2 * 86_400.0
+        context.refresh()
+    assert ["expired" in line["event"] for line in logs] == [True, False], logs
 
 
 async def test_connections_without_a_handshake_are_bounded(

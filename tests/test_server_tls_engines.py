@@ -105,6 +105,45 @@ async def test_engines_that_require_a_certificate(authority: Authority) -> None:
         assert (await w.post())[0] == 503
 
 
+async def test_an_engine_with_an_expired_certificate_is_out_and_another_serves(authority: Authority) -> None:
+    """The expired one is named with the reason, and serves again with a new certificate."""
+    expired = authority.server(authority.issue("expired", days=-1))
+    engines = [
+        await started(secure_engine(context))
+        for context in (expired, authority.server(authority.issue("good")))
+    ]
+    ca = {"ca_file": str(authority.file)}
+    entries = [entry(engine, ca) | {"name": f"e{n}"} for n, engine in enumerate(engines)]
+    with capture_logs() as logs:
+        async with world(engines, engines=entries, health={"interval": 0.05}) as w:
+            assert [(await w.post())[0] for _ in range(4)] == [200] * 4
+            assert [len(engine.requests) for engine in engines] == [0, 4]
+            pair = authority.issue("renewed")
+            expired.load_cert_chain(pair.certificate, pair.key)
+            both = w.server.fleet.pools[0].engines
+            await until(lambda: all(each.healthy for each in both.values()))
+            assert [(await w.post())[0] for _ in range(4)] == [200] * 4
+            assert len(engines[0].requests) >= 1
+    assert any("certificate has expired" in str(line) for line in logs), logs
+
+
+async def test_a_certificate_that_expires_under_load_loses_no_request(authority: Authority) -> None:
+    """New connections fail before the request is sent, and another engine serves."""
+    contexts = [authority.server(authority.issue(f"engine{n}")) for n in range(2)]
+    engines = [await started(secure_engine(context)) for context in contexts]
+    ca = {"ca_file": str(authority.file)}
+    entries = [entry(engine, ca) | {"name": f"e{n}"} for n, engine in enumerate(engines)]
+    async with world(engines, engines=entries) as w:
+        assert [(await w.post())[0] for _ in range(4)] == [200] * 4
+        assert all(engine.requests for engine in engines)
+        old = authority.issue("old", days=-1)
+        contexts[0].load_cert_chain(old.certificate, old.key)
+        pooled = w.server.fleet.pools[0].engines["e0"]
+        pooled.upstream.clear()
+        assert [(await w.post())[0] for _ in range(6)] == [200] * 6
+        await until(lambda: not pooled.healthy)
+
+
 async def test_unchecked_certificates_are_logged(authority: Authority) -> None:
     engine = await started(secure_engine(authority.server(authority.issue("x", names="DNS:other"))))
     with capture_logs() as logs:

@@ -149,14 +149,19 @@ class Proxy:
 
 
 class EngineProcess:
-    """An emulated engine as a process, and its proxy."""
+    """An emulated engine as a process, and its proxy.
 
-    def __init__(self, name: str, seed: int) -> None:
+    ``kv_events``: it publishes the events of its cache, at endpoints of free ports.
+    """
+
+    def __init__(self, name: str, seed: int, *, kv_events: bool = False) -> None:
         self.name = name
-        self._seed = seed
+        self.events_port = 0
+        self.replay_port = 0
+        self._kv_events = kv_events
         self._port = 0
         self._process: asyncio.subprocess.Process | None = None
-        self.proxy: Proxy
+        self.proxy = Proxy(0, seed)
 
     @property
     def url(self) -> str:
@@ -170,9 +175,14 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Starts the process, at the same port as before."""
+        events = [
+            *("--kv-events-endpoint", f"tcp://*:{self.events_port}"),
+            *("--kv-events-replay-endpoint", f"tcp://*:{self.replay_port}"),
+        ]
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lmetric.cli", "engine", "--port", str(self._port)),
-            *("--no-kv-events", "--exit-with-parent", "--model", "chaos"),
+            *("--exit-with-parent", "--model", "chaos"),
+            *(events if self._kv_events else ["--no-kv-events"]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -182,19 +192,24 @@ class EngineProcess:
             ready = orjson.loads(await self._process.stdout.readline())
         if not self._port:
             self._port = int(ready["url"].rpartition(":")[2])
-            self.proxy = Proxy(self._port, self._seed)
+            if self._kv_events:
+                self.events_port = int(ready["kv_events_endpoint"].rpartition(":")[2])
+                self.replay_port = int(ready["kv_events_replay_endpoint"].rpartition(":")[2])
+            self.proxy.target = self._port
             await self.proxy.start()
 
     async def kill(self) -> None:
         """Kills the process. Its connections are reset."""
-        assert self._process is not None
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
     def freeze(self, frozen: bool) -> None:
         """Stops the process, or lets it continue."""
-        assert self._process is not None
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 

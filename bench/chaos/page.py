@@ -18,6 +18,7 @@ BEGIN, END = "<!-- faults -->\n", "<!-- end of faults -->\n"
 NAMES = {
     "lmetric": "lmetric-router",
     "nginx": "nginx",
+    "envoy": "Envoy",
     "sglang-ca": "sglang-router",
     "smg-ca": "smg",
     "vllm-ca": "vllm-router",

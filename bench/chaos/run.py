@@ -13,30 +13,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
-import os
 import random
-import signal
-import socket
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import aiohttp
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "http"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engines import EngineProcess
 from faults import FAULTS, Fault
-from proc import rss_mib, tree
-from subjects import SUBJECTS
+from line_up import SUBJECTS
+from routers import fleet, routed, settled
 from traffic import Asked, Traffic
 
-ENGINES = 3
 RATE = 15.0  # requests per second
 BEFORE, DURING, AFTER = 2.0, 5.0, 4.0  # seconds
 
@@ -60,109 +53,6 @@ class Row:
     example: str  # of a lost request
 
 
-class Router:
-    """A router as a process."""
-
-    def __init__(self, command: Sequence[str], port: int) -> None:
-        self._command = command
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the router
-        self._process: asyncio.subprocess.Process
-
-    async def start(self, session: aiohttp.ClientSession) -> None:
-        """Starts it, and waits until it answers a request."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=self._log, stderr=self._log, env=environ, start_new_session=True
-        )
-        body = {"model": "chaos", "prompt": "hello", "max_tokens": 1}
-        async with asyncio.timeout(120):
-            while True:
-                try:
-                    async with session.post(f"{self.url}/v1/completions", json=body) as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                if self._process.returncode is not None:
-                    raise RuntimeError(f"the router ended: {self.log()}")
-                await asyncio.sleep(0.1)
-
-    def rss_mib(self) -> float:
-        """Its resident memory, MiB."""
-        return rss_mib(tree(self._process.pid))
-
-    def log(self) -> str:
-        """The end of its log."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-4000:]
-
-    async def stop(self) -> None:
-        """Kills it."""
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        self._log.close()
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return int(each.getsockname()[1])
-
-
-@asynccontextmanager
-async def fleet(seed: int) -> AsyncIterator[list[EngineProcess]]:
-    """Engines that run."""
-    engines = [EngineProcess(f"e{number}", seed + number) for number in range(ENGINES)]
-    try:
-        for engine in engines:
-            await engine.start()
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.stop()
-
-
-@asynccontextmanager
-async def routed(
-    subject: str, engines: Sequence[EngineProcess], session: aiohttp.ClientSession, python: Path
-) -> AsyncIterator[Router]:
-    """A router before the engines."""
-    make = SUBJECTS[subject]
-    assert make is not None
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        command = make(python, port, [engine.url for engine in engines], Path(folder))
-        router = Router(command, port)
-        try:
-            await router.start(session)
-            yield router
-        finally:
-            await router.stop()
-
-
-async def in_flight(router: Router, session: aiohttp.ClientSession) -> float | None:
-    """The number of requests in flight that the router counts; None: it has no such page."""
-    async with session.get(f"{router.url}/debug/indicators") as response:
-        if response.status != 200:
-            return None
-        told = await response.json()
-    return float(sum(values["bs"] for model in told.values() for values in model.values()))
-
-
-async def settled(router: Router, session: aiohttp.ClientSession) -> str:
-    """The requests in flight after some seconds."""
-    count = None
-    for _ in range(50):
-        count = await in_flight(router, session)
-        if not count:
-            break
-        await asyncio.sleep(0.1)
-    return "" if count is None else f"{count:g}"
-
-
 async def play(subject: str, fault: Fault, engines: Sequence[EngineProcess], seed: int, python: Path) -> Row:
     """Plays one fault of the first engine."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -170,7 +60,7 @@ async def play(subject: str, fault: Fault, engines: Sequence[EngineProcess], see
         aiohttp.ClientSession(connector=connector) as session,
         routed(subject, engines, session, python) as router,
     ):
-        traffic = Traffic(router.url, seed, RATE)
+        traffic = Traffic([router.url], seed, RATE)
         sending = asyncio.create_task(traffic.run(BEFORE + DURING + AFTER, session))
         await asyncio.sleep(BEFORE)
         began = time.monotonic()
@@ -217,7 +107,7 @@ async def storm(seconds: float, seed: int, names: Sequence[str]) -> tuple[Traffi
         aiohttp.ClientSession(connector=connector) as session,
         routed("lmetric", engines, session, python) as router,
     ):
-        traffic = Traffic(router.url, seed, RATE)
+        traffic = Traffic([router.url], seed, RATE)
         began = time.monotonic()
         sending = asyncio.create_task(traffic.run(seconds, session))
         memory: list[float] = []
@@ -240,7 +130,7 @@ def main() -> None:
     """Plays faults, or a storm of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file with one row per router and fault")
-    parser.add_argument("--subjects", nargs="+", choices=[name for name, make in SUBJECTS.items() if make])
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storm", type=float, metavar="SECONDS", help="faults at random for this long")

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,13 +35,23 @@ class Asked:
     text: str = ""
     note: str = ""
     first_token_seconds: float | None = None
+    url: str = ""  # of the last try
+    tries: int = 0
+
+
+class NoAnswerError(Exception):
+    """No byte of an answer came."""
 
 
 @dataclass
 class Traffic:
-    """Requests at random times from a seed, against one address."""
+    """Requests at random times from a seed.
 
-    url: str
+    ``urls``: the routers' addresses, which requests use in turn. A client that gets no byte of an
+    answer tries the next address, once each, as clients of several addresses do.
+    """
+
+    urls: Sequence[str]
     seed: int
     rate: float  # requests per second
     streams: float = 0.7  # share of requests that stream
@@ -78,21 +89,39 @@ class Traffic:
     async def _ask(self, asked: Asked, session: aiohttp.ClientSession) -> None:
         try:
             async with asyncio.timeout(LIMIT_SECONDS):
-                asked.outcome, asked.text, asked.note = await self.answer(
-                    asked, self.url, session, asked.number
-                )
+                asked.outcome, asked.text, asked.note = await self._tried(asked, session)
         except TimeoutError:
             asked.outcome, asked.note = "late", f"no end within {LIMIT_SECONDS:g} s"
-        except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError, KeyError) as error:
+        except (
+            NoAnswerError,
+            aiohttp.ClientError,
+            ConnectionError,
+            orjson.JSONDecodeError,
+            KeyError,
+        ) as error:
             asked.outcome, asked.note = "broken", f"{type(error).__name__}: {error}"
         asked.ended = time.monotonic()
+
+    async def _tried(self, asked: Asked, session: aiohttp.ClientSession) -> tuple[Outcome, str, str]:
+        while True:
+            asked.url = self.urls[(asked.number + asked.tries) % len(self.urls)]
+            asked.tries += 1
+            try:
+                return await self.answer(asked, asked.url, session, asked.number)
+            except NoAnswerError:
+                if asked.tries == len(self.urls):
+                    raise
 
     async def answer(
         self, asked: Asked, url: str, session: aiohttp.ClientSession, number: int
     ) -> tuple[Outcome, str, str]:
         """Returns the outcome, the text and a note of one request."""
         path = "/v1/chat/completions" if asked.kind == "chat" else "/v1/completions"
-        async with session.post(url + path, json=self.body(number, asked.kind)) as response:
+        try:
+            response = await session.post(url + path, json=self.body(number, asked.kind))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}") from error
+        async with response:
             if response.status != 200:
                 return "error", "", f"status {response.status}: {(await response.text())[:200]}"
             if asked.kind == "plain":
@@ -132,6 +161,8 @@ async def _stream(asked: Asked, response: aiohttp.ClientResponse) -> tuple[Outco
         if data == b"[DONE]":
             if not finished:
                 return "broken", "".join(parts), "[DONE] without a finish_reason"
+            if more := (await response.content.read()).strip():
+                return "wrong", "".join(parts), f"after [DONE]: {more[:100]!r}"
             return "right", "".join(parts), ""
         told = orjson.loads(data)
         if "error" in told:

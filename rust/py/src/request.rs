@@ -103,7 +103,7 @@ type Text = Option<Py<PyString>>;
 
 enum Prompt {
     Absent,
-    /// Contiguous; read in place.
+    /// Contiguous and aligned; read in place.
     Array(Py<PyArray1<u32>>),
     Tokens(Vec<u32>),
     Text(Py<PyString>),
@@ -127,7 +127,7 @@ impl Prompt {
         match (token_ids, text, block_hashes) {
             (None, None, None) if has_length => Ok(Prompt::Absent),
             (Some(ids), None, None) => match ids.cast::<PyArray1<u32>>() {
-                Ok(array) if array.is_c_contiguous() => Ok(Prompt::Array(array.clone().unbind())),
+                Ok(array) if buffers::is_a_slice(array) => Ok(Prompt::Array(array.clone().unbind())),
                 _ => Ok(Prompt::Tokens(Ints::take(ids, "token_ids")?.tokens(py, "token_ids")?.into_owned())),
             },
             (None, Some(text), None) => match (text.cast::<PyString>(), text.cast::<PyBytes>()) {

@@ -10,6 +10,9 @@ from lmetric.server.http.port import Bound
 from lmetric.server.http.tls_listener import TlsListener
 
 BACKLOG = 2048
+# Connections that asyncio's own loop accepts between two looks at other events. Without free
+# descriptors, it fails and logs this many times a second. uvloop has a way of its own.
+_ACCEPTS = 1
 
 
 class Listeners:
@@ -38,8 +41,11 @@ class Listeners:
         if each.family == socket.AF_UNIX:
             # Python 3.13 and newer would remove the file, which a successor may use.
             more: Any = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-            return await loop.create_unix_server(front, sock=each, backlog=BACKLOG, **more)
-        return await loop.create_server(front, sock=each, backlog=BACKLOG)
+            server = await loop.create_unix_server(front, sock=each, backlog=_ACCEPTS, **more)
+        else:
+            server = await loop.create_server(front, sock=each, backlog=_ACCEPTS)
+        each.listen(BACKLOG)
+        return server
 
     def close(self) -> None:
         """Stops accepting. Connections continue."""

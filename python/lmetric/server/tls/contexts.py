@@ -82,8 +82,8 @@ class TlsContext:
         self._warn()
 
     def _warn(self) -> None:
-        now = time.time()
-        days = (self.expires_at - now) / _DAY_SECONDS
+        now = time.monotonic()  # the wall clock may be set back
+        days = (self.expires_at - time.time()) / _DAY_SECONDS
         if days >= WARN_DAYS or now - self._warned_at < _DAY_SECONDS:
             return
         self._warned_at = now

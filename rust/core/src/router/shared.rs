@@ -227,8 +227,9 @@ impl Ticket {
     /// # Errors
     /// `Ticket` if the ticket is closed; `Broken` if its router is broken.
     pub fn advance(&self, event: Event, now: Seconds) -> Result<Option<Segment>, CoreError> {
-        self.shared.check()?;
-        self.shared.lock().advance(self.id, event, now)
+        let mut router = self.shared.lock();
+        self.shared.check()?; // its last holder may have panicked
+        router.advance(self.id, event, now)
     }
 }
 
