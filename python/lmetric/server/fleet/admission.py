@@ -81,7 +81,9 @@ class HeldRequests:
 
     def arrive(self, request: Request, now: float) -> Arrival | None:
         """Records the arrival of a request; None if every request runs."""
-        return self._router.arrive(request, now=now)
+        arrival = self._router.arrive(request, now=now)
+        self.poke()  # its arrival may have let waiting requests run
+        return arrival
 
     def wait(self, waiting: Waiting) -> None:
         """Holds a request whose verdict is "held"."""
@@ -121,12 +123,19 @@ class HeldRequests:
             for number, held_seconds in ready:
                 self.longest_hold_seconds = max(self.longest_hold_seconds, held_seconds)
                 if (waiting := self._waiting.pop(number, None)) is not None:
-                    waiting.run(now)
+                    self._try(waiting.run, now)
             for number, reason, seconds in refused:
                 if (waiting := self._waiting.pop(number, None)) is not None:
-                    waiting.refuse(reason, seconds)
+                    self._try(waiting.refuse, reason, seconds)
         finally:
             self._runs = False
+
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function of one request. Its failure must not cost the others their turn."""
+        try:
+            call(*arguments)
+        except Exception:
+            log.exception("a held request failed")
 
     def count_refused(self, tenant: str, reason: str) -> None:
         """Counts a refused request."""

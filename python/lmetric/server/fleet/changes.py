@@ -142,7 +142,9 @@ class FleetChanges:
         except Exception:
             log.exception("a fleet change failed", model=self._model, engine=engine.name)
         finally:
-            if change.joins and self._engines.get(engine.name) is engine:
+            later = self._changes.get(engine.name)
+            again = later is not None and later is not change and later.joins
+            if change.joins and not again and self._engines.get(engine.name) is engine:
                 self._router.end_warming(engine.name)
             if self._changes.get(engine.name) is change:
                 del self._changes[engine.name]

@@ -68,8 +68,12 @@ impl Limits {
         self.tenants.get(&tenant).map_or(0, |usage| usage.running)
     }
 
-    /// Returns whether a tenant has fewer requests on engines than its share of all by weight.
-    pub fn below_share(&self, tenant: u64, weight: f64) -> bool {
+    /// Returns whether a tenant may take the room that is kept for others: it has fewer requests on
+    /// engines than its share of all by weight, or there are no others.
+    pub fn may_take_kept(&self, tenant: u64, weight: f64) -> bool {
+        if self.tenants.len() <= 1 {
+            return true;
+        }
         let own = self.running(tenant);
         let others = if own > 0 { self.weights } else { self.weights + weight };
         f64::from(own) * others < f64::from(self.running) * weight

@@ -44,6 +44,8 @@ use limits::Limits;
 use queue::{Place, Queue};
 use service::Service;
 use slotmap::{Key, SlotMap, new_key_type};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 new_key_type! {
     /// A request from its arrival to its end.
@@ -62,6 +64,8 @@ impl ArrivalId {
 const WAIT_SHARE: f64 = 0.5;
 /// The same for prompts so long that their prefill alone takes the time to the deadline.
 const LEAST_WAIT_SHARE: f64 = 0.1;
+/// Most requests that one round lets run on an instance.
+const MOST_PER_ROUND: f64 = 16.0;
 /// Waiting requests of a tenant considered per round, if their programs' instances have no room.
 const CANDIDATES: usize = 16;
 
@@ -82,8 +86,12 @@ struct Arrival {
     work: f64,
     arrived: Seconds,
     deadline: Option<Seconds>,
+    /// Start of its wait for room.
+    since: Seconds,
     /// The instance of its program.
     home: Option<InstanceId>,
+    /// The slot that had room for it.
+    slot: Option<usize>,
     stage: Stage,
 }
 
@@ -247,7 +255,9 @@ impl Admission {
             work: asked.new_tokens.max(1.0) + vtc::OUTPUT_COST * answer,
             arrived: now,
             deadline: ttft.map(|seconds| now + seconds),
+            since: now,
             home,
+            slot: None,
             stage: Stage::Ready(None),
         };
         let id = self.arrivals.insert(arrival);
@@ -320,8 +330,8 @@ impl Admission {
         if let (Stage::Cache, Some(deadline)) = (arrival.stage, &mut arrival.deadline) {
             *deadline += now - arrival.arrived; // the hold of its program does not count
         }
+        arrival.since = now;
         let tenant = (arrival.asked.tenant, arrival.asked.weight.max(1e-3));
-        load.service.waits(true, now);
         arrival.stage = Stage::Room(load.queue.push(tenant, arrival.deadline, arrival.work, id));
     }
 
@@ -343,47 +353,68 @@ impl Admission {
     /// Lets waiting requests run while instances have room.
     fn round(&mut self, room: &mut Room, now: Seconds) {
         self.refuse_late(room, now);
-        // Tenants that have no request for an instance with room.
-        let mut passed: Vec<u64> = Vec::new();
-        while let Some((tenant, next)) = self.next(room, &passed) {
-            match next {
-                Some((id, slot)) => self.let_run(id, slot, room, now),
-                None => passed.push(tenant),
+        self.count_ready(room);
+        let Some(load) = &self.load else { return };
+        // By their service: tenants that may run a request.
+        let lines = load.queue.lines().filter(|(tenant, _)| load.may_run(*tenant));
+        let mut turns: BinaryHeap<Reverse<(u64, u64)>> =
+            lines.map(|(tenant, _)| Reverse((load.shares.start(tenant), tenant))).collect();
+        while let Some(Reverse((_, tenant))) = turns.pop() {
+            // Only programs name the instances of their requests.
+            if self.programs.is_none() && !self.has_room(Level::Kept, room) {
+                break;
+            }
+            let Some((id, slot)) = self.next_of(tenant, room) else { continue };
+            self.let_run(id, slot, room, now);
+            if let Some(load) = &self.load
+                && load.queue.line(tenant).is_some()
+                && load.may_run(tenant)
+            {
+                turns.push(Reverse((load.shares.start(tenant), tenant)));
             }
         }
         if let Some(load) = &mut self.load {
-            load.service.waits(load.queue.len() > 0, now);
+            let waits = load.queue.lines().any(|(tenant, _)| load.may_run(tenant));
+            load.service.waits(waits, now);
         }
     }
 
-    /// Returns the tenant whose turn it is, with its next request and the instance that has room
-    /// for it.
-    fn next(&self, room: &Room, passed: &[u64]) -> Option<(u64, Option<Next>)> {
+    /// Counts the requests that may run and are not placed yet in the room of their instances.
+    fn count_ready(&self, room: &mut Room) {
+        for (id, _) in &self.released.ready {
+            if let Some(Arrival { slot: Some(slot), asked, .. }) = self.arrivals.get(*id) {
+                room.take(*slot, asked.prefill_seconds);
+            }
+        }
+    }
+
+    /// Returns whether an instance up to this level has room, or the router does not know any.
+    fn has_room(&self, most: Level, room: &Room) -> bool {
+        let seconds = self.load.as_ref().map_or(f64::INFINITY, |load| load.config.room());
+        seconds == f64::INFINITY || room.best(most).map_or(!room.is_served(), |(_, wait)| wait <= seconds)
+    }
+
+    /// Returns the next request of a tenant with the instance that has room for it.
+    fn next_of(&self, tenant: u64, room: &Room) -> Option<Next> {
         let load = self.load.as_ref()?;
-        let may_run = |tenant: u64| {
-            let most = load.config.tenants.get(&tenant).and_then(|limits| limits.most_concurrent);
-            most.is_none_or(|most| load.limits.running(tenant) < most)
-        };
-        let turns = load.queue.lines().filter(|(tenant, _)| !passed.contains(tenant) && may_run(*tenant));
-        let (tenant, line) = turns.min_by_key(|(tenant, _)| (load.shares.start(*tenant), *tenant))?;
-        let level = if load.limits.below_share(tenant, line.weight()) { Level::Kept } else { Level::Free };
+        let line = load.queue.line(tenant)?;
+        let level = if load.limits.may_take_kept(tenant, line.weight()) { Level::Kept } else { Level::Free };
         let (best, most) = (room.best(level), load.config.room());
         let served = room.is_served();
-        let found = line.iter().take(CANDIDATES).find_map(|id| {
+        line.iter().take(CANDIDATES).find_map(|id| {
             let home = self.arrivals[id].home.map(|home| home.index());
             let home = home.filter(|home| room.waits.get(*home).is_some_and(|wait| *wait < f64::INFINITY));
             match (home, best) {
                 _ if most == f64::INFINITY => Some((id, None)),
                 (Some(home), _) => {
-                    let has_room = room.levels[home] <= level && room.waits[home] <= most;
+                    let has_room = room.level(home) <= level && room.waits[home] <= most;
                     has_room.then_some((id, Some(home)))
                 }
                 (None, Some((slot, wait))) => (wait <= most).then_some((id, Some(slot))),
                 // No instance takes requests: the decision says so.
                 (None, None) => (!served).then_some((id, None)),
             }
-        });
-        Some((tenant, found))
+        })
     }
 
     fn let_run(&mut self, id: ArrivalId, slot: Option<usize>, room: &mut Room, now: Seconds) {
@@ -391,19 +422,22 @@ impl Admission {
         let Asked { tenant, weight, new_tokens, prefill_seconds, .. } = arrival.asked;
         let Stage::Room(place) = arrival.stage else { return };
         load.queue.remove(tenant, place, arrival.work);
-        load.service.took(arrival.work);
+        if now > arrival.arrived || load.queue.len() > 0 {
+            load.service.took(arrival.work);
+        }
         load.limits.begin(tenant, weight.max(1e-3), now);
         let share = load.shares.begin(tenant, new_tokens.max(1.0) as u32, weight.max(1e-3));
         arrival.stage = Stage::Ready(Some(share));
+        arrival.slot = slot;
         if let Some(slot) = slot {
-            room.waits[slot] += prefill_seconds;
+            room.take(slot, prefill_seconds.max(load.config.room() / MOST_PER_ROUND));
         }
-        let held_seconds = now - arrival.arrived;
-        if held_seconds > 0.0 {
+        let waited_seconds = now - arrival.since;
+        if waited_seconds > 0.0 {
             load.counters.admitted += 1;
-            load.counters.held_seconds += held_seconds;
+            load.counters.held_seconds += waited_seconds;
         }
-        self.released.ready.push((id, held_seconds));
+        self.released.ready.push((id, now - arrival.arrived));
     }
 
     /// Refuses waiting requests that can no longer meet their deadline.
@@ -444,6 +478,7 @@ impl Admission {
 
     /// Records that a request was placed on an instance, first or again.
     pub fn placed(&mut self, id: ArrivalId, instance: InstanceId, now: Seconds) {
+        self.leave_queue(id);
         let Some(arrival) = self.arrivals.get_mut(id) else { return };
         if let Stage::Ready(share) = arrival.stage {
             arrival.stage = Stage::Running(share);
@@ -455,6 +490,7 @@ impl Admission {
 
     /// Ends a request that was placed. `made`: its answer in tokens.
     pub fn ended(&mut self, id: ArrivalId, made: u32, finish: Finish, now: Seconds) {
+        self.leave_queue(id);
         let Some(arrival) = self.arrivals.remove(id) else { return };
         if let (Some(load), Stage::Ready(Some(share)) | Stage::Running(Some(share))) =
             (&mut self.load, arrival.stage)
@@ -473,23 +509,29 @@ impl Admission {
 
     /// Removes a request that was not placed, for example because its client left.
     pub fn remove(&mut self, id: ArrivalId, now: Seconds) {
-        let Some(arrival) = self.arrivals.get(id) else { return };
+        self.released.ready.retain(|(ready, _)| *ready != id);
+        self.ended(id, 0, Finish::Unknown, now);
+    }
+
+    /// Takes a request out of the queues. A caller may route a request that still waits: then it
+    /// counts nowhere here.
+    fn leave_queue(&mut self, id: ArrivalId) {
+        let Some(arrival) = self.arrivals.get_mut(id) else { return };
         match (arrival.stage, &mut self.load) {
             (Stage::Room(place), Some(load)) => load.queue.remove(arrival.asked.tenant, place, arrival.work),
             (Stage::Cache, _) => {
                 arrival.turn.and_then(|turn| self.by_turn.remove(&turn));
             }
-            _ => {}
+            _ => return,
         }
-        self.released.ready.retain(|(ready, _)| *ready != id);
-        self.ended(id, 0, Finish::Unknown, now);
+        arrival.stage = Stage::Ready(None);
     }
 
     /// Returns the numbers of admission by load, if it is on.
     pub fn snapshot(&self, room: &Room) -> Option<LoadSnapshot> {
         let load = self.load.as_ref()?;
         let mut waiting: Vec<_> = load.queue.lines().map(|(tenant, line)| (tenant, line.len())).collect();
-        waiting.sort_by_key(|(tenant, waiting)| (std::cmp::Reverse(*waiting), *tenant));
+        waiting.sort_by_key(|(tenant, waiting)| (Reverse(*waiting), *tenant));
         let longest = waiting.first().map_or(0.0, |(tenant, _)| load.expected_seconds(*tenant, room));
         Some(LoadSnapshot {
             counters: load.counters,
@@ -502,6 +544,12 @@ impl Admission {
 }
 
 impl Load {
+    /// Returns whether a tenant's limit allows a further request on engines.
+    fn may_run(&self, tenant: u64) -> bool {
+        let most = self.config.tenants.get(&tenant).and_then(|limits| limits.most_concurrent);
+        most.is_none_or(|most| self.limits.running(tenant) < most)
+    }
+
     /// Counts a refusal. `seconds`: predicted time until the request would be admitted.
     fn refuse(&mut self, by: RefusedFor, seconds: Seconds) -> Verdict {
         let place = RefusedFor::NAMES.iter().position(|(_, each)| *each == by);
@@ -514,6 +562,7 @@ impl Load {
         // How long an instance stays full is unknown; the rate of service includes it.
         let best = room.best(Level::Free);
         let until_room = best.map_or(0.0, |(_, wait)| (wait - self.config.room()).max(0.0));
-        until_room + self.queue.work_before(tenant) / self.service.rate(room.prior_rate)
+        until_room
+            + self.queue.work_before(tenant, |other| self.may_run(other)) / self.service.rate(room.prior_rate)
     }
 }

@@ -96,10 +96,11 @@ impl Queue {
     }
 
     /// Returns the work that is taken up until a tenant's requests are. Tenants share by weight, so
-    /// of every other tenant at most the work of its share goes before.
-    pub fn work_before(&self, tenant: u64) -> f64 {
+    /// of every other tenant that `may_run` at most the work of its share goes before.
+    pub fn work_before(&self, tenant: u64, may_run: impl Fn(u64) -> bool) -> f64 {
         let Some(own) = self.line(tenant) else { return 0.0 };
         let per_weight = own.work / own.weight;
-        self.lines.values().map(|line| line.work.min(per_weight * line.weight)).sum()
+        let lines = self.lines().filter(|(other, _)| *other == tenant || may_run(*other));
+        lines.map(|(_, line)| line.work.min(per_weight * line.weight)).sum()
     }
 }

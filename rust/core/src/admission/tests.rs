@@ -19,7 +19,7 @@ fn admission(config: LoadConfig) -> Admission {
 
 /// One instance with this wait.
 fn room(wait: f64) -> Room {
-    Room { waits: vec![wait], levels: vec![Level::Free], prior_rate: RATE }
+    Room { waits: vec![wait], used: vec![(0.0, 0.0)], prior_rate: RATE }
 }
 
 /// A prompt of 1,000 tokens, which takes a second.
@@ -60,7 +60,7 @@ fn a_round_counts_what_it_admits() {
     let ids: Vec<_> = (0..5).map(|_| held(&mut admission, 1, 0.0)).collect();
     // Each prompt takes a second, so each instance has room for one.
     let waits = vec![0.0, f64::INFINITY, 0.05];
-    let mut two = Room { waits, levels: vec![Level::Free; 3], prior_rate: RATE };
+    let mut two = Room { waits, used: vec![(0.0, 0.0); 3], prior_rate: RATE };
     let ready: Vec<_> = admission.release(&mut two, 1.0).ready.into_iter().map(|(id, _)| id).collect();
     assert_eq!(ready, ids[..2]);
 }
@@ -83,16 +83,76 @@ fn tenants_take_turns_by_the_service_that_they_got() {
 #[test]
 fn the_last_room_is_kept_for_tenants_below_their_share() {
     let mut admission = admission(config());
-    for _ in 0..4 {
-        assert_eq!(arrive(&mut admission, asked(1), 0.0, 0.0).1, Verdict::Free);
+    for tenant in [1, 1, 1, 3] {
+        assert_eq!(arrive(&mut admission, asked(tenant), 0.0, 0.0).1, Verdict::Free);
     }
-    let mut arrive_at = |tenant, level| {
-        let mut room = Room { levels: vec![level], ..room(0.0) };
+    let mut arrive_at = |tenant, used| {
+        let mut room = Room { used: vec![(used, 0.0)], ..room(0.0) };
         admission.arrive(&program::Arrival::default(), asked(tenant), &mut room, 0.0).1
     };
-    assert!(matches!(arrive_at(1, Level::Kept), Verdict::Held { .. }));
-    assert_eq!(arrive_at(2, Level::Kept), Verdict::Free);
-    assert!(matches!(arrive_at(2, Level::Full), Verdict::Held { .. }));
+    assert!(matches!(arrive_at(1, 0.95), Verdict::Held { .. }));
+    assert_eq!(arrive_at(2, 0.95), Verdict::Free);
+    assert!(matches!(arrive_at(2, 1.0), Verdict::Held { .. }));
+}
+
+#[test]
+fn a_tenant_alone_uses_all_room() {
+    let mut admission = admission(config());
+    let mut full = Room { used: vec![(0.95, 0.025)], ..room(0.0) };
+    let turn = program::Arrival::default();
+    let free = Asked { prefill_seconds: 0.0, ..asked(1) };
+    for _ in 0..2 {
+        assert_eq!(admission.arrive(&turn, free, &mut full, 0.0).1, Verdict::Free);
+    }
+    // Each request took its part of the batch.
+    assert!(matches!(admission.arrive(&turn, free, &mut full, 0.0).1, Verdict::Held { .. }));
+}
+
+#[test]
+fn requests_that_may_run_count_until_the_caller_takes_them() {
+    let mut admission = admission(config());
+    for _ in 0..5 {
+        held(&mut admission, 1, 0.0);
+    }
+    // Each arrival is a round on an instance that has room for one prompt of a second.
+    for _ in 0..3 {
+        arrive(&mut admission, asked(1), 0.0, 1.0);
+    }
+    assert_eq!(admission.release(&mut room(0.0), 1.0).ready.len(), 1);
+}
+
+#[test]
+fn requests_that_never_wait_teach_no_rate() {
+    let mut admission = admission(config());
+    for number in 0..1000 {
+        assert_eq!(arrive(&mut admission, asked(1), 0.0, f64::from(number)).1, Verdict::Free);
+    }
+    assert_eq!(admission.snapshot(&room(0.0)).unwrap().work_per_second, RATE);
+}
+
+#[test]
+fn a_tenant_at_its_limit_is_no_overload() {
+    let limits = TenantLimits { most_concurrent: Some(1), ..Default::default() };
+    let mut admission = admission(limited(1, limits));
+    for _ in 0..10 {
+        arrive(&mut admission, asked(1), 0.0, 0.0);
+    }
+    admission.release(&mut room(0.0), 100.0);
+    assert_eq!(admission.snapshot(&room(0.0)).unwrap().work_per_second, RATE);
+    let (_, verdict) = arrive(&mut admission, asked(2), 0.2, 100.0);
+    let Verdict::Held { expected_seconds, .. } = verdict else { panic!("{verdict:?}") };
+    assert!(expected_seconds < 1.2, "{expected_seconds}");
+}
+
+#[test]
+fn a_request_that_is_placed_while_it_waits_leaves_the_queue() {
+    let mut admission = admission(config());
+    let (first, second) = (held(&mut admission, 1, 0.0), held(&mut admission, 1, 0.0));
+    admission.placed(first, InstanceId(0), 0.0);
+    assert_eq!(admission.waiting(), 1);
+    admission.ended(first, 5, Finish::Stop, 1.0);
+    admission.ended(second, 5, Finish::Stop, 1.0);
+    assert_eq!((admission.waiting(), admission.arrivals.len()), (0, 0));
 }
 
 #[test]

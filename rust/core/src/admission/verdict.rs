@@ -92,11 +92,15 @@ pub struct Room {
     /// Predicted seconds until the prefill of a further request starts, by slot; infinite: the
     /// instance takes no requests.
     pub waits: Vec<Seconds>,
-    /// How full each instance is.
-    pub levels: Vec<Level>,
+    /// Used part of each instance's memory, batch and time between tokens, and the part of its batch
+    /// that a request uses.
+    pub used: Vec<(f64, f64)>,
     /// Prefill rate of all instances in tokens/s, until a rate of service is learned.
     pub prior_rate: f64,
 }
+
+/// Part of an instance that is kept for tenants with fewer requests than their share.
+const KEPT: f64 = 0.1;
 
 /// How full an instance is, apart from the wait for its prefills.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -114,8 +118,31 @@ impl Room {
     /// Returns the instance with the shortest wait among those up to this level.
     pub(super) fn best(&self, most: Level) -> Option<(usize, Seconds)> {
         let waits = self.waits.iter().copied().enumerate();
-        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.levels[*slot] <= most);
+        let open = waits.filter(|(slot, wait)| *wait < f64::INFINITY && self.level(*slot) <= most);
         open.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Returns how full an instance is.
+    pub(super) fn level(&self, slot: usize) -> Level {
+        match self.used[slot].0 {
+            used if used >= 1.0 => Level::Full,
+            used if used >= 1.0 - KEPT => Level::Kept,
+            _ => Level::Free,
+        }
+    }
+
+    /// Counts a request that goes to an instance.
+    pub(super) fn take(&mut self, slot: usize, prefill_seconds: Seconds) {
+        if let Some(wait) = self.waits.get_mut(slot) {
+            *wait += prefill_seconds;
+            self.used[slot].0 += self.used[slot].1;
+        }
+    }
+
+    /// Returns whether an instance takes a further request of a tenant with its share or more, at
+    /// most after `seconds`.
+    pub(crate) fn is_open(&self, slot: usize, seconds: Seconds) -> bool {
+        self.waits[slot] <= seconds && self.level(slot) < Level::Full
     }
 
     /// Returns whether any instance takes requests.

@@ -1,8 +1,6 @@
 //! Arrivals: which requests run now, which wait, and which are refused.
 use super::router::Router;
-use crate::admission::{
-    Admission, ArrivalId, Asked, Level, LoadConfig, LoadSnapshot, Released, Room, Verdict,
-};
+use crate::admission::{Admission, ArrivalId, Asked, LoadConfig, LoadSnapshot, Released, Room, Verdict};
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::Indicator;
@@ -16,8 +14,6 @@ use std::borrow::Cow;
 /// Reported use of a KV cache from which an instance has no room: further requests would make its
 /// engine preempt others.
 const FULL_USAGE: f64 = 0.95;
-/// Part of an instance that is kept for tenants with fewer requests than their share.
-const KEPT: f64 = 0.1;
 
 impl Router {
     /// Records an arriving request before its decision, and decides whether it runs now, waits or
@@ -118,13 +114,16 @@ impl Router {
             });
             if stuck { 1.0 } else { memory.max(batch) } // memory is NaN if unknown
         };
-        let level = |used: f64| match used {
-            used if used >= 1.0 => Level::Full,
-            used if used >= 1.0 - KEPT => Level::Kept,
-            _ => Level::Free,
+        let each = |slot: usize| {
+            state.step_time_of(slot).map_or(0.0, |model| {
+                (model.decode_seconds_per_sequence / most_tpot).max(1.0 / model.max_sequences)
+            })
         };
-        let levels = (0..able.len()).map(|slot| level(used(slot))).collect();
-        Room { waits, levels, prior_rate: rate * count.max(1) as f64 }
+        // An idle instance always has room.
+        let idle = |slot: usize| state.ledger.in_flight(slot) <= 0.0;
+        let used = |slot: usize| if idle(slot) { 0.0 } else { used(slot) };
+        let used = (0..able.len()).map(|slot| (used(slot), each(slot))).collect();
+        Room { waits, used, prior_rate: rate * count.max(1) as f64 }
     }
 
     /// Returns a request with its arrival and its program's instance. A caller that only observes
@@ -143,8 +142,7 @@ impl Router {
             let home = admission.home(id);
             if let (None, Some(most)) = (home, admission.room_seconds()) {
                 let room = self.room(now);
-                let each = room.waits.iter().zip(&room.levels);
-                self.context.roomy.extend(each.map(|(wait, level)| *wait <= most && *level < Level::Full));
+                self.context.roomy.extend((0..room.waits.len()).map(|slot| room.is_open(slot, most)));
             }
             return Ok(Cow::Owned(Request { home, ..request.into_owned() }));
         }
@@ -171,7 +169,7 @@ impl Router {
     /// Returns the requests whose wait has ended.
     pub fn release_held(&mut self, now: Seconds) -> Released {
         let now = self.clock(now);
-        if !self.requests.admission.is_on() {
+        if !self.requests.admission.is_on() && self.waiting() == 0 {
             return Released::default();
         }
         if let Some(tokens_per_block) = self.programs().map(Programs::tokens_per_block) {

@@ -34,6 +34,9 @@ class Hedge:
         if not hedging.budget.allows(pool.requests):
             hedging.unsent["budget"] += 1
             return None
+        if pool.held.admits and pool.router.waiting:
+            hedging.unsent["held"] += 1  # its queue might refuse a client's request
+            return None
         again = _again(self.request)
         arrival = pool.held.arrive(again, now) if pool.held.admits else None
         if arrival is not None and arrival.verdict not in ("free", "run"):
