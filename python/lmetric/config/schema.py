@@ -205,7 +205,7 @@ class AdmissionConfig(Strict):
         ge=0,
         le=86_400,
         description="an engine has room while a further request would wait at most this long for its "
-        "prefill, seconds; null: a quarter of `ttft_seconds`, or 0.5",
+        "prefill, seconds; null: a twentieth of `ttft_seconds`, or 0.1",
     )
     max_waiting: Positive = Field(4096, description="maximum number of waiting requests of a model")
     max_waiting_per_tenant: Positive = Field(
