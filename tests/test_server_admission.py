@@ -87,7 +87,7 @@ async def learned(w: Pd) -> None:
 
 
 class Gate:
-    """An engine's behaviour that answers when it is opened, and counts concurrent requests."""
+    """Lets an engine answer when it is opened, and counts concurrent requests."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()

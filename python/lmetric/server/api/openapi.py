@@ -53,6 +53,7 @@ ERROR_TYPES: Mapping[str, str] = {
     "authentication_error": "401",
     "permission_error": "403",
     "not_found_error": "404",
+    "rate_limit_error": "429",
     "overloaded_error": "503",
     "server_error": "other statuses",
 }
