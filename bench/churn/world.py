@@ -26,7 +26,7 @@ class Stage:
     """What happens to the fleet, and the load."""
 
     change: str  # join, leave or restart
-    rate: float = 1.0  # conversations per second
+    rate: float = 0.8  # conversations per second
     gigabytes: float = 25.0  # per second, of the link
     engine: str = PROFILE
 
