@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tables import rendered
-from world import COLD, FETCHING, STEADY, WARM, Rival, Stage, play
+from world import COLD, STEADY, WARM, Rival, Stage, play
 
 from rerun import Pool, Rerun, columns
 
@@ -47,16 +47,6 @@ def leave(world: Pool) -> Row:
 @figure("join", "An engine joins")
 def join(world: Pool) -> Row:
     return rows(world, [Stage("join", RATE)], RIVALS)
-
-
-@figure("fetching", "With prefix fetches of single requests")
-def fetching(world: Pool) -> Row:
-    return rows(world, [Stage("restart", RATE)], FETCHING)
-
-
-@figure("links", "Slower links")
-def links(world: Pool) -> Row:
-    return rows(world, [Stage("restart", RATE, 1.25)], RIVALS)
 
 
 if __name__ == "__main__":

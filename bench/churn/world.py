@@ -3,7 +3,7 @@ the figures of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -78,7 +78,6 @@ class Rival:
 STEADY = Rival("no change", steady=True)
 COLD = Rival("cold")
 WARM = Rival("warm", warm=True)
-FETCHING = [replace(each, label=f"{each.label}, prefix fetch", fetch="on") for each in (STEADY, COLD, WARM)]
 
 
 @dataclass(frozen=True)
