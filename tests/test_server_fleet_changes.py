@@ -61,7 +61,7 @@ async def added(w: Pd, options: EngineOptions, stack: contextlib.AsyncExitStack,
 
 async def ready(w: Pd, name: str) -> None:
     pool = w.server.fleet.pools[0]
-    await w.until(lambda: pool.engines[name].in_service and not changes(w).warms(name), 20.0)
+    await w.until(lambda: pool.engines[name].in_service and not changes(w).warms(name), 60.0)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -93,7 +93,7 @@ async def test_the_prefixes_of_an_engine_that_leaves_are_fetched_first() -> None
         gone = homes[0]
         stays = "b1" if gone == "b0" else "b0"
         await admin(w, gone, "drain")
-        await w.until(lambda: not changes(w).sends(gone), 20.0)
+        await w.until(lambda: not changes(w).sends(gone), 60.0)
         fetched = changes(w).outcomes["fetched"]
         assert changes(w).outcomes == {"fetched": fetched}
         assert fetched == sum(home == gone for home in homes.values())
@@ -114,7 +114,7 @@ async def test_the_streams_of_an_engine_that_leaves_move() -> None:
         stays = "b1" if gone == "b0" else "b0"
         await asyncio.sleep(0.5)
         await admin(w, gone, "drain")
-        await w.until(lambda: not w.busy(gone) and w.busy(stays), 20.0)
+        await w.until(lambda: not w.busy(gone) and w.busy(stays), 60.0)
         assert not running.done()
         said = await running
         equal(said, await alone(w, COMPLETIONS, body))
@@ -186,10 +186,10 @@ async def test_a_rolling_restart_loses_nothing() -> None:
             old = w.engines[name]
             engine = pool.engines[name]
             await admin(w, name, "drain")
-            await w.until(lambda: not engine.running and not changes(w).sends(name), 30.0)  # noqa: B023
+            await w.until(lambda: not engine.running and not changes(w).sends(name), 90.0)  # noqa: B023
             options = old.options.model_copy(update={"port": int(old.url.rpartition(":")[2])})
             await old.stop()
-            await w.until(lambda: not engine.healthy, 10.0)  # noqa: B023
+            await w.until(lambda: not engine.healthy, 60.0)  # noqa: B023
             before = changes(w).fetched_tokens
             w.engines[name] = EngineServer(options)
             await w.engines[name].start()
