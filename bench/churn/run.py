@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tables import rendered
-from world import COLD, FETCHING, STEADY, WARM, Rival, Stage, play
+from world import COLD, STEADY, WARM, Rival, Stage, play
 
 from rerun import Pool, Rerun, columns
 
@@ -20,8 +20,8 @@ Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "fleet_changes.md", rendered)
 figure = RERUN.figure
 
-RATE = 1.0
-RIVALS = [STEADY, COLD, WARM, *FETCHING]
+RATE = 0.8
+RIVALS = [STEADY, COLD, WARM]
 
 
 def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival]) -> Row:
@@ -31,18 +31,22 @@ def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival]) -> Row:
     for stage, rival, found in world.all(play, stages, rivals):
         made.append({"stage": stage.label, "policy": rival.label, **columns(found, digits=5)})
         print(f"{stage.label}: {rival.label}: p99 {made[-1]['ttft_p99']}", file=sys.stderr, flush=True)
-    return {"base": STEADY.label, "rows": made}
+    return {"base": rivals[0].label, "rows": made}
 
 
-@figure("changes", "An instance joins, leaves, restarts")
-def changes(world: Pool) -> Row:
-    return rows(world, [Stage(change, RATE) for change in ("join", "leave", "restart")], RIVALS)
+@figure("restart", "Three engines restart one after another")
+def restart(world: Pool) -> Row:
+    return rows(world, [Stage("restart", RATE)], RIVALS)
 
 
-@figure("links", "Slower links")
-def links(world: Pool) -> Row:
-    stages = [Stage("leave", RATE, gigabytes) for gigabytes in (3.125, 1.25)]
-    return rows(world, stages, [STEADY, COLD, WARM])
+@figure("leave", "An engine leaves")
+def leave(world: Pool) -> Row:
+    return rows(world, [Stage("leave", RATE)], RIVALS)
+
+
+@figure("join", "An engine joins")
+def join(world: Pool) -> Row:
+    return rows(world, [Stage("join", RATE)], RIVALS)
 
 
 if __name__ == "__main__":

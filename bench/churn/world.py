@@ -3,7 +3,7 @@ the figures of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +26,7 @@ class Stage:
     """What happens to the fleet, and the load."""
 
     change: str  # join, leave or restart
-    rate: float = 1.0  # conversations per second
+    rate: float = 0.8  # conversations per second
     gigabytes: float = 25.0  # per second, of the link
     engine: str = PROFILE
 
@@ -78,7 +78,6 @@ class Rival:
 STEADY = Rival("no change", steady=True)
 COLD = Rival("cold")
 WARM = Rival("warm", warm=True)
-FETCHING = [replace(each, label=f"{each.label}, prefix fetch", fetch="on") for each in (STEADY, COLD, WARM)]
 
 
 @dataclass(frozen=True)

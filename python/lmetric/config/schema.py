@@ -383,8 +383,8 @@ class PoolSettings(Strict):
         None,
         description="how engines join and leave. `none`: with cold caches. `warm`: an engine that joins "
         "first fetches the prefixes that it will need, then gets requests; before an engine leaves, other "
-        "engines fetch its prefixes, and its streams migrate. The engines need a KV connector. Or a mapping: `{kind: "
-        "warm, max_seconds: 10}`",
+        "engines fetch its prefixes, and its streams migrate. The engines need a KV connector. Or a mapping: "
+        "`{kind: warm, max_seconds: 10}`",
     )
     engine_tls: EngineTls | None = Field(
         None,

@@ -78,7 +78,7 @@ def listed(changes: str | Sequence[FleetChange | str]) -> list[FleetChange]:
         BadValueError: an invalid change.
     """
     if isinstance(changes, str):
-        changes = changes.split(",")
+        changes = [each for each in changes.split(",") if each.strip()]
     return sorted(map(FleetChange.of, changes), key=lambda each: each.at_seconds)
 
 

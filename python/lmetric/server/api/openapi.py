@@ -394,6 +394,8 @@ def _components() -> JSON:
             "healthy": {"type": "boolean"},
             "service": {"type": "object", "description": "State, ejection and recent outcomes"},
             "draining": {"type": "boolean"},
+            "warming": {"type": "boolean"},
+            "sends_prefixes": {"type": "boolean"},
             "mode": {"enum": ["exact", "approximate", "load_only"]},
             "mode_reason": {"type": "string"},
         },

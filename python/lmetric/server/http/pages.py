@@ -219,6 +219,8 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
                 "draining": engine.draining or engine.switches > 0,
                 "leaving": engine.leaving,
                 "running": engine.running,
+                "warming": pool is not None and pool.changes is not None and pool.changes.warms(engine.name),
+                "sends_prefixes": engine.sends_prefixes,
                 "last_error": engine.last_error,
                 "mode": engine.mode.name,
                 "mode_reason": engine.mode.reason,

@@ -214,6 +214,15 @@ class Metrics(Collector):
             for outcome, count in pool.fetch_outcomes.items():
                 fetches.add_metric((pool.name, outcome), count)
         yield fetches
+        changes = CounterMetricFamily(
+            "lmetric_fleet_change_fetches",
+            "Prefix fetches for engines that join or leave, by outcome: fetched, or the reason for failing",
+            labels=("model", "outcome"),
+        )
+        for pool in self.fleet.pools:
+            for outcome, count in pool.changes.outcomes.items() if pool.changes else ():
+                changes.add_metric((pool.name, outcome), count)
+        yield changes
         migrations = CounterMetricFamily(
             "lmetric_migrations",
             "Migrations of running requests, by outcome: migrated, or the reason for staying",
