@@ -21,6 +21,22 @@ def storm(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
+def test_the_tables_of_the_page_are_current() -> None:
+    done = subprocess.run([sys.executable, str(CHAOS / "page.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_endurance_runs_check_memory_and_counts() -> None:
+    """Short: the counts and the code of bench/chaos/soak.py, not its memory bound."""
+    done = subprocess.run(
+        [sys.executable, str(CHAOS / "soak.py"), "core", "--prompts", "100000"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "100000 prompts" in done.stdout
+    assert "in flight 0" in done.stdout
+
+
 @pytest.mark.timeout(300)
 def test_a_storm_of_faults_loses_no_request() -> None:
     storm("--storm", 30, "--seed", 1)
