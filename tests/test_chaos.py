@@ -30,7 +30,9 @@ def test_the_tables_of_the_page_are_current() -> None:
 def test_endurance_runs_check_memory_and_counts() -> None:
     """Short: the counts and the code of bench/chaos/soak.py, not its memory bound."""
     done = subprocess.run(
-        [sys.executable, str(CHAOS / "soak.py"), "core", "--prompts", "100000"], capture_output=True, text=True
+        [sys.executable, str(CHAOS / "soak.py"), "core", "--prompts", "100000"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "100000 prompts" in done.stdout
