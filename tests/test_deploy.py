@@ -210,8 +210,9 @@ def test_the_unit_gives_the_service_its_own_copy_of_the_keys() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 def test_systemd_takes_the_unit() -> None:
     """Reliability M8: systemd knows every setting, and rates the exposure below 2 of 10."""
-    service = str(DEPLOY / "lmetric-router.service")
-    done = subprocess.run(["systemd-analyze", "verify", service], capture_output=True, text=True, check=False)
+    service, listener = (str(DEPLOY / f"lmetric-router.{kind}") for kind in ("service", "socket"))
+    verify = ["systemd-analyze", "verify", service, listener]
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
     said = [line for line in done.stderr.splitlines() if "is not executable" not in line]
     assert [line for line in said if "lmetric" in line] == []
     review = ["systemd-analyze", "security", "--offline=true", "--threshold=20", service]

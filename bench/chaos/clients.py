@@ -121,7 +121,7 @@ async def _leave(router: OwnRouter, number: int, when: float, seed: int) -> None
 
 
 async def _connections(it: Stage, router: OwnRouter, count: int) -> bool:
-    """Whether this many clients are connected, besides the one that asks."""
+    """Whether this many clients are connected, without the client of this look."""
     told = await router.metric(it.session, "lmetric_client_connections")
     return sum(told.values()) == count + 1
 

@@ -1,4 +1,4 @@
-"""The table of faults in docs/reference/reliability.md, made from faults.csv.
+"""The tables of docs/reference/reliability.md that are made from faults.csv and soak_*.csv.
 
 python bench/chaos/page.py [--check]
 """
@@ -11,10 +11,12 @@ from pathlib import Path
 
 from faults import FAULTS
 
+HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "faults.csv"
+RESULTS = HERE / "faults.csv"
+SOAKS = {"core": "`lm.Router` in one process", "sockets": "router process, over sockets"}
+WARM_SHARE = 0.3  # as in soak.py
 PAGE = ROOT / "docs" / "reference" / "reliability.md"
-BEGIN, END = "<!-- faults -->\n", "<!-- end of faults -->\n"
 NAMES = {
     "lmetric": "lmetric-router",
     "nginx": "nginx",
@@ -50,14 +52,42 @@ def _cell(row: dict[str, str] | None) -> str:
     return f"{row['lost']} of {row['requests']} ({', '.join(kinds)}), until {until:.1f} s"
 
 
+def soaks() -> str:
+    """Returns the table of endurance runs."""
+    lines = [
+        "| run | prompts | time | memory after 30% | highest after that | requests in flight at the end |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, what in SOAKS.items():
+        with (HERE / f"soak_{name}.csv").open() as file:
+            rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+        last = rows[-1]
+        warm = [row for row in rows if row["prompts"] <= WARM_SHARE * last["prompts"]]
+        later = rows[len(warm) :]
+        cells = [
+            what,
+            f"{last['prompts']:,.0f}",
+            f"{last['seconds']:,.0f} s",
+            f"{max(row['rss_mib'] for row in warm):.1f} MiB",
+            f"{max(row['rss_mib'] for row in later):.1f} MiB",
+            f"{last['in_flight']:g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
-    """Returns the page with the present table."""
+    """Returns the page with the present tables."""
     text = PAGE.read_text()
     with RESULTS.open() as file:
         rows = list(csv.DictReader(file))
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{rendered(rows)}\n{END}{after}"
+    for name, table in {"faults": rendered(rows), "soaks": soaks()}.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE}: no {begin.strip()} with an end"
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    return text
 
 
 if __name__ == "__main__":

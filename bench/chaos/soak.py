@@ -33,7 +33,9 @@ from routers import OwnRouter, free_port, in_flight, settled
 import lmetric as lm
 
 MOCK = Path(__file__).parents[1] / "http" / "mock.py"
-INDEX_BYTES = 32 << 20  # full after a few percent of the prompts
+# Full after a few percent of the prompts.
+INDEX_BYTES = 32 << 20
+SMALL_INDEX_BYTES = 4 << 20
 WARM_SHARE, MOST_MIB = 0.3, 4.0
 SAMPLES = 100
 # Shape of the prompts of `core`: tokens, and shared tokens at their beginning.
@@ -185,7 +187,7 @@ async def sockets(prompts: int, seconds: float) -> list[Sample]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             engines = [f"http://127.0.0.1:{port}" for port in ports]
-            config = {"index_bytes": INDEX_BYTES}
+            config = {"index_bytes": SMALL_INDEX_BYTES}
             router = OwnRouter(Path(folder), engines, config, timed=False, model="mock")
             async with aiohttp.ClientSession() as session:
                 try:
