@@ -23,7 +23,7 @@ PROFILE = "qwen3-30b-a3b-h20"
 
 @dataclass(frozen=True)
 class Stage:
-    """What happens to the fleet, and the load."""
+    """The changes of the fleet, and the load."""
 
     change: str  # join, leave or restart
     rate: float = 0.8  # conversations per second

@@ -358,9 +358,8 @@ class PoolSettings(Strict):
     )
     admission: AdmissionConfig | None = Field(
         None,
-        description="admission by load (docs/how-to/overload.md): under overload, requests wait in fair "
-        "order of tenants or get a 429, instead of waiting in the engines; null: every request goes to an "
-        "engine at once",
+        description="admission by load (docs/how-to/overload.md). Under overload, requests wait in the "
+        "router in fair order of tenants, or get a 429; null: every request goes to an engine at once",
     )
     hedging: HedgingConfig = Field(
         default_factory=HedgingConfig,

@@ -61,7 +61,7 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """What a change of a simulated fleet did."""
+    """The outcome of a change of a simulated fleet."""
 
     change: FleetChange
     # When the instance took requests, or was gone; NaN: not before the end of the run.

@@ -132,7 +132,7 @@ pub struct Outcome {
     pub step_variance: f64,
     /// Gaps between the output tokens of all requests, as clients receive them.
     pub gaps: GapHistogram,
-    /// What the fleet changes did, in the order of [`ClusterConfig::changes`].
+    /// Outcomes of the fleet changes, in the order of [`ClusterConfig::changes`].
     pub changes: Vec<ChangeRecord>,
     /// The routers after the run, with their totals and latest decision records.
     pub routers: Vec<Router>,
@@ -673,7 +673,7 @@ impl Cluster<'_> {
     }
 }
 
-/// Whether an engine's request is one that the router placed.
+/// Whether the router placed an engine's request.
 fn placed(id: u64) -> bool {
     ahead_of(id).is_none()
 }

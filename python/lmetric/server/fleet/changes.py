@@ -203,12 +203,12 @@ class FleetChanges:
         assert connector is not None
         assert handover is not None
         asked = {**prompt.fields, "prompt": prompt.tokens[:tokens], "max_tokens": 1, "stream": False}
-        body = _dumps(asked | connector.asks(None, goes_on=True, whole=True))
+        body = _dumps({**asked, **connector.asks(None, goes_on=True, whole=True)})
         answer = _answer(source, *await source.upstream.post(COMPLETIONS, body, ANSWER_SECONDS))
         began = time.monotonic()
         fields = connector.fields(answer)
         connector.check_count(fields, tokens)
-        body = _dumps(asked | connector.asks(fields, goes_on=False, whole=True))
+        body = _dumps({**asked, **connector.asks(fields, goes_on=False, whole=True)})
         seconds = min(ANSWER_SECONDS, connector.deadline_seconds(handover) - (time.monotonic() - began))
         _answer(target, *await target.upstream.post(COMPLETIONS, body, seconds, once=True))
 

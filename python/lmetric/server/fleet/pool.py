@@ -253,7 +253,8 @@ class Pool:
         """Decides anew which engines are in service, and updates the core router."""
         now = time.monotonic()
         self.retry_budget.follow(self.requests, now)
-        for engine in self.outliers.review(self.engines.values(), now):
+        for member in self.outliers.review(self.engines.values(), now):
+            engine = self.engines[member.name]
             if self.changes is not None and engine.in_service and engine.cold:
                 self.changes.joins(engine)  # before it can get a request
             engine.cold &= not engine.in_service

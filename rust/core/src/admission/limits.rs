@@ -68,8 +68,8 @@ impl Limits {
         self.tenants.get(&tenant).map_or(0, |usage| usage.running)
     }
 
-    /// Returns whether a tenant may take the room that is kept for others: it has fewer requests on
-    /// engines than its share of all by weight, or there are no others.
+    /// Returns whether a tenant may take the room that is kept for others. It may if there are no
+    /// others, or if it has fewer requests on engines than its share of all by weight.
     pub fn may_take_kept(&self, tenant: u64, weight: f64) -> bool {
         if self.tenants.len() <= 1 {
             return true;

@@ -1,4 +1,4 @@
-//! What admission reads and says: arriving requests, room on instances, and decisions.
+//! Input and output of admission: arriving requests, room on instances, and decisions.
 use super::ArrivalId;
 use crate::ids::{InstanceId, Seconds};
 use crate::program::Hold;
@@ -48,7 +48,7 @@ pub enum Verdict {
     Run(InstanceId),
     /// It waits until [`Admission::release`] names it.
     Held {
-        /// What it waits for.
+        /// The reason of the wait.
         by: HeldFor,
         /// Predicted wait; infinite: unknown.
         expected_seconds: Seconds,

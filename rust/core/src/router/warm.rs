@@ -79,9 +79,9 @@ impl Router {
         }
     }
 
-    /// Returns the running requests of an instance that can move, each with its target: the
-    /// instance that holds most of its prompt, if that is at least half of it; else the instance
-    /// with the fewest requests. [`Router::begin_move`] begins a move.
+    /// Returns the running requests of an instance that can move, each with its target. The target
+    /// is the instance that holds most of the prompt, if that is at least half of it. Otherwise it
+    /// is the instance with the fewest requests. [`Router::begin_move`] begins a move.
     pub fn moves_from(&self, id: InstanceId) -> Vec<(TicketId, InstanceId)> {
         let state = &self.state;
         let able = |id: InstanceId| state.instances[id.index()].cuts >= Cuts::Output;

@@ -153,8 +153,9 @@ pub fn join(
 /// Plans the fetches from an instance that leaves: the prefixes that no other instance holds as
 /// far, the most used first.
 ///
-/// The successor of a prompt is the instance with the smallest sum of its relative load (the weight
-/// of the prompts that it holds, over the mean) and the fraction of the prefix that it lacks.
+/// The successor of a prompt is the instance with the smallest sum of its relative load and the
+/// fraction of the prefix that it lacks. The relative load is the weight of the prompts that it
+/// holds, over the mean.
 pub fn leave(
     demand: &Demand,
     fleet: &Fleet<'_>,

@@ -32,7 +32,7 @@ pub struct FleetChange {
     pub joins: bool,
 }
 
-/// What a change did.
+/// The outcome of a change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChangeRecord {
     /// The change.
