@@ -217,8 +217,8 @@ class AdmissionConfig(Strict):
     )
     tpot_seconds: Seconds | None = Field(
         None,
-        description="an engine has room while one more request keeps its predicted time between two output "
-        "tokens at most this long, seconds; needs a profile or a learned step time; null: no limit",
+        description="longest predicted time between two output tokens with which an engine still has room, "
+        "seconds; needs a profile or a learned step time; null: no limit",
     )
     max_waiting: Positive = Field(4096, description="maximum number of waiting requests of a model")
     max_waiting_per_tenant: Positive = Field(

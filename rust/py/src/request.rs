@@ -90,8 +90,8 @@ pub struct Request {
     /// frees its place in the cache at once.
     #[pyo3(get)]
     session_final: bool,
-    /// Deadline of the first token in seconds after the arrival, for admission by load. None: that of
-    /// the router's settings.
+    /// Deadline of the first token in seconds after the arrival, for admission by load. None: that
+    /// of the router's settings.
     #[pyo3(get)]
     ttft_slo_seconds: Option<f64>,
     /// Whether the answer comes whole: the router then expects no first token.

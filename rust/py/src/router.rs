@@ -122,8 +122,8 @@ impl Clock {
 /// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
 ///   rate.
 /// - `seed`: seed of all random choices.
-/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`, `fleet_changes`: options of `lmetric.options`, as
-///   for `configure`.
+/// - `split`, `prefix_fetch`, `priority`, `rebalance`, `programs`, `fleet_changes`: options of
+///   `lmetric.options`, as for `configure`.
 /// - `offers`: the least mature policies and planners that the router accepts (`"stable"`,
 ///   `"experimental"`, `"study"`: all).
 ///
@@ -794,8 +794,8 @@ impl Router {
     ///   request that would miss it is refused.
     /// - `tpot_seconds`: longest time between two output tokens that a batch may reach by a further
     ///   request.
-    /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always have
-    ///   room.
+    /// - `room_seconds`: default a twentieth of the deadline, or 0.1. Infinite: instances always
+    ///   have room.
     /// - `max_waiting`, `max_waiting_per_tenant`: bounds of the queue.
     /// - `tenants`: limits by tenant: `max_concurrent`, `max_requests_per_second`, `burst`,
     ///   `max_waiting`.

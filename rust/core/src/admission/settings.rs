@@ -19,8 +19,8 @@ pub struct LoadConfig {
     /// Longest time between two output tokens that an instance's batch may reach by a further
     /// request; `None`: no limit. Needs a step-time model, by a profile or learned.
     pub tpot_seconds: Option<Seconds>,
-    /// Wait on an instance up to which it has room for a further request. `None`: a twentieth of the
-    /// deadline, or 0.1 s. Infinite: requests wait only for limits of their tenants.
+    /// Wait on an instance up to which it has room for a further request. `None`: a twentieth of
+    /// the deadline, or 0.1 s. Infinite: requests wait only for limits of their tenants.
     pub room_seconds: Option<Seconds>,
     /// Maximum number of waiting requests.
     pub most_waiting: usize,

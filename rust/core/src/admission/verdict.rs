@@ -92,8 +92,8 @@ pub struct Room {
     /// Predicted seconds until the prefill of a further request starts, by slot; infinite: the
     /// instance takes no requests.
     pub waits: Vec<Seconds>,
-    /// Used part of each instance's memory, batch and time between tokens, and the part of its batch
-    /// that a request uses.
+    /// Used part of each instance's memory, batch and time between tokens, and the part of its
+    /// batch that a request uses.
     pub used: Vec<(f64, f64)>,
     /// Prefill rate of all instances in tokens/s, until a rate of service is learned.
     pub prior_rate: f64,

@@ -101,13 +101,13 @@ impl Router {
             let step = state.ttft(slot, queued, 0.0, 0.0, decoding[slot], context[slot], rate);
             let learned = if rates[slot] > 0.0 { queued / rates[slot] } else { 0.0 };
             let predicted = if queued > 0.0 { step.max(learned) } else { 0.0 };
-            predicted.max(state.ledger.overdue_on(slot, now))
+            predicted.max(state.ledger.backlogs.overdue(slot, now))
         };
         let waits = able.iter().enumerate().map(wait).collect();
-        // The part of an instance's memory, of its batch's places and of its step time that is used.
+        // The used part of an instance's memory, of its batch's places and of its step time.
         let used = |slot: usize| {
             let memory = usage[slot] / FULL_USAGE;
-            let stuck = state.ledger.is_unseen(slot) && reported[slot] > 0.0;
+            let stuck = state.ledger.backlogs.is_unseen(slot) && reported[slot] > 0.0;
             let batch = state.step_time_of(slot).map_or(0.0, |model| {
                 let step = model.step(decoding[slot] + 1.0, context[slot]) / most_tpot;
                 step.max(state.ledger.in_flight(slot) / model.max_sequences)

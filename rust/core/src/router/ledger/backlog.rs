@@ -45,7 +45,7 @@ struct Queue {
 
 /// Prefills that ended at the same event.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Ended {
+pub(in crate::router) struct Ended {
     /// Computed tokens, and their attention pairs.
     pub tokens: f64,
     pub pairs: f64,
@@ -57,7 +57,7 @@ pub(super) struct Ended {
 
 /// The prefill backlogs of all instances, by slot.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Backlogs {
+pub(in crate::router) struct Backlogs {
     queues: Vec<Queue>,
     /// Tokens left when a backlog was last settled, the time of the settlement, and the drain rate
     /// since. Separate columns allow one vectorized pass per decision.

@@ -35,7 +35,7 @@ pub struct Ledger {
     declared: DeclaredValues,
     owners: Vec<Owners>,
     accounts: Vec<Account>,
-    backlogs: Backlogs,
+    pub(super) backlogs: Backlogs,
     /// Time constant of recent prefills.
     recent_seconds: Seconds,
     /// Predicted loads, if a policy or a forecast needs them.
@@ -376,16 +376,6 @@ impl Ledger {
     #[inline]
     pub fn queued_prefill(&self, now: Seconds, out: &mut [f64]) {
         self.backlogs.all_tokens(now, out);
-    }
-
-    /// Returns the seconds for which the next first token of a slot is late.
-    pub fn overdue_on(&self, slot: usize, now: Seconds) -> Seconds {
-        self.backlogs.overdue(slot, now)
-    }
-
-    /// Returns whether prefills run on a slot whose first tokens are not seen, and no others.
-    pub fn is_unseen(&self, slot: usize) -> bool {
-        self.backlogs.is_unseen(slot)
     }
 
     /// Returns the attention pairs of the prefills queued on a slot, as of the last settlement.
