@@ -326,7 +326,8 @@ async def test_a_flood_of_hedges_leaves_nothing_behind() -> None:
             except (TimeoutError, aiohttp.ClientError):
                 return number % 3 == 0
 
-        assert all(await asyncio.gather(*(one(number) for number in range(1, 31))))
+        # The slow engine gets half of them: nine, and the budget saves up ten hedges.
+        assert all(await asyncio.gather(*(one(number) for number in range(1, 19))))
         await w.until(lambda: not w.in_flight())
         await w.until(lambda: not w.busy("b0") and not w.busy("b1"))
         assert pool(w).hedging.outcomes["won"] > 0
