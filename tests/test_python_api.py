@@ -467,5 +467,5 @@ def test_the_page_has_every_name_that_changed() -> None:
 
 def test_the_page_has_every_field_of_a_request() -> None:
     fields = [name for name in lm.Request.__dict__ if not name.startswith("_")]
-    assert len(fields) == 22
+    assert len(fields) == 24
     assert [name for name in fields if f"`{name}`" not in PAGE] == []

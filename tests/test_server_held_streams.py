@@ -44,7 +44,8 @@ async def full_cache(
     """A router whose caches are full for ``forget_seconds``; then its engines behave so."""
     settings = {**SETTINGS, "forget_seconds": forget_seconds, "keep_alive_seconds": keep_alive_seconds}
     given = behaves if isinstance(behaves, Sequence) else [behaves]
-    async with world(len(given), cache_blocks=100, programs=settings, **config) as w:
+    blocks = {"cache_blocks": 100, "text_block_bytes": 64}  # blocks of text as long as blocks of tokens
+    async with world(len(given), **blocks, programs=settings, **config) as w:
         for name, engine in enumerate(w.engines, 101):
             assert (await w.post(body(name)))[0] == 200
             engine.behave = given[name - 101]

@@ -153,6 +153,19 @@ def test_a_study_varies_all_that_simulations_take() -> None:
     assert known == SettingsEntry.model_fields.keys()
 
 
+def test_admission_by_load_is_a_setting(tmp_path: Path) -> None:
+    trace = f"{{path: {SLICE}, requests: 300}}"
+    text = PLAIN.replace("t.jsonl", trace) % "load_admission: [none, {ttft_seconds: [0.2, 5]}]"
+    made = load_study(write(tmp_path / "s.yaml", text + "instances: 1\nloads: 40\n"))
+    assert [setup.settings["load_admission"] for setup in made.setups] == [
+        None, {"ttft_seconds": 0.2}, {"ttft_seconds": 5.0},
+    ]  # fmt: skip
+    failed = [run(setup, setup.trace.load()).figures.failed for setup in made.setups]
+    assert failed[0] == 0 < failed[2] < failed[1] < 300
+    with pytest.raises(ConfigError, match=r"settings\.load_admission.*max_wait.*max_waiting"):
+        load_study(write(tmp_path / "s.yaml", PLAIN % "load_admission: {max_wait: 9}"))
+
+
 def test_decode_instances_have_a_profile_of_their_own(tmp_path: Path) -> None:
     text = PLAIN % "decode_profile: [qwen2-7b-h20, independent-sim]"
     with pytest.raises(ConfigError, match=r"settings.decode_profile needs roles with a decode pool"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -147,6 +146,7 @@ def command(
 
 
 def _play(trace: Trace, client: object, seed: int) -> Player:
+    import asyncio
     import signal
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

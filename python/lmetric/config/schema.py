@@ -200,8 +200,8 @@ class SloClass(Strict):
     )
 
 
-class AdmissionConfig(Strict):
-    """Admission by load: requests wait in the router while no engine has room for them."""
+class LoadAdmission(Strict):
+    """When an engine has room for a further request, and how many requests wait in the router."""
 
     ttft_seconds: Seconds | None = Field(
         None,
@@ -224,6 +224,11 @@ class AdmissionConfig(Strict):
     max_waiting_per_tenant: Positive = Field(
         1024, description="maximum number of waiting requests of a tenant, per model"
     )
+
+
+class AdmissionConfig(LoadAdmission):
+    """Admission by load: requests wait in the router while no engine has room for them."""
+
     classes: dict[Annotated[str, Field(pattern="^[!-~]{1,64}$")], SloClass] = Field(
         default_factory=dict,
         description="classes of requests by name. A request names its class in the header x-slo-class; "

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from lmetric import _deprecated, options
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, Strict, explain, read_yaml_mapping
+from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_mapping
 from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
@@ -83,6 +83,12 @@ def _host_tier(value: Any) -> Any:
     if isinstance(text, str):
         HostTier.of(text)
     return text
+
+
+def _load_admission(value: Any) -> list[Any]:
+    """Reads a list of settings of admission by load; `none` switches it off. A setting can be a
+    list, too."""
+    return [None if one == "none" else one for each in _listed(value) for one in options.sweep(each)]
 
 
 Listed = BeforeValidator(_listed)
@@ -330,6 +336,11 @@ class SettingsEntry(Strict):
     programs: Annotated[list[Any], _option("programs")] | None = Field(
         None, description="agent programs: none, observe, admit, {kind: admit, theta: [0.9, 1.0]}"
     )
+    load_admission: Annotated[list[LoadAdmission | None], BeforeValidator(_load_admission)] | None = Field(
+        None,
+        description="admission by load (docs/how-to/overload.md): none, or its settings: "
+        "{ttft_seconds: [5, 10], max_waiting: 1000}",
+    )
     changes: Annotated[list[Annotated[str, AfterValidator(_changes)]], Listed] | None = Field(
         None, description="instances that join and leave: 600 join 8, 1200 leave 3"
     )
@@ -348,6 +359,11 @@ class SettingsEntry(Strict):
     def combinations(self) -> Iterator[dict[str, Value]]:
         """All combinations of the given values."""
         given = {name: getattr(self, name) for name in type(self).model_fields if getattr(self, name)}
+        if self.load_admission:
+            given["load_admission"] = [
+                each and each.model_dump(exclude_none=True, exclude_unset=True)
+                for each in self.load_admission
+            ]
         for values in itertools.product(*given.values()):
             yield dict(zip(given, values, strict=True))
 
