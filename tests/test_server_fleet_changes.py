@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -154,6 +155,22 @@ async def test_a_source_that_dies_delays_nobody() -> None:
         await ready(w, "b1")
         assert (await asked(w, COMPLETIONS, talk(0)))["headers"]["x-lmetric-instance"] == "b1"
         assert "fetched" not in changes(w).outcomes
+
+
+async def test_a_fetch_that_hangs_ends_with_its_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        fleet(both(), fleet_changes=WARM | {"max_seconds": 1}) as w,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for number in range(4):
+            await asked(w, COMPLETIONS, talk(number))
+        monkeypatch.setattr(
+            w.engines["b0"]._ranks[0].driver, "_schedule", lambda: None
+        )  # makes no more steps
+        began = time.monotonic()
+        await added(w, both(), stack, "b1")
+        assert 1 <= time.monotonic() - began < 10
+        assert set(changes(w).outcomes) == {"late"}
 
 
 async def test_a_rolling_restart_loses_nothing() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import orjson
@@ -242,6 +242,10 @@ async def test_one_engine_gets_no_hedge() -> None:
         assert pool(w).hedging.unsent == {"no_engine": 1}
         _, text = await w.get("/metrics")
         assert b'lmetric_hedges_not_sent_total{model="tiny",reason="no_engine"} 1.0' in text
+        assert b'lmetric_failures_total{kind="refused",model="tiny"} 0.0' in text
+        for total in ("retries", "no_instance"):
+            assert b'lmetric_%b_total{model="tiny"} 0.0' % total.encode() in text
+        assert cast(dict[str, Any], pool(w).router.stats())["failed"]["refused"] == 1  # of the hedge
 
 
 async def second_priority(after: float) -> int:

@@ -64,6 +64,12 @@ impl Warming {
         self.inner.lock().0.wakes(now)
     }
 
+    /// Time at which the change ends; later fetches are dropped.
+    #[getter]
+    fn until(&self) -> f64 {
+        self.inner.lock().0.until()
+    }
+
     /// Fetches that have not begun.
     #[getter]
     fn planned(&self) -> usize {

@@ -34,6 +34,7 @@ log = structlog.get_logger("lmetric.changes")
 
 MAX_TOKENS = 1 << 23  # of remembered prompts: 4 bytes each
 ANSWER_SECONDS = 30.0  # longest wait for each of the two engines
+LEAST_SECONDS = 1.0  # for a fetch that begins near the end of a change
 LOOK_SECONDS = 0.25  # time between two looks at the streams of an engine that leaves
 
 
@@ -183,9 +184,13 @@ class FleetChanges:
             elif refused := refusal(pair[0], pair[1]):
                 outcome, reason = refused
             else:
-                await self._copy(pair[0], pair[1], known, tokens)
+                left = warming.until - time.monotonic()
+                async with asyncio.timeout(max(left, LEAST_SECONDS)):
+                    await self._copy(pair[0], pair[1], known, tokens)
                 outcome, arrived = "fetched", tokens
                 self.fetched_tokens += tokens
+        except TimeoutError:
+            outcome, reason = "late", "it did not end within `max_seconds` of the change"
         except (UpstreamError, HandoverError) as error:
             reason = str(error)
         finally:

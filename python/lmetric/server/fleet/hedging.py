@@ -53,9 +53,9 @@ class Hedging:
         self.budget = HedgeBudget(settings.budget_ratio)
         self.outcomes: Counter[Outcome] = Counter()
         self.unsent: Counter[Unsent] = Counter()
-        # Hedges that the policy placed on the request's own engine first. The core router counts
-        # them as retries.
-        self.placed_again = 0
+        # What the core router counted for hedges on the request's own engine, and for hedges
+        # without an engine. Metrics subtract it: no request was retried or failed.
+        self.uncounted: Counter[str] = Counter()
         self._others: OrderedDict[int, int] = OrderedDict()
 
     def configure(self, settings: HedgingConfig) -> None:

@@ -278,9 +278,7 @@ class Metrics(Collector):
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
-                value = values[_NAMED.get(name, name)]
-                if name == "retries":
-                    value -= pool.hedging.placed_again
+                value = values[_NAMED.get(name, name)] - pool.hedging.uncounted.get(name, 0)
                 counter.add_metric((pool.name,), value)
             yield counter
         fallbacks = CounterMetricFamily(
@@ -298,7 +296,7 @@ class Metrics(Collector):
         )
         for pool, values in stats:
             for kind, count in values["failed"].items():
-                failed.add_metric((pool.name, kind), count)
+                failed.add_metric((pool.name, kind), count - pool.hedging.uncounted.get(kind, 0))
         yield failed
         yield from self._tokenizers()
         for name, text in _GAUGES.items():

@@ -47,12 +47,13 @@ class Hedge:
             self.decision, self.ticket = pool.router.route(again, now=now, arrival=arrival)
         except NoInstanceError:
             hedging.unsent["no_engine"] += 1
+            hedging.uncounted["no_instance"] += 1
             return None
         name: str | None = self.ticket.instance
         while name is not None and (name in p.tried_engines or name not in pool.engines):
             # The policy still prefers that engine: take the best of the others.
-            hedging.placed_again += 1
             name = self.ticket.failed("refused")
+            hedging.uncounted["refused" if name is None else "retries"] += 1
         if name is None:
             hedging.unsent["no_engine"] += 1
             return None
