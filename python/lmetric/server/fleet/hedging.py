@@ -53,8 +53,8 @@ class Hedging:
         self.budget = HedgeBudget(settings.budget_ratio)
         self.outcomes: Counter[Outcome] = Counter()
         self.unsent: Counter[Unsent] = Counter()
-        # What the core router counted for hedges on the request's own engine, and for hedges
-        # without an engine. Metrics subtract it: no request was retried or failed.
+        # Metrics subtract these counts from the core router's: it counted hedges on the request's
+        # own engine, and hedges without an engine. No request was retried or failed.
         self.uncounted: Counter[str] = Counter()
         self._others: OrderedDict[int, int] = OrderedDict()
 
