@@ -41,7 +41,7 @@ def test_300_000_distinct_prompts_keep_memory_flat_and_leave_no_count() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_storm_of_faults_loses_no_request() -> None:
-    storm("--storm", 30, "--seed", 1)
+    storm("--storm", 15, "--seed", 1)
 
 
 @pytest.mark.nightly
