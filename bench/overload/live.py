@@ -50,6 +50,10 @@ FIELDS = [
 ]
 
 
+def _name(tenant: int) -> str:
+    return f"tenant-{tenant}"
+
+
 async def play(load: float, other: float, admission: bool, seed: int) -> dict[str, Any]:
     """One run; returns the figures of the tenant. Times are on the engines' clock."""
     most = world.capacity(WORKLOAD, seed) * ENGINES / world.INSTANCES
@@ -59,6 +63,7 @@ async def play(load: float, other: float, admission: bool, seed: int) -> dict[st
     async with EmbeddedEngines(ENGINES, options, kv_events=True) as engines:
         with tempfile.TemporaryDirectory() as folder:
             config: dict[str, Any] = {"engines": [{"url": url} for url in engines.urls]}
+            config["tenants"] = {_name(tenant): {} for tenant in tenants}
             if admission:
                 config["admission"] = {"ttft_seconds": DEADLINE}
             path = Path(folder) / "router.yaml"
@@ -75,7 +80,7 @@ async def drive(url: str, traces: dict[int, Any]) -> dict[str, Any]:
         clients = []
         for tenant in traces:
             client = await Client(url, model=first.model).__aenter__()
-            client.session.headers["x-tenant"] = f"tenant-{tenant}"
+            client.session.headers["x-tenant"] = _name(tenant)
             clients.append(client)
             mine = np.flatnonzero(whole.sessions == tenant)
             part = replace(whole.take(mine), sessions=None)
