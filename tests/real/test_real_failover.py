@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from tokenizers import Tokenizer
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
@@ -167,11 +168,13 @@ async def test_an_engine_that_hangs(vllm_engines: Start) -> None:
 
 
 async def test_sampled_streams_lose_and_double_no_token(vllm_engines: Start) -> None:
-    """Sampled tokens differ between runs; their number, usage and text must fit together."""
+    """Sampled tokens differ between runs; their number, usage and text must fit together. Without a
+    seed: vLLM 0.32 on CPU crashes if it samples a batch with seeds."""
     engines = vllm_engines(2)
+    tokens = Tokenizer.from_file(str(engines[0].model / "tokenizer.json"))
     async with world(engines) as w:
         bodies = [
-            (path, body | {"temperature": 1.0, "seed": 5, "return_token_ids": True, "stream_options": USAGE})
+            (path, body | {"temperature": 1.0, "return_token_ids": True, "stream_options": USAGE})
             for path, body in greedy()
         ]
         for raw in await w.run(salted(bodies), VllmEngine.kill):
@@ -181,11 +184,11 @@ async def test_sampled_streams_lose_and_double_no_token(vllm_engines: Start) -> 
             assert said["finish"] == "length"
             prompt = prompt_ids(raw)
             assert said["usage"]["prompt_tokens"] == len(prompt)
-            # The text is the text of exactly these tokens.
-            whole = await detokenized(w, engines[1], prompt + said["ids"])
-            before = await detokenized(w, engines[1], prompt)
-            assert whole.startswith(before)
-            assert whole[len(before) :].startswith(said["text"].rstrip("�"))
+            # The text is the text of exactly these tokens. Engines and library show bytes that are
+            # no characters differently.
+            whole, before = (tokens.decode(ids) for ids in (prompt + said["ids"], prompt))
+            assert whole.startswith(before.rstrip("�"))
+            assert characters(whole) == characters(before) + characters(said["text"])
         assert set(w.pool.failovers) == {"continued"}
 
 
@@ -194,9 +197,8 @@ def prompt_ids(raw: bytes) -> list[int]:
     return first.get("prompt_token_ids") or first["choices"][0]["prompt_token_ids"]
 
 
-async def detokenized(w: World, engine: VllmEngine, ids: list[int]) -> str:
-    async with w.session.post(f"{engine.url}/detokenize", json={"tokens": ids}) as response:
-        return str((await response.json())["prompt"])
+def characters(text: str) -> str:
+    return text.replace("�", "")
 
 
 async def test_logprobs_and_stop_strings_continue(vllm_engines: Start) -> None:
