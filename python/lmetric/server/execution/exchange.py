@@ -83,6 +83,7 @@ class ClientRequest:
 
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
+    slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
     session_line = b""  # head line for engines: the session that only the body names
@@ -251,6 +252,11 @@ class InFlightRequest:
     @property
     def instance(self) -> str | None:
         """The engine that answered, or was tried last; None: it was not routed."""
+        return None
+
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """Its predicted cached tokens; None: the engine's report is about something else."""
         return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:

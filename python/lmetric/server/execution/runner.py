@@ -213,6 +213,14 @@ class RequestRunner(InFlightRequest):
         """The engine that answered, or was tried last."""
         return self.execution.ticket.instance
 
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """The prediction of its decision; None: other engines or a prefix fetch changed the cache."""
+        decision = self.execution.decision
+        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
+            return None
+        return decision.predicted_cached_tokens
+
     def client_gone(self) -> None:
         """Ends the request: the client has disconnected."""
         self._on(self.execution.leave, "the client left")

@@ -594,6 +594,8 @@ class Frontend(web.Server):
         split_reason = pool.split_reason(client_request.path, call) if joins else None
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
         moves = joins and split_reason is None
+        if split_reason is not None or fetch_reason is not None:
+            pool.count_ineligible(split_reason, fetch_reason)
         resumes = False
         if pool.fails_over and call.stream:
             client_request.not_resumable = pool.failover_reason(client_request.path, call)
@@ -657,10 +659,14 @@ class Frontend(web.Server):
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
         classes, named = pool.held.classes, client_request.head.field(b"x-slo-class")
         if named is None:
-            return classes.get(self._tenant_classes.get(client_request.tenant, ""))
-        name = named.decode("latin-1")
+            name = self._tenant_classes.get(client_request.tenant, "")
+        else:
+            name = named.decode("latin-1")
         if name in classes:
+            client_request.slo_class = name
             return classes[name]
+        if named is None:
+            return None
         raise ApiError(
             400,
             f"x-slo-class: {pool.name} has no class {name[:64]!r}; known: {', '.join(classes)}",
@@ -702,8 +708,10 @@ class Frontend(web.Server):
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
+        before = time.monotonic()
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
+            after = time.monotonic()
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
@@ -739,6 +747,9 @@ class Frontend(web.Server):
             if client_request.client.writing_paused:
                 relay.client_slow()
             relay.start(now)
+            was_held = arrival is not None and arrival.verdict == "held"
+            received = None if was_held else client_request.started
+            self.metrics.requests.placed(pool.name, received, before, after, time.monotonic())
         except Exception:
             if relay is None:
                 raise
@@ -784,7 +795,7 @@ class Frontend(web.Server):
                 )
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
-        self.metrics.request(model, client_request.tenant, status, client_request.started, now, relay)
+        self.metrics.requests.ended(model, client_request, status, now, relay, None)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)
