@@ -215,7 +215,7 @@ class RequestRunner(InFlightRequest):
 
     @property
     def predicted_cached_tokens(self) -> int | None:
-        """The prediction of its decision; None: other engines or a prefix fetch changed the cache."""
+        """The prediction of its decision; None: after a retry or with a prefix fetch."""
         decision = self.execution.decision
         if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
             return None

@@ -42,7 +42,9 @@ class HedgeBudget:
 
     def available(self, requests: int) -> float:
         """Returns the hedges that the budget allows now. `requests`: the model's so far."""
-        return min(self._saved + self.ratio * (requests - self._requests), MOST_SAVED) if self.ratio > 0 else 0.0
+        return (
+            min(self._saved + self.ratio * (requests - self._requests), MOST_SAVED) if self.ratio > 0 else 0.0
+        )
 
     def spend(self) -> None:
         """Charges one hedge."""

@@ -36,18 +36,14 @@ def instance_metrics(stats: Sequence[tuple[Pool, Mapping[str, Any]]]) -> Iterato
     ``stats``: each model with its router's statistics.
     """
     families: dict[str, Table] = {}
-    placed = Table(
-        "lmetric_instance_decisions", "Requests placed on an instance", "counter", _OF_INSTANCE
-    )
+    placed = Table("lmetric_instance_decisions", "Requests placed on an instance", "counter", _OF_INSTANCE)
     source = Table(
         "lmetric_instance_predicted_ttft_source",
         "Source of an instance's predicted times to first token; always 1",
         "gauge",
         (*_OF_INSTANCE, "source"),
     )
-    role = Table(
-        "lmetric_instance_role", "Role of an instance; always 1", "gauge", (*_OF_INSTANCE, "role")
-    )
+    role = Table("lmetric_instance_role", "Role of an instance; always 1", "gauge", (*_OF_INSTANCE, "role"))
     for pool, values in stats:
         for count, (name, row) in enumerate(values["instances"].items(), 1):
             if count % PIECE == 0:
