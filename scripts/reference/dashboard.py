@@ -114,7 +114,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         stat(
             "Errors",
             "percentunit",
-            f'sum(rate(lmetric_requests_total{{{MODEL},code=~"5.."}}[$__rate_interval])) / '
+            f'(sum(rate(lmetric_requests_total{{{MODEL},code=~"5.."}}[$__rate_interval])) '
+            f"or 0 * sum(rate(lmetric_requests_total{{{MODEL}}}[$__rate_interval]))) / "
             f"sum(rate(lmetric_requests_total{{{MODEL}}}[$__rate_interval]))",
             "Share of requests with a 5xx.",
         ),
@@ -206,6 +207,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
                 "process {{instance}}": f"process_resident_memory_bytes{{{ROUTER}}}",
                 "KV index {{instance}}": f"sum by (instance) (lmetric_index_bytes{{{MODEL}}})",
             },
+        ),
+        panel(
+            "Spans",
+            "short",
+            {"{{outcome}}": rate("lmetric_trace_spans_total", ROUTER, "outcome")},
+            about="Spans per second for the trace collector.",
         ),
         panel(
             "Peer routers",

@@ -66,7 +66,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
-    "Process": ("process_", "log_", "build"),
+    "Process": ("process_", "log_", "build", "trace_"),
     "Routing and cache": ("",),
 }
 

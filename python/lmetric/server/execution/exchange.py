@@ -243,6 +243,8 @@ class InFlightRequest:
     # Usage of an engine's answer or of a merged one. None before the end, or without such an
     # answer.
     usage: ResponseReader | Transcript | None = None
+    trace_id: str | None = None  # None: the router records no traces
+    trace_sampled = False
 
     @property
     def decision(self) -> str | None:

@@ -40,6 +40,7 @@ class RequestRunner(InFlightRequest):
     the ticket is closed, and no attempt runs.
     """
 
+    _attempt = EngineAttempt  # the class of its attempts
     _main: EngineAttempt | None = None
     _side: EngineAttempt | None = None
     _hedge: EngineAttempt | None = None
@@ -91,7 +92,7 @@ class RequestRunner(InFlightRequest):
     def _send(self, step: Step) -> None:
         execution, hedge = self.execution, self.execution.hedge
         hedges = hedge is not None and step is hedge.step
-        attempt = EngineAttempt(
+        attempt = self._attempt(
             self,
             execution.rules,
             self._client_request,

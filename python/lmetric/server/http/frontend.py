@@ -1,12 +1,14 @@
 """The front end: checks and routes requests, starts their execution, and counts them."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from secrets import token_bytes, token_hex
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import structlog
 from aiohttp import web
@@ -52,6 +54,9 @@ from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from lmetric.server.observe.tracing.export import Tracing
+
 log = structlog.get_logger("lmetric.access")
 
 
@@ -78,7 +83,7 @@ class Frontend(web.Server):
         fleet: Fleet,
         keys: Keys,
         metrics: Metrics,
-        pages: Callable[["Frontend", web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
+        pages: Callable[[Frontend, web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
     ) -> None:
         super().__init__(self.handle)
         self.fleet = fleet
@@ -90,6 +95,7 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
+        self.tracing: Tracing | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
         )
@@ -741,7 +747,10 @@ class Frontend(web.Server):
                 resumes=resumes,
                 hedge=hedge,
             )
-            relay = RequestRunner(execution, call.path.generates, self._ended)
+            if self.tracing is None:
+                relay = RequestRunner(execution, call.path.generates, self._ended)
+            else:
+                relay = self.tracing.runner(execution, call.path.generates, self._ended, before, after)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
@@ -793,9 +802,11 @@ class Frontend(web.Server):
                         more_fields=client_request.cors,
                     )
                 )
+            if self.tracing is not None and (relay is None or relay.trace_id is None):
+                self.tracing.refused(client_request, status)
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
-        self.metrics.requests.ended(model, client_request, status, now, relay, None)
+        self.metrics.requests.ended(model, client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)
@@ -879,6 +890,7 @@ def _log_access(
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
         note=done.reason or None,
+        **({} if done.trace_id is None else {"trace_id": done.trace_id}),
     )
 
 

@@ -287,6 +287,9 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown = {"model": pool.name, **record, "id": label}
             if (other := pool.hedging.other(number)) is not None:
                 shown["other_attempt"] = pool.labels.label(other, tenant)
+            tracing = front.tracing
+            if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
+                shown["trace_id"] = trace
             engine = pool.engines.get(record["instance"])
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)

@@ -59,6 +59,7 @@ class Metrics:
         self.requests = RequestMetrics(fleet)
         self.events: Counter[tuple[str, str]] = Counter()
         self.loop_lag = Histogram(SECONDS)
+        self.spans: Counter[str] = Counter()  # spans for the trace collector, by outcome
         self.further: list[Callable[[], Iterator[Metric]]] = []
         self._process = ProcessCollector(registry=None)
 
@@ -152,6 +153,15 @@ class Metrics:
             for plan, count in pool.ineligible.items():
                 ineligible.add_metric((pool.name, plan), count)
         yield ineligible
+        spans = CounterMetricFamily(
+            "lmetric_trace_spans",
+            "Spans by outcome: exported, dropped (the queue was full), failed (the collector did not take "
+            "them)",
+            labels=("outcome",),
+        )
+        for outcome, count in list(self.spans.items()):
+            spans.add_metric((outcome,), count)
+        yield spans
         implausible = CounterMetricFamily(
             "lmetric_implausible_usage",
             "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",

@@ -93,7 +93,6 @@ class RequestMetrics:
         status: int,
         now: float,
         relay: InFlightRequest | None,
-        trace_id: str | None,
     ) -> None:
         """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
         self.requests[model, request.tenant, status] += 1
@@ -112,8 +111,8 @@ class RequestMetrics:
         if first:
             ttft = first - request.started
             observe_both(times.ttft, own.ttft, ttft)
-            if trace_id is not None:
-                times.ttft.exemplify(ttft, trace_id)
+            if relay.trace_sampled and relay.trace_id is not None:
+                times.ttft.exemplify(ttft, relay.trace_id)
             further = usage.output_tokens - 1
             if further > 0:
                 observe_both(times.tpot, own.tpot, (now - first) / further)
