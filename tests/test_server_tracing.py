@@ -209,7 +209,7 @@ async def test_spans_wait_until_the_collector_is_back() -> None:
         await asyncio.sleep(0.6)
         spans.status = 200
         await spans.trace(4)
-        assert w.server.metrics.spans["exported"] == 4
+        await until(lambda: w.server.metrics.spans["exported"] == 4)
 
 
 # Parts.

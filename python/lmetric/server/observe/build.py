@@ -1,4 +1,4 @@
-"""What runs: the version of the router, and the policies of its models."""
+"""The version of the router, and the policies of its models."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _ACCURACY = (
 
 
 class InstanceRequests:
-    """What the requests of one instance showed."""
+    """Latencies and compared tokens of the requests of one instance."""
 
     __slots__ = ("compared", "latencies", "over", "under")
 
