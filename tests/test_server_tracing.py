@@ -24,6 +24,7 @@ from lmetric.config import ServerConfig
 from lmetric.server.observe.tracing.context import is_sampled, read_parent, without_parent
 from log_watch import MARKED_PROMPT
 from otlp_world import receiver
+from pd_world import nixl, pd
 from server_world import FakeEngine, hang, plain, reset, says, world
 from waiting import until
 
@@ -136,6 +137,23 @@ async def test_each_attempt_has_a_span() -> None:
         assert {span.parent for span in attempts} == {segment.id}
         ids = [engine.requests[-1].headers["traceparent"].split("-")[2] for engine in w.engines]
         assert ids == [span.id for span in attempts]
+
+
+async def test_each_segment_has_a_span() -> None:
+    """A prefill engine computes the prompt, and a decode engine answers."""
+    engines = [nixl("prefill"), nixl("decode")]
+    async with receiver() as spans, pd(*engines, tracing={"endpoint": spans.url}) as w:
+        assert (await w.post())[0] == 200
+        await until(lambda: len(spans.spans) == 6)
+        ordered = sorted(spans.spans, key=lambda span: span.start_seconds)
+        first, second = [span for span in ordered if span.name == "lmetric.segment"]
+        assert first.attributes["lmetric.segment.from_token"] == 0
+        assert second.attributes["lmetric.segment.from_token"] > 0
+        attempts = [span for span in ordered if span.kind == CLIENT]
+        assert [span.parent for span in attempts] == [first.id, second.id]
+        assert [span.attributes["lmetric.engine"] for span in attempts] == ["p0", "d0"]
+        assert [span.attributes["lmetric.for_client"] for span in attempts] == [False, True]
+        assert not any(span.error for span in ordered)
 
 
 async def test_errors_and_refusals() -> None:
