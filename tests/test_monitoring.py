@@ -38,7 +38,7 @@ WITHOUT_SAMPLES = {
         "Refused requests",
         "Waiting requests",
     ),
-    *("Expected wait", "Index accuracy", "Healthy engines"),
+    *("Expected wait", "Index accuracy", "Healthy engines", "Spans"),
 }
 SERIES = re.compile(r"\b(lmetric_[a-z_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
 

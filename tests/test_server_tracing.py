@@ -107,9 +107,14 @@ async def test_an_invalid_context_starts_a_new_trace(field: str) -> None:
 async def test_sampling_is_respected() -> None:
     async with receiver() as spans, world(1, tracing={"endpoint": spans.url, "sample_ratio": 0}) as w:
         await w.post(STREAM)
-        assert w.engines[0].requests[-1].headers["traceparent"].endswith("-00")
+        own = w.engines[0].requests[-1].headers["traceparent"]
+        assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", own)
         await w.post(STREAM, headers={"traceparent": PARENT[:-1] + "0"})
-        assert re.fullmatch(f"00-{TRACE}-[0-9a-f]{{16}}-00", w.engines[0].requests[-1].headers["traceparent"])
+        assert w.engines[0].requests[-1].headers["traceparent"] == PARENT[:-1] + "0"
+        await w.post(STREAM, headers={"traceparent": "broken", "tracestate": "vendor=1"})
+        own = w.engines[0].requests[-1].headers
+        assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", own["traceparent"])
+        assert "tracestate" not in own
         await w.post(STREAM, headers={"traceparent": PARENT})
         await spans.trace(4)  # the last request alone
         assert {span.trace for span in spans.spans} == {TRACE}

@@ -15,8 +15,9 @@ import structlog
 from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
 from lmetric.server.execution.executor import RequestExecution
-from lmetric.server.execution.runner import OnEnd
-from lmetric.server.observe.tracing.runner import TracedRunner
+from lmetric.server.execution.runner import OnEnd, RequestRunner
+from lmetric.server.observe.tracing.context import parent_line
+from lmetric.server.observe.tracing.runner import TracedRunner, UnsampledRunner
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
 
 try:
@@ -115,11 +116,11 @@ class SpanQueue:
 
     def _readable(self, trace: RequestTrace, span: Span, offset: int) -> ReadableSpan:
         """Returns an OpenTelemetry span. ``offset``: from the monotonic to the wall clock, ns."""
-        state = TraceState.from_header([trace.state.decode("latin-1")] if trace.state else [])
+        state = TraceState.from_header([trace.context.state.decode("latin-1")] if trace.context.state else [])
         flags = TraceFlags(TraceFlags.SAMPLED)
 
         def context(span_id: int, remote: bool) -> SpanContext:
-            return SpanContext(trace.trace_id, span_id, remote, flags, state)
+            return SpanContext(trace.context.trace_id, span_id, remote, flags, state)
 
         parent = None
         if span.parent_id:
@@ -175,9 +176,20 @@ class Tracing(Traces):
         on_end: OnEnd,
         before: float,
         after: float,
-    ) -> TracedRunner:
+    ) -> RequestRunner:
         """Returns the runner of a request. ``before``, ``after``: its decision, monotonic clock."""
-        return TracedRunner(execution, require_finish, on_end, self, before, after)
+        context = self.context(execution.client_request)
+        runner: RequestRunner
+        if context.sampled:
+            runner = TracedRunner(execution, require_finish, on_end, self, context, before, after)
+        elif context.parent_id:  # the client's fields, which engines get, say that it is not sampled
+            runner = RequestRunner(execution, require_finish, on_end)
+        else:
+            line = parent_line(context.trace_id, self.span_id(), False)
+            runner = UnsampledRunner(execution, require_finish, on_end, context, line)
+        runner.trace_id = context.hex_id
+        self.remember(execution.pool.index, execution.decision.id, runner.trace_id)
+        return runner
 
     def stop(self) -> None:
         """Sends the last spans for at most `STOP_SECONDS`. Blocks."""

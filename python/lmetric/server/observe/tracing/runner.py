@@ -13,7 +13,7 @@ from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.execution.runner import OnEnd, RequestRunner
-from lmetric.server.observe.tracing.context import parent_line, without_parent
+from lmetric.server.observe.tracing.context import Context, parent_line, with_context
 from lmetric.server.observe.tracing.spans import (
     Attributes,
     RequestTrace,
@@ -52,12 +52,10 @@ class TracedAttempt(EngineAttempt):
         super().go(now)
 
     def _for_engine(self, head: RequestHead, first: bytes, *rest: Any) -> bytes:
-        trace, span = self._trace, self._span
+        context, span = self._trace.context, self._span
         assert span is not None
-        first += parent_line(trace.trace_id, span.span_id, trace.sampled)
-        text = head.for_engine(first, *rest)
-        end = len(first) - 2  # the end of the last line of `first` is a line's beginning
-        return text[:end] + without_parent(text[end:], keep_state=trace.has_parent)
+        first += parent_line(context.trace_id, span.span_id, True)
+        return with_context(head.for_engine(first, *rest), first, context)
 
     def outcome(self) -> str | None:
         """Returns the `error.type` of a whole answer; None: it is good."""
@@ -115,6 +113,30 @@ def usage_attributes(usage: Any, started: float) -> Attributes:
     return attributes
 
 
+class UnsampledAttempt(EngineAttempt):
+    """An attempt of a request that is not sampled. The engine learns that."""
+
+    def _for_engine(self, head: RequestHead, first: bytes, *rest: Any) -> bytes:
+        runner = self._listener
+        assert isinstance(runner, UnsampledRunner)
+        first += runner.line
+        return with_context(head.for_engine(first, *rest), first, runner.context)
+
+
+class UnsampledRunner(RequestRunner):
+    """A routed request without a client's context that is not sampled."""
+
+    _attempt = UnsampledAttempt
+
+    def __init__(
+        self, execution: RequestExecution, require_finish: bool, on_end: OnEnd, context: Context, line: bytes
+    ) -> None:
+        """``line``: its `traceparent` for engines."""
+        super().__init__(execution, require_finish, on_end)
+        self.context = context
+        self.line = line
+
+
 class TracedRunner(RequestRunner):
     """A routed request with a trace."""
 
@@ -126,6 +148,7 @@ class TracedRunner(RequestRunner):
         require_finish: bool,
         on_end: OnEnd,
         traces: Traces,
+        context: Context,
         before: float,
         after: float,
     ) -> None:
@@ -134,10 +157,9 @@ class TracedRunner(RequestRunner):
         self._report_end = on_end
         self._attempts: list[TracedAttempt] = []
         self._traces = traces
-        self.trace: RequestTrace = traces.begin(execution.client_request)
-        decision, pool = execution.decision, execution.pool
-        self.trace_id, self.trace_sampled = self.trace.hex_id, self.trace.sampled
-        traces.remember(pool.index, decision.id, self.trace)
+        self.trace: RequestTrace = traces.begin(execution.client_request, context)
+        decision = execution.decision
+        self.trace_sampled = True
         attributes: Attributes = {
             "lmetric.decision": execution.label,
             "lmetric.instance": decision.instance,

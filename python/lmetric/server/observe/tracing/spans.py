@@ -14,7 +14,7 @@ from random import Random, SystemRandom
 from typing import Literal
 
 from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.observe.tracing.context import SAMPLED, is_sampled, read_parent
+from lmetric.server.observe.tracing.context import Context, is_sampled, read_parent
 
 Attributes = dict[str, str | int | float | bool]
 Kind = Literal["server", "internal", "client"]
@@ -59,32 +59,17 @@ class Span:
 
 
 class RequestTrace:
-    """The trace of a request, or the router's part of a client's trace."""
+    """The spans of a sampled request."""
 
-    __slots__ = ("_ids", "has_parent", "path", "request", "sampled", "segment", "spans", "state", "trace_id")
+    __slots__ = ("_ids", "context", "path", "request", "segment", "spans")
 
-    def __init__(self, request: ClientRequest, ratio: float, random: Random) -> None:
-        head = request.head
-        parent = read_parent(head.field(b"traceparent"))
-        self._ids = random
-        self.has_parent = parent is not None
-        self.state = b""
-        if parent is not None:
-            self.trace_id, parent_id = parent.trace_id, parent.span_id
-            self.sampled = bool(parent.flags & SAMPLED)
-            self.state = head.field(b"tracestate") or b""
-        else:
-            self.trace_id, parent_id = random.getrandbits(128) or 1, 0
-            self.sampled = is_sampled(self.trace_id, ratio)
+    def __init__(self, request: ClientRequest, context: Context, ids: Random) -> None:
+        self._ids = ids
+        self.context = context
         self.path = request.path
         self.spans: list[Span] = []
-        self.request = self._span(f"POST {request.path}", "server", parent_id, request.started)
+        self.request = self._span(f"POST {request.path}", "server", context.parent_id, request.started)
         self.segment: Span | None = None
-
-    @property
-    def hex_id(self) -> str:
-        """The trace id as logs and exemplars show it."""
-        return f"{self.trace_id:032x}"
 
     def _span(self, name: str, kind: Kind, parent_id: int, start: float) -> Span:
         span = Span(name, kind, self._ids.getrandbits(64) or 1, parent_id, start)
@@ -118,7 +103,7 @@ class RequestTrace:
 
 
 class Traces:
-    """Starts the traces of requests, and passes the sampled ones on when they end."""
+    """Starts the traces of sampled requests, and passes them on when they end."""
 
     def __init__(self, ratio: float, export: Callable[[RequestTrace], None]) -> None:
         self._ratio = ratio
@@ -126,13 +111,26 @@ class Traces:
         self._random = Random(SystemRandom().getrandbits(256))
         self._decisions: OrderedDict[tuple[int, int], str] = OrderedDict()
 
-    def begin(self, request: ClientRequest) -> RequestTrace:
-        """Returns the trace of a request that begins."""
-        return RequestTrace(request, self._ratio, self._random)
+    def context(self, request: ClientRequest) -> Context:
+        """Returns the context of a request that begins."""
+        head = request.head
+        parent = read_parent(head.field(b"traceparent"))
+        if parent is not None:
+            return Context(*parent, head.field(b"tracestate") or b"")
+        trace_id = self._random.getrandbits(128) or 1
+        return Context(trace_id, 0, is_sampled(trace_id, self._ratio), b"")
 
-    def remember(self, pool: int, decision: int, trace: RequestTrace) -> None:
+    def span_id(self) -> int:
+        """Returns an id for a span that is not recorded."""
+        return self._random.getrandbits(64) or 1
+
+    def begin(self, request: ClientRequest, context: Context) -> RequestTrace:
+        """Returns the trace of a sampled request."""
+        return RequestTrace(request, context, self._random)
+
+    def remember(self, pool: int, decision: int, trace_id: str) -> None:
         """Remembers the trace of a decision. ``pool``: the index of its model."""
-        self._decisions[pool, decision] = trace.hex_id
+        self._decisions[pool, decision] = trace_id
         if len(self._decisions) > REMEMBERED:
             self._decisions.popitem(last=False)
 
@@ -141,17 +139,16 @@ class Traces:
         return self._decisions.get((pool, decision))
 
     def ended(self, trace: RequestTrace) -> None:
-        """Exports a trace that ended, if it is sampled."""
-        if trace.sampled:
-            self._export(trace)
+        """Exports a trace that ended."""
+        self._export(trace)
 
     def refused(self, request: ClientRequest, status: int) -> None:
         """Records a request that the router answered without a decision."""
-        trace = self.begin(request)
-        if trace.sampled:
+        context = self.context(request)
+        if context.sampled:
+            trace = self.begin(request, context)
             trace.request.attributes = request_attributes(request, status)
-            now = time.monotonic()
-            trace.request.finish(now, str(status) if status >= 500 else None)
+            trace.request.finish(time.monotonic(), str(status) if status >= 500 else None)
             self._export(trace)
 
 
