@@ -359,8 +359,8 @@ async def test_own_pages() -> None:
         for line in (
             'lmetric_requests_total{code="200",model="tiny",tenant=""} 2.0',
             'lmetric_decisions_total{model="tiny"} 2.0',
-            'lmetric_time_to_first_token_seconds_count{model="tiny"} 1.0',
-            'lmetric_request_seconds_count{model="tiny"} 2.0',
+            'lmetric_time_to_first_token_seconds_count{model="tiny",slo_class=""} 1.0',
+            'lmetric_request_seconds_count{model="tiny",slo_class=""} 2.0',
             'lmetric_instance_healthy{instance="e0",model="tiny"} 1.0',
             'lmetric_instance_predicted_ttft_source{instance="e0",model="tiny",source="',
         ):

@@ -23,7 +23,11 @@ A counter's name ends in `_total`. A histogram `NAME` has the series `NAME_bucke
 | --- | --- |
 | `model` | name of the model |
 | `instance` | name of the engine in the configuration; its host:port by default |
+| `slo_class` | class of the request in `admission.classes`; empty without a class |
 | `tenant` | tenant of the API key; empty without API keys |
+
+Prometheus stores the router's label `instance` as `exported_instance`, because its own `instance` is the scraped router. Clients that accept
+OpenMetrics, such as Prometheus, get it. [Monitor a router](../how-to/monitoring.md) has alerts and a dashboard.
 
 Scrape configuration of Prometheus:
 
@@ -44,6 +48,10 @@ GROUPS = {
         "failures",
         "retries",
         "retry_budget",
+        "budget_",
+        "router_",
+        "decision_seconds",
+        "prioritized",
         "suspect",
         "no_instance",
     ),
@@ -58,7 +66,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
-    "Process": ("process_", "log_"),
+    "Process": ("process_", "log_", "build", "trace_"),
     "Routing and cache": ("",),
 }
 
@@ -90,8 +98,13 @@ def unit(name: str) -> str:
 
 
 def row(metric: Metric) -> str:
-    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-    labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+    name = metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
+    names = list(metric._labelnames)
+    if metric.type == "info":
+        names = list(
+            dict.fromkeys([*names, *(label for sample in metric.samples for label in sample.labels)])
+        )
+    labels = ", ".join(f"`{label}`" for label in names)
     return f"| `{name}` | {metric.type} | {unit(metric.name)} | {labels} | {metric.documentation.replace('|', chr(92) + '|')} |\n"
 
 

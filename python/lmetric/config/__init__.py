@@ -50,6 +50,7 @@ from lmetric.config.schema import (
     SloClass,
     TenantConfig,
     Timeouts,
+    TracingConfig,
 )
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "Strict",
     "TenantConfig",
     "Timeouts",
+    "TracingConfig",
     "UniqueKeys",
     "ZmqEndpoint",
     "effective",

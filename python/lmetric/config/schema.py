@@ -17,6 +17,7 @@ from pydantic import (
 
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
+    CollectorUrl,
     CorsOrigin,
     Embedded,
     EngineRule,
@@ -957,6 +958,34 @@ class Log(Strict):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
 
+class TracingConfig(Strict):
+    """Traces of requests, for an OpenTelemetry collector."""
+
+    endpoint: CollectorUrl = Field(
+        "http://127.0.0.1:4318",
+        description="URL of the collector's OTLP/HTTP receiver, without /v1/traces",
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the requests without a traceparent that are traced. Other requests are traced "
+        "if the flag in their traceparent says so",
+    )
+    service_name: str = Field("lmetric-router", min_length=1, description="service.name of the spans")
+    token: Token | None = Field(None, description="bearer token for the collector")
+    token_file: Path | None = Field(None, description="file with token")
+    timeout: Seconds = Field(10.0, description="time for the collector to take a batch of spans, seconds")
+    queue_spans: Positive = Field(
+        8192, description="spans that wait for the collector; the router drops and counts further spans"
+    )
+
+    @model_validator(mode="after")
+    def _one_token(self) -> Self:
+        _only_one(self, "token", "token_file")
+        return self
+
+
 class ServerConfig(PoolSettings):
     """All settings of `lmetric-router serve`."""
 
@@ -1009,6 +1038,9 @@ class ServerConfig(PoolSettings):
         default_factory=ReplicasConfig, description="other routers of the same engines"
     )
     log: Log = Field(default_factory=Log, description="logs")
+    tracing: TracingConfig | None = Field(
+        None, description="traces of requests, with the extra `otel`; null: none"
+    )
 
     _deprecated: tuple[str, ...] = PrivateAttr(())
     _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)

@@ -1,5 +1,7 @@
 """The life cycle of the server: start, serve, drain, stop."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import gc
@@ -31,6 +33,7 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
+    from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.server")
 
@@ -77,6 +80,8 @@ class Server:
         """
         keys = Keys.load(self.config.auth.keys_file)
         tls = None if self.config.tls is None else listener_context(self.config.tls)
+        if self.config.tracing is not None:
+            _load_tracing()
         self.fleet.build()
         for engine in self.fleet.engines():
             engine.quiet = logging.DEBUG
@@ -104,6 +109,8 @@ class Server:
         bound = self._bound = self._bound or await bind(config)
         self.front = front = Frontend(config, self.fleet, keys, self.metrics, pages)
         front.tls = tls
+        if config.tracing is not None:
+            front.tracing = _load_tracing()(config.tracing, self.metrics.spans)
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, front.check, self.metrics, self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
@@ -282,11 +289,20 @@ class Server:
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
+        if self.front.tracing is not None:
+            await asyncio.to_thread(self.front.tracing.stop)
         for engine in self.fleet.engines():
             engine.upstream.close()
         for pool in self.fleet.pools:
             pool.kv.close()
         log.info("stopped")
+
+
+def _load_tracing() -> type[Tracing]:
+    """Imports OpenTelemetry, which only routers with traces need. Raises ConfigError without it."""
+    from lmetric.server.observe.tracing.export import Tracing
+
+    return Tracing
 
 
 async def serve(
@@ -419,7 +435,7 @@ def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None =
         return runner.run(serve(config, lambda _: gc.freeze(), reread))
 
 
-def _embedded_options(config: ServerConfig) -> "list[EngineOptions]":
+def _embedded_options(config: ServerConfig) -> list[EngineOptions]:
     """Returns the options of each embedded engine: N equal ones, or both roles ("2P4D").
 
     The options enable the engine features that the configuration needs.

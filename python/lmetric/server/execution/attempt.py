@@ -8,7 +8,18 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Protocol
 
-from lmetric._core import END, ENGINE_ERROR, INCOMPLETE, OUT, PASS, READY, UNSEEN, Ticket, WireError
+from lmetric._core import (
+    END,
+    ENGINE_ERROR,
+    INCOMPLETE,
+    OUT,
+    PASS,
+    READY,
+    UNSEEN,
+    RequestHead,
+    Ticket,
+    WireError,
+)
 from lmetric.server.execution.exchange import SATURATED, ClientRequest, Rules
 from lmetric.server.execution.plan import AttemptEvent, Step
 from lmetric.server.fleet import priority
@@ -36,6 +47,8 @@ class EngineAttempt:
     Only "sent" is reported from within `go`.
     """
 
+    # Writes the head for the engine; a subclass may add fields to it.
+    _for_engine: Callable[..., bytes] = staticmethod(RequestHead.for_engine)
     reader: Connection
     started: float  # seconds on the monotonic clock
     answer: bytes | bytearray = b""  # for reader "whole", or a refusal
@@ -132,7 +145,8 @@ class EngineAttempt:
             body, given = priority.body(engine, given, body), priority.header(engine, given)
         upstream = engine.upstream
         first = upstream.head(step.target or client_request.head.target, step.stream, step.method)
-        head = client_request.head.for_engine(
+        head = self._for_engine(
+            client_request.head,
             first + client_request.session_line,
             len(body),
             given,

@@ -83,6 +83,7 @@ class ClientRequest:
 
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
+    slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
     session_line = b""  # head line for engines: the session that only the body names
@@ -242,6 +243,8 @@ class InFlightRequest:
     # Usage of an engine's answer or of a merged one. None before the end, or without such an
     # answer.
     usage: ResponseReader | Transcript | None = None
+    trace_id: str | None = None  # None: the router records no traces
+    trace_sampled = False
 
     @property
     def decision(self) -> str | None:
@@ -251,6 +254,11 @@ class InFlightRequest:
     @property
     def instance(self) -> str | None:
         """The engine that answered, or was tried last; None: it was not routed."""
+        return None
+
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """Its predicted cached tokens; None: the engine's report is about something else."""
         return None
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:

@@ -40,6 +40,7 @@ class RequestRunner(InFlightRequest):
     the ticket is closed, and no attempt runs.
     """
 
+    _attempt = EngineAttempt  # the class of its attempts
     _main: EngineAttempt | None = None
     _side: EngineAttempt | None = None
     _hedge: EngineAttempt | None = None
@@ -91,7 +92,7 @@ class RequestRunner(InFlightRequest):
     def _send(self, step: Step) -> None:
         execution, hedge = self.execution, self.execution.hedge
         hedges = hedge is not None and step is hedge.step
-        attempt = EngineAttempt(
+        attempt = self._attempt(
             self,
             execution.rules,
             self._client_request,
@@ -212,6 +213,14 @@ class RequestRunner(InFlightRequest):
     def instance(self) -> str:
         """The engine that answered, or was tried last."""
         return self.execution.ticket.instance
+
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """The prediction of its decision; None: after a retry or with a prefix fetch."""
+        decision = self.execution.decision
+        if decision.instance != self.execution.ticket.instance or decision.fetch is not None:
+            return None
+        return decision.predicted_cached_tokens
 
     def client_gone(self) -> None:
         """Ends the request: the client has disconnected."""

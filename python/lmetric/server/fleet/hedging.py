@@ -40,6 +40,12 @@ class HedgeBudget:
         self._saved = min(self._saved + earned, MOST_SAVED)
         return self._saved >= 1.0 and self.ratio > 0
 
+    def available(self, requests: int) -> float:
+        """Returns the hedges that the budget allows now. `requests`: the model's so far."""
+        return (
+            min(self._saved + self.ratio * (requests - self._requests), MOST_SAVED) if self.ratio > 0 else 0.0
+        )
+
     def spend(self) -> None:
         """Charges one hedge."""
         self._saved -= 1.0

@@ -196,6 +196,7 @@ class Pool:
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)
         self.requests = 0  # placed so far
+        self.ineligible: Counter[str] = Counter()  # by plan: requests that must not have it
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
@@ -416,6 +417,13 @@ class Pool:
         if why is not None:
             self.not_resumable[why.name] += 1
         return why
+
+    def count_ineligible(self, split_reason: str | None, fetch_reason: str | None) -> None:
+        """Counts a request that must not have a plan. None: it may have the plan."""
+        if split_reason is not None:
+            self.ineligible["split_or_migration"] += 1
+        if fetch_reason is not None:
+            self.ineligible["prefix_fetch"] += 1
 
     def _why_not_joinable(self, path: str) -> str | None:
         why, until = self._not_joinable.get(path, (None, 0.0))

@@ -46,15 +46,19 @@ class RetryBudget:
         if lost:
             self.outcomes["free"] += 1
             return True
-        self.follow(requests, now)
-        recent = requests - self._seconds[0][1]
-        retries = sum(each[2] for each in self._seconds)
-        if retries + 1 > self._ratio * recent + self._min_per_second * WINDOW_SECONDS:
+        if self.available(requests, now) < 1:
             self.outcomes["refused"] += 1
             return False
         self._seconds[-1][2] += 1
         self.outcomes["charged"] += 1
         return True
+
+    def available(self, requests: int, now: float) -> float:
+        """Returns the retries that the budget allows now. `requests`: the model's so far."""
+        self.follow(requests, now)
+        recent = requests - self._seconds[0][1]
+        retries = sum(each[2] for each in self._seconds)
+        return max(self._ratio * recent + self._min_per_second * WINDOW_SECONDS - retries, 0.0)
 
 
 class Breaks:

@@ -1,12 +1,14 @@
 """The front end: checks and routes requests, starts their execution, and counts them."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from secrets import token_bytes, token_hex
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import structlog
 from aiohttp import web
@@ -52,6 +54,9 @@ from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
+if TYPE_CHECKING:  # it needs the extra `otel`
+    from lmetric.server.observe.tracing.export import Tracing
+
 log = structlog.get_logger("lmetric.access")
 
 
@@ -78,7 +83,7 @@ class Frontend(web.Server):
         fleet: Fleet,
         keys: Keys,
         metrics: Metrics,
-        pages: Callable[["Frontend", web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
+        pages: Callable[[Frontend, web.BaseRequest, str, str], Awaitable[web.StreamResponse]],
     ) -> None:
         super().__init__(self.handle)
         self.fleet = fleet
@@ -90,6 +95,7 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
+        self.tracing: Tracing | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
         )
@@ -594,6 +600,8 @@ class Frontend(web.Server):
         split_reason = pool.split_reason(client_request.path, call) if joins else None
         fetch_reason = pool.fetch_reason(client_request.path, call) if pool.fetches_prefixes else None
         moves = joins and split_reason is None
+        if split_reason is not None or fetch_reason is not None:
+            pool.count_ineligible(split_reason, fetch_reason)
         resumes = False
         if pool.fails_over and call.stream:
             client_request.not_resumable = pool.failover_reason(client_request.path, call)
@@ -657,10 +665,14 @@ class Frontend(web.Server):
         """Returns the class of a request; None: it has none. Raises ApiError (400)."""
         classes, named = pool.held.classes, client_request.head.field(b"x-slo-class")
         if named is None:
-            return classes.get(self._tenant_classes.get(client_request.tenant, ""))
-        name = named.decode("latin-1")
+            name = self._tenant_classes.get(client_request.tenant, "")
+        else:
+            name = named.decode("latin-1")
         if name in classes:
+            client_request.slo_class = name
             return classes[name]
+        if named is None:
+            return None
         raise ApiError(
             400,
             f"x-slo-class: {pool.name} has no class {name[:64]!r}; known: {', '.join(classes)}",
@@ -702,8 +714,10 @@ class Frontend(web.Server):
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
+        before = time.monotonic()
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
+            after = time.monotonic()
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
@@ -733,12 +747,18 @@ class Frontend(web.Server):
                 resumes=resumes,
                 hedge=hedge,
             )
-            relay = RequestRunner(execution, call.path.generates, self._ended)
+            if self.tracing is None:
+                relay = RequestRunner(execution, call.path.generates, self._ended)
+            else:
+                relay = self.tracing.runner(execution, call.path.generates, self._ended, before, after)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
                 relay.client_slow()
             relay.start(now)
+            was_held = arrival is not None and arrival.verdict == "held"
+            received = None if was_held else client_request.started
+            self.metrics.requests.placed(pool.name, received, before, after, time.monotonic())
         except Exception:
             if relay is None:
                 raise
@@ -782,9 +802,11 @@ class Frontend(web.Server):
                         more_fields=client_request.cors,
                     )
                 )
+            if self.tracing is not None and (relay is None or relay.trace_id is None):
+                self.tracing.refused(client_request, status)
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
-        self.metrics.request(model, client_request.tenant, status, client_request.started, now, relay)
+        self.metrics.requests.ended(model, client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)
@@ -868,6 +890,7 @@ def _log_access(
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
         note=done.reason or None,
+        **({} if done.trace_id is None else {"trace_id": done.trace_id}),
     )
 
 

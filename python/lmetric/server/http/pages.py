@@ -45,7 +45,6 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
-from lmetric.server.observe.metrics import CONTENT_TYPE
 from lmetric.server.upstream.allowed import AllowedEngines
 
 log = structlog.get_logger("lmetric.server")
@@ -96,7 +95,8 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
         case "/ready":
             return _ready(front, front.access.is_admin(request.headers))
         case "/metrics":
-            return web.Response(body=front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+            text, kind = await front.metrics.render(request.headers.get("accept"))
+            return web.Response(body=text, headers={"content-type": kind})
         case "/openapi.json":
             return _json(_openapi())
         case "/v1/models":
@@ -287,6 +287,9 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown = {"model": pool.name, **record, "id": label}
             if (other := pool.hedging.other(number)) is not None:
                 shown["other_attempt"] = pool.labels.label(other, tenant)
+            tracing = front.tracing
+            if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
+                shown["trace_id"] = trace
             engine = pool.engines.get(record["instance"])
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)

@@ -1,30 +1,22 @@
 """Metrics of the server and its routers, as Prometheus text."""
 
-import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector, CollectorRegistry
 
-from lmetric._core import indicator_table
-from lmetric.server.execution.exchange import InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.admission import admission_metrics
+from lmetric.server.observe.build import build_metrics
+from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
+from lmetric.server.observe.histograms import SECONDS, Histogram
+from lmetric.server.observe.instances import engine_metrics, indicator_metrics, instance_metrics
 from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
+from lmetric.server.observe.requests import RequestMetrics
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
-)
 _TOTALS = {
     "decisions": "requests placed on an instance",
     "no_instance": "requests for which no instance was left",
@@ -58,132 +50,32 @@ _GAUGES = {
     "guard_filtering": "Prefixes whose requests the hot-spot guard keeps off the engines that hold them",
 }
 
-_INSTANCE_STATE = {
-    "healthy": "1 if the instance passes its health checks and is not ejected, else 0",
-    "draining": "1 if the instance accepts no new requests, else 0",
-    "in_flight": "Requests placed on the instance that have not ended",
-}
-# Meanings of an instance's gauges: its state, and its indicators as declared in the core.
-_INSTANCE_GAUGES = {
-    **_INSTANCE_STATE,
-    **{row["name"]: row["about"].rstrip(".") for row in indicator_table() if row["owner"] != "declared"},
-}
 
-
-class Histogram:
-    """Counts of values in buckets. ``bounds`` are the upper bounds, inclusive and ascending."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Adds a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Returns cumulative counts by upper bound, as Prometheus expects them."""
-        total = 0
-        rows = []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            rows.append((bound, float(total)))
-        return rows
-
-
-class _Times:
-    """The latency histograms of one model, in seconds."""
-
-    __slots__ = ("seconds", "tpot", "ttft")
-
-    def __init__(self) -> None:
-        self.ttft = Histogram(SECONDS)
-        self.tpot = Histogram(SECONDS)
-        self.seconds = Histogram(SECONDS)
-
-
-class Metrics(Collector):
+class Metrics:
     """Everything under /metrics."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.requests: Counter[tuple[str, str, int]] = Counter()
+        self.requests = RequestMetrics(fleet)
         self.events: Counter[tuple[str, str]] = Counter()
         self.loop_lag = Histogram(SECONDS)
-        self._times: dict[str, _Times] = {}
-        self._running = 0
+        self.spans: Counter[str] = Counter()  # spans for the trace collector, by outcome
         self.further: list[Callable[[], Iterator[Metric]]] = []
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._process = ProcessCollector(registry=None)
 
-    def request(
-        self,
-        model: str,
-        tenant: str,
-        status: int,
-        started: float,
-        ended: float,
-        relay: InFlightRequest | None,
-    ) -> None:
-        """Records a request for an engine that ended. Times: seconds on the monotonic clock."""
-        self.requests[model, tenant, status] += 1
-        usage = relay.usage if relay is not None else None
-        if usage is None:
-            return
-        times = self._times.get(model)
-        if times is None:
-            times = self._times[model] = _Times()
-        times.seconds.observe(ended - started)
-        first = usage.first_token_at
-        if first:
-            times.ttft.observe(first - started)
-            further = usage.output_tokens - 1
-            if further > 0:
-                times.tpot.observe((ended - first) / further)
-
-    def render(self) -> bytes:
-        """Returns the text of /metrics."""
-        return generate_latest(self._registry)
+    async def render(self, accept: str | None = None) -> tuple[bytes, str]:
+        """Returns the text of /metrics and its content type. ``accept``: the client's header."""
+        openmetrics = wants_openmetrics(accept)
+        text = await render(self._families(), openmetrics)
+        return text, OPENMETRICS if openmetrics else TEXT
 
     def families(self) -> Iterator[Metric]:
         """Yields all metrics of the router and of its process, with their present values."""
-        yield from self._registry.collect()
+        yield from (family for family in self._families() if family is not None)
 
-    def describe(self) -> list[Metric]:
-        """Returns nothing, so the registry collects no values when the collector is added."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics with their present values."""
-        requests = CounterMetricFamily(
-            "lmetric_requests", "Requests for engines, by status", labels=("model", "tenant", "code")
-        )
-        for (model, tenant, status), count in self.requests.items():
-            requests.add_metric((model, tenant, str(status)), count)
-        yield requests
-        for attribute, name, text in (
-            (
-                "ttft",
-                "lmetric_time_to_first_token_seconds",
-                "Time from a streamed request to its first token",
-            ),
-            (
-                "tpot",
-                "lmetric_time_per_output_token_seconds",
-                "Mean time per output token of a stream after the first",
-            ),
-            ("seconds", "lmetric_request_seconds", "Time from a request to the end of its answer"),
-        ):
-            family = HistogramMetricFamily(name, text, labels=("model",))
-            for model, times in self._times.items():
-                histogram: Histogram = getattr(times, attribute)
-                family.add_metric((model,), histogram.buckets(), histogram.sum)
-            yield family
+    def _families(self) -> Iterator[Metric | None]:
+        """Yields all metrics, and None where other tasks may run."""
+        yield from self.requests.metrics()
         lag = HistogramMetricFamily(
             "lmetric_event_loop_lag_seconds",
             "Delay of the server's event loop, measured ten times a second",
@@ -251,6 +143,25 @@ class Metrics(Collector):
                 stays.add_metric((pool.name, reason), count)
         yield failovers
         yield stays
+        ineligible = CounterMetricFamily(
+            "lmetric_ineligible_requests",
+            "Requests that may not have a plan that the model is set up for, by plan; decision records "
+            "have the reason",
+            labels=("model", "plan"),
+        )
+        for pool in self.fleet.pools:
+            for plan, count in pool.ineligible.items():
+                ineligible.add_metric((pool.name, plan), count)
+        yield ineligible
+        spans = CounterMetricFamily(
+            "lmetric_trace_spans",
+            "Spans by outcome: exported, dropped (the queue was full), failed (the collector did not take "
+            "them)",
+            labels=("outcome",),
+        )
+        for outcome, count in list(self.spans.items()):
+            spans.add_metric((outcome,), count)
+        yield spans
         implausible = CounterMetricFamily(
             "lmetric_implausible_usage",
             "Answers ignored by the tokens-per-byte estimate: their usage.prompt_tokens is implausible",
@@ -272,8 +183,9 @@ class Metrics(Collector):
         yield from self._routers()
         for further in self.further:
             yield from further()
+        yield from self._process.collect()
 
-    def _routers(self) -> Iterator[Metric]:
+    def _routers(self) -> Iterator[Metric | None]:
         stats = [(pool, cast(dict[str, Any], pool.router.stats())) for pool in self.fleet.pools]
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
@@ -304,74 +216,10 @@ class Metrics(Collector):
             for pool, values in stats:
                 gauge.add_metric((pool.name,), float(values[name]))
             yield gauge
-        yield from self._instances(stats)
-        yield self._indicators()
-        yield from self._engines()
-
-    def _indicators(self) -> Metric:
-        values = GaugeMetricFamily(
-            "lmetric_indicator",
-            "Value of a declared indicator; no sample if the value is absent",
-            labels=("model", "instance", "indicator"),
-        )
-        for pool in self.fleet.pools:
-            columns = pool.router.indicators() if pool.indicators.declared else {}
-            for indicator in pool.indicators.declared:
-                for name, value in zip(pool.router.instances(), columns[indicator].tolist(), strict=True):
-                    if math.isfinite(value):
-                        values.add_metric((pool.name, name, indicator), value)
-        return values
-
-    def _engines(self) -> Iterator[Metric]:
-        mode = GaugeMetricFamily(
-            "lmetric_engine_mode",
-            "KV index mode of an engine (exact, approximate or load_only) and its reason; always 1",
-            labels=("model", "instance", "engine", "version", "mode", "reason"),
-        )
-        reports = CounterMetricFamily(
-            "lmetric_load_reports", "Load reports received, by source", labels=("model", "instance", "source")
-        )
-        events = CounterMetricFamily(
-            "lmetric_kv_events", "Counts of the KV event feed, by kind", labels=("model", "instance", "what")
-        )
-        blocks = GaugeMetricFamily(
-            "lmetric_tier_blocks",
-            "Blocks of a tier below the GPU in the KV index",
-            labels=("model", "instance", "medium"),
-        )
-        ratio = GaugeMetricFamily(
-            "lmetric_tier_load_ratio",
-            "Seconds to load a token from a tier divided by the seconds to compute it; learned once loads "
-            "are measured",
-            labels=("model", "instance", "medium"),
-        )
-        hits = CounterMetricFamily(
-            "lmetric_tier_hit_tokens",
-            "Prompt tokens that engines loaded from a tier below the GPU, as predicted and not "
-            "contradicted by cached_tokens",
-            labels=("model", "instance", "medium"),
-        )
-        for pool in self.fleet.pools:
-            for engine in pool.engines.values():
-                for medium, tier in pool.router.tiers(engine.name).items():
-                    tier_labels = (pool.name, engine.name, medium)
-                    blocks.add_metric(tier_labels, tier["blocks"])
-                    ratio.add_metric(tier_labels, tier["load_ratio"])
-                    hits.add_metric(tier_labels, tier["hit_tokens"])
-                capabilities, chosen = engine.capabilities, engine.mode
-                engine_labels = (capabilities.engine, capabilities.version or "")
-                labels = (pool.name, engine.name, *engine_labels, chosen.name, chosen.reason)
-                mode.add_metric(labels, 1)
-                for source, count in engine.load_reports.items():
-                    reports.add_metric((pool.name, engine.name, source), count)
-                for what, count in pool.kv.counts(engine.name).items():
-                    events.add_metric((pool.name, engine.name, what), count)
-        yield mode
-        yield reports
-        yield events
-        yield blocks
-        yield ratio
-        yield hits
+        yield from build_metrics(stats)
+        yield from instance_metrics(stats)
+        yield from indicator_metrics(self.fleet)
+        yield from engine_metrics(self.fleet)
 
     def _tokenizers(self) -> Iterator[Metric]:
         """Yields metrics of the tokenizer caches, and of the prompts matched as text."""
@@ -397,42 +245,3 @@ class Metrics(Collector):
                 text.add_metric((pool.name, "new"), stats["new_bytes"])
                 memory.add_metric((pool.name,), stats["bytes"])
         yield from (as_text, text, memory)
-
-    def _instances(self, stats: list[tuple[Pool, dict[str, Any]]]) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
-        placed = CounterMetricFamily(
-            "lmetric_instance_decisions", "Requests placed on an instance", labels=("model", "instance")
-        )
-        source = GaugeMetricFamily(
-            "lmetric_instance_predicted_ttft_source",
-            "Source of an instance's predicted times to first token; always 1",
-            labels=("model", "instance", "source"),
-        )
-        role = GaugeMetricFamily(
-            "lmetric_instance_role",
-            "Role of an instance; always 1",
-            labels=("model", "instance", "role"),
-        )
-        for pool, values in stats:
-            for name, row in values["instances"].items():
-                for key, value in row.items():
-                    if key == "decisions":
-                        placed.add_metric((pool.name, name), value)
-                    elif key == "predicted_ttft_source":
-                        source.add_metric((pool.name, name, value), 1)
-                    elif key == "role":
-                        role.add_metric((pool.name, name, value), 1)
-                    else:
-                        family = families.get(key)
-                        if family is None:
-                            family = families[key] = GaugeMetricFamily(
-                                f"lmetric_instance_{key}",
-                                _INSTANCE_GAUGES[key],
-                                labels=("model", "instance"),
-                            )
-                        if value is not None:
-                            family.add_metric((pool.name, name), float(value))
-        yield placed
-        yield source
-        yield role
-        yield from families.values()

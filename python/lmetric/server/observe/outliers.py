@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.server.fleet.fleet import Fleet
-from lmetric.server.fleet.outliers import MEANINGS
 
 
 def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yields the metrics, with their present values."""
-    state = GaugeMetricFamily(
-        "lmetric_engine_state",
-        f"State of an engine ({', '.join(MEANINGS)}); always 1",
-        labels=("model", "instance", "state"),
-    )
     panic = GaugeMetricFamily(
         "lmetric_panic",
         "1 if ejected engines get requests because too few engines are in service, else 0",
@@ -53,10 +48,16 @@ def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
         "Hedges that were due and not sent, by reason: budget, no_engine, held (by admission)",
         labels=("model", "reason"),
     )
+    left = GaugeMetricFamily(
+        "lmetric_budget_available",
+        "Further retries and hedges that the budgets of a model allow now",
+        labels=("model", "budget"),
+    )
+    now = time.monotonic()
     for pool in fleet.pools:
+        left.add_metric((pool.name, "retries"), pool.retry_budget.available(pool.requests, now))
+        left.add_metric((pool.name, "hedges"), pool.hedging.budget.available(pool.requests))
         outliers = pool.outliers
-        for engine in pool.engines.values():
-            state.add_metric((pool.name, engine.name, engine.service.state), 1)
         panic.add_metric((pool.name,), float(bool(outliers.panic)))
         for rule, count in outliers.ejected.items():
             ejections.add_metric((pool.name, rule), count)
@@ -69,4 +70,4 @@ def outlier_metrics(fleet: Fleet) -> Iterator[Metric]:
             hedges.add_metric((pool.name, outcome), count)
         for reason, count in pool.hedging.unsent.items():
             unsent.add_metric((pool.name, reason), count)
-    yield from (state, panic, ejections, prevented, suspects, retries, hedges, unsent)
+    yield from (panic, ejections, prevented, suspects, retries, hedges, unsent, left)

@@ -1,0 +1,187 @@
+"""Metrics of requests: counts, latencies by class and by instance, the router's own time.
+
+Labels are bounded: classes and tenants come from the configuration, and instances that have left
+the fleet are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.observe.exposition import HistogramTable, Table, labels_text
+from lmetric.server.observe.histograms import (
+    SECONDS,
+    SHORT_SECONDS,
+    Histogram,
+    Latencies,
+    observe_both,
+)
+
+# Bounds shown for each instance: fewer than for each class, because fleets have 1,000 instances.
+_INSTANCE_BOUNDS = {
+    "ttft": (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 50.0),
+    "tpot": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+    "seconds": (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
+}
+_LATENCIES = (
+    ("ttft", "time_to_first_token_seconds", "Time from a streamed request to its first token"),
+    ("tpot", "time_per_output_token_seconds", "Mean time per output token of a stream after the first"),
+    ("seconds", "request_seconds", "Time from a request to the end of its answer"),
+)
+_ACCURACY = (
+    (
+        "lmetric_instance_compared_prompt_tokens",
+        "Prompt tokens of requests whose predicted and reported cached tokens were compared",
+    ),
+    ("lmetric_instance_overpredicted_tokens", "Predicted cached tokens that the engine did not report"),
+    ("lmetric_instance_underpredicted_tokens", "Reported cached tokens that the router did not predict"),
+)
+
+
+class InstanceRequests:
+    """Latencies and compared tokens of the requests of one instance."""
+
+    __slots__ = ("compared", "latencies", "over", "under")
+
+    def __init__(self) -> None:
+        self.latencies = Latencies()
+        self.compared = self.over = self.under = 0  # tokens
+
+    def compare(self, prompt_tokens: int, predicted: int, reported: int) -> None:
+        """Adds a request's predicted and reported cached tokens."""
+        self.compared += prompt_tokens
+        if predicted > reported:
+            self.over += predicted - reported
+        else:
+            self.under += reported - predicted
+
+
+class RequestMetrics:
+    """Counts and times of requests for engines."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.requests: Counter[tuple[str, str, int]] = Counter()  # by model, tenant and status
+        self._classes: dict[tuple[str, str], Latencies] = {}  # by model and SLO class
+        self._instances: dict[str, dict[str, InstanceRequests]] = {}  # by model and instance
+        self._prioritized: Counter[str] = Counter()
+        self._overhead: dict[str, Histogram] = {}
+        self._decisions: dict[str, Histogram] = {}
+
+    def placed(self, model: str, received: float | None, before: float, after: float, sent: float) -> None:
+        """Records the start of a request at an engine. Times: seconds on the monotonic clock.
+
+        ``received``: None if the request waited on purpose. ``before``, ``after``: its decision.
+        """
+        decisions = self._decisions.get(model)
+        if decisions is None:
+            decisions = self._decisions[model] = Histogram(SHORT_SECONDS)
+            self._overhead[model] = Histogram(SHORT_SECONDS)
+        decisions.observe(after - before)
+        if received is not None:
+            self._overhead[model].observe(sent - received)
+
+    def ended(
+        self,
+        model: str,
+        request: ClientRequest,
+        status: int,
+        now: float,
+        relay: InFlightRequest | None,
+    ) -> None:
+        """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
+        self.requests[model, request.tenant, status] += 1
+        if request.priority is not None:
+            self._prioritized[model] += 1
+        usage = relay.usage if relay is not None else None
+        if usage is None or relay is None:
+            return
+        times = self._classes.get((model, request.slo_class))
+        if times is None:
+            times = self._classes[model, request.slo_class] = Latencies()
+        instance = self._of_instance(model, relay.instance or "")
+        own = instance.latencies
+        observe_both(times.seconds, own.seconds, now - request.started)
+        first = usage.first_token_at
+        if first:
+            ttft = first - request.started
+            observe_both(times.ttft, own.ttft, ttft)
+            if relay.trace_sampled and relay.trace_id is not None:
+                times.ttft.exemplify(ttft, relay.trace_id)
+            further = usage.output_tokens - 1
+            if further > 0:
+                observe_both(times.tpot, own.tpot, (now - first) / further)
+        reported = usage.cached_tokens
+        if reported is not None and (predicted := relay.predicted_cached_tokens) is not None:
+            instance.compare(usage.prompt_tokens or 0, predicted, reported)
+
+    def _of_instance(self, model: str, name: str) -> InstanceRequests:
+        instances = self._instances.get(model)
+        if instances is None:
+            instances = self._instances[model] = {}
+        found = instances.get(name)
+        if found is None:
+            found = instances[name] = InstanceRequests()
+        return found
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yields the metrics, with their present values."""
+        requests = CounterMetricFamily(
+            "lmetric_requests", "Requests for engines, by status", labels=("model", "tenant", "code")
+        )
+        for (model, tenant, status), count in self.requests.items():
+            requests.add_metric((model, tenant, str(status)), count)
+        yield requests
+        prioritized = CounterMetricFamily(
+            "lmetric_prioritized_requests",
+            "Requests to which the router gave a priority for the engine's queue",
+            labels=("model",),
+        )
+        for model, count in self._prioritized.items():
+            prioritized.add_metric((model,), count)
+        yield prioritized
+        for name, text, times in (
+            (
+                "lmetric_router_overhead_seconds",
+                "Time from a whole request to its sending to an engine, without requests that were held",
+                self._overhead,
+            ),
+            ("lmetric_decision_seconds", "Time of a routing decision", self._decisions),
+        ):
+            family = HistogramMetricFamily(name, text, labels=("model",))
+            for model, histogram in times.items():
+                family.add_metric((model,), histogram.buckets(), histogram.sum)
+            yield family
+        for attribute, name, text in _LATENCIES:
+            family = HistogramMetricFamily(f"lmetric_{name}", text, labels=("model", "slo_class"))
+            for labels, latencies in self._classes.items():
+                histogram = getattr(latencies, attribute)
+                family.add_metric(labels, histogram.buckets(), histogram.sum)
+            yield family
+        yield from self._instance_metrics()
+
+    def _instance_metrics(self) -> Iterator[Metric]:
+        """Yields the metrics of each instance, and forgets instances that have left."""
+        rows: list[tuple[dict[str, str], InstanceRequests]] = []
+        for pool in self._fleet.pools:
+            instances = self._instances.get(pool.name, {})
+            for name in [name for name in instances if name not in pool.engines]:
+                del instances[name]
+            rows += [({"instance": name, "model": pool.name}, each) for name, each in instances.items()]
+        for attribute, name, text in _LATENCIES:
+            shown = [SECONDS.index(bound) for bound in _INSTANCE_BOUNDS[attribute]]
+            found = ((labels, getattr(each.latencies, attribute)) for labels, each in rows)
+            title = f"{text}, by instance"
+            yield HistogramTable(f"lmetric_instance_{name}", title, ("model", "instance"), shown, found)
+        tables = [Table(name, text, "counter", ("model", "instance")) for name, text in _ACCURACY]
+        for labels, each in rows:
+            if each.compared:
+                where = labels_text(labels)
+                for table, value in zip(tables, (each.compared, each.over, each.under), strict=True):
+                    table.add(where, value)
+        yield from tables

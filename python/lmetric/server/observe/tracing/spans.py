@@ -1,0 +1,170 @@
+"""The spans of a request, recorded as plain data; `export.py` makes OpenTelemetry spans of them.
+
+Names follow OpenTelemetry's conventions for HTTP and GenAI
+(https://github.com/open-telemetry/semantic-conventions-genai). Attributes of the router itself
+start with `lmetric.`. No attribute has text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from random import Random, SystemRandom
+from typing import Literal
+
+from lmetric.server.execution.exchange import ClientRequest
+from lmetric.server.observe.tracing.context import Context, is_sampled, read_parent
+
+Attributes = dict[str, str | int | float | bool]
+Kind = Literal["server", "internal", "client"]
+# Decisions whose trace is remembered, for decision records.
+REMEMBERED = 4096
+
+# `gen_ai.operation.name` by path; other paths have their last part.
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
+
+
+def operation(path: str) -> str:
+    """Returns the GenAI operation of a path."""
+    return _OPERATIONS.get(path) or path.rsplit("/", 1)[-1]
+
+
+class Span:
+    """One span. Times: seconds on the monotonic clock."""
+
+    __slots__ = ("attributes", "end", "error", "kind", "name", "parent_id", "span_id", "start")
+
+    def __init__(self, name: str, kind: Kind, span_id: int, parent_id: int, start: float) -> None:
+        self.name = name
+        self.kind = kind
+        self.span_id = span_id
+        self.parent_id = parent_id  # 0: none
+        self.start = start
+        self.end: float | None = None
+        self.attributes: Attributes = {}
+        self.error: str | None = None  # `error.type`
+
+    def finish(self, now: float, error: str | None = None) -> None:
+        """Ends the span, unless it has ended."""
+        if self.end is None:
+            self.end = now
+            self.error = error
+
+
+class RequestTrace:
+    """The spans of a sampled request."""
+
+    __slots__ = ("_ids", "context", "path", "request", "segment", "spans")
+
+    def __init__(self, request: ClientRequest, context: Context, ids: Random) -> None:
+        self._ids = ids
+        self.context = context
+        self.path = request.path
+        self.spans: list[Span] = []
+        self.request = self._span(f"POST {request.path}", "server", context.parent_id, request.started)
+        self.segment: Span | None = None
+
+    def _span(self, name: str, kind: Kind, parent_id: int, start: float) -> Span:
+        span = Span(name, kind, self._ids.getrandbits(64) or 1, parent_id, start)
+        self.spans.append(span)
+        return span
+
+    def decided(self, before: float, after: float, attributes: Attributes) -> None:
+        """Adds the span of the routing decision."""
+        span = self._span("lmetric.decision", "internal", self.request.span_id, before)
+        span.attributes = attributes
+        span.end = after
+
+    def enter_segment(self, from_token: int, now: float) -> None:
+        """Starts the span of a segment, and ends the one before."""
+        if self.segment is not None:
+            if self.segment.attributes["lmetric.segment.from_token"] == from_token:
+                return
+            self.segment.finish(now)
+        self.segment = self._span("lmetric.segment", "internal", self.request.span_id, now)
+        self.segment.attributes["lmetric.segment.from_token"] = from_token
+
+    def attempt(self, model: str, beside: bool, now: float) -> Span:
+        """Returns the span of an attempt at an engine. ``beside``: beside the open segment."""
+        parent = self.request if beside or self.segment is None else self.segment
+        return self._span(f"{operation(self.path)} {model}", "client", parent.span_id, now)
+
+    def finish(self, now: float) -> None:
+        """Ends all spans that have not ended."""
+        for span in self.spans:
+            span.finish(now)
+
+
+class Traces:
+    """Starts the traces of sampled requests, and passes them on when they end."""
+
+    def __init__(self, ratio: float, export: Callable[[RequestTrace], None]) -> None:
+        self._ratio = ratio
+        self._export = export
+        self._random = Random(SystemRandom().getrandbits(256))
+        self._decisions: OrderedDict[tuple[int, int], str] = OrderedDict()
+
+    def context(self, request: ClientRequest) -> Context:
+        """Returns the context of a request that begins."""
+        head = request.head
+        parent = read_parent(head.field(b"traceparent"))
+        if parent is not None:
+            return Context(*parent, head.field(b"tracestate") or b"")
+        trace_id = self._random.getrandbits(128) or 1
+        return Context(trace_id, 0, is_sampled(trace_id, self._ratio), b"")
+
+    def span_id(self) -> int:
+        """Returns an id for a span that is not recorded."""
+        return self._random.getrandbits(64) or 1
+
+    def begin(self, request: ClientRequest, context: Context) -> RequestTrace:
+        """Returns the trace of a sampled request."""
+        return RequestTrace(request, context, self._random)
+
+    def remember(self, pool: int, decision: int, trace_id: str) -> None:
+        """Remembers the trace of a decision. ``pool``: the index of its model."""
+        self._decisions[pool, decision] = trace_id
+        if len(self._decisions) > REMEMBERED:
+            self._decisions.popitem(last=False)
+
+    def of_decision(self, pool: int, decision: int) -> str | None:
+        """Returns the trace id of a decision; None: unknown, or too old."""
+        return self._decisions.get((pool, decision))
+
+    def ended(self, trace: RequestTrace) -> None:
+        """Exports a trace that ended."""
+        self._export(trace)
+
+    def refused(self, request: ClientRequest, status: int) -> None:
+        """Records a request that the router answered without a decision."""
+        context = self.context(request)
+        if context.sampled:
+            trace = self.begin(request, context)
+            trace.request.attributes = request_attributes(request, status)
+            trace.request.finish(time.monotonic(), str(status) if status >= 500 else None)
+            self._export(trace)
+
+
+def request_attributes(request: ClientRequest, status: int) -> Attributes:
+    """Returns the attributes of the span of a request."""
+    attributes: Attributes = {
+        "http.request.method": "POST",
+        "url.path": request.path,
+        "http.response.status_code": status,
+        "gen_ai.operation.name": operation(request.path),
+        "lmetric.request_id": request.head.request_id,
+    }
+    if request.pool is not None:
+        attributes["gen_ai.request.model"] = request.pool.name
+    if request.tenant:
+        attributes["lmetric.tenant"] = request.tenant
+    if request.slo_class:
+        attributes["lmetric.slo_class"] = request.slo_class
+    return attributes
