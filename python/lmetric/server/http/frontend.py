@@ -49,6 +49,7 @@ from lmetric.server.http.tokenizing import (
 )
 from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
@@ -90,6 +91,7 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
+        self.recorder: Recorder | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
         )
@@ -634,6 +636,8 @@ class Frontend(web.Server):
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
+        if self.recorder is not None:
+            self.recorder.begin(client_request, asked, call.stream, len(call.body))
         fetches = pool.fetches_prefixes and fetch_reason is None
         hedge_seconds = pool.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
@@ -704,6 +708,8 @@ class Frontend(web.Server):
         relay: RequestRunner | None = None
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
+            if self.recorder is not None:
+                self.recorder.placed(client_request, pool, decision)
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
@@ -785,6 +791,8 @@ class Frontend(web.Server):
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.request(model, client_request.tenant, status, client_request.started, now, relay)
+        if self.recorder is not None:
+            self.recorder.ended(client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)
