@@ -93,8 +93,6 @@ REQUEST = {
     "margin": Key("number", "distance of the score to the runner-up"),
     "terms": Key("mapping", "indicators in the score of the instance, by name"),
     "runner_up": Key("text", "second-best engine"),
-    "shadow_policy": Key("text", "policy that scored the request in the shadow"),
-    "shadow_instance": Key("text", "engine that it would have chosen"),
     "load": Key(
         "mapping",
         "indicators of the instance right after the decision, this request included: `bs`, `q_bs`, "

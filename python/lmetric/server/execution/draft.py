@@ -20,4 +20,3 @@ class Draft(Struct, gc=False):
     router: Router | None = None  # None: the request was never routed
     decision: Decision | None = None
     load: dict[str, float] | None = None
-    shadow: str | None = None  # the engine of the shadow policy

@@ -80,6 +80,12 @@ class RecordWriter:
         if len(self._items) >= BATCH:  # otherwise the thread looks by itself
             self._wake.set()
 
+    def count_error(self) -> None:
+        """Counts a record that an exception prevented, and logs the first one."""
+        self.outcomes["error"] += 1
+        if self.outcomes["error"] == 1:
+            log.exception("a record could not be made; further ones are only counted")
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Writes the waiting records and ends the thread, in at most these seconds."""
         self._closing = True
@@ -117,9 +123,7 @@ class RecordWriter:
             try:
                 lines.append(orjson.dumps(self._line(item)) + b"\n")
             except Exception:
-                self.outcomes["error"] += 1
-                if self.outcomes["error"] == 1:
-                    log.exception("a record could not be made; further ones are only counted")
+                self.count_error()
         self._taken_bytes += taken
         if not lines:
             return

@@ -137,8 +137,22 @@ class Recorder:
         draft, pool = client_request.draft, client_request.pool
         if draft is None or pool is None:
             return
-        if now >= self._fleet_at:
-            self._look(now)
+        try:
+            if now >= self._fleet_at:
+                self._look(now)
+            self._put(client_request, draft, pool, status, now, relay)
+        except Exception:  # a defect here must not leave the client without an answer
+            self.writer.count_error()
+
+    def _put(
+        self,
+        client_request: ClientRequest,
+        draft: Draft,
+        pool: Pool,
+        status: int,
+        now: float,
+        relay: InFlightRequest | None,
+    ) -> None:
         started = client_request.started
         usage = relay.usage if relay is not None else None
         first = usage.first_token_at if usage is not None else None
@@ -230,7 +244,6 @@ class Recorder:
             line["load"] = draft.load
             if rate:
                 line["predicted_ttft_seconds"] = round(draft.load["queued_prefill_tokens"] / rate, 6)
-        line["shadow_instance"] = draft.shadow
         return {name: value for name, value in line.items() if value is not None}
 
     def _tenant(self, tenant: str) -> str | None:
