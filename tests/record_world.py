@@ -23,10 +23,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def make_trace(requests: int = 400, rate: float = 7.0, seed: int = 1) -> Trace:
-    """Prompts with shared beginnings: ten families, of which few are popular."""
+    """Prompts with shared beginnings: forty families of 1,600 to 6,400 tokens."""
     rng = np.random.default_rng(seed)
-    family = rng.choice(10, requests, p=1 / np.arange(1, 11) / sum(1 / np.arange(1, 11)))
-    shared = rng.integers(40, 200, 10)[family]
+    family = rng.integers(0, 40, requests)
+    shared = rng.integers(100, 400, 40)[family]
     own = rng.integers(8, 80, requests)
     lists = [
         np.concatenate((f * 10_000 + np.arange(s), 10**6 + index * 1_000 + np.arange(o))).astype(np.uint64)

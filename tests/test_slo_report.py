@@ -32,10 +32,10 @@ def run(trace: Trace) -> Run:
 def change(index: int, line: dict[str, Any]) -> None:
     """Known times: engine e1 and the tenant bob are slow, and some requests fail."""
     slow = line["instance"] == "e1"
-    line["tenant"] = "bob" if index % 4 == 0 else "alice"
+    line["tenant"] = "bob" if index // 4 % 4 == 0 else "alice"
     line |= {"ttft_seconds": 2.0 if slow else 0.1, "tpot_seconds": 0.2 if line["tenant"] == "bob" else 0.01}
     own = line["prompt_tokens"] - line["cached_tokens"]
-    line["load"] = {"queued_prefill_tokens": own * (5 if index % 2 else 1)}
+    line["load"] = {"queued_prefill_tokens": own * (5 if index // 4 % 2 else 1)}
     if index % 50 == 0:
         line["status"] = 503
     elif index % 50 == 1:

@@ -128,7 +128,8 @@ def _print(report: Any) -> None:
     for title, rows in (("engine", report.engines), ("tenant", report.tenants), ("prompt", report.prompts)):
         body = [
             [row.name, f"{row.requests}", f"{row.met:.1%}", f"{row.ttft_missed:.1%}",
-             f"{row.tpot_missed:.1%}", f"{row.failed}", ", ".join(f"{name} {count}" for name, count in row.causes.items())]
+             f"{row.tpot_missed:.1%}", f"{row.failed}",
+             ", ".join(f"{name} {count}" for name, count in row.causes.items())]
             for row in rows
         ]  # fmt: skip
         print_table([title, "requests", "within SLO", "TTFT missed", "TPOT missed", "failed", "causes"], body)

@@ -81,8 +81,8 @@ class FitCheck:
         )
         return (
             f"the simulation of {self.policy} does not fit the records: {bad}. Record a longer time of "
-            "steady traffic, give the engines' settings (--max-batch-tokens, --max-sequences, --cache-blocks), "
-            "or accept larger errors with --max-error"
+            "steady traffic, give the engines' settings (--max-batch-tokens, --max-sequences, "
+            "--cache-blocks), or accept larger errors with --max-error"
         )
 
     def plot(self) -> str:

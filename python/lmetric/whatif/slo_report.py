@@ -88,6 +88,8 @@ class SloReport:
         missed = f"{self.whole.met:.1%} of the requests are within the SLO; the target is {self.target:.1%}."
         if self.why_none is not None:
             return f"{missed} No change was simulated: {self.why_none}"
+        if not self.options:
+            return missed
         enough = [each for each in self.options if each.enough]
         if not enough:
             best = max(self.options, key=lambda each: each.met[0])
