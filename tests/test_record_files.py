@@ -262,6 +262,13 @@ def file_of(folder: Path, *lines: Any, end: bytes = b"\n", schema: int = 1) -> P
     return path
 
 
+def test_a_data_frame_has_a_row_per_request(tmp_path: Path) -> None:
+    lines = [request_line(number) | {"load": {"bs": number}} for number in range(3)]
+    frame = read_records(file_of(tmp_path, *lines)).to_pandas()
+    assert frame["load.bs"].tolist() == [0, 1, 2]
+    assert frame["decision"].tolist() == [0, 1, 2]
+
+
 def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"schema version 2; this release reads version 1.*9.9"):
         read_records(file_of(tmp_path, schema=2))

@@ -91,7 +91,18 @@ def test_the_smallest_change_that_meets_the_target(tmp_path: Path, trace: Trace,
 
     write_records(tmp_path, trace, run, tenant)
     page, data = tmp_path / "report.html", tmp_path / "report.json"
-    words = ["--slo-ttft", "0.2", "--target", "0.9", "--policy", "lmetric", "--seeds", "2"]
+    words = [
+        "--slo-ttft",
+        "0.2",
+        "--target",
+        "0.9",
+        "--policy",
+        "lmetric",
+        "--seeds",
+        "2",
+        "--max-batch-tokens",
+        "4096",
+    ]
     done = call(str(tmp_path), *words, "--html", str(page), "--json", str(data))
     assert done.exit_code == 0, done.output
     told = json.loads(data.read_bytes())

@@ -21,6 +21,7 @@ from lmetric.whatif import Recording, WhatIfError, fit_engine, recording_of
 from record_world import PROFILE, make_trace, simulated, write_records
 from test_server_process import router
 
+QUICK = ("--max-batch-tokens", "4096")  # one size of steps to fit
 POLICIES = ("lmetric", "vllm", "round_robin", "least_requests")
 
 
@@ -79,7 +80,7 @@ def test_the_ranking_is_the_true_one(tmp_path: Path, trace: Trace, run: Run) -> 
     """The records come from round_robin alone; the other policies run with the true engines."""
     write_records(tmp_path, trace, run)
     out = tmp_path / "out.json"
-    done = call(str(tmp_path), "--policy", ",".join(POLICIES), "--json", str(out), "--jobs", "2")
+    done = call(str(tmp_path), "--policy", ",".join(POLICIES), "--json", str(out), *QUICK)
     assert done.exit_code == 0, done.output
     assert "mean TTFT" in done.output
     assert "p90   recorded" in done.output.replace("p90 ", "p90 ")
@@ -110,7 +111,7 @@ def test_a_poor_fit_is_refused_with_its_numbers(
             line["ttft_seconds"] *= 4
 
     write_records(tmp_path, trace, run, slower)
-    monkeypatch.setattr(sys, "argv", ["lmetric-router", "whatif", str(tmp_path), "--policy", "vllm"])
+    monkeypatch.setattr(sys, "argv", ["lmetric-router", "whatif", str(tmp_path), *QUICK])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
@@ -119,7 +120,7 @@ def test_a_poor_fit_is_refused_with_its_numbers(
     assert "Simulated on" not in out
     assert "does not fit the records: mean TTFT -" in err
     assert "(limit 25%)" in err
-    done = call(str(tmp_path), "--policy", "vllm", "--max-error", "0.9")
+    done = call(str(tmp_path), "--policy", "vllm", "--max-error", "0.9", *QUICK)
     assert done.exit_code == 0
     assert "Simulated on 4 engines" in done.output
 
@@ -229,7 +230,7 @@ async def test_real_traffic_is_recorded_and_explained(tmp_path: Path, trace: Tra
     assert len(records.requests) == 110
     out = tmp_path / "out.json"
     # The errors depend on the load of this machine.
-    words = [str(folder), "--policy", "lmetric", "--max-error", "20", "--json", str(out)]
+    words = [str(folder), "--policy", "lmetric", "--max-error", "20", "--json", str(out), *QUICK]
     done = await asyncio.to_thread(call, *words)
     assert done.exit_code == 0, done.output
     told = json.loads(out.read_bytes())

@@ -13,13 +13,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
+
+if TYPE_CHECKING:
+    import pandas
 
 SCHEMA_VERSION = 1
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -148,6 +151,20 @@ class Records:
     def column(self, name: str) -> NDArray[np.float64]:
         """A numeric key of all requests, shape (n,); NaN: absent."""
         return np.array([request.get(name, math.nan) for request in self.requests], np.float64)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A data frame with one row per request and one column per key.
+
+        `load` and `terms` become columns such as `load.bs`. Raises ImportError without pandas.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "Records.to_pandas needs pandas, which is not installed; "
+                "run: pip install 'lmetric-router[pandas]'"
+            ) from None
+        return pandas.json_normalize(self.requests, max_level=1)
 
     def of(self, model: str | None) -> Records:
         """The records of one model; None: of the only model. Raises RecordError."""

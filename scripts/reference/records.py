@@ -24,7 +24,7 @@ records:
 - A new file begins at `file_bytes`. The oldest files are deleted so that all files together stay below `total_bytes`.
 - Each file is complete in itself: a header, the state of the fleet, then one line of JSON per request, in the order of their ends.
 - Commands take files and folders, also files that you have compressed (`.jsonl.gz`).
-- In Python, `lmetric.record_files.read_records` reads them.
+- In Python, `lmetric.record_files.read_records` reads them. `Records.to_pandas` makes a data frame, for example to write Parquet.
 
 ## Cost
 
