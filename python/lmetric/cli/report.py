@@ -65,7 +65,7 @@ def command(
     ] = None,
     json_: Json = None,
 ) -> None:
-    """Report which requests of records miss an SLO, and what would have met it.
+    """Report missed SLOs of recorded requests.
 
     The report has rows by engine, tenant and prompt length, and the main causes.
     Changes are simulated as in whatif: other policies, then more engines.

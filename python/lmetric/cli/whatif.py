@@ -110,7 +110,7 @@ def command(
     jobs: Jobs = None,
     json_: Json = None,
 ) -> None:
-    """Show what other policies would have done with recorded requests.
+    """Simulate policies on recorded requests.
 
     The command fits an engine profile to the records and simulates the policy that really ran.
     Then it prints the error of this simulation, and the results of each policy.

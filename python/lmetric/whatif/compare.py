@@ -51,8 +51,8 @@ def compare(
 def _with_requests(result: Result, seconds: float) -> Result:
     """The result with the time of a request outside of the engine in its TTFT and its end."""
     figures = result.figures
-    later = {name: _later(getattr(figures, name), seconds) for name in ("ttft_seconds", "e2e_seconds")}
-    return replace(result, figures=replace(figures, **later))
+    ttft, e2e = _later(figures.ttft_seconds, seconds), _later(figures.e2e_seconds, seconds)
+    return replace(result, figures=replace(figures, ttft_seconds=ttft, e2e_seconds=e2e))
 
 
 def _later(spread: Spread | None, seconds: float) -> Spread | None:
