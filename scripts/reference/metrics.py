@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from prometheus_client.core import Metric
 
 from lmetric import indicator_table
-from lmetric.config import EngineConfig, ServerConfig
+from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
 from lmetric.server.app import Server
 
 HEAD = """\
@@ -66,7 +68,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
-    "Process": ("process_", "log_", "build", "trace_"),
+    "Process": ("process_", "log_", "build", "trace_", "records"),
     "Routing and cache": ("",),
 }
 
@@ -76,12 +78,16 @@ def families() -> list[Metric]:
 
     async def collect() -> list[Metric]:
         engine = EngineConfig(url="http://127.0.0.1:9")
-        server = Server(ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1"))
-        await server.start()
-        try:
-            return list(server.metrics.families())
-        finally:
-            await server.stop()
+        with TemporaryDirectory() as folder:
+            records = RecordsConfig(path=Path(folder))
+            server = Server(
+                ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1", records=records)
+            )
+            await server.start()
+            try:
+                return list(server.metrics.families())
+            finally:
+                await server.stop()
 
     return asyncio.run(collect())
 

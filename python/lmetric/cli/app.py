@@ -17,11 +17,13 @@ from lmetric.cli import (
     policies,
     profiles,
     replay,
+    report,
     serve,
     simulate,
     study,
     tokenizer,
     trace,
+    whatif,
 )
 from lmetric.cli.help import Command
 
@@ -36,6 +38,8 @@ MODULES = (
     study,
     trace,
     calibrate,
+    whatif,
+    report,
     policies,
     indicators,
     profiles,

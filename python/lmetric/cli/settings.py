@@ -31,6 +31,7 @@ _KEYS = {
     "migration_by": "migration_by",
     "profile": "profile",
     "api_keys": "auth.keys_file",
+    "records": "records.path",
     "log_level": "log.level",
     "log_json": "log.json",
 }
@@ -91,6 +92,9 @@ def _read(
         str | None, _option(POLICY, help="Step times for predictions: a shipped profile or a YAML file.")
     ] = None,
     api_keys: Annotated[Path | None, _option(_ACCESS, help="YAML file with API keys and tenants.")] = None,
+    records: Annotated[
+        Path | None, _option(_ACCESS, metavar="DIR", help="Folder for records of all requests.")
+    ] = None,
     log_level: Annotated[str | None, _option(_ACCESS, help="debug, info, warning or error.")] = None,
     log_json: Annotated[
         bool | None, _option(_ACCESS, "--log-json/--log-text", help="Log JSON lines.")
@@ -113,7 +117,7 @@ def _read(
     given = {
         "host": host, "port": port, "embedded": embedded, "model": model, "experimental": experimental,
         "policy": policy, "decode_policy": decode_policy, "migration_by": migration_by, "profile": profile,
-        "api_keys": api_keys, "log_level": log_level, "log_json": log_json,
+        "api_keys": api_keys, "records": records, "log_level": log_level, "log_json": log_json,
         "engine": [{"url": url} for url in engine] if engine else None,
         "knob": dict(_pair("--knob", text) for text in knob) if knob else None,
     }  # fmt: skip

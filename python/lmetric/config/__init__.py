@@ -20,6 +20,7 @@ from lmetric.config.kinds import (
 from lmetric.config.load import ENV_PREFIX, json_schema, load_config, render, render_changed
 from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.config.problems import explain
+from lmetric.config.records import RecordsConfig
 from lmetric.config.reload import effective, needs_restart, reloads
 from lmetric.config.schema import (
     ADMIN,
@@ -85,6 +86,7 @@ __all__ = [
     "PoolSettings",
     "Port",
     "Positive",
+    "RecordsConfig",
     "ReplicasConfig",
     "Retries",
     "Role",

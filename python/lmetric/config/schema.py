@@ -40,6 +40,7 @@ from lmetric.config.kinds import (
     unix_path,
 )
 from lmetric.config.network import EngineTls, Forwarded, ListenerTls
+from lmetric.config.records import RecordsConfig
 from lmetric.options import (
     SELECTORS,
     Auto,
@@ -1037,6 +1038,7 @@ class ServerConfig(PoolSettings):
     replicas: ReplicasConfig = Field(
         default_factory=ReplicasConfig, description="other routers of the same engines"
     )
+    records: RecordsConfig = Field(default_factory=RecordsConfig, description="records of requests on disk")
     log: Log = Field(default_factory=Log, description="logs")
     tracing: TracingConfig | None = Field(
         None, description="traces of requests, with the extra `otel`; null: none"

@@ -27,6 +27,7 @@ from lmetric.server.http.port import Bound, bind, port_error
 from lmetric.server.http.upgrade import Predecessor, UpgradeSocket, find_predecessor
 from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.startup import LISTENING, startup_report
 from lmetric.server.tls.contexts import TlsContext, listener_context
 from lmetric.server.tls.contexts import metrics as tls_metrics
@@ -117,6 +118,9 @@ class Server:
         self.metrics.further += [front.clients.metrics, self._discovery.metrics, self._replicas.metrics]
         self.metrics.further += [front.handshakes.metrics, lambda: tls_metrics(self._certificates())]
         self.metrics.further.append(LogWriter.metrics)
+        if config.records.path is not None:
+            front.recorder = Recorder(config.records, self.fleet)
+            self.metrics.further.append(front.recorder.metrics)
         await self._monitor.check_all()
         await self._discovery.start()
         self.port = bound.port
@@ -130,6 +134,8 @@ class Server:
             await predecessor.replace()
         self._serve_successors(replace=predecessor is not None)
         self._monitor.start()
+        if front.recorder is not None:
+            front.recorder.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
         for engine in self.fleet.engines():
@@ -291,6 +297,8 @@ class Server:
         await self._discovery.stop()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.stop)
+        if self.front.recorder is not None:
+            await asyncio.to_thread(self.front.recorder.close)
         for engine in self.fleet.engines():
             engine.upstream.close()
         for pool in self.fleet.pools:

@@ -13,6 +13,7 @@ from lmetric._core import Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
+from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
 
@@ -90,6 +91,7 @@ class ClientRequest:
     prompt_bytes = 0  # 0 if the prompt was given as tokens
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
+    draft: Draft | None = None  # of its record on disk; None: it gets none
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     # Called with the name of the engine whose answer (status 200) the client is about to get.

@@ -51,6 +51,7 @@ from lmetric.server.http.tokenizing import (
 )
 from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.metrics import Metrics
+from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
@@ -96,6 +97,7 @@ class Frontend(web.Server):
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
         self.tracing: Tracing | None = None  # set by the server
+        self.recorder: Recorder | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
         )
@@ -642,6 +644,8 @@ class Frontend(web.Server):
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
         )
+        if self.recorder is not None:
+            self.recorder.begin(client_request, asked, call.stream, len(call.body))
         fetches = pool.fetches_prefixes and fetch_reason is None
         hedge_seconds = pool.hedging.after_seconds
         if slo is not None and slo.hedge_after_seconds is not None:
@@ -718,6 +722,8 @@ class Frontend(web.Server):
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
             after = time.monotonic()
+            if self.recorder is not None:
+                self.recorder.placed(client_request, pool, decision)
             if pool.changes is not None and call.tokens is not None and not asked.extra_tokens:
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
@@ -807,6 +813,8 @@ class Frontend(web.Server):
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.requests.ended(model, client_request, status, now, relay)
+        if self.recorder is not None:
+            self.recorder.ended(client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)

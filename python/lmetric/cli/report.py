@@ -1,0 +1,147 @@
+"""``lmetric-router report``: missed SLOs in records, and what would have met them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmetric.cli.help import BASIC, RESULTS
+from lmetric.cli.options import check_file
+from lmetric.cli.whatif import (
+    CacheBlocks,
+    Jobs,
+    Json,
+    MaxBatchTokens,
+    MaxError,
+    MaxSequences,
+    Model,
+    RecordPaths,
+    Seeds,
+    chosen,
+    fitted,
+)
+
+
+def command(
+    records: RecordPaths,
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(help="Maximum TTFT, seconds.", show_default="no SLO", rich_help_panel=BASIC),
+    ] = None,
+    slo_tpot: Annotated[
+        float | None,
+        typer.Option(help="Maximum TPOT, seconds.", show_default="no SLO", rich_help_panel=BASIC),
+    ] = None,
+    target: Annotated[
+        float, typer.Option(help="Share of the requests that must meet the SLO.", rich_help_panel=BASIC)
+    ] = 0.95,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,…",
+            help="Policies to simulate besides the recorded one; repeatable.",
+            show_default="vllm, lmetric",
+            rich_help_panel=BASIC,
+        ),
+    ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate/--no-simulate", help="Simulate changes.", rich_help_panel=RESULTS),
+    ] = True,
+    seeds: Seeds = 3,
+    model: Model = None,
+    max_batch_tokens: MaxBatchTokens = None,
+    max_sequences: MaxSequences = None,
+    cache_blocks: CacheBlocks = None,
+    max_error: MaxError = None,
+    jobs: Jobs = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT", help="File for the report as HTML.", show_default="none", rich_help_panel=BASIC
+        ),
+    ] = None,
+    json_: Json = None,
+) -> None:
+    """Report missed SLOs of recorded requests.
+
+    The report has rows by engine, tenant and prompt length, and the main causes.
+    Changes are simulated as in whatif: other policies, then more engines.
+    """
+    from dataclasses import replace
+
+    from lmetric.cli.show import note, print_json, print_text, write_json
+    from lmetric.record_files import read_records
+    from lmetric.sim.summary import Slo
+    from lmetric.whatif import WhatIfError, recording_of
+    from lmetric.whatif.report_page import page
+    from lmetric.whatif.slo_report import simulate_options, slo_report
+
+    if slo_ttft is None and slo_tpot is None:
+        raise typer.BadParameter("set at least one of --slo-ttft and --slo-tpot")
+    for flag, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
+        if value is not None and not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=flag)
+    if not 0 < target <= 1:
+        raise typer.BadParameter(f"{target:g} is not above 0 and at most 1", param_hint="--target")
+    to_stdout = json_ is not None and str(json_) == "-"
+    check_file("--html", html)
+    check_file("--json", None if to_stdout else json_)
+    found = read_records(list(records))
+    for text in found.notes:
+        note(f"note: {text}")
+    one = found.of(model)
+    report, check = slo_report(one, Slo(slo_ttft, slo_tpot), target), None
+    if simulate and report.whole.met < target:
+        try:
+            recording = recording_of(one)
+            choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
+            fit, check = fitted(
+                recording,
+                seeds,
+                max_error,
+                batch=max_batch_tokens,
+                sequences=max_sequences,
+                blocks=cache_blocks,
+            )
+            report = simulate_options(report, recording, fit, check, choices, seeds=seeds, jobs=jobs)
+        except WhatIfError as error:
+            report = replace(report, why_none=str(error))
+    if html is not None:
+        html.write_text(page(report, check, f"SLO report: {one.models[0]}"), encoding="utf-8")
+        note(f"wrote {html}")
+    if to_stdout:
+        print_json(report)
+    else:
+        if json_ is not None:
+            write_json(json_, report)
+            note(f"wrote {json_}")
+        _print(report)
+        print_text(report.advice())
+
+
+def _print(report: Any) -> None:
+    from lmetric.cli.show import print_table
+
+    for title, rows in (("engine", report.engines), ("tenant", report.tenants), ("prompt", report.prompts)):
+        body = [
+            [row.name, f"{row.requests}", f"{row.met:.1%}", f"{row.ttft_missed:.1%}",
+             f"{row.tpot_missed:.1%}", f"{row.failed}",
+             ", ".join(f"{name} {count}" for name, count in row.causes.items())]
+            for row in rows
+        ]  # fmt: skip
+        print_table([title, "requests", "within SLO", "TTFT missed", "TPOT missed", "failed", "causes"], body)
+    if report.options:
+        body = [
+            [
+                each.policy,
+                f"{each.instances}",
+                f"{each.met[0]:.1%}",
+                f"{each.met[1]:.1%}",
+                f"{each.met[2]:.1%}",
+            ]
+            for each in report.options
+        ]
+        print_table(["simulated policy", "engines", "within SLO", "least", "most"], body)

@@ -1,0 +1,273 @@
+"""Reads the records of requests that a router writes: the settings `records` of `serve`.
+
+A file has one JSON object per line: first a header, then states of the fleet and requests. The
+tables `HEADER`, `FLEET`, `ENGINE` and `REQUEST` are the schema, and docs/reference/records.md shows
+them.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from lmetric._core import LmetricError
+
+if TYPE_CHECKING:
+    import pandas
+
+SCHEMA_VERSION = 1
+SUFFIXES = (".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a line: its type in JSON, its unit, and its meaning."""
+
+    kind: str  # number, integer, text, true or false, list of ..., mapping
+    meaning: str
+    unit: str = ""
+    always: bool = False  # whether each line of its type has the key
+
+
+HEADER = {
+    "type": Key("text", "`header`", always=True),
+    "schema": Key("integer", "version of this schema", always=True),
+    "router_version": Key("text", "version of the router that wrote the file", always=True),
+    "at": Key("number", "time of the first line, Unix time", "s", always=True),
+    "key_id": Key("text", "names the key of all hashes; files with equal ids share hashes", always=True),
+    "sample": Key("number", "share of the requests with a record, above 0 and at most 1", always=True),
+}
+FLEET = {
+    "type": Key("text", "`fleet`", always=True),
+    "at": Key("number", "Unix time", "s", always=True),
+    "model": Key("text", "model of the engines", always=True),
+    "policy": Key("text or mapping", "policy of the router, as in its configuration", always=True),
+    "knobs": Key("mapping", "parameters of the policy by name", always=True),
+    "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True),
+    "engines": Key("list of mappings", "engines of the model", always=True),
+}
+ENGINE = {
+    "name": Key("text", "name of the engine", always=True),
+    "kind": Key("text", "kind of the engine: vllm, sglang or unknown", always=True),
+    "role": Key("text", "both, prefill or decode", always=True),
+    "mode": Key("text", "mode of its KV index: exact, approximate or load_only", always=True),
+    "usable": Key("true or false", "whether it accepts new requests", always=True),
+    "block_tokens": Key("integer", "tokens of a KV block", "tokens"),
+    "cache_blocks": Key("integer", "KV blocks that it holds", "blocks"),
+}
+REQUEST = {
+    "type": Key("text", "`request`", always=True),
+    "at": Key("number", "arrival, Unix time", "s", always=True),
+    "model": Key("text", "model of the request", always=True),
+    "path": Key("text", "path of the API", always=True),
+    "stream": Key("true or false", "whether the client requested a stream", always=True),
+    "status": Key("integer", "HTTP status; 499: the client left", always=True),
+    "outcome": Key("text", "as in decision records: finished, dropped, or the kind of failure"),
+    "reason": Key("text", "why the request ended with an error"),
+    "request_id": Key("text", "id of the request; only with `request_ids: true`"),
+    "tenant": Key("text", "keyed hash of the tenant; its name with `tenant_names: true`"),
+    "session": Key("text", "keyed hash of the session that the client named"),
+    "adapter": Key("text", "LoRA adapter"),
+    "prompt_tokens": Key("integer", "prompt length: by the engine, else estimated", "tokens", always=True),
+    "extra_tokens": Key("integer", "tokens of further prompts in the request", "tokens"),
+    "max_tokens": Key("integer", "largest answer that the client accepts", "tokens"),
+    "hash_unit": Key("text", "unit of `hash_block`: `tokens` or `bytes`"),
+    "hash_block": Key("integer", "size of a hashed prompt block, in `hash_unit`"),
+    "hashes": Key(
+        "text",
+        "base64 of one keyed 64-bit hash per whole block of the prompt, little-endian. A hash covers all "
+        "blocks before it, the model, the adapter and the cache salt",
+    ),
+    "decision": Key("integer", "number of the decision since the router's start"),
+    "policy": Key("text", "policy of the decision"),
+    "instance": Key("text", "engine that answered, or was tried last"),
+    "tried": Key("list of texts", "engines in the order of the attempts, if there were several"),
+    "decode_instance": Key("text", "engine of the second segment"),
+    "score": Key("number", "score of the instance"),
+    "margin": Key("number", "distance of the score to the runner-up"),
+    "terms": Key("mapping", "indicators in the score of the instance, by name"),
+    "runner_up": Key("text", "second-best engine"),
+    "load": Key(
+        "mapping",
+        "indicators of the instance right after the decision, this request included: `bs`, `q_bs`, "
+        "`queued_prefill_tokens`, `tokens`",
+    ),
+    "predicted_cached_tokens": Key("integer", "prompt tokens expected in the instance's cache", "tokens"),
+    "cached_tokens": Key("integer", "prompt tokens found there, if the engine reports them", "tokens"),
+    "output_tokens": Key("integer", "tokens of the answer", "tokens"),
+    "predicted_ttft_seconds": Key(
+        "number", "queued prefill tokens of the instance divided by its learned prefill rate", "s"
+    ),
+    "held_seconds": Key("number", "wait in the router before the decision", "s"),
+    "ttft_seconds": Key("number", "arrival to first token; only of streams", "s"),
+    "tpot_seconds": Key("number", "mean time per further token; only of streams", "s"),
+    "e2e_seconds": Key("number", "arrival to the end of the answer", "s", always=True),
+    "retries": Key("integer", "further attempts after the first"),
+    "migrations": Key("integer", "moves while it ran"),
+    "handoff_seconds": Key("number", "time of a KV transfer between two segments", "s"),
+    "fetched_tokens": Key("integer", "prompt tokens fetched from another engine", "tokens"),
+}  # fmt: skip
+LINES = {"header": HEADER, "fleet": FLEET, "request": REQUEST}
+
+
+class RecordError(LmetricError):
+    """Records cannot be read. The message has the file, the line, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All lines of some files, ordered by time.
+
+    Requests and states of the fleet are mappings with the keys of `REQUEST` and `FLEET`.
+    """
+
+    headers: list[dict[str, Any]]
+    fleets: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)  # skipped lines, with file, line and reason
+
+    @property
+    def models(self) -> list[str]:
+        """Models of the requests, the most frequent first."""
+        counts: dict[str, int] = {}
+        for request in self.requests:
+            counts[request["model"]] = counts.get(request["model"], 0) + 1
+        return sorted(counts, key=lambda name: (-counts[name], name))
+
+    @property
+    def sample(self) -> float:
+        """The smallest sampled share of all files."""
+        return min((float(header["sample"]) for header in self.headers), default=1.0)
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A numeric key of all requests, shape (n,); NaN: absent."""
+        return np.array([request.get(name, math.nan) for request in self.requests], np.float64)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A data frame with one row per request and one column per key.
+
+        `load` and `terms` become columns such as `load.bs`. Raises ImportError without pandas.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "Records.to_pandas needs pandas, which is not installed; "
+                "run: pip install 'lmetric-router[pandas]'"
+            ) from None
+        return pandas.json_normalize(self.requests, max_level=1)
+
+    def of(self, model: str | None) -> Records:
+        """The records of one model; None: of the only model. Raises RecordError."""
+        models = self.models
+        if not models:
+            raise RecordError("the records have no requests; send requests to a router with `records` set")
+        if model is None and len(models) > 1:
+            raise RecordError(f"the records have the models {', '.join(models)}; choose one with --model")
+        name = models[0] if model is None else model
+        if name not in models:
+            raise RecordError(f"the records have no model {name!r}; known: {', '.join(models)}")
+        return Records(
+            self.headers,
+            [fleet for fleet in self.fleets if fleet["model"] == name],
+            [request for request in self.requests if request["model"] == name],
+            self.notes,
+        )
+
+
+def hashes_of(request: Mapping[str, Any]) -> NDArray[np.uint64]:
+    """The block hashes of a request's prompt, shape (blocks,); empty without hashes."""
+    return np.frombuffer(base64.b64decode(request.get("hashes", "")), dtype="<u8").astype(np.uint64)
+
+
+def read_records(paths: str | Path | Iterable[str | Path]) -> Records:
+    """Reads files of records, or all such files of folders.
+
+    A truncated last line of a file is skipped: the router that wrote it ended, or its disk was
+    full. `Records.notes` names it.
+
+    Raises:
+        RecordError: no file, another schema version, or an invalid line.
+        OSError: a file cannot be read.
+    """
+    read = Records([], [], [])
+    for path in _files([paths] if isinstance(paths, str | Path) else list(paths)):
+        _read_file(path, read)
+    for lines in (read.headers, read.fleets, read.requests):
+        lines.sort(key=lambda line: float(line["at"]))
+    return read
+
+
+def _files(paths: Sequence[str | Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES))
+        if not inside:
+            raise RecordError(
+                f"{path}: the folder has no record file (*.jsonl); set records.path of the router, and "
+                "send requests"
+            )
+        found += inside
+    return found
+
+
+def _read_file(path: Path, read: Records) -> None:
+    header: dict[str, Any] | None = None
+    for number, (text, whole) in enumerate(_lines(path), start=1):
+        try:
+            line = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            if not whole:
+                read.notes.append(f"{path}, line {number}: skipped: it is truncated ({len(text)} bytes)")
+                return
+            raise RecordError(f"{path}, line {number}: no JSON: {error}; remove the line") from None
+        if not isinstance(line, dict):
+            raise RecordError(f"{path}, line {number}: expected an object, got {type(line).__name__}")
+        if header is None:
+            header = _checked_header(path, line)
+            read.headers.append(header)
+            continue
+        kind = line.get("type")
+        if kind not in ("fleet", "request"):
+            raise RecordError(f"{path}, line {number}: type {kind!r} is unknown; expected fleet or request")
+        if missing := [name for name, key in LINES[kind].items() if key.always and name not in line]:
+            raise RecordError(f"{path}, line {number}: the {kind} has no {missing[0]!r}")
+        (read.fleets if kind == "fleet" else read.requests).append(line)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Yields the lines of a file, and whether each has its end."""
+    with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+        try:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip(b"\n"), line.endswith(b"\n")
+        except EOFError:
+            yield b"{", False  # a truncated archive
+
+
+def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+    if line.get("type") != "header":
+        raise RecordError(
+            f"{path}, line 1: no header of records; the file is no record file of lmetric-router"
+        )
+    if (version := line.get("schema")) != SCHEMA_VERSION:
+        raise RecordError(
+            f"{path}: schema version {version!r}; this release reads version {SCHEMA_VERSION}. Use the "
+            f"release that wrote the file: {line.get('router_version', 'unknown')}"
+        )
+    if missing := [name for name, key in HEADER.items() if key.always and name not in line]:
+        raise RecordError(f"{path}, line 1: the header has no {missing[0]!r}")
+    return line

@@ -1,0 +1,191 @@
+"""Writes records to rotating files on its own thread. A slow or full disk delays no request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import structlog
+
+from lmetric.config import RecordsConfig
+
+log = structlog.get_logger("lmetric.records")
+
+PREFIX, SUFFIX = "records-", ".jsonl"
+RETRY_SECONDS = 5.0  # pause after a failed write; records that come meanwhile are lost
+FLUSH_SECONDS = 0.5
+CLOSE_SECONDS = 5.0  # for the last records at the end of the router
+BATCH = 64  # records written at once
+
+# A line of a file, as an object for JSON.
+Line = dict[str, Any]
+
+
+class RecordWriter:
+    """A bounded queue of records, and the thread that writes them.
+
+    ``head`` returns the first lines of each file, and ``line`` makes the line of an item of the
+    queue; the thread calls both. Lines are lost, and counted in `outcomes`, if the queue is full or
+    the disk refuses them.
+    """
+
+    def __init__(
+        self, config: RecordsConfig, folder: Path, head: Callable[[], list[Line]], line: Callable[[Any], Line]
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._head, self._line = head, line
+        self.outcomes = Counter({"written": 0, "queue_full": 0, "disk": 0, "error": 0})
+        self.written_bytes = 0
+        # Bytes of prompts that came and went: each is written by one thread alone.
+        self._put_bytes = self._taken_bytes = 0
+        self._items: deque[tuple[Any, int]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._file: BinaryIO | None = None
+        self._size = 0
+        self._number = 0
+        self._retry_at = 0.0
+        self._failed = False  # the last write failed, and the log says so
+        self._thread = threading.Thread(target=self._run, name="lmetric-records", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting records."""
+        return len(self._items)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the prompts of waiting records."""
+        return self._put_bytes - self._taken_bytes
+
+    def put(self, item: Any, size: int) -> None:
+        """Adds an item; ``size``: bytes of its prompt. Never waits: a full queue loses the item."""
+        config = self._config
+        if len(self._items) >= config.queue_records or self.waiting_bytes + size > config.queue_bytes:
+            self.outcomes["queue_full"] += 1
+            return
+        self._put_bytes += size
+        self._items.append((item, size))
+        if len(self._items) >= BATCH:  # otherwise the thread looks by itself
+            self._wake.set()
+
+    def count_error(self) -> None:
+        """Counts a record that an exception prevented, and logs the first one."""
+        self.outcomes["error"] += 1
+        if self.outcomes["error"] == 1:
+            log.exception("a record could not be made; further ones are only counted")
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Writes the waiting records and ends the thread, in at most these seconds."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(seconds)
+        if left := len(self._items):
+            log.warning("records were lost at the end", records=left)
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            self._fail(error, 0)
+        while True:
+            self._wake.wait(FLUSH_SECONDS)
+            self._wake.clear()
+            closing = self._closing
+            while self._items:
+                self._write_batch()
+            if closing and not self._items:
+                break
+        self._close_file()
+
+    def _write_batch(self) -> None:
+        lines: list[bytes] = []
+        taken = 0
+        while self._items and len(lines) < BATCH:
+            item, size = self._items.popleft()
+            taken += size
+            if time.monotonic() < self._retry_at:
+                self.outcomes["disk"] += 1
+                continue
+            try:
+                lines.append(orjson.dumps(self._line(item)) + b"\n")
+            except Exception:
+                self.count_error()
+        self._taken_bytes += taken
+        if not lines:
+            return
+        try:
+            self._append(b"".join(lines))
+        except OSError as error:
+            self._fail(error, len(lines))
+        else:
+            self.outcomes["written"] += len(lines)
+            if self._failed:
+                self._failed = False
+                log.info("records are written again", folder=str(self._folder), lost=self.outcomes["disk"])
+
+    def _append(self, data: bytes) -> None:
+        if self._file is not None and self._size + len(data) > self._config.file_bytes:
+            self._close_file()
+        if self._file is None:
+            self._open()
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        self._file.write(data)
+        self._file.flush()
+        self._size += len(data)
+        self.written_bytes += len(data)
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._number += 1
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = self._folder / f"{PREFIX}{stamp}-{os.getpid()}-{self._number:06}{SUFFIX}"
+        self._delete_oldest()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 18)
+        self._size = 0
+        self._write(b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
+
+    def _delete_oldest(self) -> None:
+        """Deletes the oldest files until one more fits into the total size."""
+        files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"))
+        sizes = {path: path.stat().st_size for path in files}
+        total = sum(sizes.values())
+        for path in files:
+            if total + self._config.file_bytes <= self._config.total_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= sizes[path]
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing writes the buffer again, which a full disk refuses again.
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _fail(self, error: OSError, lost: int) -> None:
+        """Counts lost lines. The next write begins a new file, after a pause."""
+        self.outcomes["disk"] += lost
+        self._close_file()
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        if not self._failed:
+            self._failed = True
+            reason = error.strerror or str(error)
+            log.error("records cannot be written; traffic continues", folder=str(self._folder), reason=reason)

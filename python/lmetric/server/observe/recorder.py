@@ -1,0 +1,343 @@
+"""Records of requests on disk: which requests, and the parts of a line.
+
+The event loop only samples a request and keeps references to it. The writer's thread hashes prompts
+and reads decision records. docs/reference/records.md has the schema.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import Struct
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric._core import Decision, Request, __version__
+from lmetric.config import RecordsConfig, read_secret
+from lmetric.record_files import SCHEMA_VERSION
+from lmetric.server.execution.draft import Draft
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.observe.record_writer import Line, RecordWriter
+
+FLEET_SECONDS = 10.0  # time between two looks at the fleet
+LOAD = ("bs", "q_bs", "queued_prefill_tokens", "tokens")
+HASH_BYTES = 8
+# Entries of a decision record that a line copies under the same name.
+_COPIED = (
+    *("policy", "decode_instance", "held_seconds", "handoff_seconds", "fetched_tokens"),
+    *("predicted_cached_tokens", "outcome"),
+)
+
+
+class Ended(Struct, gc=False):
+    """A request that has ended, for the writer's thread. Times are in seconds."""
+
+    draft: Draft
+    at: float  # Unix time of the arrival
+    model: str
+    path: str
+    tenant: str
+    request_id: str
+    status: int
+    reason: str
+    instance: str | None
+    block_tokens: int
+    block_bytes: int
+    e2e_seconds: float
+    ttft_seconds: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int
+
+
+class Hasher:
+    """Keyed hashes of prompts and names. Without the key, a guess of a text cannot be checked."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = blake2b(key, digest_size=32, person=b"lmetric-records").digest()
+        self.id = self.name("key id")
+
+    def name(self, text: str) -> str:
+        """The hash of a name, 16 hex digits."""
+        return blake2b(text.encode("utf-8", "surrogateescape"), key=self._key, digest_size=8).hexdigest()
+
+    def number(self, text: str) -> float:
+        """A number from 0 to 1 that depends on the text alone."""
+        return int(self.name(text), 16) / 2.0**64
+
+    def chain(self, data: bytes, block: int, *domain: str | None) -> bytes:
+        """The chained hashes of all whole blocks of ``block`` bytes, `HASH_BYTES` each.
+
+        Each hash covers the blocks before it and the ``domain``.
+        """
+        key = self._key
+        last = blake2b(repr(domain).encode(), key=key, digest_size=HASH_BYTES).digest()
+        hashes = []
+        for begin in range(0, len(data) - block + 1, block):
+            # The key is a prefix, which one compression covers with hash and block.
+            last = blake2b(key + last + data[begin : begin + block], digest_size=HASH_BYTES).digest()
+            hashes.append(last)
+        return b"".join(hashes)
+
+
+class Recorder:
+    """Samples requests and hands them to the writer.
+
+    Raises ConfigError if the key of its hashes cannot be read.
+    """
+
+    def __init__(self, config: RecordsConfig, fleet: Fleet) -> None:
+        assert config.path is not None
+        given = read_secret(None, config.hash_key_file)
+        self._config, self._fleet = config, fleet
+        self.hasher = Hasher(secrets.token_bytes(32) if given is None else given.encode())
+        self._random = random.Random()
+        self._fleet_at = 0.0
+        self._fleets: dict[str, Line] = {}  # the last state of each model
+        self._opened = False  # a file has begun, with the states until then
+        self.writer = RecordWriter(config, config.path, self._head, self._line)
+
+    def start(self) -> None:
+        """Starts the writer."""
+        self._look(time.monotonic())
+        self.writer.start()
+
+    def close(self) -> None:
+        """Writes the waiting records and stops."""
+        self.writer.close()
+
+    # -- on the event loop
+
+    def begin(self, client_request: ClientRequest, request: Request, stream: bool, prompt_bytes: int) -> None:
+        """Samples a request that is about to be routed."""
+        share = self._config.sample
+        if share < 1.0:
+            session = request.session
+            if (self._random.random() if session is None else self.hasher.number(session)) >= share:
+                return
+        client_request.draft = Draft(request, stream, prompt_bytes)
+
+    def placed(self, client_request: ClientRequest, pool: Pool, decision: Decision) -> None:
+        """Adds the decision, and the load of its instance, to a sampled request."""
+        if (draft := client_request.draft) is not None:
+            draft.router, draft.decision = pool.router, decision
+            draft.load = load_of(pool, decision.instance)
+
+    def ended(
+        self, client_request: ClientRequest, status: int, now: float, relay: InFlightRequest | None
+    ) -> None:
+        """Hands an ended request to the writer. ``now``: seconds on the monotonic clock."""
+        draft, pool = client_request.draft, client_request.pool
+        if draft is None or pool is None:
+            return
+        try:
+            if now >= self._fleet_at:
+                self._look(now)
+            self._put(client_request, draft, pool, status, now, relay)
+        except Exception:  # a defect here must not leave the client without an answer
+            self.writer.count_error()
+
+    def _put(
+        self,
+        client_request: ClientRequest,
+        draft: Draft,
+        pool: Pool,
+        status: int,
+        now: float,
+        relay: InFlightRequest | None,
+    ) -> None:
+        started = client_request.started
+        usage = relay.usage if relay is not None else None
+        first = usage.first_token_at if usage is not None else None
+        self.writer.put(
+            Ended(
+                draft,
+                time.time() - (now - started),
+                pool.name,
+                client_request.path,
+                client_request.tenant,
+                client_request.head.request_id if self._config.request_ids else "",
+                status,
+                relay.reason if relay is not None else "",
+                relay.instance if relay is not None else None,
+                pool.block_size,
+                pool.settings.text_block_bytes,
+                now - started,
+                first - started if first else None,
+                usage.prompt_tokens if usage is not None else None,
+                usage.cached_tokens if usage is not None else None,
+                usage.output_tokens if usage is not None else 0,
+            ),
+            draft.prompt_bytes,
+        )
+
+    def _look(self, now: float) -> None:
+        """Records the state of the fleet if it has changed."""
+        self._fleet_at = now + FLEET_SECONDS
+        for pool in self._fleet.pools:
+            state = _state(pool)
+            if (before := self._fleets.get(pool.name)) is None or before != state | {"at": before["at"]}:
+                self._fleets[pool.name] = state
+                if self._opened:
+                    self.writer.put(state, 0)
+
+    # -- on the writer's thread
+
+    def _head(self) -> list[Line]:
+        header: Line = {
+            "type": "header",
+            "schema": SCHEMA_VERSION,
+            "router_version": __version__,
+            "at": time.time(),
+            "key_id": self.hasher.id,
+            "sample": self._config.sample,
+        }
+        self._opened = True
+        return [header, *list(self._fleets.values())]
+
+    def _line(self, item: Ended | Line) -> Line:
+        return self._request(item) if isinstance(item, Ended) else item
+
+    def _request(self, ended: Ended) -> Line:
+        draft = ended.draft
+        request, decision = draft.request, draft.decision
+        line: Line = {
+            "type": "request",
+            "at": round(ended.at, 6),
+            "model": ended.model,
+            "path": ended.path,
+            "stream": draft.stream,
+            "status": ended.status,
+            "reason": ended.reason or None,
+            "request_id": ended.request_id or None,
+            "tenant": self._tenant(ended.tenant),
+            "session": None if request.session is None else self.hasher.name(request.session),
+            "adapter": request.lora_name,
+            "prompt_tokens": ended.prompt_tokens or request.prompt_tokens or 0,
+            "extra_tokens": request.extra_tokens or None,
+            "max_tokens": request.max_tokens,
+            "instance": ended.instance,
+            "cached_tokens": ended.cached_tokens,
+            "output_tokens": ended.output_tokens,
+            "e2e_seconds": round(ended.e2e_seconds, 6),
+        }
+        line |= self._hashes(ended)
+        first, further = ended.ttft_seconds, ended.output_tokens - 1
+        if first is not None:
+            line["ttft_seconds"] = round(first, 6)
+            if further > 0:
+                line["tpot_seconds"] = round((ended.e2e_seconds - first) / further, 7)
+        if decision is not None and draft.router is not None:
+            line["decision"] = decision.id
+            record: Any = draft.router.explain(decision.id)
+            if record is not None:
+                line |= _explained(record, line)
+        if draft.load is not None:
+            rate = draft.load.pop("prefill_tokens_per_second", None)
+            line["load"] = draft.load
+            if rate:
+                line["predicted_ttft_seconds"] = round(draft.load["queued_prefill_tokens"] / rate, 6)
+        return {name: value for name, value in line.items() if value is not None}
+
+    def _tenant(self, tenant: str) -> str | None:
+        if not tenant:
+            return None
+        return tenant if self._config.tenant_names else self.hasher.name(f"tenant {tenant}")
+
+    def _hashes(self, ended: Ended) -> Line:
+        request = ended.draft.request
+        domain = (ended.model, request.lora_name, request.cache_salt)
+        tokens = request.token_ids
+        if tokens is not None:
+            unit, block = "tokens", ended.block_tokens
+            hashes = self.hasher.chain(tokens.tobytes(), block * tokens.itemsize, "tokens", *domain)
+        elif (text := request.text) is not None:
+            unit, block = "bytes", ended.block_bytes
+            data = text.encode() if isinstance(text, str) else text
+            hashes = self.hasher.chain(data, block, "text", *domain)
+        else:
+            return {}
+        return {"hash_unit": unit, "hash_block": block, "hashes": base64.b64encode(hashes).decode()}
+
+    # -- metrics
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yields the metrics of the records."""
+        records = CounterMetricFamily(
+            "lmetric_records",
+            "Records of requests, by outcome: written, or lost because the queue was full, the disk "
+            "refused them, or of an internal error",
+            labels=("outcome",),
+        )
+        for outcome, count in list(self.writer.outcomes.items()):
+            records.add_metric((outcome,), count)
+        yield records
+        yield CounterMetricFamily(
+            "lmetric_records_written_bytes", "Bytes of records written to disk", self.writer.written_bytes
+        )
+        yield GaugeMetricFamily(
+            "lmetric_records_waiting", "Records that wait for the writer", self.writer.waiting
+        )
+
+
+def load_of(pool: Pool, instance: str) -> dict[str, float] | None:
+    """Indicators of an instance now, by name; None: it was removed."""
+    try:
+        slot = pool.router.instances().index(instance)
+    except ValueError:
+        return None
+    columns = pool.router.indicators()
+    load = {name: float(columns[name][slot]) for name in LOAD}
+    rate = float(columns["prefill_tokens_per_second"][slot])
+    return load | {"prefill_tokens_per_second": rate} if rate > 0 else load
+
+
+def _state(pool: Pool) -> Line:
+    settings = pool.policies.settings
+    policy = settings.policy
+    if isinstance(policy, str):
+        policy = settings.policies.get(policy, policy)
+    return {
+        "type": "fleet",
+        "at": round(time.time(), 3),
+        "model": pool.name,
+        "policy": policy,
+        "knobs": dict(settings.knobs),
+        "block_tokens": pool.block_size,
+        "engines": [
+            {
+                "name": engine.name,
+                "kind": engine.capabilities.engine,
+                "role": engine.role,
+                "mode": engine.mode.name,
+                "usable": engine.unusable is None,
+                "block_tokens": engine.capabilities.block_size,
+                "cache_blocks": engine.capabilities.cache_blocks,
+            }
+            for engine in pool.engines.values()
+        ],
+    }
+
+
+def _explained(record: dict[str, Any], line: Line) -> Line:
+    """The parts of a line that come from a decision record."""
+    found: Line = {name: record[name] for name in _COPIED}
+    found["tried"] = record["tried"] if len(record["tried"]) > 1 else None
+    found["retries"] = max(0, len(record["tried"]) - 1)
+    found["migrations"] = len(record["migrations"])
+    found["margin"] = record["margin_to_runner_up"]
+    if line["cached_tokens"] is None:
+        found["cached_tokens"] = record["cached_tokens"]
+    best = record["best"]
+    chosen = next((each for each in best if each["instance"] == record["instance"]), None)
+    if chosen is not None:
+        found["score"], found["terms"] = chosen["score"], chosen["terms"]
+    found["runner_up"] = next((b["instance"] for b in best if b["instance"] != record["instance"]), None)
+    return found

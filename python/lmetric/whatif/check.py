@@ -1,0 +1,229 @@
+"""Compares a simulation of the policy that ran with the records: the trust in a what-if."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value
+from lmetric.sim.summary import Slo
+from lmetric.whatif.fit import FIT_SHARE, EngineFit, engine_settings
+from lmetric.whatif.recording import Recording
+
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+BAR = 30  # characters of the longest bar
+JITTER_SECONDS = 0.01  # of arrivals, which differ between the seeds
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest errors of a fit that is good enough to compare policies."""
+
+    ttft: float = 0.25  # relative, of the mean
+    tpot: float = 0.15  # relative, of the mean
+    hit_ratio: float = 0.05  # difference
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A quantity, recorded and simulated: mean over the seeds, with the least and most of them."""
+
+    name: str
+    unit: str
+    recorded: float
+    simulated: float
+    least: float
+    most: float
+    error: float  # relative; of a ratio: the difference
+    limit: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the error is within its limit."""
+        return abs(self.error) <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class FitCheck:
+    """How well the simulation of the recorded policy agrees with the records.
+
+    ``requests``: number of compared requests, which the fit has not seen. ``quantiles``: by
+    quantity, the rows of `QUANTILES`, recorded and simulated, in seconds.
+    """
+
+    policy: str
+    requests: int
+    figures: tuple[Figure, ...]
+    quantiles: dict[str, tuple[list[float], list[float]]]
+
+    @property
+    def good(self) -> bool:
+        """Whether all errors are within their limits."""
+        return all(figure.good for figure in self.figures)
+
+    def reason(self) -> str:
+        """The errors above their limits, and what to do."""
+        bad = ", ".join(
+            f"{each.name} {each.error:+.0%} (limit {each.limit:.0%})"
+            for each in self.figures
+            if not each.good
+        )
+        return (
+            f"the simulation of {self.policy} does not fit the records: {bad}. Record a longer time of "
+            "steady traffic, give the engines' settings (--max-batch-tokens, --max-sequences, "
+            "--cache-blocks), or accept larger errors with --max-error"
+        )
+
+    def plot(self) -> str:
+        """Quantiles as bars: recorded above simulated."""
+        lines = []
+        for name, (recorded, simulated) in self.quantiles.items():
+            scale = BAR / max(*recorded, *simulated, 1e-9)
+            lines.append(f"{name}, ms")
+            for quantile, real, made in zip(QUANTILES, recorded, simulated, strict=True):
+                lines.append(
+                    f"  p{quantile * 100:<4g} recorded  {'█' * round(real * scale)} {real * 1e3:.4g}"
+                )
+                lines.append(f"        simulated {'░' * round(made * scale)} {made * 1e3:.4g}")
+        return "\n".join(lines)
+
+
+def check_fit(
+    recording: Recording, fit: EngineFit, *, seeds: int = 3, limits: Limits | None = None
+) -> FitCheck:
+    """Simulates the policy that ran, and compares the requests that the fit did not use.
+
+    Raises LmetricError if the policy cannot be built here, such as a file that does not exist.
+    """
+    limits = limits or Limits()
+    from_index = round(FIT_SHARE * len(recording))
+    late = np.arange(len(recording)) >= from_index
+    setups, workloads = plan(recording, fit, [recording.policy], seeds, trace=None)
+    runs: list[tuple[Run, Floats]] = []
+    with saved(fit) as path:
+        for setup in setups:
+            run = simulated(replace(setup, profile=str(path)), workloads[setup.seed])
+            runs.append((run, run.ttft_seconds + fit.request_seconds))
+    streams = late & ~np.isnan(recording.ttft_seconds)
+    several = late & ~np.isnan(recording.tpot_seconds)
+    told = late & ~np.isnan(recording.cached_tokens)
+    waits = recording.ttft_seconds - recording.held_seconds
+    figures = [
+        _figure("mean TTFT", "s", waits[streams], [ttft[streams] for _, ttft in runs], limits.ttft),
+        _figure(
+            "mean TPOT", "s", recording.tpot_seconds[several],
+            [run.tpot_seconds[several] for run, _ in runs], limits.tpot,
+        ),
+    ]  # fmt: skip
+    tokens = recording.trace.input_tokens
+    if told.any():
+        total = float(tokens[told].sum())
+        hits = [float(run.hit_tokens[told].sum()) / total for run, _ in runs]
+        real = float(recording.cached_tokens[told].sum()) / total
+        mean = float(np.mean(hits))
+        figures.append(
+            Figure("hit ratio", "", real, mean, min(hits), max(hits), mean - real, limits.hit_ratio)
+        )
+    first, ttft = runs[0]
+    return FitCheck(
+        recording.policy.label,
+        int(late.sum()),
+        tuple(figures),
+        {
+            "TTFT": (_quantiles(waits[streams]), _quantiles(ttft[streams])),
+            "TPOT": (_quantiles(recording.tpot_seconds[several]), _quantiles(first.tpot_seconds[several])),
+        },
+    )
+
+
+def plan(
+    recording: Recording,
+    fit: EngineFit,
+    policies: list[PolicyChoice],
+    seeds: int,
+    *,
+    trace: Any,
+    instances: int | None = None,
+    slo: Slo | None = None,
+) -> tuple[list[Setup], dict[int, Workload]]:
+    """The runs of policies, and the workload of each seed.
+
+    ``trace``: None: recorded arrivals. ``instances``: None: as recorded. Arrivals differ by up to
+    `JITTER_SECONDS` between seeds, as they differ between real runs.
+    """
+    played = recording.trace if trace is None else trace
+    if not recording.sessions:
+        played = replace(played, sessions=None)  # a router would not know them either
+    settings: dict[str, Value] = engine_settings(fit.cached_answers) | {
+        "signals": "delayed",
+        "index": "exact" if recording.exact else "approximate",
+    }
+    setups = [
+        Setup(
+            trace=TraceChoice("records", "records"),
+            policy=policy,
+            instances=instances or len(recording.engines),
+            seed=seed,
+            settings=settings,
+            measure=(0.1, 1.0),
+            slo=slo or Slo(),
+        )
+        for policy in policies
+        for seed in range(seeds)
+    ]
+    workloads = {}
+    for seed in range(seeds):
+        shift = np.random.default_rng(seed).uniform(0, JITTER_SECONDS, len(played))
+        arrivals = np.maximum.accumulate(played.arrival_seconds + (shift if seed else 0.0))
+        workloads[seed] = prepare(replace(played, arrival_seconds=arrivals), fit.profile)
+    return setups, workloads
+
+
+def simulated(setup: Setup, workload: Workload) -> Run:
+    """The run of a setup, with one entry per request."""
+    policy = setup.policy.build()
+    return simulate(
+        workload,
+        policy=policy,
+        knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
+        instances=setup.instances,
+        profile=setup.engine,
+        seed=setup.seed,
+        **setup.settings,  # type: ignore[arg-type]
+    )
+
+
+@contextmanager
+def saved(fit: EngineFit) -> Iterator[Path]:
+    """A file with the profile: setups name profiles by their path."""
+    with tempfile.TemporaryDirectory(prefix="lmetric-") as folder:
+        path = Path(folder) / "recorded.yaml"
+        path.write_text(as_yaml(fit))
+        yield path
+
+
+def as_yaml(fit: EngineFit) -> str:
+    """The profile as a YAML file."""
+    return yaml.safe_dump(fit.profile.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
+
+
+def _figure(name: str, unit: str, recorded: Floats, simulated: list[Floats], limit: float) -> Figure:
+    real = float(np.mean(recorded))
+    means = [float(np.nanmean(each)) for each in simulated]
+    mean = float(np.mean(means))
+    return Figure(name, unit, real, mean, min(means), max(means), mean / real - 1.0, limit)
+
+
+def _quantiles(values: Floats) -> list[float]:
+    return [float(value) for value in np.nanquantile(values, QUANTILES)]

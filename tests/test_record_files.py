@@ -1,0 +1,326 @@
+"""Records of requests on disk: their lines, their files, and a disk that refuses them."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from lmetric.config import ConfigError, RecordsConfig, load_config
+from lmetric.record_files import (
+    ENGINE,
+    FLEET,
+    HEADER,
+    LINES,
+    REQUEST,
+    RecordError,
+    Records,
+    hashes_of,
+    read_records,
+)
+from lmetric.server.observe.record_writer import RecordWriter
+from lmetric.server.observe.recorder import Hasher
+from log_watch import MARKED_PROMPT
+from server_world import FakeEngine, World, reset, world
+from test_server_process import engine, router
+from waiting import until
+
+
+def content(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+def recorded(it: World) -> Records:
+    """Ends the router's recorder and reads its files."""
+    recorder = it.server.front.recorder
+    assert recorder is not None
+    recorder.close()
+    return read_records(recorder.writer._folder)
+
+
+async def test_a_record_has_decision_and_outcome_and_no_text(tmp_path: Path) -> None:
+    prefix = MARKED_PROMPT * 40  # 720 bytes: 2 whole blocks of 256 and a rest
+    async with world(2, policy="lmetric", records={"path": str(tmp_path)}) as it:
+        for end in ("a", "b"):
+            body = {"model": "tiny", "prompt": prefix + end, "max_tokens": 7}
+            status, _, _ = await it.post(
+                body, headers={"x-session-id": "my-session", "x-request-id": "my-id"}
+            )
+            assert status == 200
+        status, _, _ = await it.post({"model": "tiny", "prompt": "z" * 300, "stream": True})
+        assert status == 200
+        await it.settled()
+        records = recorded(it)
+    whole, again, stream = records.requests
+    assert (whole["cached_tokens"], whole["output_tokens"], whole["prompt_tokens"]) == (4, 3, 10)
+    assert (whole["status"], whole["outcome"], whole["retries"]) == (200, "finished", 0)
+    assert whole["policy"] == "lmetric"
+    assert set(whole["terms"]) == {"bs", "p_token"}
+    assert whole["load"]["bs"] == 1  # with this request
+    assert whole["max_tokens"] == 7
+    assert "ttft_seconds" not in whole
+    assert 0 < stream["ttft_seconds"] <= stream["e2e_seconds"]
+    assert stream["tpot_seconds"] == pytest.approx(
+        (stream["e2e_seconds"] - stream["ttft_seconds"]) / 2, abs=1e-6
+    )
+    # Equal prefixes have equal hashes, other prompts have others.
+    assert hashes_of(whole).tolist() == hashes_of(again).tolist()
+    assert len(hashes_of(whole)) == 2
+    assert hashes_of(stream)[0] not in hashes_of(whole)
+    assert whole["session"] == again["session"]
+    assert "session" not in stream
+    assert again["predicted_cached_tokens"] > 0
+    written = content(tmp_path)
+    for text in (MARKED_PROMPT, "my-session", "my-id", "zzz"):
+        assert text.encode() not in written
+    (fleet,) = records.fleets
+    assert [each["name"] for each in fleet["engines"]] == ["e0", "e1"]
+    assert fleet["policy"] == "lmetric"
+    # The lines have only keys of the schema, and every key that is always there.
+    for line in (*records.headers, *records.fleets, *records.requests):
+        assert line.keys() <= LINES[line["type"]].keys()
+    assert fleet["engines"][0].keys() <= ENGINE.keys()
+
+
+async def test_retries_refusals_and_tenants(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-alice: alice\n")
+    engines = [FakeEngine(behave=reset), FakeEngine()]
+    settings = {"path": str(tmp_path / "records"), "request_ids": True}
+    async with world(engines, records=settings, auth={"keys_file": str(keys)}) as it:
+        alice = {"authorization": "Bearer sk-alice", "x-request-id": "id-1"}
+        status, _, _ = await it.post({"model": "tiny", "prompt": "abc"}, headers=alice)
+        assert status == 200
+        for fake in engines:
+            fake.behave = reset
+        status, _, _ = await it.post({"model": "tiny", "prompt": "abc"}, headers=alice)
+        assert status == 502
+        await it.settled()
+        first, second = recorded(it).requests
+    assert (first["tried"], first["retries"], first["request_id"]) == (["e0", "e1"], 1, "id-1")
+    assert first["instance"] == "e1"
+    assert (second["status"], second["outcome"]) == (502, "reset")
+    assert second["reason"]
+    assert first["tenant"] == second["tenant"] != "alice"
+
+
+async def test_sessions_are_sampled_whole(tmp_path: Path) -> None:
+    async with world(1, records={"path": str(tmp_path), "sample": 0.5}) as it:
+        for number in range(60):
+            await it.post({"model": "tiny", "prompt": "a"}, headers={"x-session-id": f"s{number % 20}"})
+        await it.settled()
+        records = recorded(it)
+    counts = [
+        len(list(group))
+        for _, group in itertools.groupby(sorted(request["session"] for request in records.requests))
+    ]
+    assert set(counts) == {3}
+    assert 2 <= len(counts) <= 18
+    assert records.sample == 0.5
+
+
+async def test_no_records_without_the_setting(tmp_path: Path) -> None:
+    async with world(1) as it:
+        await it.post()
+        assert it.server.front.recorder is None
+        assert b"lmetric_records" not in (await it.get("/metrics"))[1]
+
+
+async def test_an_unwritable_folder_costs_records_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    async with world(1, records={"path": str(tmp_path / "file" / "records")}) as it:
+        for _ in range(3):
+            assert (await it.post())[0] == 200
+        await it.settled()
+        recorder = it.server.front.recorder
+        assert recorder is not None
+        await until(lambda: recorder.writer.outcomes["disk"] == 3)
+        assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+
+
+async def test_a_full_disk_costs_one_log_line_and_the_files_stay_readable(tmp_path: Path) -> None:
+    """Files above 2 KiB fail as on a full disk, in the middle of a line."""
+    async with (
+        engine() as fake,
+        router("--engine", fake.url, "--records", str(tmp_path), preset=limit_files) as r,
+        aiohttp.ClientSession() as client,
+    ):
+        await r.listening()
+        for _ in range(12):
+            body = {"model": "tiny", "prompt": "a" * 400}
+            async with client.post(r.url + "/v1/completions", json=body) as answer:
+                assert answer.status == 200
+        async with client.get(r.url + "/metrics") as answer:
+            assert "lmetric_records_total" in await answer.text()
+        await asyncio.sleep(0.8)
+        r.process.terminate()
+        assert await r.ended() == 0
+        log = "".join(r.log)
+    assert log.count("records cannot be written; traffic continues") == 1
+    assert "File too large" in log
+    records = read_records(tmp_path)
+    assert len(records.headers) == 1
+    assert len(records.requests) < 12
+    assert "truncated" in records.notes[0]
+
+
+def writer_of(folder: Path, line: Any = None, **settings: Any) -> RecordWriter:
+    config = RecordsConfig(path=folder, **settings)
+    head = [dict.fromkeys(HEADER, 0) | {"type": "header", "schema": 1, "sample": 1.0, "at": 1.0}]
+    return RecordWriter(config, folder, lambda: head, line or (lambda item: item))
+
+
+def request_line(number: int) -> dict[str, Any]:
+    needed = {name: 0 for name, key in REQUEST.items() if key.always}
+    return needed | {"type": "request", "at": float(number), "decision": number}
+
+
+def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path, file_bytes=4096, total_bytes=12_288)
+    writer.start()
+    for number in range(300):
+        writer.put(request_line(number), 0)
+        while writer.waiting > 20:
+            pass
+    writer.close()
+    assert writer.outcomes["written"] == 300
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) > 1
+    assert max(sizes) <= 4096 + 64 * 300
+    assert sum(sizes) <= 12_288 + 64 * 300
+    kept = [request["decision"] for request in read_records(tmp_path).requests]
+    assert kept == list(range(kept[0], 300))
+    assert 0 < kept[0] < 300
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_slow_disk_fills_the_queue_and_delays_nobody(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def slow(item: Any) -> Any:
+        gate.wait(10)
+        return item
+
+    writer = writer_of(tmp_path, slow, queue_records=64, queue_bytes=1 << 16)
+    writer.start()
+    for number in range(500):
+        writer.put(request_line(number), 0)
+    assert writer.outcomes["queue_full"] > 300
+    gate.set()
+    writer.close()
+    assert writer.outcomes["written"] + writer.outcomes["queue_full"] == 500
+    bytes_bound = writer_of(tmp_path, queue_bytes=1 << 16)
+    for number in range(5):
+        bytes_bound.put(request_line(number), 30_000)
+    assert bytes_bound.outcomes["queue_full"] == 3
+
+
+def test_hashes_chain_and_depend_on_the_key_and_on_the_domain() -> None:
+    hasher, other = Hasher(b"k" * 32), Hasher(b"j" * 32)
+    data = b"a" * 64 + b"b" * 64
+    one = hasher.chain(data, 64, "tokens", "model", None, None)
+    assert len(one) == 16
+    assert one == Hasher(b"k" * 32).chain(data + b"c", 64, "tokens", "model", None, None)
+    assert hasher.id != other.id
+    different = [
+        other.chain(data, 64, "tokens", "model", None, None),
+        hasher.chain(data, 64, "tokens", "model", "adapter", None),
+        hasher.chain(data, 64, "tokens", "model", None, "salt"),
+        hasher.chain(b"x" + data[1:], 64, "tokens", "model", None, None),
+    ]
+    for hashes in different:
+        assert hashes[:8] != one[:8]
+        assert hashes[8:] != one[8:]
+
+
+def file_of(folder: Path, *lines: Any, end: bytes = b"\n", schema: int = 1) -> Path:
+    header = {
+        "type": "header",
+        "schema": schema,
+        "router_version": "9.9",
+        "at": 1.0,
+        "key_id": "a",
+        "sample": 1.0,
+    }
+    path = folder / "records-1.jsonl"
+    texts = [line if isinstance(line, bytes) else orjson.dumps(line) for line in (header, *lines)]
+    path.write_bytes(b"\n".join(texts) + end)
+    return path
+
+
+def test_a_data_frame_has_a_row_per_request(tmp_path: Path) -> None:
+    lines = [request_line(number) | {"load": {"bs": number}} for number in range(3)]
+    frame = read_records(file_of(tmp_path, *lines)).to_pandas()
+    assert frame["load.bs"].tolist() == [0, 1, 2]
+    assert frame["decision"].tolist() == [0, 1, 2]
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"schema version 2; this release reads version 1.*9.9"):
+        read_records(file_of(tmp_path, schema=2))
+
+
+def test_a_truncated_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
+    path = file_of(tmp_path, request_line(1), orjson.dumps(request_line(2))[:40], end=b"")
+    records = read_records(tmp_path)
+    assert [request["decision"] for request in records.requests] == [1]
+    assert records.notes == [f"{path}, line 3: skipped: it is truncated (40 bytes)"]
+    archive = tmp_path / "records-2.jsonl.gz"
+    archive.write_bytes(gzip.compress(path.read_bytes())[:-20])
+    assert "truncated" in read_records(archive).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{broken", "line 2: no JSON"),
+        ([1], "line 2: expected an object, got list"),
+        ({"type": "other"}, "line 2: type 'other' is unknown"),
+        ({"type": "request", "at": 1.0}, "line 2: the request has no 'model'"),
+    ],
+)
+def test_an_invalid_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        read_records(file_of(tmp_path, line, request_line(3)))
+
+
+def test_files_that_are_no_records(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="has no record file"):
+        read_records(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"timestamp": 1}\n')
+    with pytest.raises(RecordError, match="no header of records"):
+        read_records(tmp_path)
+
+
+def test_the_model_must_be_chosen_among_several(tmp_path: Path) -> None:
+    lines = [request_line(number) | {"model": name} for number, name in enumerate("aab")]
+    records = read_records(file_of(tmp_path, *lines))
+    with pytest.raises(RecordError, match="models a, b; choose one with --model"):
+        records.of(None)
+    assert len(records.of("a").requests) == 2
+    with pytest.raises(RecordError, match="no model 'c'; known: a, b"):
+        records.of("c")
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"total_bytes .* must be at least twice file_bytes"):
+        load_config(overrides={"records.file_bytes": 1 << 20, "records.total_bytes": 1 << 20}, environ={})
+
+
+def test_the_schema_has_a_meaning_for_each_key() -> None:
+    for table in (HEADER, FLEET, ENGINE, REQUEST):
+        assert all(len(key.meaning) > 5 for key in table.values())

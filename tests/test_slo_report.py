@@ -1,0 +1,147 @@
+"""`report`: missed SLOs by engine, tenant and prompt, their causes, and simulated changes."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmetric.cli.app import build
+from lmetric.record_files import read_records
+from lmetric.sim.run import Run
+from lmetric.sim.summary import Slo
+from lmetric.sim.traces import Trace
+from lmetric.whatif.slo_report import slo_report
+from record_world import make_trace, simulated, write_records
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return make_trace()
+
+
+@pytest.fixture(scope="module")
+def run(trace: Trace) -> Run:
+    return simulated(trace, "round_robin")
+
+
+def change(index: int, line: dict[str, Any]) -> None:
+    """Known times: engine e1 and the tenant bob are slow, and some requests fail."""
+    slow = line["instance"] == "e1"
+    line["tenant"] = "bob" if index // 4 % 4 == 0 else "alice"
+    line |= {"ttft_seconds": 2.0 if slow else 0.1, "tpot_seconds": 0.2 if line["tenant"] == "bob" else 0.01}
+    own = line["prompt_tokens"] - line["cached_tokens"]
+    line["load"] = {"queued_prefill_tokens": own * (5 if index // 4 % 2 else 1)}
+    if index % 50 == 0:
+        line["status"] = 503
+    elif index % 50 == 1:
+        line["held_seconds"] = 1.5
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(build(["report"]), ["report", *words])
+
+
+def test_rows_and_causes(tmp_path: Path, trace: Trace, run: Run) -> None:
+    write_records(tmp_path, trace, run, change)
+    records = read_records(tmp_path).of(None)
+    report = slo_report(records, Slo(1.0, 0.05), 0.95)
+    assert sum(row.requests for row in report.engines) == sum(row.requests for row in report.prompts) == 400
+    first, *others = report.engines
+    assert first.name == "e1"
+    assert first.ttft_missed == 1.0
+    assert first.met == 0.0
+    assert all(row.ttft_missed == 0.0 for row in others)
+    rows = {row.name: row for row in report.tenants}
+    assert rows["bob"].tpot_missed == 1.0
+    assert rows["alice"].tpot_missed == 0.0
+    assert report.whole.failed == 8
+    lines = records.requests
+    late = [line for line in lines if line["status"] == 200 and line["instance"] == "e1"]
+    held = sum(line.get("held_seconds", 0) >= 0.5 for line in late)
+    causes = report.whole.causes
+    assert causes["failed"] == 8
+    assert causes.get("held", 0) == held
+    assert causes["queue"] + causes["prompt"] + held == len(late)
+    assert causes["queue"] > 20
+    assert causes["prompt"] > 20
+    assert sum(causes.values()) == round(400 * (1 - report.whole.met))
+    assert "within the SLO; the target is 95.0%" in report.advice()
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [str(value) for name, value in attrs if name in ("href", "src", "action")]
+
+
+def test_the_smallest_change_that_meets_the_target(tmp_path: Path, trace: Trace, run: Run) -> None:
+    def tenant(_: int, line: dict[str, Any]) -> None:
+        line["tenant"] = "<script>alert(1)</script>"
+
+    write_records(tmp_path, trace, run, tenant)
+    page, data = tmp_path / "report.html", tmp_path / "report.json"
+    words = [
+        "--slo-ttft",
+        "0.2",
+        "--target",
+        "0.9",
+        "--policy",
+        "lmetric",
+        "--seeds",
+        "2",
+        "--max-batch-tokens",
+        "4096",
+    ]
+    done = call(str(tmp_path), *words, "--html", str(page), "--json", str(data))
+    assert done.exit_code == 0, done.output
+    told = json.loads(data.read_bytes())
+    assert told["whole"]["met"] < 0.9
+    sizes = [option["instances"] for option in told["options"]]
+    assert sizes[:2] == [4, 4]
+    # It stops at the first size with an option that is good enough.
+    enough = [option for option in told["options"] if option["enough"]]
+    assert enough
+    assert {option["instances"] for option in enough} == {max(sizes)}
+    assert "would have met it" in done.output
+    text = page.read_text()
+    found = Page(text)
+    assert found.addresses == []
+    assert "script" not in found.tags
+    assert "&lt;script&gt;" in text
+    assert "Simulated changes" in text
+    assert "Fit of the simulation" in text
+
+
+def test_a_report_without_a_simulation_says_why(tmp_path: Path, trace: Trace, run: Run) -> None:
+    write_records(tmp_path, trace, run, sample=0.5)
+    done = call(str(tmp_path), "--slo-ttft", "0.2")
+    assert done.exit_code == 0, done.output
+    assert "No change was simulated: the records are a sample" in " ".join(done.output.split())
+    met = call(str(tmp_path), "--slo-ttft", "100")
+    assert "The records meet the target: 100.0%" in " ".join(met.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "set at least one of --slo-ttft and --slo-tpot"),
+        (["--slo-ttft", "0"], "0 is not above 0"),
+        (["--slo-ttft", "1", "--target", "1.5"], "1.5 is not above 0 and at most 1"),
+        (["--slo-ttft", "1", "--html", "/none/report.html"], "there is no directory /none"),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, words: list[str], message: str) -> None:
+    done = call(str(tmp_path), *words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
