@@ -123,6 +123,8 @@ class Server:
             await predecessor.replace()
         self._serve_successors(replace=predecessor is not None)
         self._monitor.start()
+        if front.live is not None:
+            front.live.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
         for engine in self.fleet.engines():
@@ -278,6 +280,8 @@ class Server:
         for relay in list(self.front.relays):
             relay.stop()
         self.front.close_idle()
+        if self.front.live is not None:
+            await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
         await self._replicas.stop()
         await self._monitor.stop()

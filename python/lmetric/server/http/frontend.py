@@ -48,6 +48,7 @@ from lmetric.server.http.tokenizing import (
     read_prompt,
 )
 from lmetric.server.http.waiting import WaitingRequest
+from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
@@ -95,6 +96,7 @@ class Frontend(web.Server):
         )
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
+        self.live = Live(fleet, self.relays) if config.ui.enabled else None
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self._tokenisers = TokenizerThreads()
@@ -785,6 +787,8 @@ class Frontend(web.Server):
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.request(model, client_request.tenant, status, client_request.started, now, relay)
+        if self.live is not None:
+            self.live.ended(client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)

@@ -1,0 +1,224 @@
+"""The last minutes of a router, for its live page and `lmetric-router top`.
+
+Requests add one tuple each when they end. Once a second, a task turns the new tuples into one
+point of rates and times. All memory is bounded: points, requests, and new tuples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import time
+from collections import deque
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.fleet import Fleet
+
+POINT_SECONDS = 1.0
+POINTS_KEPT = 900  # 15 minutes
+REQUESTS_KEPT = 4096
+NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
+
+
+class EndedRequest(NamedTuple):
+    """A request for an engine that ended. Times: seconds on the monotonic clock."""
+
+    sequence: int
+    ended: float
+    started: float
+    tenant: str
+    model: str
+    pool: int  # index of the pool
+    number: int  # of the decision; 0: it was not routed
+    instance: str | None
+    status: int
+    first_token_at: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int
+    request_id: str
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Seconds to the first token of a stream; None: it has none."""
+        return self.first_token_at - self.started if self.first_token_at else None
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Seconds per output token after the first of a stream."""
+        further = self.output_tokens - 1
+        return (self.ended - self.first_token_at) / further if self.first_token_at and further > 0 else None
+
+
+class Point(NamedTuple):
+    """Rates and times of one second, or of a longer window.
+
+    Attributes:
+        t: the end of the window, Unix time in seconds.
+        hit_rate: cached prompt tokens divided by prompt tokens, of requests with both; None: none.
+        ttft_p50, ttft_p95, tpot_p50, tpot_p95: seconds; None: no stream ended.
+    """
+
+    t: float
+    requests_per_second: float
+    errors_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    hit_rate: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    in_flight: int
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Returns the nearest-rank quantile of ascending values; None: there are none."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+def point(
+    requests: Sequence[EndedRequest], seconds: float, in_flight: int, unix: float, more: int = 0
+) -> Point:
+    """Returns the point of a window.
+
+    Args:
+        requests: the requests that ended in the window.
+        seconds: length of the window.
+        more: requests that ended besides.
+    """
+    ttft = sorted(value for each in requests if (value := each.ttft_seconds) is not None)
+    tpot = sorted(value for each in requests if (value := each.tpot_seconds) is not None)
+    prompts = [each for each in requests if each.prompt_tokens]
+    known = [each for each in prompts if each.cached_tokens is not None]
+    prompt = sum(each.prompt_tokens or 0 for each in known)
+    return Point(
+        unix,
+        (len(requests) + more) / seconds,
+        sum(each.status >= 429 for each in requests) / seconds,
+        sum(each.prompt_tokens or 0 for each in prompts) / seconds,
+        sum(each.output_tokens for each in requests) / seconds,
+        sum(each.cached_tokens or 0 for each in known) / prompt if prompt else None,
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.95),
+        quantile(tpot, 0.5),
+        quantile(tpot, 0.95),
+        in_flight,
+    )
+
+
+class Live:
+    """The rates, times and requests of the last minutes."""
+
+    def __init__(self, fleet: Fleet, relays: Set[InFlightRequest]) -> None:
+        self.fleet = fleet
+        self.points: deque[Point] = deque(maxlen=POINTS_KEPT)
+        self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
+        self.ticks = 0
+        self.closed = False
+        self.viewers = 0  # connected streams
+        self.dropped = 0  # updates that slow viewers did not get
+        self.view: Any = None  # the `LiveView`, once someone looks
+        self._relays = relays
+        self._new: list[tuple[Any, ...]] = []
+        self._more = 0
+        self._sequence = 0
+        self.began = self._last = time.monotonic()
+        self._tick = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the task that adds a point each second."""
+        self._task = asyncio.create_task(self._run(), name="live")
+
+    async def stop(self) -> None:
+        """Stops the task, and ends the waits of viewers."""
+        self.closed = True
+        self._tick.set()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def next_tick(self) -> None:
+        """Waits until the next point, or until the end."""
+        if not self.closed:
+            await self._tick.wait()
+
+    def ended(
+        self, request: ClientRequest, status: int, now: float, relay: InFlightRequest | None
+    ) -> None:
+        """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
+        if len(self._new) >= NEW_KEPT:
+            self._more += 1
+            return
+        usage = relay.usage if relay is not None else None
+        self._new.append(
+            (
+                now,
+                request.started,
+                request.tenant,
+                request.pool,
+                relay.execution.decision.id if isinstance(relay, RequestRunner) else 0,
+                relay.instance if relay is not None else None,
+                status,
+                *((None, None, None, 0) if usage is None else _counts(usage)),
+                request.head.request_id,
+            )
+        )
+
+    def tick(self, now: float) -> None:
+        """Adds the point of the time since the last one. ``now``: on the monotonic clock."""
+        fresh, self._new = self._new, []
+        more, self._more = self._more, 0
+        seconds, self._last = max(now - self._last, 1e-3), now
+        in_flight = sum(pool.router.in_flight() for pool in self.fleet.pools)
+        ended = []
+        for when, started, tenant, pool, *rest in fresh:
+            self._sequence += 1
+            name, index = (pool.name, pool.index) if pool is not None else ("", -1)
+            ended.append(EndedRequest(self._sequence, when, started, tenant, name, index, *rest))
+        self.points.append(point(ended, seconds, in_flight, time.time(), more))
+        self.requests.extend(ended)
+        self.ticks += 1
+        waited, self._tick = self._tick, asyncio.Event()
+        waited.set()
+
+    def within(self, seconds: float, now: float, tenant: str | None = None) -> list[EndedRequest]:
+        """Returns the requests that ended in the last seconds, newest first.
+
+        ``tenant``: None: of all tenants.
+        """
+        found = []
+        for each in reversed(self.requests):
+            if now - each.ended > seconds:
+                break
+            if tenant is None or each.tenant == tenant:
+                found.append(each)
+        return found
+
+    def running(self, most: int, tenant: str | None = None) -> list[RequestRunner]:
+        """Returns the newest routed requests that have not ended, newest first.
+
+        ``tenant``: None: of all tenants.
+        """
+        routed = (each for each in self._relays if isinstance(each, RequestRunner))
+        wanted = (each for each in routed if tenant is None or _request(each).tenant == tenant)
+        return heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(POINT_SECONDS)
+            self.tick(time.monotonic())
+
+
+def _counts(usage: Any) -> tuple[float | None, int | None, int | None, int]:
+    return usage.first_token_at, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens or 0
+
+
+def _request(relay: RequestRunner) -> ClientRequest:
+    return relay.execution.client_request
