@@ -45,7 +45,9 @@ async def open_page(chromium: Any, url: str, **context: Any) -> AsyncIterator[An
         "console",
         lambda message: faults.append(message.text) if message.type in ("error", "warning") else None,
     )
-    page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(url) else None)
+    page.on(
+        "request", lambda request: faults.append(request.url) if not request.url.startswith(url) else None
+    )
     try:
         await page.goto(f"{url}/ui")
         yield page
@@ -55,9 +57,9 @@ async def open_page(chromium: Any, url: str, **context: Any) -> AsyncIterator[An
 
 
 async def shown(page: Any, condition: str, seconds: float = 20) -> None:
-    """Waits until a JavaScript condition is true. (The page's policy forbids Playwright's own wait.)"""
+    """Waits until a JavaScript condition is true. The page's policy forbids Playwright's wait."""
     async with asyncio.timeout(seconds):
-        while not await page.evaluate(condition):
+        while not await page.evaluate(condition):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
@@ -66,6 +68,8 @@ async def large_world(engines: int, **config: Any) -> AsyncIterator[World]:
     """A router with this many engines: one process that listens on all addresses of 127.0.0.0/8."""
     engine = FakeEngine(host="0.0.0.0")
     await engine.start()
+    assert engine._server is not None
+    engine._server.sockets[0].listen(4096)  # the router connects to all engines at once
     urls = [f"http://127.0.{number // 250}.{number % 250 + 1}:{engine.port}" for number in range(engines)]
     async with world(
         0,
@@ -89,6 +93,8 @@ def load_engines(it: World) -> None:
         for number, name in enumerate(pool.router.instances()):
             running = 40 if number == 1 else number * 7 % 13
             pool.router.report_load(
-                name, waiting=number * 5 % 7 if number % 3 == 0 else 0, running=running, kv_usage=number * 37 % 100 / 100
+                name,
+                waiting=number * 5 % 7 if number % 3 == 0 else 0,
+                running=running,
+                kv_usage=number * 37 % 100 / 100,
             )
-

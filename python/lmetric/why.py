@@ -67,6 +67,8 @@ def _choice(record: Mapping[str, Any], name: str, formula: str | None) -> str:
     best: Sequence[Mapping[str, Any]] = record.get("best") or []
     if record.get("unscored"):
         return f"the policy scored no engine, and {name} had the fewest requests"
+    if record.get("guard_balance_only"):
+        return f"the hot-spot guard would have excluded every engine, and {name} had the least load"
     own = scores.get(name)
     if own is None:
         return f"{name} was the only engine that may serve it"
@@ -177,10 +179,12 @@ def words(indicator: str) -> str:
 
 
 def _product(left: str) -> Arithmetic:
-    """The arithmetic of a work x batch score; the second factor is the score divided by the work."""
+    """Shows a score as work x batch; the second factor is the score divided by the work."""
 
     def text(terms: Terms, score: float) -> str:
-        work = _value(terms, left) - (terms.get("pull_tokens") or 0.0) + (terms.get("pull_cost_tokens") or 0.0)
+        work = (
+            _value(terms, left) - (terms.get("pull_tokens") or 0.0) + (terms.get("pull_cost_tokens") or 0.0)
+        )
         return f"{number(work)} x {number(score / work)} = {number(score)}"
 
     return text

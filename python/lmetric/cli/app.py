@@ -21,12 +21,14 @@ from lmetric.cli import (
     simulate,
     study,
     tokenizer,
+    top,
     trace,
 )
 from lmetric.cli.help import Command
 
 MODULES = (
     serve,
+    top,
     doctor,
     tokenizer,
     engine,

@@ -58,8 +58,8 @@ from lmetric.server.execution.transcript import (
     other_tokens,
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT, KvTransfer
-from lmetric.server.fleet.activity import Kind
 from lmetric.server.execution.verdicts import Failure, Verdicts
+from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.pool import Pool
@@ -540,7 +540,9 @@ class RequestExecution(Progress):
             self._note("handoff", source, following, "placed", now)
         self._start_segment(following, now, event)
 
-    def _note(self, kind: Kind, source: str | None, target: str, outcome: str, now: float, *more: Any) -> None:
+    def _note(
+        self, kind: Kind, source: str | None, target: str, outcome: str, now: float, *more: Any
+    ) -> None:
         """Adds an event to the model's activity. `more`: tokens and seconds."""
         tenant = self.client_request.tenant
         self.pool.activity.note(now, kind, self.decision.id, tenant, source, target, outcome, *more)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import time
 from importlib import resources
 
 from aiohttp import web
@@ -105,16 +106,15 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     response = web.StreamResponse(headers={**headers, "x-accel-buffering": "no"})
     response.content_type = "text/event-stream"
     response.charset = "utf-8"
+    access = b"admin" if tenant is None else b"tenant"
     shown.viewers += 1
     try:
         await response.prepare(request)
-        access = "admin" if tenant is None else "tenant"
-        await response.write(b'retry: %d\nevent: hello\ndata: {"access":"%b"}\n\n' % (
-            RETRY_MILLISECONDS,
-            access.encode(),
-        ))
+        await response.write(
+            b'retry: %d\nevent: hello\ndata: {"access":"%b"}\n\n' % (RETRY_MILLISECONDS, access)
+        )
         await _stream(front, request, response, shown, shown.view, tenant)
-    except (ConnectionError, TimeoutError):
+    except (ConnectionError, TimeoutError, ApiError):  # ApiError: its credential is no longer valid
         response.force_close()
         if request.transport is not None:
             request.transport.abort()
@@ -133,23 +133,22 @@ async def _stream(
 ) -> None:
     """Sends updates until the viewer leaves or the server ends."""
     fleet: int | None = None
-    stalled = 0
     keys = front.keys
+    tick, sent = shown.ticks, time.monotonic()
     while not shown.closed and front.phase is not REPLACED:
         transport = request.transport
         if transport is None or transport.is_closing():
             return
-        if front.keys is not keys:  # a reload has changed them: look again
-            _tenant(front, request, request.path)
+        if front.keys is not keys:  # a reload has changed them: check again
+            if _tenant(front, request, request.path) != tenant:
+                return
             keys = front.keys
-        if transport.get_write_buffer_size():
-            shown.dropped += 1
-            stalled += 1
-            if stalled > STALLED_SECONDS:
-                raise TimeoutError
-        else:
-            stalled = 0
+        if not transport.get_write_buffer_size():
+            shown.dropped += max(shown.ticks - tick - 1, 0)
+            tick, sent = shown.ticks, time.monotonic()
             fleet, frames = view.frames(tenant, fleet)
-            async with asyncio.timeout(STALLED_SECONDS):
+            async with asyncio.timeout(STALLED_SECONDS):  # a large update waits here
                 await response.write(frames)
+        elif time.monotonic() - sent > STALLED_SECONDS:
+            raise TimeoutError
         await shown.next_tick()

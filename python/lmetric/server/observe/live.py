@@ -27,7 +27,6 @@ NEW_KEPT = 20_000  # requests between two points; more are counted, without thei
 class EndedRequest(NamedTuple):
     """A request for an engine that ended. Times: seconds on the monotonic clock."""
 
-    sequence: int
     ended: float
     started: float
     tenant: str
@@ -52,6 +51,10 @@ class EndedRequest(NamedTuple):
         """Seconds per output token after the first of a stream."""
         further = self.output_tokens - 1
         return (self.ended - self.first_token_at) / further if self.first_token_at and further > 0 else None
+
+
+# `EndedRequest` without the call of its own `__new__`: requests run this.
+_make = tuple.__new__
 
 
 class Point(NamedTuple):
@@ -91,18 +94,31 @@ def point(
         seconds: length of the window.
         more: requests that ended besides.
     """
-    ttft = sorted(value for each in requests if (value := each.ttft_seconds) is not None)
-    tpot = sorted(value for each in requests if (value := each.tpot_seconds) is not None)
-    prompts = [each for each in requests if each.prompt_tokens]
-    known = [each for each in prompts if each.cached_tokens is not None]
-    prompt = sum(each.prompt_tokens or 0 for each in known)
+    ttft: list[float] = []
+    tpot: list[float] = []
+    errors = prompt = known = cached = output = 0
+    for each in requests:
+        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, tokens, _ = each
+        errors += status >= 429
+        output += tokens
+        if first:
+            ttft.append(first - started)
+            if tokens > 1:
+                tpot.append((ended - first) / (tokens - 1))
+        if prompt_tokens:
+            prompt += prompt_tokens
+            if cached_tokens is not None:
+                known += prompt_tokens
+                cached += cached_tokens
+    ttft.sort()
+    tpot.sort()
     return Point(
         unix,
         (len(requests) + more) / seconds,
-        sum(each.status >= 429 for each in requests) / seconds,
-        sum(each.prompt_tokens or 0 for each in prompts) / seconds,
-        sum(each.output_tokens for each in requests) / seconds,
-        sum(each.cached_tokens or 0 for each in known) / prompt if prompt else None,
+        errors / seconds,
+        prompt / seconds,
+        output / seconds,
+        cached / known if known else None,
         quantile(ttft, 0.5),
         quantile(ttft, 0.95),
         quantile(tpot, 0.5),
@@ -124,9 +140,8 @@ class Live:
         self.dropped = 0  # updates that slow viewers did not get
         self.view: Any = None  # the `LiveView`, once someone looks
         self._relays = relays
-        self._new: list[tuple[Any, ...]] = []
+        self._new: list[EndedRequest] = []
         self._more = 0
-        self._sequence = 0
         self.began = self._last = time.monotonic()
         self._tick = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -149,27 +164,26 @@ class Live:
         if not self.closed:
             await self._tick.wait()
 
-    def ended(
-        self, request: ClientRequest, status: int, now: float, relay: InFlightRequest | None
-    ) -> None:
+    def ended(self, request: ClientRequest, status: int, now: float, relay: InFlightRequest | None) -> None:
         """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
         usage = relay.usage if relay is not None else None
-        self._new.append(
-            (
-                now,
-                request.started,
-                request.tenant,
-                request.pool,
-                relay.execution.decision.id if isinstance(relay, RequestRunner) else 0,
-                relay.instance if relay is not None else None,
-                status,
-                *((None, None, None, 0) if usage is None else _counts(usage)),
-                request.head.request_id,
-            )
+        pool = request.pool
+        values = (
+            now,
+            request.started,
+            request.tenant,
+            "" if pool is None else pool.name,
+            -1 if pool is None else pool.index,
+            relay.execution.decision.id if isinstance(relay, RequestRunner) else 0,
+            None if relay is None else relay.instance,
+            status,
+            *((None, None, None, 0) if usage is None else _counts(usage)),
+            request.head.request_id,
         )
+        self._new.append(_make(EndedRequest, values))
 
     def tick(self, now: float) -> None:
         """Adds the point of the time since the last one. ``now``: on the monotonic clock."""
@@ -177,13 +191,8 @@ class Live:
         more, self._more = self._more, 0
         seconds, self._last = max(now - self._last, 1e-3), now
         in_flight = sum(pool.router.in_flight() for pool in self.fleet.pools)
-        ended = []
-        for when, started, tenant, pool, *rest in fresh:
-            self._sequence += 1
-            name, index = (pool.name, pool.index) if pool is not None else ("", -1)
-            ended.append(EndedRequest(self._sequence, when, started, tenant, name, index, *rest))
-        self.points.append(point(ended, seconds, in_flight, time.time(), more))
-        self.requests.extend(ended)
+        self.points.append(point(fresh, seconds, in_flight, time.time(), more))
+        self.requests.extend(fresh)
         self.ticks += 1
         waited, self._tick = self._tick, asyncio.Event()
         waited.set()

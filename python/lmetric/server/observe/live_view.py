@@ -29,6 +29,7 @@ EVENTS_SHOWN = 50
 POINTS_SHOWN = 10  # points in each update: a viewer that skips updates misses no second of these
 NOW_SECONDS = 10.0  # window of the present values
 MINUTE_SECONDS = 60.0
+TENANTS_KEPT = 64
 GUARD_SECONDS = 10.0  # age of the guard's counts in a large fleet
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
@@ -54,7 +55,7 @@ class LiveView:
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._made: dict[tuple[str | None, str], tuple[int, bytes]] = {}
+        self._made: dict[str | None, tuple[int, bytes]] = {}
         self._guard: dict[str, tuple[float, dict[str, Any]]] = {}
         self.fleet_version = 0
         self._fleet = b""
@@ -64,11 +65,8 @@ class LiveView:
         points = list(self._live.points) if tenant is None else []
         return {"fields": list(Point._fields), "points": [_round(each) for each in points]}
 
-    def fleet(self) -> tuple[int, bytes]:
-        """Returns the version and the JSON of what changes rarely: models and engines.
-
-        Called once for each update of administrators, before `update`.
-        """
+    def _describe_fleet(self) -> None:
+        """Describes what changes rarely: models and engines. Called before `update`."""
         pools = self._live.fleet.pools
         rows: Rows = {name: [] for name in ("name", "model", "role", "mode", "state", "reason")}
         for pool in pools:
@@ -89,7 +87,6 @@ class LiveView:
         if body != self._fleet:
             self._fleet = body
             self.fleet_version += 1
-        return self.fleet_version, self._fleet
 
     def update(self, tenant: str | None) -> dict[str, Any]:
         """Returns what changes each second. ``tenant``: None: for an administrator."""
@@ -125,36 +122,32 @@ class LiveView:
         Args:
             known_fleet: the version that the viewer has; None: a new viewer.
         """
-        version, parts = 0, []
-        if tenant is None:
-            # One body for all administrators of this second.
-            made = self._made.get((None, "update"))
-            if made is None or made[0] != self._live.ticks:
-                self.fleet()
-            version = self.fleet_version
-            if known_fleet != version:
-                body = b'{"version":%d,%b' % (version, self._fleet[1:])
-                parts.append(b"event: fleet\ndata: %b\n\n" % body)
+        update, parts = self._update(tenant), []
+        if tenant is None and known_fleet != self.fleet_version:
+            body = b'{"version":%d,%b' % (self.fleet_version, self._fleet[1:])
+            parts.append(b"event: fleet\ndata: %b\n\n" % body)
         if known_fleet is None:
             parts.append(b"event: history\ndata: %b\n\n" % encode(self.history(tenant)))
-        parts.append(b"event: update\ndata: %b\n\n" % self._cached(tenant))
-        return version, b"".join(parts)
+        parts.append(b"event: update\ndata: %b\n\n" % update)
+        return self.fleet_version, b"".join(parts)
 
     def snapshot(self, tenant: str | None) -> bytes:
         """Returns everything as one JSON object."""
+        update = self._update(tenant)
         access = "admin" if tenant is None else "tenant"
-        if tenant is not None:
-            return encode({"access": access, "history": self.history(tenant), **self.update(tenant)})
-        _, fleet = self.fleet()
-        body = encode({"access": access, "history": self.history(None), **self.update(None)})
-        return b'{"static":%b,%b' % (fleet, body[1:])
+        more = encode({"access": access, "history": self.history(tenant)})
+        static = b'"static":%b,' % self._fleet if tenant is None else b""
+        return b"{%b%b,%b" % (static, more[1:-1], update[1:])
 
-    def _cached(self, tenant: str | None) -> bytes:
-        made = self._made.get((tenant, "update"))
+    def _update(self, tenant: str | None) -> bytes:
+        """Returns `update` as JSON, made at most once for each point and tenant."""
+        made = self._made.get(tenant)
         if made is None or made[0] != self._live.ticks:
-            if len(self._made) > 64:  # tenants that no longer look
+            if len(self._made) > TENANTS_KEPT:  # some of them no longer watch
                 self._made.clear()
-            made = self._made[tenant, "update"] = (self._live.ticks, encode(self.update(tenant)))
+            if tenant is None:
+                self._describe_fleet()
+            made = self._made[tenant] = (self._live.ticks, encode(self.update(tenant)))
         return made[1]
 
     def _label(self, pool_index: int, number: int, tenant: str | None) -> str | None:
@@ -282,9 +275,7 @@ def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -
     rows["reason"].append(why.reason if why is not None else None)
 
 
-def _columns(
-    pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[EndedRequest]
-) -> dict[str, Any]:
+def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[EndedRequest]) -> dict[str, Any]:
     """Returns the columns of the engines, in the order of `LiveView.fleet`."""
     cached: defaultdict[tuple[int, str | None], list[int]] = defaultdict(lambda: [0, 0])
     for each in minute:

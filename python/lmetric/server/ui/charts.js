@@ -1,5 +1,5 @@
 // Four charts of the last minutes (uPlot).
-import { element, rate, seconds, share } from "./format.js";
+import { clock, element, rate, seconds, share } from "./format.js";
 
 const KEPT = 900;
 const HEIGHT = 130;
@@ -55,8 +55,8 @@ export class Charts {
         cursor: { y: false, points: { show: false } },
         scales: { y: { range: (_, low, high) => [0, chart.top ?? Math.max(high * 1.1, 1e-6)] } },
         axes: [
-          { ...axis, size: 24, space: 60 },
-          { ...axis, size: 56, space: 26, values: (_, ticks) => ticks.map((tick) => chart.unit(tick)) },
+          { ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
+          { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((tick) => chart.unit(tick)) },
         ],
         series: [{}, ...chart.lines.map(([, name], i) => ({ label: name, stroke: color(i ? "--b" : "--a"), width: 1.6, spanGaps: false, points: { show: false } }))],
       }, [[], ...chart.lines.map(() => [])], holder);

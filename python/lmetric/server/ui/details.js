@@ -23,7 +23,7 @@ export class Details {
     try {
       const record = await this.load(`debug/decisions/${encodeURIComponent(id)}`);
       part("details-title").textContent = `Request ${record.request_id ?? id}`;
-      part("because").textContent = `It went to ${record.tried?.[0] ?? record.instance} ${record.because}`;
+      part("because").textContent = record.because[0].toUpperCase() + record.because.slice(1);
       part("timeline").replaceChildren(...timeline(record));
       part("alternatives").replaceChildren(...alternatives(record));
       part("facts").replaceChildren(...facts(record));
@@ -75,16 +75,16 @@ function timeline(record) {
   if (!parts.length) return [];
   const lanes = [...new Set(parts.map((part) => part.engine))];
   const from = Math.min(...parts.map((part) => part.from)), to = Math.max(...parts.map((part) => part.to));
-  const left = 110, width = 800, line = 26, top = 6, height = top + lanes.length * line + 22;
+  const width = Math.min(Math.max(document.getElementById("timeline").clientWidth, 280), 900), left = width < 500 ? 70 : 110, line = 26, top = 6, height = top + lanes.length * line + 22;
   const x = (value) => left + ((value - from) / (to - from || 1)) * (width - left - 12);
   const text = parts.map((part) => `${part.engine}: ${part.kind} from ${seconds(part.from)} to ${seconds(part.to)}`).join("; ");
   const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text });
-  for (let i = 0; i <= 4; i++) {
+  for (let i = 0; i <= 4; i += width < 500 ? 2 : 1) {
     const value = from + ((to - from) * i) / 4;
     image.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: height - 18 }));
     image.append(svg("text", { class: "axis", x: x(value), y: height - 4, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, value < 0 ? `-${seconds(-value)}` : i === 0 ? "0" : seconds(value)));
   }
-  lanes.forEach((lane, i) => image.append(svg("text", { x: 0, y: top + i * line + 16 }, lane.length > 16 ? `${lane.slice(0, 15)}…` : lane)));
+  lanes.forEach((lane, i) => image.append(svg("text", { x: 0, y: top + i * line + 16 }, lane.length > left / 7 ? `${lane.slice(0, left / 7 - 1)}…` : lane)));
   parts.forEach((part, i) => {
     const y = top + lanes.indexOf(part.engine) * line + 3;
     const box = svg("rect", { class: part.kind, x: x(part.from), y, width: Math.max(2, x(part.to) - x(part.from)), height: line - 8, rx: 2 });
@@ -117,7 +117,7 @@ function alternatives(record) {
     element("td", { text: each.instance === chosen ? `${each.instance} ✓` : each.instance }), cell(each.score, tops[0]), ...terms.map((term, i) => cell(each.terms[term], tops[i + 1]))));
   const more = Object.keys(record.scores ?? {}).length - best.length;
   const parts = [element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))];
-  if (more > 0) parts.push(element("p", { class: "muted", text: `${number(more)} more engines scored worse or had no score.` }));
+  if (more > 0) parts.push(element("p", { class: "muted", text: `${number(more)} more ${more === 1 ? "engine" : "engines"} scored worse or had no score.` }));
   return parts;
 }
 

@@ -3,6 +3,7 @@ import { count, element, rate, seconds, setText, share } from "./format.js";
 
 const ROW = 28;
 const MOST_TILES_HEIGHT = 240;
+const age = (value) => (value === null || value === undefined ? "–" : value < 1 ? "<1 s" : seconds(value));
 const COLUMNS = [
   ["name", "engine"],
   ["state", "state"],
@@ -14,9 +15,9 @@ const COLUMNS = [
   ["queued_tokens", "queued tokens", "n wide", count],
   ["cache", "cache", "n", share],
   ["hit_rate", "hits", "n wide", share],
-  ["age_seconds", "age", "n wide", (value) => (value === null ? "–" : seconds(value))],
+  ["age_seconds", "age", "n wide", age],
 ];
-const UNITS = { batch: count, queue: count, cache: share, hit_rate: share, age_seconds: seconds };
+const UNITS = { batch: count, queue: count, cache: share, hit_rate: share, age_seconds: age };
 const TROUBLE = new Set(["down", "ejected", "removed"]);
 
 export class Fleet {
@@ -181,7 +182,7 @@ export class Fleet {
     if (!engine) this.hovered = null;
     const text = engine
       ? `${engine.name}: ${engine.state}${engine.reason ? ` (${engine.reason})` : ""}, ${engine.role}, ${engine.mode ?? "mode unknown"}; batch ${count(engine.batch)}, queue ${count(engine.queue)}, ` +
-        `cache ${share(engine.cache)}, hits ${share(engine.hit_rate)}, report age ${engine.age_seconds === null || engine.age_seconds === undefined ? "–" : seconds(engine.age_seconds)}`
+        `cache ${share(engine.cache)}, hits ${share(engine.hit_rate)}, report age ${age(engine.age_seconds)}`
       : "";
     setText(document.getElementById("tile-text"), text);
   }
@@ -268,7 +269,7 @@ export class Fleet {
     }
     for (const members of groups.values()) {
       const mean = members.reduce((sum, each) => sum + (each.batch || 0), 0) / members.length;
-      for (const each of members) if (members.length > 1 && each.batch >= 4 && each.batch > 2 * mean) found.push({ engine: each, times: each.batch / mean });
+      for (const each of members) if (members.length > 1 && each.batch >= mean + 4 && each.batch > 2 * mean) found.push({ engine: each, times: each.batch / mean });
     }
     return found.sort((a, b) => b.times - a.times).slice(0, 5);
   }
@@ -282,7 +283,8 @@ export class Fleet {
   }
 
   drawHot(guard) {
-    const lines = this.hot().map(({ engine, times }) => element("p", { class: "flag", text: `${engine.name} is hot: batch ${count(engine.batch)}, ${rate(times)}x the mean of its role` }));
+    const hot = this.hot().map(({ engine, times }) => `${engine.name} with batch ${count(engine.batch)} (${rate(times)}x the mean of its role)`);
+    const lines = hot.length ? [element("p", { class: "flag", text: `Hot: ${hot.join(", ")}` })] : [];
     for (const [model, state] of Object.entries(guard || {})) {
       const on = state.on ? `on, ${state.suspected} prefix${state.suspected === 1 ? "" : "es"} suspected, ${state.filtering} kept off their holders` : "off";
       lines.push(element("p", { class: state.filtering ? "flag" : "muted", text: `Hot-spot guard of ${model}: ${on}` }));

@@ -31,6 +31,7 @@ export function rate(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return absent;
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.1 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 2 : 1)} s`;

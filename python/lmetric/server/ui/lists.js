@@ -1,5 +1,5 @@
 // The lists of requests and of moves.
-import { clock, count, element, seconds, setText, share } from "./format.js";
+import { clock, count, element, number, seconds, setText, share } from "./format.js";
 
 export class Requests {
   constructor() {
@@ -45,13 +45,19 @@ export class Requests {
   }
 }
 
+function detail([name, value]) {
+  if (name === "class") return `prefix ${String(value).slice(0, 8)}`;
+  if (name === "share") return `${share(value)} of the requests`;
+  return `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`;
+}
+
 const WORDS = {
   fetch: (e) => `${e.target} fetches a prefix from ${e.source ?? "?"}: ${e.outcome}${e.tokens ? `, ${count(e.tokens)} tokens in ${seconds(e.seconds)}` : ""}`,
   handoff: (e) => `${e.source} hands off to ${e.target}`,
   migration: (e) => `${e.source} → ${e.target}${e.tokens ? `, ${count(e.tokens)} tokens` : ""}`,
   failover: (e) => `stream of ${e.source}: ${e.outcome}${e.outcome === "continued" ? ` on ${e.target}` : ""}`,
   retry: (e) => `${e.source} failed (${e.outcome}), next ${e.target}`,
-  guard: (e) => `${e.outcome}${e.details ? `: ${Object.entries(e.details).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ")}` : ""}`,
+  guard: (e) => [e.outcome, ...Object.entries(e.details ?? {}).map(detail)].join(", "),
 };
 
 export function drawEvents(events) {
