@@ -17,7 +17,7 @@ import pytest
 from lmetric.server.http import live as http_live
 from lmetric.server.observe import live
 from lmetric.server.observe.live import EndedRequest, point, quantile
-from server_world import World, reset, world
+from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
 from waiting import until
 
 ADMIN = {"authorization": "Bearer root-token"}
@@ -96,6 +96,22 @@ async def test_an_administrator_sees_engines_rates_and_requests() -> None:
         record = orjson.loads(body)
         assert status == 200
         assert record["because"].startswith(f"because {record['instance']} had the least new prefill tokens")
+
+
+async def test_answers_without_usage_count_as_the_router_predicted() -> None:
+    without_usage = says(
+        STREAM_HEAD,
+        chunk(token("a")) + chunk(token("b", "length")) + chunk(event(b"[DONE]")) + b"0\r\n\r\n",
+        then="keep",
+    )
+    async with world([FakeEngine(behave=without_usage)], policy="lmetric") as it:
+        body = {"model": "tiny", "prompt": list(range(640)), "stream": True}
+        for _ in range(2):
+            assert (await it.post(body))[0] == 200
+        await ticked(it)
+        second, first = (await state(it))["requests"]
+        assert (first["predicted"], first["prompt_tokens"], first["cached_tokens"]) == (True, 640, 0)
+        assert second["cached_tokens"] > 500
 
 
 async def test_running_requests_are_listed_without_a_status() -> None:
@@ -308,6 +324,7 @@ def ended(number: int, **values: Any) -> EndedRequest:
         "first_token_at": None,
         "prompt_tokens": None,
         "cached_tokens": None,
+        "predicted": False,
         "output_tokens": 0,
         "request_id": "r",
     }

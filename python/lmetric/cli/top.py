@@ -28,10 +28,10 @@ def command(
         bool, typer.Option("--json", help="Print the present state as JSON and exit.")
     ] = False,
 ) -> None:
-    """Show a running router: engines, rates, times and moves, once a second.
+    """Show the engines and rates of a running router.
 
-    Engines that are not usable come first. Ctrl-C ends it. The page /ui of the router shows the
-    same in a browser, and why each request went to its engine.
+    The tables change once a second. Engines that are not usable come first. Ctrl-C ends it. The
+    page /ui of the router shows the same in a browser, and why each request went to its engine.
     """
     import asyncio
 

@@ -25,7 +25,11 @@ NEW_KEPT = 20_000  # requests between two points; more are counted, without thei
 
 
 class EndedRequest(NamedTuple):
-    """A request for an engine that ended. Times: seconds on the monotonic clock."""
+    """A request for an engine that ended. Times: seconds on the monotonic clock.
+
+    Attributes:
+        cached_tokens: as the engine reported it, else as predicted at the decision.
+    """
 
     ended: float
     started: float
@@ -38,6 +42,7 @@ class EndedRequest(NamedTuple):
     first_token_at: float | None
     prompt_tokens: int | None
     cached_tokens: int | None
+    predicted: bool  # prompt_tokens and cached_tokens are the router's
     output_tokens: int
     request_id: str
 
@@ -98,7 +103,7 @@ def point(
     tpot: list[float] = []
     errors = prompt = known = cached = output = 0
     for each in requests:
-        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, tokens, _ = each
+        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _ = each
         errors += status >= 429
         output += tokens
         if first:
@@ -169,19 +174,23 @@ class Live:
         if len(self._new) >= NEW_KEPT:
             self._more += 1
             return
-        usage = relay.usage if relay is not None else None
-        pool = request.pool
+        usage, pool = (relay.usage if relay is not None else None), request.pool
+        number, first, prompt, cached, output = 0, None, None, None, 0
+        predicted = False
+        if usage is not None:
+            first, output = usage.first_token_at, usage.output_tokens or 0
+            prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        if isinstance(relay, RequestRunner):
+            decision = relay.execution.decision
+            number = decision.id
+            if cached is None and usage is not None:  # most streams report no usage
+                predicted = True
+                prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
         values = (
-            now,
-            request.started,
-            request.tenant,
-            "" if pool is None else pool.name,
-            -1 if pool is None else pool.index,
-            relay.execution.decision.id if isinstance(relay, RequestRunner) else 0,
-            None if relay is None else relay.instance,
-            status,
-            *((None, None, None, 0) if usage is None else _counts(usage)),
-            request.head.request_id,
+            *(now, request.started, request.tenant),
+            *(("", -1) if pool is None else (pool.name, pool.index)),
+            *(number, None if relay is None else relay.instance, status),
+            *(first, prompt, cached, predicted, output, request.head.request_id),
         )
         self._new.append(_make(EndedRequest, values))
 
@@ -223,10 +232,6 @@ class Live:
         while True:
             await asyncio.sleep(POINT_SECONDS)
             self.tick(time.monotonic())
-
-
-def _counts(usage: Any) -> tuple[float | None, int | None, int | None, int]:
-    return usage.first_token_at, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens or 0
 
 
 def _request(relay: RequestRunner) -> ClientRequest:

@@ -170,6 +170,7 @@ class LiveView:
                     "status": each.status,
                     "prompt_tokens": each.prompt_tokens,
                     "cached_tokens": each.cached_tokens,
+                    "predicted": each.predicted,
                     "output_tokens": each.output_tokens,
                     "ttft_seconds": _rounded(each.ttft_seconds),
                     "tpot_seconds": _rounded(each.tpot_seconds),

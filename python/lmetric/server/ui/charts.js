@@ -7,9 +7,9 @@ const CHARTS = [
   { title: "Time to first token", unit: seconds, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
   { title: "Time per output token", unit: seconds, lines: [["tpot_p50", "p50"], ["tpot_p95", "p95"]] },
   { title: "Requests per second", unit: rate, lines: [["requests_per_second", "ended"], ["errors_per_second", "errors"]] },
-  { title: "Tokens per second", unit: rate, lines: [["prompt_tokens_per_second", "prompt"], ["output_tokens_per_second", "output"]] },
+  { title: "Prompt tokens per second", unit: rate, lines: [["prompt_tokens_per_second", "of ended requests"]] },
+  { title: "Output tokens per second", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
   { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "cached share of prompt tokens"]] },
-  { title: "Requests in flight", unit: rate, lines: [["in_flight", "now"]] },
 ];
 
 export class Charts {

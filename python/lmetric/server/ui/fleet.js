@@ -2,6 +2,7 @@
 import { count, element, rate, seconds, setText, share } from "./format.js";
 
 const ROW = 28;
+const byName = new Intl.Collator("en", { numeric: true });
 const MOST_TILES_HEIGHT = 240;
 const age = (value) => (value === null || value === undefined ? "–" : value < 1 ? "<1 s" : seconds(value));
 const COLUMNS = [
@@ -23,6 +24,7 @@ const TROUBLE = new Set(["down", "ejected", "removed"]);
 export class Fleet {
   constructor() {
     this.engines = [];
+    this.natural = [];
     this.shown = [];
     this.measure = "batch";
     this.text = "";
@@ -83,6 +85,7 @@ export class Fleet {
       for (const key of Object.keys(engines)) known[key] = engines[key][i];
       return known;
     });
+    this.natural = this.engines.slice().sort((a, b) => byName.compare(a.name, b.name));
     if (this.selected && !this.engines.includes(this.selected)) this.selected = null;
   }
 
@@ -96,7 +99,7 @@ export class Fleet {
   draw() {
     const { key, down } = this.sorted;
     const text = this.text;
-    this.shown = text ? this.engines.filter((each) => `${each.name} ${each.role} ${each.state} ${each.mode} ${each.model}`.toLowerCase().includes(text)) : this.engines.slice();
+    this.shown = text ? this.natural.filter((each) => `${each.name} ${each.role} ${each.state} ${each.mode} ${each.model}`.toLowerCase().includes(text)) : this.natural.slice();
     if (key) {
       const sign = down ? -1 : 1;
       this.shown.sort((a, b) => {
@@ -105,8 +108,9 @@ export class Fleet {
         return x < y ? -sign : x > y ? sign : 0;
       });
     }
-    for (const name of ["batch", "queue", "queued_tokens", "age_seconds"]) {
-      let most = 1;
+    // Small loads stay pale.
+    for (const [name, least] of Object.entries({ batch: 8, queue: 8, queued_tokens: 2048, age_seconds: 5 })) {
+      let most = least;
       for (const each of this.engines) if (each[name] > most) most = each[name];
       this.most[name] = most;
     }
@@ -167,7 +171,7 @@ export class Fleet {
       }
     }
     const unit = UNITS[this.measure] || count;
-    document.getElementById("scale").replaceChildren("0", element("i"), unit(most), " ", "crossed: not usable");
+    document.getElementById("scale").replaceChildren("0", element("i"), `${unit(most)} · crossed: not usable`);
     this.canvas.setAttribute("aria-label", `${total} engines as tiles. Arrow keys choose one.`);
   }
 

@@ -35,7 +35,7 @@ export class Requests {
 
   fill(row, request) {
     const runs = request.status === null;
-    const cached = request.prompt_tokens && request.cached_tokens !== null && request.cached_tokens !== undefined ? share(request.cached_tokens / request.prompt_tokens) : "–";
+    const cached = request.prompt_tokens && request.cached_tokens !== null && request.cached_tokens !== undefined ? `${request.predicted ? "~" : ""}${share(request.cached_tokens / request.prompt_tokens)}` : "–";
     const cells = [
       request.instance ?? "–", count(request.prompt_tokens), cached, runs ? "–" : count(request.output_tokens),
       seconds(request.ttft_seconds), seconds(request.tpot_seconds), runs ? `running ${seconds(request.seconds)}` : String(request.status),
