@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -69,7 +71,9 @@ async def large_world(engines: int, **config: Any) -> AsyncIterator[World]:
     engine = FakeEngine(host="0.0.0.0")
     await engine.start()
     assert engine._server is not None
-    engine._server.sockets[0].listen(4096)  # the router connects to all engines at once
+    # The router connects to all engines at once.
+    with socket.socket(fileno=os.dup(engine._server.sockets[0].fileno())) as listener:
+        listener.listen(4096)
     urls = [f"http://127.0.{number // 250}.{number % 250 + 1}:{engine.port}" for number in range(engines)]
     async with world(
         0,
@@ -90,7 +94,8 @@ async def large_world(engines: int, **config: Any) -> AsyncIterator[World]:
 def load_engines(it: World) -> None:
     """Reports loads, as engines would: some idle, one hot."""
     for pool in it.server.fleet.pools:
-        for number, name in enumerate(pool.router.instances()):
+        for name in pool.router.instances():
+            number = int(name.removeprefix("e"))
             running = 40 if number == 1 else number * 7 % 13
             pool.router.report_load(
                 name,

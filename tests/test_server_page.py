@@ -134,6 +134,7 @@ async def test_four_sizes(engines: int, tmp_path: Path) -> None:
                     await shown(page, UPDATED, 30)
                     await fits(page)
                     assert f"of {engines} usable" in (await page.inner_text("#counts")).replace(",", "")
+                    assert "Hot: e1 with batch 40" in await page.inner_text("#hot")
                     # Only the rows in sight are in the document.
                     assert await page.locator("#rows .row").count() < 40
                     file = tmp_path / f"{engines}_{width}_{scheme}.png"

@@ -287,7 +287,7 @@ export class Fleet {
   }
 
   drawHot(guard) {
-    const hot = this.hot().map(({ engine, times }) => `${engine.name} with batch ${count(engine.batch)} (${rate(times)}x the mean of its role)`);
+    const hot = this.hot().map(({ engine, times }, i) => `${engine.name} with ${i ? "" : "batch "}${count(engine.batch)} (${rate(times)}x${i ? "" : " the mean of its role"})`);
     const lines = hot.length ? [element("p", { class: "flag", text: `Hot: ${hot.join(", ")}` })] : [];
     for (const [model, state] of Object.entries(guard || {})) {
       const on = state.on ? `on, ${state.suspected} prefix${state.suspected === 1 ? "" : "es"} suspected, ${state.filtering} kept off their holders` : "off";
