@@ -78,7 +78,7 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
         w.engines[0].behave = answer
         w.server.front.reread = lambda: w.server.reload(w.server.config)
         record = (await w.post())[1]["x-lmetric-decision"]
-        names = {"{model}": "tiny", "{id}": record, "{name}": "e0"}
+        names = {"{model}": "tiny", "{id}": record, "{name}": "e0", "{file}": "page.js"}
         asked = 0
         for path, operations in document["paths"].items():
             for method, operation in operations.items():

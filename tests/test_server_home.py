@@ -80,7 +80,7 @@ async def test_the_page_shows_only_what_a_credential_may_read(closed: dict[str, 
         got = await page(it, headers=ALICE)
         assert '"tiny"' in got["curl"]
         assert "$API_KEY" in got["curl"]
-        assert set(got["pages"]) == {"/health", "/ready", "/v1/models", "/openapi.json"}
+        assert set(got["pages"]) == {"/health", "/ready", "/ui", "/v1/models", "/openapi.json"}
         assert {"fleet", "models", "version"}.isdisjoint(got)
         assert all("names" not in each for each in got["warnings"])
         got = await page(it, headers=ADMIN)

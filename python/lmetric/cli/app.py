@@ -22,6 +22,7 @@ from lmetric.cli import (
     simulate,
     study,
     tokenizer,
+    top,
     trace,
     whatif,
 )
@@ -29,6 +30,7 @@ from lmetric.cli.help import Command
 
 MODULES = (
     serve,
+    top,
     doctor,
     tokenizer,
     engine,

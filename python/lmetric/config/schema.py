@@ -860,6 +860,15 @@ class Admin(Strict):
         return self.token is not None or self.token_file is not None
 
 
+class Ui(Strict):
+    """The live page at /ui. docs/how-to/access.md says who sees what."""
+
+    enabled: bool = Field(True, description="serve /ui and its data at /debug/live")
+    viewers: int = Field(
+        16, ge=1, le=1024, description="most pages and `top` commands that watch at once; more get a 503"
+    )
+
+
 def _only_one(section: Strict, *names: str) -> None:
     if sum(getattr(section, name) is not None for name in names) > 1:
         raise ValueError(f"set one of {' and '.join(names)}, not both")
@@ -1023,6 +1032,7 @@ class ServerConfig(PoolSettings):
     admin: Annotated[Admin, BeforeValidator(_section_of)] = Field(
         default_factory=Admin, description="administration and debugging pages"
     )
+    ui: Ui = Field(default_factory=Ui, description="the live page at /ui")
     timeouts: Timeouts = Field(default_factory=Timeouts, description="time limits of the phases of a request")
     retries: Retries = Field(default_factory=Retries, description="retries on another engine")
     health: Health = Field(default_factory=Health, description="health checks of the engines")

@@ -136,6 +136,8 @@ class Server:
         self._monitor.start()
         if front.recorder is not None:
             front.recorder.start()
+        if front.live is not None:
+            front.live.start()
         await self._replicas.start()
         self._monitor.start_reminders(time.monotonic())
         for engine in self.fleet.engines():
@@ -291,6 +293,8 @@ class Server:
         for relay in list(self.front.relays):
             relay.stop()
         self.front.close_idle()
+        if self.front.live is not None:
+            await self.front.live.stop()
         await self.front.shutdown(STOP_SECONDS)
         await self._replicas.stop()
         await self._monitor.stop()

@@ -103,6 +103,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "unknown_slo_class": ("400", "The model has no class of the name in `x-slo-class`."),
     "caches_full": ("429", "The running agent programs fill the KV caches; retry after `retry-after`."),
     "too_many_bytes": ("503", "A limit on the bytes of request bodies is reached."),
+    "too_many_viewers": ("503", "`ui.viewers` viewers watch `/debug/live`. Close one."),
     "too_many_connections": ("503", "A limit on client connections is reached."),
     "timeout": ("504", "A time limit passed without an answer."),
     "http_version_not_supported": ("505", "Send HTTP/1.1."),
@@ -288,12 +289,22 @@ def _own_details() -> dict[tuple[str, str], JSON]:
     index = _answer("For browsers as HTML", OBJECT)
     index["content"]["text/html"] = {"schema": text}
 
+    script = _answer("File", text, "text/javascript")
+    script["content"]["text/css"] = {"schema": text}
+    stream = _answer("State; as events with `Accept: text/event-stream`", OBJECT)
+    stream["content"]["text/event-stream"] = {"schema": text}
+
     def told(answer: JSON, *errors: int, **more: Any) -> JSON:
         return {"answer": answer, "errors": errors, **more}
 
     return {
         ("GET", "/"): told(index),
         ("GET", "/openapi.json"): told(_answer("OpenAPI document", OBJECT)),
+        ("GET", "/ui"): told(_answer("Page", text, "text/html"), 404),
+        ("GET", "/ui/{file}"): told(
+            script, 404, parameters=(_in_path("file", "Name of the file, such as page.js"),)
+        ),
+        ("GET", "/debug/live"): told(stream, *page, 404, 503),
         ("GET", "/health"): told(_answer("It works"), 500),
         ("GET", "/ready"): told(_answer("Ready", _schema("Ready")), 503),
         ("GET", "/metrics"): told(_answer("Metrics", text, "text/plain"), *page),

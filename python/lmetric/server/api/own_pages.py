@@ -13,15 +13,17 @@ from msgspec import Struct
 
 ADMIN, KEY, REPLICA, OPEN = "adminToken", "apiKey", "replicaToken", None
 
-# The readers of a page. "record": an administrator, or the tenant of the decision. "metrics":
-# anyone, unless `admin.protect_metrics` is set.
-Access = Literal["open", "metrics", "tenant", "admin", "record", "replica"]
+# The readers of a page. "record": an administrator, or the tenant of the decision. "viewer": an
+# administrator, or with API keys a tenant, who sees less. "metrics": anyone, unless
+# `admin.protect_metrics` is set.
+Access = Literal["open", "metrics", "tenant", "admin", "record", "viewer", "replica"]
 CREDENTIALS: Mapping[Access, tuple[str | None, ...]] = {
     "open": (OPEN,),
     "metrics": (OPEN, ADMIN),
     "tenant": (KEY, OPEN),
     "admin": (ADMIN, OPEN),
     "record": (KEY, ADMIN, OPEN),
+    "viewer": (KEY, ADMIN, OPEN),
     "replica": (REPLICA, OPEN),
 }
 
@@ -91,6 +93,14 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             {"GET": "Metrics in Prometheus' text format"},
             "metrics for Prometheus",
         ),
+        OwnPage(
+            "/ui",
+            "health",
+            "open",
+            {"GET": "Live page; its data is at /debug/live"},
+            "live page: engines, rates and requests",
+        ),
+        OwnPage("/ui/{file}", "health", "open", {"GET": "Scripts and styles of the live page"}),
         OwnPage("/v1/models", "models", "tenant", {"GET": "List the served models"}, "served models"),
         OwnPage("/v1/models/{model}", "models", "tenant", {"GET": "Show a model"}),
         OwnPage("/openapi.json", "health", "open", {"GET": "This document"}, "OpenAPI document of all paths"),
@@ -129,6 +139,13 @@ OWN_PAGES: Mapping[str, OwnPage] = {
             "/debug/replicas",
             "State of the exchange with other routers",
             "other routers and their published load",
+        ),
+        OwnPage(
+            "/debug/live",
+            "debug",
+            "viewer",
+            {"GET": "Rates, engines and requests of the last minutes, or as events each second"},
+            "the data of the live page",
         ),
         OwnPage("/debug/decisions/{id}", "debug", "record", {"GET": "Explain a decision"}),
         _admin("/admin/engines", GET="List the engines", POST="Add an engine"),

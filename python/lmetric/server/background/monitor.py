@@ -330,6 +330,7 @@ class Monitor:
                     kind = str(event["event"])
                     self.metrics.events[pool.name, kind] += 1
                     details = {k: v for k, v in event.items() if k != "event"}
+                    pool.activity.note(now, "guard", 0, "", None, None, kind, None, None, details)
                     log.warning("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 

@@ -59,6 +59,7 @@ from lmetric.server.execution.transcript import (
 )
 from lmetric.server.execution.transfer import WHOLE_PROMPT, KvTransfer
 from lmetric.server.execution.verdicts import Failure, Verdicts
+from lmetric.server.fleet.activity import Kind
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.hedging import Outcome
 from lmetric.server.fleet.pool import Pool
@@ -528,13 +529,23 @@ class RequestExecution(Progress):
 
     def _next_segment(self, prompt: int | None, cached: int | None, now: float, event: Event) -> None:
         """Ends the open segment and starts the next."""
+        source = self.ticket.instance
         try:
             following = self.ticket.segment_done(prompt_tokens=prompt, cached_tokens=cached)
         except NoInstanceError as error:
             self._finish(event, "engine_error", self.pool.no_engine_error(error))
             return
         assert following is not None  # another segment follows
+        if following != source:
+            self._note("handoff", source, following, "placed", now)
         self._start_segment(following, now, event)
+
+    def _note(
+        self, kind: Kind, source: str | None, target: str, outcome: str, now: float, *more: Any
+    ) -> None:
+        """Adds an event to the model's activity. `more`: tokens and seconds."""
+        tenant = self.client_request.tenant
+        self.pool.activity.note(now, kind, self.decision.id, tenant, source, target, outcome, *more)
 
     # -- prefix fetch ------------------------------------------------------------------------------
 
@@ -571,8 +582,9 @@ class RequestExecution(Progress):
             self.kv = fetch.kv
             self.kv.tokens = fetch.tokens
         self.pool.fetch_outcomes[outcome] += 1
+        holder = fetch.holder.name if fetch.holder else None
+        self._note("fetch", holder, fetch.target.name, outcome, now, came, seconds)
         if not came:
-            holder = fetch.holder.name if fetch.holder else None
             log.debug("no prefix was fetched", model=self.pool.name, holder=holder, why=outcome)
 
     # -- hedging -----------------------------------------------------------------------------------
@@ -1049,6 +1061,7 @@ class RequestExecution(Progress):
         if self.kv is not None:
             self.kv.tokens = self.total
         self.slice_fetches = self.kv is not None
+        source = self.ticket.instance
         try:
             following = self.ticket.migrated()
         except NoInstanceError as error:
@@ -1057,6 +1070,8 @@ class RequestExecution(Progress):
             return True
         self._start_segment(following, now, event)
         self._count(outcome)
+        if outcome == "migrated":
+            self._note("migration", source, following, outcome, now, self.total)
         return True
 
     def _switch_now(self, target: Engine, now: float) -> bool:
@@ -1128,6 +1143,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason, now):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
+                self._note("retry", engine.name, following, kind, now)
                 self._start_segment(following, now, "FAILED")
                 return
         self._give_up(engine, kind, reason)
@@ -1137,6 +1153,7 @@ class RequestExecution(Progress):
         allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason, now)
         outcome = self._continued(now) if allowed else "not_retried"
         self.pool.failovers[outcome] += 1
+        self._note("failover", engine.name, self.ticket.instance, outcome, now)
         if outcome not in ("continued", "complete"):
             self._give_up(engine, kind, reason)
 

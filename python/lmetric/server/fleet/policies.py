@@ -61,6 +61,12 @@ class Policies:
         # Indicators that cost time to compute.
         self.reads_length_class, self.reads_priority = "length_class" in reads, "priority" in reads
 
+    @property
+    def formula(self) -> str | None:
+        """The score expression of the first policy; None: it is no expression."""
+        policy = self.first.policy
+        return policy.score if isinstance(policy, Policy) else None
+
     def install(self, router: Router, before: "Policies") -> None:
         """Sets these policies in the core router.
 

@@ -31,6 +31,7 @@ from lmetric.server.api.eligibility import (
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.fleet import priority
+from lmetric.server.fleet.activity import Activity
 from lmetric.server.fleet.admission import HeldRequests
 from lmetric.server.fleet.changes import FleetChanges
 from lmetric.server.fleet.engine import Engine, unusable
@@ -192,6 +193,7 @@ class Pool:
         self.cuts = False  # whether a plan may have several segments
         self._see_cuts()
         self.kv_transfers: Counter[str] = Counter()  # KV transfers, by outcome
+        self.activity = Activity()
         self.outliers = Outliers(ejection or Ejection())
         self.retry_budget = RetryBudget(retries or Retries())
         self.hedging = Hedging(settings.hedging)

@@ -50,6 +50,7 @@ from lmetric.server.http.tokenizing import (
     read_prompt,
 )
 from lmetric.server.http.waiting import WaitingRequest
+from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.tls.contexts import TlsContext
@@ -103,6 +104,7 @@ class Frontend(web.Server):
         )
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
+        self.live = Live(fleet, self.relays) if config.ui.enabled else None
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self._tokenisers = TokenizerThreads()
@@ -815,6 +817,8 @@ class Frontend(web.Server):
         self.metrics.requests.ended(model, client_request, status, now, relay)
         if self.recorder is not None:
             self.recorder.ended(client_request, status, now, relay)
+        if self.live is not None:
+            self.live.ended(client_request, status, now, relay)
         if self._access:
             _log_access(client_request, model, status, now, relay)
         client_request.done(goes_on)

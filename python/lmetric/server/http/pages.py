@@ -45,12 +45,16 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
+from lmetric.server.http.live import PAGE, live, static
+from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
+from lmetric.why import because
 
 log = structlog.get_logger("lmetric.server")
 
 _DECISIONS = "/debug/decisions/"
 _MODELS = "/v1/models/"
+_UI = "/ui/"
 _ENGINE = "/admin/engines/{name}"
 # Paths that the error for an unknown path compares it with.
 _COMPARED = [path for path, page in OWN_PAGES.items() if "{" not in path and page.access != "replica"]
@@ -122,6 +126,12 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json({pool.name: pool.held.snapshot() for pool in front.fleet.pools})
         case "/debug/programs":
             return _json({pool.name: pool.programs.snapshot() for pool in front.fleet.pools})
+        case "/debug/live":
+            return await live(front, request, path)
+        case "/ui":
+            return static(front, request, PAGE)
+        case "/ui/{file}":
+            return static(front, request, path.removeprefix(_UI))
         case "/debug/replicas":
             return _json(front.replicas.state())
     raise AssertionError(f"{page.path}: no answer")
@@ -133,6 +143,8 @@ def _page(path: str) -> OwnPage | None:
         path = "/debug/decisions/{id}"
     elif path.startswith(_MODELS):
         path = "/v1/models/{model}"
+    elif path.startswith(_UI):
+        path = "/ui/{file}"
     return OWN_PAGES.get(path)
 
 
@@ -291,6 +303,9 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             if tracing is not None and (trace := tracing.of_decision(index, number)) is not None:
                 shown["trace_id"] = trace
             engine = pool.engines.get(record["instance"])
+            shown["because"] = because(record, pool.policies.formula)
+            if events := pool.activity.of(number):
+                shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
             return shown if full else {name: value for name, value in shown.items() if value is not None}

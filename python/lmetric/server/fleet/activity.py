@@ -1,0 +1,51 @@
+"""The latest fetches, handoffs, migrations and failovers of a model, and events of its guard."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Literal, NamedTuple
+
+KEPT_EVENTS = 512  # of each model
+
+Kind = Literal["fetch", "handoff", "migration", "failover", "retry", "guard"]
+
+
+class ActivityEvent(NamedTuple):
+    """One event.
+
+    Attributes:
+        at: seconds on the monotonic clock.
+        number: the decision of the request; 0: none.
+        tenant: the tenant of the request; "": none.
+        source, target: engines; None: unknown, or not applicable.
+        tokens: prompt tokens fetched, or the tokens of the request at a migration.
+        seconds: duration of a fetch.
+    """
+
+    at: float
+    kind: Kind
+    number: int
+    tenant: str
+    source: str | None
+    target: str | None
+    outcome: str
+    tokens: int | None = None
+    seconds: float | None = None
+    details: dict[str, Any] | None = None
+
+
+class Activity:
+    """A bounded list of events, the newest last."""
+
+    __slots__ = ("events",)
+
+    def __init__(self) -> None:
+        self.events: deque[ActivityEvent] = deque(maxlen=KEPT_EVENTS)
+
+    def note(self, *values: Any) -> None:
+        """Adds an event; ``values``: the fields of `ActivityEvent` in order."""
+        self.events.append(ActivityEvent(*values))
+
+    def of(self, number: int) -> list[ActivityEvent]:
+        """Returns the events of a decision, oldest first."""
+        return [event for event in self.events if event.number == number]

@@ -1,0 +1,154 @@
+"""The live page at /ui, and its data at /debug/live: one JSON object, or a stream of events (SSE).
+
+Each viewer gets at most one update per second, always the latest. A viewer that has not received
+the last update gets no new one, so a slow browser costs at most one update of memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import time
+from importlib import resources
+
+from aiohttp import web
+
+from lmetric.server.api.errors import ApiError
+from lmetric.server.http.frontend import REPLACED, Frontend
+from lmetric.server.observe.live import Live
+from lmetric.server.observe.live_view import LiveView
+
+STALLED_SECONDS = 30.0  # a viewer that reads nothing for this time is disconnected
+RETRY_MILLISECONDS = 2000  # until a browser connects again
+
+_TYPES = {
+    "html": "text/html",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+}
+PAGE = "index.html"
+
+
+@functools.cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """Returns the files of the page by name, each with its ETag."""
+    folder = resources.files("lmetric.server") / "ui"
+    found = {}
+    for file in folder.iterdir():
+        if file.name.rpartition(".")[2] in _TYPES:
+            body = file.read_bytes()
+            found[file.name] = body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    return found
+
+
+def static(front: Frontend, request: web.BaseRequest, name: str) -> web.Response:
+    """Answers with a file of the page. Raises ApiError (404)."""
+    _live(front)
+    file = _files().get(name)
+    if file is None:
+        raise ApiError(404, f"unknown path /ui/{name}", code="unknown_path")
+    body, tag = file
+    headers = {**_HEADERS, "cache-control": "no-cache", "etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return web.Response(status=304, headers=headers)
+    kind = _TYPES[name.rpartition(".")[2]]
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+
+def _live(front: Frontend) -> Live:
+    if front.live is None:
+        raise ApiError(404, "the live page is off; set ui.enabled: true", code="unknown_path")
+    return front.live
+
+
+def _tenant(front: Frontend, request: web.BaseRequest, path: str) -> str | None:
+    """Returns the tenant whose view a request gets; None: the administrator's view.
+
+    Without API keys, there are no tenants that could prove who they are. Raises ApiError (401,
+    403).
+    """
+    if front.keys.on and not front.access.is_admin(request.headers):
+        return front.access.tenant(request.headers)
+    front.access.require_admin(request.headers, path)
+    return None
+
+
+async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.StreamResponse:
+    """Answers /debug/live. Raises ApiError (401, 403, 404, 503)."""
+    shown = _live(front)
+    tenant = _tenant(front, request, path)
+    headers = {**_HEADERS, "cache-control": "no-store", "vary": "accept"}
+    if shown.view is None:
+        shown.view = LiveView(shown)
+    if "text/event-stream" not in request.headers.get("accept", "") or request.method == "HEAD":
+        body = shown.view.snapshot(tenant)
+        return web.Response(body=body, content_type="application/json", headers=headers)
+    limit = front.config.ui.viewers
+    if shown.viewers >= limit:
+        raise ApiError(
+            503,
+            f"{limit} viewers are connected; close one, or raise ui.viewers",
+            code="too_many_viewers",
+            headers={"retry-after": "10"},
+        )
+    response = web.StreamResponse(headers={**headers, "x-accel-buffering": "no"})
+    response.content_type = "text/event-stream"
+    response.charset = "utf-8"
+    access = b"admin" if tenant is None else b"tenant"
+    shown.viewers += 1
+    try:
+        await response.prepare(request)
+        await response.write(
+            b'retry: %d\nevent: hello\ndata: {"access":"%b"}\n\n' % (RETRY_MILLISECONDS, access)
+        )
+        await _stream(front, request, response, shown, shown.view, tenant)
+    except (ConnectionError, TimeoutError, ApiError):  # ApiError: its credential is no longer valid
+        response.force_close()
+        if request.transport is not None:
+            request.transport.abort()
+    finally:
+        shown.viewers -= 1
+    return response
+
+
+async def _stream(
+    front: Frontend,
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    shown: Live,
+    view: LiveView,
+    tenant: str | None,
+) -> None:
+    """Sends updates until the viewer leaves or the server ends."""
+    fleet: int | None = None
+    keys = front.keys
+    tick, sent = shown.ticks, time.monotonic()
+    while not shown.closed and front.phase is not REPLACED:
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            return
+        if front.keys is not keys:  # a reload has changed them: check again
+            if _tenant(front, request, request.path) != tenant:
+                return
+            keys = front.keys
+        if not transport.get_write_buffer_size():
+            shown.dropped += max(shown.ticks - tick - 1, 0)
+            tick, sent = shown.ticks, time.monotonic()
+            fleet, frames = view.frames(tenant, fleet)
+            async with asyncio.timeout(STALLED_SECONDS):  # a large update waits here
+                await response.write(frames)
+        elif time.monotonic() - sent > STALLED_SECONDS:
+            raise TimeoutError
+        await shown.next_tick()

@@ -1,0 +1,238 @@
+"""The last minutes of a router, for its live page and `lmetric-router top`.
+
+Requests add one tuple each when they end. Once a second, a task turns the new tuples into one
+point of rates and times. All memory is bounded: points, requests, and new tuples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import time
+from collections import deque
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.fleet import Fleet
+
+POINT_SECONDS = 1.0
+POINTS_KEPT = 900  # 15 minutes
+REQUESTS_KEPT = 4096
+NEW_KEPT = 20_000  # requests between two points; more are counted, without their times
+
+
+class EndedRequest(NamedTuple):
+    """A request for an engine that ended. Times: seconds on the monotonic clock.
+
+    Attributes:
+        cached_tokens: as the engine reported it, else as predicted at the decision.
+    """
+
+    ended: float
+    started: float
+    tenant: str
+    model: str
+    pool: int  # index of the pool
+    number: int  # of the decision; 0: it was not routed
+    instance: str | None
+    status: int
+    first_token_at: float | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    predicted: bool  # prompt_tokens and cached_tokens are the router's
+    output_tokens: int
+    request_id: str
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Seconds to the first token of a stream; None: it has none."""
+        return self.first_token_at - self.started if self.first_token_at else None
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Seconds per output token after the first of a stream."""
+        further = self.output_tokens - 1
+        return (self.ended - self.first_token_at) / further if self.first_token_at and further > 0 else None
+
+
+# `EndedRequest` without the call of its own `__new__`: requests run this.
+_make = tuple.__new__
+
+
+class Point(NamedTuple):
+    """Rates and times of one second, or of a longer window.
+
+    Attributes:
+        t: the end of the window, Unix time in seconds.
+        hit_rate: cached prompt tokens divided by prompt tokens, of requests with both; None: none.
+        ttft_p50, ttft_p95, tpot_p50, tpot_p95: seconds; None: no stream ended.
+    """
+
+    t: float
+    requests_per_second: float
+    errors_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    hit_rate: float | None
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    in_flight: int
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Returns the nearest-rank quantile of ascending values; None: there are none."""
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+def point(
+    requests: Sequence[EndedRequest], seconds: float, in_flight: int, unix: float, more: int = 0
+) -> Point:
+    """Returns the point of a window.
+
+    Args:
+        requests: the requests that ended in the window.
+        seconds: length of the window.
+        more: requests that ended besides.
+    """
+    ttft: list[float] = []
+    tpot: list[float] = []
+    errors = prompt = known = cached = output = 0
+    for each in requests:
+        ended, started, _, _, _, _, _, status, first, prompt_tokens, cached_tokens, _, tokens, _ = each
+        errors += status >= 429
+        output += tokens
+        if first:
+            ttft.append(first - started)
+            if tokens > 1:
+                tpot.append((ended - first) / (tokens - 1))
+        if prompt_tokens:
+            prompt += prompt_tokens
+            if cached_tokens is not None:
+                known += prompt_tokens
+                cached += cached_tokens
+    ttft.sort()
+    tpot.sort()
+    return Point(
+        unix,
+        (len(requests) + more) / seconds,
+        errors / seconds,
+        prompt / seconds,
+        output / seconds,
+        cached / known if known else None,
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.95),
+        quantile(tpot, 0.5),
+        quantile(tpot, 0.95),
+        in_flight,
+    )
+
+
+class Live:
+    """The rates, times and requests of the last minutes."""
+
+    def __init__(self, fleet: Fleet, relays: Set[InFlightRequest]) -> None:
+        self.fleet = fleet
+        self.points: deque[Point] = deque(maxlen=POINTS_KEPT)
+        self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
+        self.ticks = 0
+        self.closed = False
+        self.viewers = 0  # connected streams
+        self.dropped = 0  # updates that slow viewers did not get
+        self.view: Any = None  # the `LiveView`, once someone looks
+        self._relays = relays
+        self._new: list[EndedRequest] = []
+        self._more = 0
+        self.began = self._last = time.monotonic()
+        self._tick = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the task that adds a point each second."""
+        self._task = asyncio.create_task(self._run(), name="live")
+
+    async def stop(self) -> None:
+        """Stops the task, and ends the waits of viewers."""
+        self.closed = True
+        self._tick.set()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def next_tick(self) -> None:
+        """Waits until the next point, or until the end."""
+        if not self.closed:
+            await self._tick.wait()
+
+    def ended(self, request: ClientRequest, status: int, now: float, relay: InFlightRequest | None) -> None:
+        """Records a request for an engine that ended. ``now``: seconds on the monotonic clock."""
+        if len(self._new) >= NEW_KEPT:
+            self._more += 1
+            return
+        usage, pool = (relay.usage if relay is not None else None), request.pool
+        number, first, prompt, cached, output = 0, None, None, None, 0
+        predicted = False
+        if usage is not None:
+            first, output = usage.first_token_at, usage.output_tokens or 0
+            prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        if isinstance(relay, RequestRunner):
+            decision = relay.execution.decision
+            number = decision.id
+            if cached is None and usage is not None:  # most streams report no usage
+                predicted = True
+                prompt, cached = decision.prompt_tokens, decision.predicted_cached_tokens
+        values = (
+            *(now, request.started, request.tenant),
+            *(("", -1) if pool is None else (pool.name, pool.index)),
+            *(number, None if relay is None else relay.instance, status),
+            *(first, prompt, cached, predicted, output, request.head.request_id),
+        )
+        self._new.append(_make(EndedRequest, values))
+
+    def tick(self, now: float) -> None:
+        """Adds the point of the time since the last one. ``now``: on the monotonic clock."""
+        fresh, self._new = self._new, []
+        more, self._more = self._more, 0
+        seconds, self._last = max(now - self._last, 1e-3), now
+        in_flight = sum(pool.router.in_flight() for pool in self.fleet.pools)
+        self.points.append(point(fresh, seconds, in_flight, time.time(), more))
+        self.requests.extend(fresh)
+        self.ticks += 1
+        waited, self._tick = self._tick, asyncio.Event()
+        waited.set()
+
+    def within(self, seconds: float, now: float, tenant: str | None = None) -> list[EndedRequest]:
+        """Returns the requests that ended in the last seconds, newest first.
+
+        ``tenant``: None: of all tenants.
+        """
+        found = []
+        for each in reversed(self.requests):
+            if now - each.ended > seconds:
+                break
+            if tenant is None or each.tenant == tenant:
+                found.append(each)
+        return found
+
+    def running(self, most: int, tenant: str | None = None) -> list[RequestRunner]:
+        """Returns the newest routed requests that have not ended, newest first.
+
+        ``tenant``: None: of all tenants.
+        """
+        routed = (each for each in self._relays if isinstance(each, RequestRunner))
+        wanted = (each for each in routed if tenant is None or _request(each).tenant == tenant)
+        return heapq.nlargest(most, wanted, key=lambda each: _request(each).started)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(POINT_SECONDS)
+            self.tick(time.monotonic())
+
+
+def _request(relay: RequestRunner) -> ClientRequest:
+    return relay.execution.client_request

@@ -1,0 +1,315 @@
+"""The JSON objects of the live page and of `lmetric-router top`.
+
+An administrator's view has all engines and requests. A tenant's view has its own requests, and
+counts of engines without their names, as the pages in docs/how-to/access.md do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.fleet.activity import ActivityEvent
+from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.pool import Pool
+from lmetric.server.fleet.recent import SMALL
+from lmetric.server.fleet.summary import summary
+from lmetric.server.observe.live import EndedRequest, Live, Point, point
+
+REQUESTS_SHOWN = 50
+RUNNING_SHOWN = 20  # of them, requests that have not ended
+EVENTS_SHOWN = 50
+POINTS_SHOWN = 10  # points in each update: a viewer that skips updates misses no second of these
+NOW_SECONDS = 10.0  # window of the present values
+MINUTE_SECONDS = 60.0
+TENANTS_KEPT = 64
+GUARD_SECONDS = 10.0  # age of the guard's counts in a large fleet
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
+
+# Columns of the engines that change all the time, with the indicator and the decimals of each.
+_COLUMNS = {
+    "batch": ("bs", 0),
+    "queue": ("q_bs", 0),
+    "queued_tokens": ("queued_prefill_tokens", 0),
+    "context_tokens": ("tokens", 0),
+    "cache": ("kv_usage", 3),
+    "age_seconds": ("report_age_seconds", 1),
+}
+Rows = dict[str, list[Any]]
+
+
+def encode(value: Any) -> bytes:
+    """Returns a value as JSON in one line."""
+    return orjson.dumps(value, option=_OPTIONS)
+
+
+class LiveView:
+    """Builds the objects, at most once for each second and kind of viewer."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._made: dict[str | None, tuple[int, bytes]] = {}
+        self._guard: dict[str, tuple[float, dict[str, Any]]] = {}
+        self.fleet_version = 0
+        self._fleet = b""
+
+    def history(self, tenant: str | None) -> dict[str, Any]:
+        """Returns the points of the last minutes. A tenant's history begins when it looks."""
+        points = list(self._live.points) if tenant is None else []
+        return {"fields": list(Point._fields), "points": [_round(each) for each in points]}
+
+    def _describe_fleet(self) -> None:
+        """Describes what changes rarely: models and engines. Called before `update`."""
+        pools = self._live.fleet.pools
+        rows: Rows = {name: [] for name in ("name", "model", "role", "mode", "state", "reason")}
+        for pool in pools:
+            for name in pool.router.instances():
+                _describe(rows, name, pool, pool.engines.get(name))
+        for engine in self._live.fleet.unplaced:
+            _describe(rows, engine.name, None, engine)
+        models = [
+            {
+                "model": pool.name,
+                "policy": _policy(pool.policies.settings.policy),
+                "guard": pool.guard,
+                "guard_reason": pool.router.guard_reason,
+            }
+            for pool in pools
+        ]
+        body = encode({"models": models, "engines": rows})
+        if body != self._fleet:
+            self._fleet = body
+            self.fleet_version += 1
+
+    def update(self, tenant: str | None) -> dict[str, Any]:
+        """Returns what changes each second. ``tenant``: None: for an administrator."""
+        live, now = self._live, time.monotonic()
+        pools = live.fleet.pools
+        recent = live.within(NOW_SECONDS, now, tenant)
+        window = min(NOW_SECONDS, max(now - live.began, 1.0))
+        in_flight = live.points[-1].in_flight if live.points else 0
+        shown: dict[str, Any] = {
+            "t": round(time.time(), 3),
+            "tick": live.ticks,
+            "now": _named(point(recent, window, in_flight, time.time())),
+            "requests": self._requests(now, tenant),
+            "events": self._events(now, tenant),
+            "summary": _counts(live, tenant),
+        }
+        if tenant is not None:
+            fresh = live.within(1.0, now, tenant)
+            shown["now"]["in_flight"] = None
+            shown["points"] = [_round(point(fresh, 1.0, 0, time.time()))]
+            return shown
+        shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
+        shown["fleet"] = self.fleet_version
+        shown["guard"] = {pool.name: self._guard_of(pool, now) for pool in pools}
+        shown["engines"] = _columns(pools, live.fleet.unplaced, live.within(MINUTE_SECONDS, now))
+        return shown
+
+    def frames(self, tenant: str | None, known_fleet: int | None) -> tuple[int, bytes]:
+        """Returns the fleet's version and the events of one update.
+
+        Viewers of one kind share the bytes.
+
+        Args:
+            known_fleet: the version that the viewer has; None: a new viewer.
+        """
+        update, parts = self._update(tenant), []
+        if tenant is None and known_fleet != self.fleet_version:
+            body = b'{"version":%d,%b' % (self.fleet_version, self._fleet[1:])
+            parts.append(b"event: fleet\ndata: %b\n\n" % body)
+        if known_fleet is None:
+            parts.append(b"event: history\ndata: %b\n\n" % encode(self.history(tenant)))
+        parts.append(b"event: update\ndata: %b\n\n" % update)
+        return self.fleet_version, b"".join(parts)
+
+    def snapshot(self, tenant: str | None) -> bytes:
+        """Returns everything as one JSON object."""
+        update = self._update(tenant)
+        access = "admin" if tenant is None else "tenant"
+        more = encode({"access": access, "history": self.history(tenant)})
+        static = b'"static":%b,' % self._fleet if tenant is None else b""
+        return b"{%b%b,%b" % (static, more[1:-1], update[1:])
+
+    def _update(self, tenant: str | None) -> bytes:
+        """Returns `update` as JSON, made at most once for each point and tenant."""
+        made = self._made.get(tenant)
+        if made is None or made[0] != self._live.ticks:
+            if len(self._made) > TENANTS_KEPT:  # some of them no longer watch
+                self._made.clear()
+            if tenant is None:
+                self._describe_fleet()
+            made = self._made[tenant] = (self._live.ticks, encode(self.update(tenant)))
+        return made[1]
+
+    def _label(self, pool_index: int, number: int, tenant: str | None) -> str | None:
+        pool = next((pool for pool in self._live.fleet.pools if pool.index == pool_index), None)
+        return pool.labels.label(number, tenant or "") if pool is not None and number else None
+
+    def _requests(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
+        found = [self._running(relay, now, tenant) for relay in self._live.running(RUNNING_SHOWN, tenant)]
+        for each in reversed(self._live.requests):
+            if tenant is not None and each.tenant != tenant:
+                continue
+            found.append(
+                {
+                    "id": self._label(each.pool, each.number, tenant),
+                    "at": round(time.time() - now + each.started, 2),
+                    "request_id": each.request_id,
+                    "model": each.model,
+                    "tenant": each.tenant or None,
+                    "instance": each.instance,
+                    "status": each.status,
+                    "prompt_tokens": each.prompt_tokens,
+                    "cached_tokens": each.cached_tokens,
+                    "predicted": each.predicted,
+                    "output_tokens": each.output_tokens,
+                    "ttft_seconds": _rounded(each.ttft_seconds),
+                    "tpot_seconds": _rounded(each.tpot_seconds),
+                    "seconds": _rounded(each.ended - each.started),
+                }
+            )
+            if len(found) == REQUESTS_SHOWN:
+                break
+        return found
+
+    def _running(self, relay: RequestRunner, now: float, tenant: str | None) -> dict[str, Any]:
+        """Returns a request that has not ended. Its status is null."""
+        execution = relay.execution
+        request, pool = execution.client_request, execution.pool
+        return {
+            "id": pool.labels.label(execution.decision.id, tenant or ""),
+            "at": round(time.time() - now + request.started, 2),
+            "request_id": request.head.request_id,
+            "model": pool.name,
+            "tenant": request.tenant or None,
+            "instance": relay.instance,
+            "status": None,
+            "prompt_tokens": execution.decision.prompt_tokens,
+            "seconds": _rounded(now - request.started),
+        }
+
+    def _events(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
+        found: list[tuple[Pool, ActivityEvent]] = []
+        for pool in self._live.fleet.pools:
+            of_pool = 0
+            for event in reversed(pool.activity.events):
+                if tenant is not None and (event.tenant != tenant or event.kind == "guard"):
+                    continue
+                found.append((pool, event))
+                of_pool += 1
+                if of_pool == EVENTS_SHOWN:
+                    break
+        found.sort(key=lambda each: each[1].at, reverse=True)
+        return [
+            {
+                "at": round(time.time() - now + event.at, 2),
+                "id": self._label(pool.index, event.number, tenant),
+                "model": pool.name,
+                **_event(event),
+            }
+            for pool, event in found[:EVENTS_SHOWN]
+        ]
+
+    def _guard_of(self, pool: Pool, now: float) -> dict[str, Any]:
+        """Returns the guard's counts. They need a copy of all statistics."""
+        at, shown = self._guard.get(pool.name, (-GUARD_SECONDS, {}))
+        if not shown or now - at >= (GUARD_SECONDS if len(pool.engines) > SMALL else 0.9):
+            stats = pool.router.stats()
+            shown = {
+                "on": stats["guard_on"],
+                "suspected": stats["guard_suspected"],
+                "filtering": stats["guard_filtering"],
+            }
+            self._guard[pool.name] = now, shown
+        return shown
+
+
+def event_shown(event: ActivityEvent, decided_at: float) -> dict[str, Any]:
+    """Returns the JSON object of an event in a decision record.
+
+    ``decided_at``: the time of the decision, seconds on the monotonic clock.
+    """
+    return {"after_seconds": round(max(event.at - decided_at, 0.0), 6), **_event(event)}
+
+
+def _event(event: ActivityEvent) -> dict[str, Any]:
+    shown = event._asdict()
+    for name in ("at", "number", "tenant"):
+        del shown[name]
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def _policy(setting: str | dict[str, Any]) -> str:
+    return setting if isinstance(setting, str) else str(setting.get("name") or setting.get("score", setting))
+
+
+def _counts(live: Live, tenant: str | None) -> dict[str, Any]:
+    shown = summary(live.fleet, names=False)
+    counts = {name: shown[name] for name in ("engines", "usable", "modes")}
+    return counts if tenant is not None else {**counts, "models": len(live.fleet.pools)}
+
+
+def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -> None:
+    why = engine.unusable if engine is not None else None
+    state = "usable"
+    if engine is None:
+        state = "removed"
+    elif why is not None:
+        held, ejected = engine.held, engine.healthy and engine.service.state == "EJECTED"
+        state = "draining" if held else "ejected" if ejected else "full" if engine.healthy else "down"
+    elif pool is not None and pool.changes is not None and pool.changes.warms(name):
+        state = "warming"
+    rows["name"].append(name)
+    rows["model"].append(pool.name if pool is not None else None)
+    rows["role"].append(engine.role if engine is not None else None)
+    rows["mode"].append(engine.mode.name if engine is not None and engine.identified else None)
+    rows["state"].append(state)
+    rows["reason"].append(why.reason if why is not None else None)
+
+
+def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[EndedRequest]) -> dict[str, Any]:
+    """Returns the columns of the engines, in the order of `LiveView.fleet`."""
+    cached: defaultdict[tuple[int, str | None], list[int]] = defaultdict(lambda: [0, 0])
+    for each in minute:
+        if each.cached_tokens is not None and each.prompt_tokens:
+            sums = cached[each.pool, each.instance]
+            sums[0] += each.cached_tokens
+            sums[1] += each.prompt_tokens
+    parts: dict[str, list[NDArray[np.float64]]] = {name: [] for name in _COLUMNS}
+    hits: list[float | None] = []
+    running: list[int] = []
+    for pool in pools:
+        columns, names = pool.router.indicators(), pool.router.instances()
+        for name, (indicator, decimals) in _COLUMNS.items():
+            parts[name].append(np.round(columns[indicator], decimals))
+        for name in names:
+            hit, prompt = cached.get((pool.index, name), (0, 0))
+            hits.append(round(hit / prompt, 3) if prompt else None)
+            engine = pool.engines.get(name)
+            running.append(engine.running if engine is not None else 0)
+    absent = np.full(len(unplaced), np.nan)
+    shown: dict[str, Any] = {name: np.concatenate([*each, absent]) for name, each in parts.items()}
+    shown["hit_rate"] = hits + [None] * len(unplaced)
+    shown["running"] = running + [0] * len(unplaced)
+    return shown
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
+def _round(each: Point) -> list[float | None]:
+    return [_rounded(value) for value in each]
+
+
+def _named(each: Point) -> dict[str, Any]:
+    return dict(zip(Point._fields, _round(each), strict=True))

@@ -1,0 +1,85 @@
+// Four charts of the last minutes (uPlot).
+import { clock, element, rate, seconds, share } from "./format.js";
+
+const KEPT = 900;
+const HEIGHT = 130;
+const CHARTS = [
+  { title: "Time to first token", unit: seconds, lines: [["ttft_p50", "p50"], ["ttft_p95", "p95"]] },
+  { title: "Time per output token", unit: seconds, lines: [["tpot_p50", "p50"], ["tpot_p95", "p95"]] },
+  { title: "Requests per second", unit: rate, lines: [["requests_per_second", "ended"], ["errors_per_second", "errors"]] },
+  { title: "Prompt tokens per second", unit: rate, lines: [["prompt_tokens_per_second", "of ended requests"]] },
+  { title: "Output tokens per second", unit: rate, lines: [["output_tokens_per_second", "of ended requests"]] },
+  { title: "Hit rate", unit: share, top: 1, lines: [["hit_rate", "cached share of prompt tokens"]] },
+];
+
+export class Charts {
+  constructor(box) {
+    this.box = box;
+    this.fields = [];
+    this.points = [];
+    this.seconds = 300;
+    this.plots = [];
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.build());
+    new ResizeObserver(() => {
+      for (const { plot, holder } of this.plots) plot.setSize({ width: holder.clientWidth, height: HEIGHT });
+    }).observe(box);
+  }
+
+  // The history replaces points of the same times, so nothing is counted twice after a reconnection.
+  history({ fields, points }) {
+    this.fields = fields;
+    this.add(points);
+    this.build();
+  }
+
+  add(points) {
+    const last = this.points.length ? this.points[this.points.length - 1][0] : 0;
+    for (const point of points) if (point[0] > last + 0.01) this.points.push(point);
+    if (this.points.length > KEPT) this.points.splice(0, this.points.length - KEPT);
+  }
+
+  build() {
+    const style = getComputedStyle(document.documentElement);
+    const color = (name) => style.getPropertyValue(name).trim();
+    for (const { plot } of this.plots) plot.destroy();
+    this.box.replaceChildren();
+    this.plots = CHARTS.map((chart) => {
+      const holder = element("div", { class: "plot" });
+      const heads = chart.lines.map(([, name], i) => element("span", { class: "ab"[i] }, element("i"), name));
+      this.box.append(element("div", { class: "chart" }, element("h3", { text: chart.title }, ...heads), holder));
+      const axis = { stroke: color("--muted"), font: "11px system-ui", grid: { stroke: color("--line"), width: 1 }, ticks: { show: false } };
+      const plot = new uPlot({
+        width: holder.clientWidth || 300,
+        height: HEIGHT,
+        legend: { show: false },
+        cursor: { y: false, points: { show: false } },
+        scales: { y: { range: (_, low, high) => [0, chart.top ?? Math.max(high * 1.1, 1e-6)] } },
+        axes: [
+          { ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
+          { ...axis, size: 52, space: 26, values: (_, ticks) => ticks.map((tick) => chart.unit(tick)) },
+        ],
+        series: [{}, ...chart.lines.map(([, name], i) => ({ label: name, stroke: color(i ? "--b" : "--a"), width: 1.6, spanGaps: false, points: { show: false } }))],
+      }, [[], ...chart.lines.map(() => [])], holder);
+      return { chart, plot, holder };
+    });
+    this.draw();
+  }
+
+  draw() {
+    if (!this.points.length) return;
+    const end = this.points[this.points.length - 1][0];
+    const from = this.points.findIndex((point) => point[0] >= end - this.seconds);
+    const shown = this.points.slice(from);
+    const times = shown.map((point) => point[0]);
+    for (const { chart, plot } of this.plots) {
+      const columns = chart.lines.map(([field]) => {
+        const place = this.fields.indexOf(field);
+        return shown.map((point) => point[place]);
+      });
+      plot.batch(() => {
+        plot.setData([times, ...columns], false);
+        plot.setScale("x", { min: end - this.seconds, max: end });
+      });
+    }
+  }
+}

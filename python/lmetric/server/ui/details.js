@@ -1,0 +1,135 @@
+// The decision record of one request: the sentence, its way across engines, and the alternatives.
+import { element, number, seconds } from "./format.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export class Details {
+  constructor(load) {
+    this.load = load;
+    this.dialog = document.getElementById("details");
+    this.dialog.addEventListener("close", () => { if (location.hash.startsWith("#request=")) history.replaceState(null, "", location.pathname + location.search); });
+    this.dialog.addEventListener("click", (event) => { if (event.target === this.dialog) this.dialog.close(); });
+    addEventListener("hashchange", () => this.open());
+  }
+
+  async open() {
+    if (!location.hash.startsWith("#request=")) return;
+    const id = decodeURIComponent(location.hash.slice("#request=".length));
+    const part = (name) => document.getElementById(name);
+    for (const name of ["timeline", "alternatives", "facts", "record"]) part(name).replaceChildren();
+    part("details-title").textContent = `Request ${id}`;
+    part("because").textContent = "Loading the decision record.";
+    if (!this.dialog.open) this.dialog.showModal();
+    try {
+      const record = await this.load(`debug/decisions/${encodeURIComponent(id)}`);
+      part("details-title").textContent = `Request ${record.request_id ?? id}`;
+      part("because").textContent = record.because[0].toUpperCase() + record.because.slice(1);
+      part("timeline").replaceChildren(...timeline(record));
+      part("alternatives").replaceChildren(...alternatives(record));
+      part("facts").replaceChildren(...facts(record));
+      part("record").textContent = JSON.stringify(record, null, 2);
+    } catch (error) {
+      part("because").textContent = error.message;
+    }
+  }
+}
+
+function svg(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// The parts of a request: engine, kind, and the seconds since the decision at which it starts and ends.
+export function segments(record) {
+  const moves = (record.events ?? []).filter((event) => event.target && ["handoff", "migration", "failover", "retry"].includes(event.kind));
+  if (!moves.length && record.decode_instance && record.handoff_seconds) {
+    moves.push({ kind: "handoff", source: record.tried[0], target: record.decode_instance, after_seconds: record.handoff_seconds });
+  }
+  const first = record.ttft_seconds ?? record.e2e_seconds ?? 0;
+  const end = Math.max(record.e2e_seconds ?? 0, first, ...moves.map((move) => move.after_seconds), 1e-6);
+  const parts = [];
+  let start = 0;
+  if (record.held_seconds) parts.push({ engine: "router", kind: "wait", from: -record.held_seconds, to: 0 });
+  if (record.fetch_instance && record.fetch_seconds) {
+    parts.push({ engine: record.fetch_instance, kind: "fetch", from: 0, to: record.fetch_seconds });
+    start = record.fetch_seconds;
+  }
+  let engine = record.tried?.[0] ?? record.instance;
+  const add = (from, to) => {
+    if (from < first) parts.push({ engine, kind: "prefill", from, to: Math.min(to, first) });
+    if (to > first) parts.push({ engine, kind: "decode", from: Math.max(from, first), to });
+  };
+  for (const move of moves) {
+    add(start, move.after_seconds);
+    start = Math.max(start, move.after_seconds);
+    engine = move.target;
+  }
+  add(start, end);
+  return parts.filter((part) => part.to > part.from);
+}
+
+function timeline(record) {
+  const parts = segments(record);
+  if (!parts.length) return [];
+  const lanes = [...new Set(parts.map((part) => part.engine))];
+  const from = Math.min(...parts.map((part) => part.from)), to = Math.max(...parts.map((part) => part.to));
+  const width = Math.min(Math.max(document.getElementById("timeline").clientWidth, 280), 900), left = width < 500 ? 70 : 110, line = 26, top = 6, height = top + lanes.length * line + 22;
+  const x = (value) => left + ((value - from) / (to - from || 1)) * (width - left - 12);
+  const text = parts.map((part) => `${part.engine}: ${part.kind} from ${seconds(part.from)} to ${seconds(part.to)}`).join("; ");
+  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text });
+  for (let i = 0; i <= 4; i += width < 500 ? 2 : 1) {
+    const value = from + ((to - from) * i) / 4;
+    image.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: height - 18 }));
+    image.append(svg("text", { class: "axis", x: x(value), y: height - 4, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, value < 0 ? `-${seconds(-value)}` : i === 0 ? "0" : seconds(value)));
+  }
+  lanes.forEach((lane, i) => image.append(svg("text", { x: 0, y: top + i * line + 16 }, lane.length > left / 7 ? `${lane.slice(0, left / 7 - 1)}…` : lane)));
+  parts.forEach((part, i) => {
+    const y = top + lanes.indexOf(part.engine) * line + 3;
+    const box = svg("rect", { class: part.kind, x: x(part.from), y, width: Math.max(2, x(part.to) - x(part.from)), height: line - 8, rx: 2 });
+    box.append(svg("title", {}, `${part.engine}: ${part.kind}, ${seconds(part.to - part.from)}`));
+    image.append(box);
+    const before = parts[i - 1];
+    if (before && before.engine !== part.engine) {
+      image.append(svg("line", { class: "link", x1: x(part.from), x2: x(part.from), y1: top + lanes.indexOf(before.engine) * line + line / 2, y2: y + line / 2 - 3 }));
+    }
+  });
+  const names = { wait: "waits", fetch: "prefix fetch", prefill: "to the first token", decode: "decode" };
+  const legend = element("p", { class: "legend" }, ...[...new Set(parts.map((part) => part.kind))].map((kind) => element("span", {}, element("i", { class: kind }), names[kind])));
+  return [image, legend];
+}
+
+function alternatives(record) {
+  const best = record.best ?? [];
+  if (!best.length) return [];
+  const terms = Object.keys(best[0].terms);
+  const most = (values) => Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-12);
+  const tops = [most(best.map((each) => each.score)), ...terms.map((term) => most(best.map((each) => each.terms[term])))];
+  const cell = (value, top) => {
+    const bar = element("b");
+    bar.style.transform = `scaleX(${Math.min(Math.abs(value ?? 0) / top, 1).toFixed(3)})`;
+    return element("td", {}, element("span", { class: "value" }, bar, element("em", { text: number(value) })));
+  };
+  const chosen = record.tried?.[0] ?? record.instance;
+  const head = element("tr", {}, element("th", { text: "engine" }), element("th", { text: `score (${record.prefer === "max" ? "highest" : "lowest"} wins)` }), ...terms.map((term) => element("th", { text: term })));
+  const rows = best.map((each) => element("tr", { class: each.instance === chosen ? "chosen" : "" },
+    element("td", { text: each.instance === chosen ? `${each.instance} ✓` : each.instance }), cell(each.score, tops[0]), ...terms.map((term, i) => cell(each.terms[term], tops[i + 1]))));
+  const more = Object.keys(record.scores ?? {}).length - best.length;
+  const parts = [element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))];
+  if (more > 0) parts.push(element("p", { class: "muted", text: `${number(more)} more ${more === 1 ? "engine" : "engines"} scored worse or had no score.` }));
+  return parts;
+}
+
+const FACTS = [
+  ["outcome", "outcome", String], ["policy", "policy", String], ["prompt tokens", "prompt_tokens", number],
+  ["predicted cached tokens", "predicted_cached_tokens", number], ["cached tokens", "cached_tokens", number],
+  ["output tokens", "output_tokens", number], ["TTFT", "ttft_seconds", seconds], ["end to end", "e2e_seconds", seconds],
+  ["age of the load report", "load_report_age_seconds", seconds], ["priority", "priority", number],
+  ["not split", "split_reason", String], ["no prefix fetch", "fetch_reason", String], ["waited", "held_seconds", seconds],
+];
+
+function facts(record) {
+  return FACTS.filter(([, key]) => record[key] !== undefined && record[key] !== null)
+    .map(([title, key, unit]) => element("div", {}, element("dt", { text: title }), element("dd", { text: unit(record[key]) })));
+}

@@ -1,0 +1,372 @@
+"""The live page's files and data: who sees what, events, limits, slow viewers, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from lmetric.server.http import live as http_live
+from lmetric.server.observe import live
+from lmetric.server.observe.live import EndedRequest, point, quantile
+from server_world import STREAM_HEAD, FakeEngine, World, chunk, event, reset, says, token, world
+from waiting import until
+
+ADMIN = {"authorization": "Bearer root-token"}
+ALICE = {"authorization": "Bearer sk-alice"}
+BOB = {"authorization": "Bearer sk-bob"}
+SSE = {"accept": "text/event-stream"}
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> dict[str, Any]:
+    """API keys of two tenants, and an admin token."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("sk-alice: alice\nsk-bob: bob\n")
+    return {"auth": {"keys_file": str(file)}, "admin": {"token": "root-token"}}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "POINT_SECONDS", 0.1)
+
+
+async def state(it: World, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    status, body = await it.get("/debug/live", headers)
+    assert status == 200, body
+    return dict(orjson.loads(body))
+
+
+async def ticked(it: World, times: int = 2) -> None:
+    shown = it.server.front.live
+    assert shown is not None
+    goal = shown.ticks + times
+    await until(lambda: shown.ticks >= goal, seen=lambda: shown.ticks)
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
+    """The events of a stream."""
+    name = ""
+    async for line in answer.content:
+        if line.startswith(b"event: "):
+            name = line[7:-1].decode()
+        elif line.startswith(b"data: "):
+            yield name, orjson.loads(line[6:])
+
+
+async def over(stream: AsyncIterator[tuple[str, Any]]) -> None:
+    """Waits until a stream ends, whole or broken off."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with asyncio.timeout(5):
+            async for _ in stream:
+                pass
+
+
+async def test_an_administrator_sees_engines_rates_and_requests() -> None:
+    async with world(2, policy="lmetric") as it:
+        it.server.fleet.pools[0].router.report_load("e1", waiting=2, running=3, kv_usage=0.5)
+        await it.post({"model": "tiny", "prompt": "a" * 500})
+        await it.post({"model": "tiny", "prompt": "a" * 500, "stream": True})
+        await ticked(it)
+        shown = await state(it)
+        assert shown["access"] == "admin"
+        assert shown["static"]["engines"]["name"] == ["e0", "e1"]
+        assert shown["static"]["engines"]["state"] == ["usable", "usable"]
+        assert shown["engines"]["batch"][1] == 5
+        assert shown["engines"]["cache"] == [None, 0.5]
+        assert [each["status"] for each in shown["requests"]] == [200, 200]
+        assert shown["requests"][0]["ttft_seconds"] > 0
+        assert shown["requests"][1]["ttft_seconds"] is None  # not a stream
+        assert shown["now"]["requests_per_second"] > 0
+        assert shown["now"]["hit_rate"] == pytest.approx(4 / 20)
+        assert shown["summary"]["usable"] == 2
+        fields = shown["history"]["fields"]
+        ended = sum(row[fields.index("output_tokens_per_second")] for row in shown["history"]["points"])
+        assert ended > 0
+        # The list leads to the records, which say why.
+        status, body = await it.get(f"/debug/decisions/{shown['requests'][0]['id']}")
+        record = orjson.loads(body)
+        assert status == 200
+        assert record["because"].startswith(f"because {record['instance']} had the least new prefill tokens")
+
+
+async def test_answers_without_usage_count_as_the_router_predicted() -> None:
+    without_usage = says(
+        STREAM_HEAD,
+        chunk(token("a")) + chunk(token("b", "length")) + chunk(event(b"[DONE]")) + b"0\r\n\r\n",
+        then="keep",
+    )
+    async with world([FakeEngine(behave=without_usage)], policy="lmetric") as it:
+        body = {"model": "tiny", "prompt": list(range(640)), "stream": True}
+        for _ in range(2):
+            assert (await it.post(body))[0] == 200
+        await ticked(it)
+        second, first = (await state(it))["requests"]
+        assert (first["predicted"], first["prompt_tokens"], first["cached_tokens"]) == (True, 640, 0)
+        assert second["cached_tokens"] > 500
+
+
+async def test_running_requests_are_listed_without_a_status() -> None:
+    async with world(1) as it:
+        it.engines[0].pace = 0.3
+        running = asyncio.create_task(it.post({"model": "tiny", "prompt": "a", "stream": True}))
+        await it.until(lambda: it.in_flight())
+        first = (await state(it))["requests"][0]
+        assert first["status"] is None
+        assert first["instance"] == "e0"
+        await running
+        await ticked(it)
+        assert (await state(it))["requests"][0]["status"] == 200
+
+
+async def test_tenants_see_only_their_own_requests_and_no_engines(closed: dict[str, Any]) -> None:
+    async with world(2, **closed) as it:
+        for key, times in ((ALICE, 2), (BOB, 3)):
+            for _ in range(times):
+                assert (await it.post(headers=key))[0] == 200
+        it.server.fleet.pools[0].activity.note(time.monotonic(), "fetch", 1, "bob", "e0", "e1", "fetched")
+        await ticked(it)
+        everything = await state(it, ADMIN)
+        assert {each["tenant"] for each in everything["requests"]} == {"alice", "bob"}
+        assert len(everything["events"]) == 1
+        for key, name, times in ((ALICE, "alice", 2), (BOB, "bob", 3)):
+            own = await state(it, key)
+            assert own["access"] == "tenant"
+            assert [each["tenant"] for each in own["requests"]] == [name] * times
+            assert len(own["events"]) == (name == "bob")
+            assert own["now"]["in_flight"] is None
+            assert not {"static", "engines", "guard", "fleet"} & own.keys()
+            assert own["history"]["points"] == []
+            assert own["summary"].keys() == {"engines", "usable", "modes"}
+            label = own["requests"][0]["id"]
+            assert (await it.get(f"/debug/decisions/{label}", key))[0] == 200
+            assert (await it.get(f"/debug/decisions/{label}", BOB if key is ALICE else ALICE))[0] == 404
+        for headers in (None, {"authorization": "Bearer wrong"}):
+            assert (await it.get("/debug/live", headers))[0] == 401
+            assert (await it.get("/debug/live", {**SSE, **(headers or {})}))[0] == 401
+
+
+async def test_without_keys_only_the_administrator_sees_the_data() -> None:
+    async with world(1, admin={"token": "root-token"}) as it:
+        assert (await it.get("/debug/live"))[0] == 401
+        assert (await it.get("/debug/live", {"x-tenant": "alice"}))[0] == 401
+        assert (await state(it, ADMIN))["access"] == "admin"
+        assert (await it.get("/ui"))[0] == 200  # the page has no data of its own
+    async with world(1) as it:
+        status, body = await it.get("/debug/live", {"origin": "http://elsewhere.example"})
+        assert status == 403, body
+
+
+async def test_the_stream_sends_the_fleet_only_when_it_changes() -> None:
+    async with world(2) as it, it.client.get(f"{it.url}/debug/live", headers=SSE) as answer:
+        assert answer.content_type == "text/event-stream"
+        stream = events(answer)
+        names = [(await anext(stream))[0] for _ in range(6)]
+        assert names == ["hello", "fleet", "history", "update", "update", "update"]
+        it.server.fleet.pools[0].engines["e1"].draining = True
+        found: dict[str, Any] = {}
+        async for name, data in stream:
+            if name == "fleet":
+                found = data
+                break
+        assert found["engines"]["state"] == ["usable", "draining"]
+        assert found["engines"]["reason"] == [None, "draining"]
+        _, update = await anext(stream)
+        assert update["fleet"] == found["version"]
+
+
+async def test_viewers_are_bounded_and_leave() -> None:
+    async with world(1, ui={"viewers": 2}) as it:
+        shown = it.server.front.live
+        assert shown is not None
+        held = [await it.client.get(f"{it.url}/debug/live", headers=SSE) for _ in range(2)]
+        status, body = await it.get("/debug/live", SSE)
+        assert status == 503
+        assert orjson.loads(body)["error"]["code"] == "too_many_viewers"
+        assert (await it.get("/debug/live"))[0] == 200  # a single look is no viewer
+        for answer in held:
+            answer.close()
+        await until(lambda: shown.viewers == 0, seen=lambda: shown.viewers)
+        async with it.client.get(f"{it.url}/debug/live", headers=SSE) as answer:
+            assert answer.status == 200
+
+
+async def test_a_slow_viewer_misses_updates_and_costs_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as it:
+        shown = it.server.front.live
+        assert shown is not None
+        pool = it.server.fleet.pools[0]
+        for number in range(1000):
+            pool.activity.note(time.monotonic(), "guard", 0, "", None, None, f"{number}" + "x" * 10_000)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", it.server.port))
+        await loop.sock_sendall(
+            client, b"GET /debug/live HTTP/1.1\r\nhost: a\r\naccept: text/event-stream\r\n\r\n"
+        )
+
+        def buffered() -> int:
+            transports = [each.transport for each in it.server.front.connections if each.transport]
+            return sum(each.get_write_buffer_size() for each in transports)
+
+        await until(buffered)  # its socket takes no more
+        waiting = buffered()
+        await ticked(it, 8)
+        assert buffered() <= waiting
+        assert waiting < 2 * len(shown.view.snapshot(None))
+
+        # Once it reads again, it gets the latest update, not the missed ones.
+        missed = shown.ticks
+        async with asyncio.timeout(10):
+            while shown.dropped < 6:
+                await loop.sock_recv(client, 1 << 20)
+        assert shown.ticks - missed < 40
+        monkeypatch.setattr(http_live, "STALLED_SECONDS", 0.3)
+        await until(lambda: shown.viewers == 0, seen=lambda: shown.viewers)
+        client.close()
+
+
+async def test_viewers_do_not_delay_the_end_of_the_router() -> None:
+    async with world(1) as it, it.client.get(f"{it.url}/debug/live", headers=SSE) as answer:
+        stream = events(answer)
+        await anext(stream)
+        began = time.monotonic()
+        await it.server.stop()
+        assert time.monotonic() - began < 1.5
+        await over(stream)
+
+
+async def test_a_reload_with_other_keys_ends_streams_of_removed_keys(closed: dict[str, Any]) -> None:
+    async with (
+        world(1, **closed) as it,
+        it.client.get(f"{it.url}/debug/live", headers={**SSE, **ALICE}) as answer,
+    ):
+        stream = events(answer)
+        await anext(stream)
+        await asyncio.to_thread(Path(closed["auth"]["keys_file"]).write_text, "sk-bob: bob\n")
+        it.server.reload(it.server.config)
+        await over(stream)
+
+
+async def test_files_have_a_strict_policy_and_an_etag() -> None:
+    async with world(1) as it:
+        async with it.client.get(f"{it.url}/ui") as page:
+            text = await page.text()
+            policy = page.headers["content-security-policy"]
+            assert page.content_type == "text/html"
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http:" not in text
+        assert "https:" not in text
+        for name, kind in (
+            ("page.js", "text/javascript"),
+            ("page.css", "text/css"),
+            ("uplot.js", "text/javascript"),
+        ):
+            async with it.client.get(f"{it.url}/ui/{name}") as answer:
+                assert (answer.status, answer.content_type) == (200, kind)
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                tag = answer.headers["etag"]
+            async with it.client.get(f"{it.url}/ui/{name}", headers={"if-none-match": tag}) as again:
+                assert (again.status, await again.read()) == (304, b"")
+        for name in ("README.md", "nothing.js", "..%2fapp.py", "%2e%2e/app.py"):
+            assert (await it.get(f"/ui/{name}"))[0] == 404, name
+
+
+async def test_the_page_can_be_off() -> None:
+    async with world(1, ui={"enabled": False}) as it:
+        assert it.server.front.live is None
+        assert (await it.post())[0] == 200
+        for path in ("/ui", "/ui/page.js", "/debug/live"):
+            status, body = await it.get(path)
+            assert status == 404
+            assert "set ui.enabled: true" in orjson.loads(body)["error"]["message"]
+
+
+async def test_a_retry_is_an_event_and_part_of_the_record() -> None:
+    async with world(2) as it:
+        it.engines[0].behave = it.engines[1].behave = reset
+        it.engines[1].behave = type(it.engines[1])().behave
+        headers = [(await it.post())[1] for _ in range(2)]
+        await ticked(it)
+        shown = [event for event in (await state(it))["events"] if event["kind"] == "retry"]
+        assert [(event["source"], event["target"], event["outcome"]) for event in shown] == [
+            ("e0", "e1", "reset")
+        ]
+        labels = {answer["x-lmetric-decision"] for answer in headers}
+        assert shown[0]["id"] in labels
+        record = orjson.loads((await it.get(f"/debug/decisions/{shown[0]['id']}"))[1])
+        assert [event["kind"] for event in record["events"]] == ["retry"]
+        assert 0 <= record["events"][0]["after_seconds"] <= record["e2e_seconds"]
+        assert "e0 did not serve it, so e1 was next" in record["because"]
+
+
+def ended(number: int, **values: Any) -> EndedRequest:
+    given = {
+        "ended": 10.0,
+        "started": 8.0,
+        "tenant": "",
+        "model": "tiny",
+        "pool": 0,
+        "number": number,
+        "instance": "e0",
+        "status": 200,
+        "first_token_at": None,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "predicted": False,
+        "output_tokens": 0,
+        "request_id": "r",
+    }
+    return EndedRequest(**{**given, **values})
+
+
+def test_points_count_what_engines_reported() -> None:
+    requests = [
+        ended(1, first_token_at=8.5, prompt_tokens=100, cached_tokens=25, output_tokens=4),
+        ended(2, first_token_at=9.0, prompt_tokens=100, output_tokens=11),  # the hit is not known
+        ended(3, status=503),
+        ended(4, status=400),
+    ]
+    got = point(requests, 2.0, 7, 1000.0, more=6)
+    assert got.requests_per_second == 5.0
+    assert got.errors_per_second == 0.5
+    assert got.prompt_tokens_per_second == 100.0
+    assert got.output_tokens_per_second == 7.5
+    assert got.hit_rate == 0.25
+    assert (got.ttft_p50, got.ttft_p95) == (1.0, 1.0)
+    assert (got.tpot_p50, got.tpot_p95) == (0.5, 0.5)
+    assert got.in_flight == 7
+    assert point([], 1.0, 0, 0.0).hit_rate is None
+
+
+def test_quantiles_are_values_that_were_seen() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile([1.0], 0.95) == 1.0
+    assert quantile(list(map(float, range(100))), 0.95) == 95.0
+
+
+async def test_more_requests_than_the_bound_are_counted_without_their_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "NEW_KEPT", 3)
+    monkeypatch.setattr(live, "POINT_SECONDS", 60)
+    async with world(1) as it:
+        for _ in range(5):
+            await it.post()
+        shown = it.server.front.live
+        assert shown is not None
+        shown.tick(time.monotonic())
+        assert len(shown.requests) == 3
+        seconds = shown.points[-1].t and (time.monotonic() - shown.began)
+        assert shown.points[-1].requests_per_second * seconds == pytest.approx(5, rel=0.1)

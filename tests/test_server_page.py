@@ -1,0 +1,158 @@
+"""The live page in Chromium: sizes, themes, keyboard, credentials, updates, many engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
+from server_world import World, world
+
+pytestmark = needs_browser
+UPDATED = "Number(document.documentElement.dataset.updates || 0) >= 2"
+SIZES = [(1920, 1080), (1280, 800), (768, 1024), (390, 844)]
+
+
+@contextlib.asynccontextmanager
+async def traffic(it: World) -> AsyncIterator[None]:
+    """Requests with shared prompt starts, until the end of the block."""
+
+    async def client(number: int) -> None:
+        turn = 0
+        while True:
+            turn += 1
+            prompt = f"system {number % 2} " * 80 + f"turn {turn}"
+            await it.post({"model": "tiny", "prompt": prompt, "stream": True})
+            await asyncio.sleep(0.05)
+
+    tasks = [asyncio.create_task(client(number)) for number in range(3)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await it.settled()
+
+
+async def fits(page: Any) -> None:
+    """Nothing is wider than the window."""
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+async def test_why_a_request_went_to_its_engine() -> None:
+    async with browser() as chromium, world(4, policy="lmetric") as it, traffic(it):
+        load_engines(it)
+        async with open_page(chromium, it.url, viewport={"width": 1280, "height": 800}) as page:
+            await shown(page, UPDATED)
+            await shown(page, "document.querySelectorAll('#list tbody a').length > 3")
+            assert "4 of 4 usable" in await page.inner_text("#counts")
+            assert await page.locator("#rows .row:visible").count() == 4
+            assert await page.locator("#charts canvas").count() == 6
+            assert await page.inner_text("#now dd:first-of-type") != "–"
+            # By keyboard: a request, its reasons, and back.
+            await page.focus("#list tbody a")
+            await page.keyboard.press("Enter")
+            await shown(page, "document.getElementById('because').textContent.startsWith('Because e')")
+            assert "new prefill tokens x batch size" in await page.inner_text("#because")
+            assert await page.locator("#alternatives tr.chosen").count() == 1
+            assert await page.locator("#timeline rect").count() >= 1
+            await page.keyboard.press("Escape")
+            assert not await page.evaluate("document.getElementById('details').open")
+            assert await page.evaluate("location.hash") == ""
+            # The table by keyboard: the second engine is the hot one.
+            await page.focus("#table")
+            await page.keyboard.press("ArrowDown")
+            await page.keyboard.press("ArrowDown")
+            assert (await page.inner_text("#chosen-engine span")).strip() == "e1"
+            assert "e1: usable" in await page.inner_text("#tile-text")
+            assert "Hot: e1" in await page.inner_text("#hot")
+            # Paused, the page stays as it is.
+            await page.keyboard.press("p")
+            before = await page.evaluate("document.documentElement.dataset.updates")
+            await asyncio.sleep(1.3)
+            assert await page.evaluate("document.documentElement.dataset.updates") == before
+
+
+async def test_a_phone_in_the_dark() -> None:
+    async with browser() as chromium, world(4, policy="lmetric") as it, traffic(it):
+        phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
+        async with open_page(chromium, it.url, **phone) as page:
+            await shown(page, UPDATED)
+            await fits(page)
+            dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+            await page.emulate_media(color_scheme="light")
+            assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+            await shown(page, "document.querySelectorAll('#list tbody a').length > 0")
+            await page.tap("#list tbody a")
+            await shown(page, "document.getElementById('because').textContent.startsWith('Because')")
+            await fits(page)
+
+
+async def test_the_page_asks_for_a_token_and_shows_a_tenant_only_its_own(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-alice: alice\nsk-bob: bob\n")
+    closed = {"auth": {"keys_file": str(keys)}, "admin": {"token": "root-token"}}
+    async with browser() as chromium, world(2, **closed) as it:
+        for key in ("sk-alice", "sk-bob", "sk-bob"):
+            await it.post(headers={"authorization": f"Bearer {key}"})
+        async with open_page(chromium, it.url) as page:
+            for token, hidden, requests in (
+                ("wrong", None, 0),
+                ("sk-alice", True, 1),
+                ("root-token", False, 3),
+            ):
+                await shown(page, "!document.getElementById('login').hidden")
+                await page.fill("#token", token)
+                await page.keyboard.press("Enter")
+                if hidden is None:
+                    await shown(page, "document.getElementById('why').textContent.includes('unknown')")
+                    continue
+                await shown(page, UPDATED)
+                await shown(page, f"document.querySelectorAll('#list tbody tr').length === {requests}")
+                assert await page.evaluate("document.getElementById('fleet').hidden") == hidden
+                assert await page.evaluate("Object.keys(localStorage).length") == 0
+                await page.evaluate("sessionStorage.clear()")
+                await page.reload()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engines", [4, 1000])
+async def test_four_sizes(engines: int, tmp_path: Path) -> None:
+    """Four sizes, light and dark. The screenshots stay in the test's folder."""
+    async with browser() as chromium, large_world(engines) as it, traffic(it):
+        load_engines(it)
+        for width, height in SIZES:
+            for scheme in ("light", "dark"):
+                size = {"width": width, "height": height}
+                async with open_page(chromium, it.url, viewport=size, color_scheme=scheme) as page:
+                    await shown(page, UPDATED, 30)
+                    await fits(page)
+                    assert f"of {engines} usable" in (await page.inner_text("#counts")).replace(",", "")
+                    assert "Hot: e1 with batch 40" in await page.inner_text("#hot")
+                    # Only the rows in sight are in the document.
+                    assert await page.locator("#rows .row").count() < 40
+                    file = tmp_path / f"{engines}_{width}_{scheme}.png"
+                    await page.screenshot(path=file, full_page=True)
+                    assert file.stat().st_size > 20_000
+
+
+@pytest.mark.nightly
+async def test_a_thousand_engines_update_within_a_frame_budget() -> None:
+    async with browser() as chromium, large_world(1000) as it, traffic(it):
+        load_engines(it)
+        async with open_page(chromium, it.url, viewport={"width": 1400, "height": 1000}) as page:
+            await shown(page, "Number(document.documentElement.dataset.updates || 0) >= 8", 40)
+            took = float(await page.evaluate("document.documentElement.dataset.updateMilliseconds"))
+            assert took < 250, f"{took} ms for an update"  # a defect, not a slow machine
+            await page.focus("#table")
+            await page.keyboard.press("End")
+            last = await page.inner_text("#chosen-engine span")
+            assert last == "e999"
+            await page.fill("#filter", "e77")
+            await shown(page, "document.getElementById('table').getAttribute('aria-rowcount') === '12'")
