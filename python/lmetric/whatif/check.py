@@ -124,7 +124,7 @@ def check_fit(
         _figure(
             "mean TPOT", "s", recording.tpot_seconds[several],
             [run.tpot_seconds[several] for run, _ in runs], limits.tpot,
-            weights=recording.trace.output_tokens[several] - 1.0,
+            weights=(recording.trace.output_tokens[several] - 1).astype(np.float64),
         ),
     ]  # fmt: skip
     tokens = recording.trace.input_tokens

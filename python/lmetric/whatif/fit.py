@@ -31,8 +31,11 @@ MIN_TIMES = 20  # requests with a TTFT and with a TPOT
 MIN_START = 0.3  # of a constant, relative to the default profile
 MEAN_WEIGHT = 0.5  # of the means, relative to all requests together
 USUAL_ERROR = 0.2  # relative errors beyond it count less and less
-STEPS = (0.7, 0.35, 0.15, 0.07)  # of the logarithms of constants
-MAX_ROUNDS = 6  # over all constants, for each step
+STEPS: Sequence[float] = (0.7, 0.35, 0.15, 0.07, 0.03)  # of the logarithms of constants
+MAX_ROUNDS = 6  # over all directions, for each step
+# Of the search: each constant alone, and pairs of constants that replace each other. The second
+# constant of a pair is the smaller part of the time.
+DIRECTIONS = np.vstack((np.eye(6), [[1, -4, 0, 0, 0, 0], [0, 0, 0, 1, -4, 0]]))
 CLEARLY = 0.97  # a longer step must be better, because short ones fit the same data
 MIN_SECONDS = 1e-12  # of a constant
 
@@ -125,7 +128,7 @@ _REQUEST_SECONDS = 0.005  # start of the last parameter
 def _searched(
     engines: Engines, profile: Profile, cached: bool, logs: Floats, steps: Sequence[float]
 ) -> tuple[float, Floats]:
-    """Lowest cost, and the logarithms of the changes, by a search along one constant at a time.
+    """Lowest cost, and the logarithms of the changes, by a search along `DIRECTIONS`.
 
     Simulated times jump when a constant changes, so that derivatives are of no use.
     """
@@ -134,10 +137,9 @@ def _searched(
         improved, rounds = True, 0
         while improved and rounds < MAX_ROUNDS:
             improved, rounds = False, rounds + 1
-            for index in range(len(found)):
+            for direction in DIRECTIONS:
                 for change in (step, -step):
-                    tried = found.copy()
-                    tried[index] += change
+                    tried = found + change * direction
                     cost = engines.cost(tried, profile, cached)
                     if cost < best * 0.999:
                         best, found, improved = cost, tried, True
