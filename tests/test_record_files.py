@@ -324,3 +324,34 @@ def test_settings_that_contradict_each_other() -> None:
 def test_the_schema_has_a_meaning_for_each_key() -> None:
     for table in (HEADER, FLEET, ENGINE, REQUEST):
         assert all(len(key.meaning) > 5 for key in table.values())
+
+
+async def test_large_fleets_read_the_load_of_few_decisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmetric.server.observe.recorder.SMALL_FLEET", 1)
+    monkeypatch.setattr("lmetric.server.observe.recorder.LOAD_SECONDS", 60.0)
+    async with world(2, records={"path": str(tmp_path)}) as it:
+        for _ in range(3):
+            await it.post()
+        await it.settled()
+        records = recorded(it)
+    assert ["load" in request for request in records.requests] == [True, False, False]
+    assert all("decision" in request for request in records.requests)
+
+
+async def test_routers_with_one_key_share_hashes(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a-secret-of-the-fleet\n")
+    found = []
+    for name, settings in (("a", {"hash_key_file": str(key)}), ("b", {"hash_key_file": str(key)}), ("c", {})):
+        folder = tmp_path / name
+        async with world(1, records={"path": str(folder), **settings}) as it:
+            await it.post({"model": "tiny", "prompt": "x" * 600}, headers={"x-session-id": "s"})
+            await it.settled()
+            records = recorded(it)
+        found.append(
+            (records.headers[0]["key_id"], records.requests[0]["hashes"], records.requests[0]["session"])
+        )
+    assert found[0] == found[1]
+    assert all(one != other for one, other in zip(found[0], found[2], strict=True))

