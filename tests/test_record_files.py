@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import itertools
 import resource
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from lmetric.record_files import (
     hashes_of,
     read_records,
 )
+from lmetric.server.observe import record_writer
 from lmetric.server.observe.record_writer import RecordWriter
 from lmetric.server.observe.recorder import Hasher
 from log_watch import MARKED_PROMPT
-from server_world import FakeEngine, World, reset, world
+from server_world import FakeEngine, World, hang, plain, reset, says, world
 from test_server_process import engine, router
 from waiting import until
 
@@ -107,9 +110,32 @@ async def test_retries_refusals_and_tenants(tmp_path: Path) -> None:
         first, second = recorded(it).requests
     assert (first["tried"], first["retries"], first["request_id"]) == (["e0", "e1"], 1, "id-1")
     assert first["instance"] == "e1"
+    assert "reason" not in first
     assert (second["status"], second["outcome"]) == (502, "reset")
     assert second["reason"]
     assert first["tenant"] == second["tenant"] != "alice"
+
+
+async def test_the_record_of_a_hedge_that_answered_has_its_decision(tmp_path: Path) -> None:
+    engines = [FakeEngine(behave=hang), FakeEngine()]
+    hedging = {"after_seconds": 0.1, "budget_ratio": 1.0}
+    async with world(engines, records={"path": str(tmp_path)}, hedging=hedging) as it:
+        assert (await it.post({"model": "tiny", "prompt": "abc", "stream": True}))[0] == 200
+        await it.settled()
+        (line,) = recorded(it).requests
+    assert (line["instance"], line["hedged"], line["outcome"]) == ("e1", True, "finished")
+    assert line["decision"] == 2
+
+
+async def test_the_words_of_an_engine_are_in_no_record(tmp_path: Path) -> None:
+    said = plain(500, {"error": {"message": f"cannot serve {MARKED_PROMPT}"}})
+    engines = [FakeEngine(behave=says(said, then="keep")) for _ in range(2)]
+    async with world(engines, records={"path": str(tmp_path)}) as it:
+        assert (await it.post({"model": "tiny", "prompt": "abc"}))[0] >= 500
+        await it.settled()
+        (line,) = recorded(it).requests
+    assert "status 500" in line["reason"]
+    assert MARKED_PROMPT.encode() not in content(tmp_path)
 
 
 async def test_sessions_are_sampled_whole(tmp_path: Path) -> None:
@@ -206,6 +232,25 @@ def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 300))
     assert 0 < kept[0] < 300
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", len(data))
+
+    monkeypatch.setattr(record_writer, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(RecordWriter, "_write", refuse)
+    writer = writer_of(tmp_path)
+    writer.start()
+    for number in range(5):
+        writer.put(request_line(number), 0)
+        before = writer.outcomes["disk"]
+        deadline = time.monotonic() + 5
+        while writer.outcomes["disk"] == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+    writer.close()
+    assert writer.outcomes["disk"] == 5
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_disk_fills_the_queue_and_delays_nobody(tmp_path: Path) -> None:

@@ -140,8 +140,21 @@ async def test_each_attempt_has_a_span() -> None:
         assert [span.error for span in attempts] == [True, False]
         (segment,) = [span for span in spans.spans if span.name == "lmetric.segment"]
         assert {span.parent for span in attempts} == {segment.id}
+        (server,) = [span for span in spans.spans if span.kind == SERVER]
+        assert not server.error
         ids = [engine.requests[-1].headers["traceparent"].split("-")[2] for engine in w.engines]
         assert ids == [span.id for span in attempts]
+
+
+async def test_an_attempt_without_a_connection_has_a_span() -> None:
+    async with receiver() as spans, world(2, tracing={"endpoint": spans.url}) as w:
+        await w.engines[0].stop()
+        with capture_logs() as logs:
+            assert (await w.post(STREAM))[0] == 200
+            await until(lambda: len(spans.spans) == 5)
+        attempts = [span for span in spans.spans if span.kind == CLIENT]
+        assert [span.attributes.get("error.type") for span in attempts] == ["refused", None]
+        assert [line for line in logs if "internal error" in line["event"]] == []
 
 
 async def test_each_segment_has_a_span() -> None:

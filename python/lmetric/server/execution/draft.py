@@ -20,3 +20,4 @@ class Draft(Struct, gc=False):
     router: Router | None = None  # None: the request was never routed
     decision: Decision | None = None
     load: dict[str, float] | None = None
+    hedged: bool = False  # the decision is that of a hedge, which answered

@@ -1340,6 +1340,8 @@ class RequestExecution(Progress):
         started answer or as its whole answer.
         """
         self._enter(event, "DONE")
+        if failure is None and error is None and event != "ABORTED":
+            self.reason = ""  # another engine has answered
         if error is not None and self.committed:
             self._acts.append(BreakOff(error))
             error = None

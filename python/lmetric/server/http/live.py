@@ -95,7 +95,8 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     if "text/event-stream" not in request.headers.get("accept", "") or request.method == "HEAD":
         body = shown.view.snapshot(tenant)
         return web.Response(body=body, content_type="application/json", headers=headers)
-    limit = front.config.ui.viewers
+    # Tenants leave places for the administrator.
+    limit = front.config.ui.viewers if tenant is None else (front.config.ui.viewers + 1) // 2
     if shown.viewers >= limit:
         raise ApiError(
             503,

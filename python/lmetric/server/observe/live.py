@@ -14,9 +14,13 @@ from collections import deque
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
+import structlog
+
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
+
+log = structlog.get_logger("lmetric.live")
 
 POINT_SECONDS = 1.0
 POINTS_KEPT = 900  # 15 minutes
@@ -231,7 +235,10 @@ class Live:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(POINT_SECONDS)
-            self.tick(time.monotonic())
+            try:
+                self.tick(time.monotonic())
+            except Exception:  # a defect here must not freeze the page or the end of the server
+                log.exception("an update of the live page failed")
 
 
 def _request(relay: RequestRunner) -> ClientRequest:

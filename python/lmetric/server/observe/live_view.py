@@ -94,6 +94,8 @@ class LiveView:
         pools = live.fleet.pools
         recent = live.within(NOW_SECONDS, now, tenant)
         window = min(NOW_SECONDS, max(now - live.began, 1.0))
+        if len(live.requests) == live.requests.maxlen:  # older ones were dropped
+            window = min(window, max(now - live.requests[0].ended, 1e-3))
         in_flight = live.points[-1].in_flight if live.points else 0
         shown: dict[str, Any] = {
             "t": round(time.time(), 3),

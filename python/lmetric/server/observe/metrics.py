@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.process_collector import ProcessCollector
 
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.admission import admission_metrics
 from lmetric.server.observe.build import build_metrics
 from lmetric.server.observe.exposition import OPENMETRICS, TEXT, render, wants_openmetrics
@@ -186,12 +187,11 @@ class Metrics:
         yield from self._process.collect()
 
     def _routers(self) -> Iterator[Metric | None]:
-        stats = [(pool, cast(dict[str, Any], pool.router.stats())) for pool in self.fleet.pools]
+        stats = [(pool, _without_hedges(pool)) for pool in self.fleet.pools]
         for name, text in _TOTALS.items():
             counter = CounterMetricFamily(f"lmetric_{name}", text.capitalize(), labels=("model",))
             for pool, values in stats:
-                value = values[_NAMED.get(name, name)] - pool.hedging.uncounted.get(name, 0)
-                counter.add_metric((pool.name,), value)
+                counter.add_metric((pool.name,), values[_NAMED.get(name, name)])
             yield counter
         fallbacks = CounterMetricFamily(
             "lmetric_policy_fallbacks",
@@ -208,7 +208,7 @@ class Metrics:
         )
         for pool, values in stats:
             for kind, count in values["failed"].items():
-                failed.add_metric((pool.name, kind), count - pool.hedging.uncounted.get(kind, 0))
+                failed.add_metric((pool.name, kind), count)
         yield failed
         yield from self._tokenizers()
         for name, text in _GAUGES.items():
@@ -245,3 +245,14 @@ class Metrics:
                 text.add_metric((pool.name, "new"), stats["new_bytes"])
                 memory.add_metric((pool.name,), stats["bytes"])
         yield from (as_text, text, memory)
+
+
+def _without_hedges(pool: Pool) -> dict[str, Any]:
+    """Returns the core router's statistics without what it counted for hedges. It reads both at
+    once, so that no total falls."""
+    values = cast(dict[str, Any], pool.router.stats())
+    failed = dict(values["failed"])
+    for name, count in pool.hedging.uncounted.items():
+        own = failed if name in failed else values
+        own[name] -= count
+    return values | {"failed": failed}

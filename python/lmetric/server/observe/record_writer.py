@@ -131,6 +131,10 @@ class RecordWriter:
             self._append(b"".join(lines))
         except OSError as error:
             self._fail(error, len(lines))
+        except Exception:  # a defect here must not end the thread
+            self._close_file()
+            self.count_error()
+            self.outcomes["error"] += len(lines) - 1
         else:
             self.outcomes["written"] += len(lines)
             if self._failed:
@@ -160,7 +164,12 @@ class RecordWriter:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 18)
         self._size = 0
-        self._write(b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
+        try:
+            self._write(b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
+        except OSError:
+            self._close_file()
+            path.unlink(missing_ok=True)  # else each try on a full disk would leave a file
+            raise
 
     def _delete_oldest(self) -> None:
         """Deletes the oldest files until one more fits into the total size."""

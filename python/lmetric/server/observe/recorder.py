@@ -22,6 +22,7 @@ from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_files import SCHEMA_VERSION
 from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.record_writer import Line, RecordWriter
@@ -161,6 +162,10 @@ class Recorder:
         relay: InFlightRequest | None,
     ) -> None:
         started = client_request.started
+        if isinstance(relay, RequestRunner) and draft.decision is not None:
+            decision = relay.execution.decision
+            if decision.id != draft.decision.id:  # its hedge answered
+                draft.decision, draft.load, draft.hedged = decision, None, True
         usage = relay.usage if relay is not None else None
         first = usage.first_token_at if usage is not None else None
         self.writer.put(
@@ -172,7 +177,8 @@ class Recorder:
                 client_request.tenant,
                 client_request.head.request_id if self._config.request_ids else "",
                 status,
-                relay.reason if relay is not None else "",
+                # Without the engine's words, which may repeat the prompt.
+                relay.reason.partition(": ")[0] if relay is not None else "",
                 relay.instance if relay is not None else None,
                 pool.block_size,
                 pool.settings.text_block_bytes,
@@ -235,6 +241,7 @@ class Recorder:
             "output_tokens": ended.output_tokens,
             "e2e_seconds": round(ended.e2e_seconds, 6),
         }
+        line["hedged"] = draft.hedged or None
         line |= self._hashes(ended)
         first, further = ended.ttft_seconds, ended.output_tokens - 1
         if first is not None:

@@ -59,8 +59,10 @@ class TracedAttempt(EngineAttempt):
 
     def outcome(self) -> str | None:
         """Returns the `error.type` of a whole answer; None: it is good."""
-        status = self.reader.status
-        return "engine_error" if self.error else str(status) if status >= 500 else None
+        reader = getattr(self, "reader", None)
+        if reader is None:  # it was never sent
+            return "cancelled"
+        return "engine_error" if self.error else str(reader.status) if reader.status >= 500 else None
 
     def _close(self) -> None:
         self.end_span(self.outcome())
