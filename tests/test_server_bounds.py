@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_while_it_uploads_leaves_no_traceback(as_json
                 taken = functools.partial(lambda n: w.server.front.requests_count > n, number)
                 await w.until(taken)
             await w.until(lambda: not w.server.front.connections)
-        assert w.server.metrics.requests["", "", 499] == 2
+        assert w.server.metrics.requests.requests["", "", 499] == 2
     text = log.getvalue()
     assert "Traceback" not in text
     assert "exception" not in text

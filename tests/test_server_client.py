@@ -162,7 +162,7 @@ async def test_refusals_keep_the_connection() -> None:
             assert "connection" not in fields
             assert expected == 200 or orjson.loads(got)["error"]["message"]
         assert through_aiohttp(w) == 2, "the unknown path and the wrong method"
-        codes = {code: count for (_, _, code), count in w.server.metrics.requests.items()}
+        codes = {code: count for (_, _, code), count in w.server.metrics.requests.requests.items()}
         assert codes == {400: 1, 404: 1, 200: 1}
 
 
@@ -239,7 +239,7 @@ async def test_malformed_http_gets_an_error_object_and_the_connection_closes(
             assert fields["x-request-id"]
             assert says_so in error.pop("message")
             assert error == {"type": "invalid_request_error", "param": None, "code": None}
-        assert w.server.metrics.requests == {("", "", 400): 3, ("tiny", "", 200): 1}
+        assert w.server.metrics.requests.requests == {("", "", 400): 3, ("tiny", "", 200): 1}
         assert [request.headers["x-request-id"] for request in w.engines[0].requests] == ["before"]
         await w.until(lambda: not w.server.front.connections)
     assert not caplog.records
@@ -372,7 +372,7 @@ async def test_a_client_that_closes_its_half_has_left() -> None:
         c.writer.write_eof()
         assert await c.closed() == b""
         await w.until(lambda: w.engines[0].left == 1)
-        assert list(w.server.metrics.requests) == [("tiny", "", 499)]
+        assert list(w.server.metrics.requests.requests) == [("tiny", "", 499)]
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ async def test_a_client_that_leaves_while_its_engine_is_connected_to(monkeypatch
             await asyncio.wait_for(started.wait(), 2)
             assert w.in_flight() == 1
         await w.settled()
-        assert list(w.server.metrics.requests) == [("tiny", "", 499)]
+        assert list(w.server.metrics.requests.requests) == [("tiny", "", 499)]
         assert w.server.fleet.pools[0].router.stats()["failed"]["cancelled"] == 1
 
 

@@ -274,7 +274,7 @@ async def test_a_client_that_leaves_stops_the_engine() -> None:
             await w.settled()
             failed = w.server.fleet.pools[0].router.stats()["failed"]
             assert failed == {kind: int(kind == "cancelled") for kind in failed}
-            assert list(w.server.metrics.requests) == [("tiny", "", 200 if body else 499)]
+            assert list(w.server.metrics.requests.requests) == [("tiny", "", 200 if body else 499)]
             assert w.server.fleet.pools[0].engines["e0"].failures == 0
 
 

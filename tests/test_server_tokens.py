@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
         await asyncio.sleep(0.05)
         assert not asked(w)
         assert w.in_flight() == 0
-        assert w.server.metrics.requests["tiny", "", 499] == 1
+        assert w.server.metrics.requests.requests["tiny", "", 499] == 1
 
 
 async def test_a_prompt_that_waits_too_long_ends_at_the_longest_duration(
