@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_trace(requests: int = 400, rate: float = 7.0, seed: int = 1) -> Trace:
+def make_trace(requests: int = 400, rate: float = 7.0, seed: int = 1, answer_tokens: float = 60) -> Trace:
     """Prompts with shared beginnings: forty families of 1,600 to 6,400 tokens."""
     rng = np.random.default_rng(seed)
     family = rng.integers(0, 40, requests)
@@ -36,7 +36,7 @@ def make_trace(requests: int = 400, rate: float = 7.0, seed: int = 1) -> Trace:
         name="test",
         arrival_seconds=np.cumsum(rng.exponential(1 / rate, requests)),
         input_tokens=(shared + own) * 16 + rng.integers(0, 16, requests),
-        output_tokens=2 + rng.geometric(1 / 60, requests),
+        output_tokens=2 + rng.geometric(1 / answer_tokens, requests),
         hash_offsets=np.concatenate(([0], np.cumsum(shared + own))).astype(np.int64),
         hash_ids=np.concatenate(lists),
         block_tokens=16,

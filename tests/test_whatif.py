@@ -17,7 +17,7 @@ from lmetric.cli.app import build
 from lmetric.record_files import read_records
 from lmetric.sim.run import Run
 from lmetric.sim.traces import Trace
-from lmetric.whatif import Recording, WhatIfError, fit_engine, recording_of
+from lmetric.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
 from record_world import PROFILE, make_trace, simulated, write_records
 from test_server_process import router
 
@@ -70,6 +70,19 @@ def test_the_fit_finds_the_engines_constants(tmp_path: Path, trace: Trace, run: 
 
     assert prefill(found, 4000) == pytest.approx(prefill(PROFILE, 4000), rel=0.1)
     assert found.cache_blocks == PROFILE.cache_blocks
+
+
+def test_the_fit_counts_the_load_of_later_requests(tmp_path: Path) -> None:
+    """Most requests of the fit end long after it, beside requests that the fit does not compare."""
+    trace = make_trace(requests=200, rate=12.0, answer_tokens=500)
+    run = simulated(trace, "round_robin")
+    assert np.median(run.e2e_seconds) > 0.5 * trace.arrival_seconds[-1]
+    write_records(tmp_path, trace, run)
+    found = recorded(tmp_path)
+    fit = fit_engine(found, max_batch_tokens=PROFILE.max_batch_tokens)
+    assert fit.tpot_error < 0.05
+    assert fit.profile.fixed_seconds == pytest.approx(PROFILE.fixed_seconds, rel=0.15)
+    assert check_fit(found, fit).good
 
 
 def call(*words: str) -> Any:

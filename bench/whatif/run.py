@@ -1,10 +1,12 @@
 """Compares the ranking of `whatif` with real runs of the same policies.
 
 Each policy serves the same trace on embedded engines, once per seed, and writes records. `whatif`
-gets the records of one run alone. Its ranking must have the same best policy as the real runs, and
-the same order of every pair of policies whose ranges do not overlap.
+gets the records of one run alone, in turn of each policy in `--recorded`. Its ranking must have the
+same best policy as the real runs, and the same order of every pair of policies whose ranges do not
+overlap.
 
 python bench/whatif/run.py --out /tmp/whatif.json
+python bench/whatif/run.py --engines 8 --trace slice --speed 2 --out /tmp/overload.json
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ def write_trace(path: Path, requests: int, rate: float, seed: int = 1) -> None:
     path.write_bytes(b"".join(lines))
 
 
-async def serve(policy: str, seed: int, engines: int, trace: Path, folder: Path) -> None:
-    """Serves the trace under a policy, with records in ``folder``."""
+async def serve(policy: str, seed: int, engines: int, replay_words: list[str], folder: Path) -> None:
+    """Serves a trace under a policy, with records in ``folder``. ``replay_words``: its flags."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
     flags = ["--embedded", str(engines), "--policy", policy, "--records", str(folder), "--experimental"]
     router = await asyncio.create_subprocess_exec(
@@ -76,7 +78,7 @@ async def serve(policy: str, seed: int, engines: int, trace: Path, folder: Path)
             if b'"listening"' in line:
                 url = orjson.loads(line)["url"]
         reader = asyncio.create_task(router.stderr.read())
-        words = ("replay", "--trace", str(trace), "--target", url)
+        words = ("replay", *replay_words, "--target", url)
         replay = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -143,44 +145,65 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--recorded", default="round_robin", help="the policy whose records whatif gets")
+    parser.add_argument("--recorded", default="round_robin", help="policies whose first run whatif gets")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--rate", type=float, default=7.0, help="requests per second")
+    parser.add_argument("--rate", type=float, default=7.0, help="requests per second of the made trace")
+    parser.add_argument("--trace-seed", type=int, default=1, help="of the made trace")
+    parser.add_argument("--trace", help="a trace of replay, instead of the made one")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     flags = parser.parse_args()
     policies = flags.policies.split(",")
     with tempfile.TemporaryDirectory(prefix="lmetric-") as name:
         folder = Path(name)
-        trace = folder / "trace.jsonl"
-        write_trace(trace, flags.requests, flags.rate)
+        trace = flags.trace or str(folder / "trace.jsonl")
+        if not flags.trace:
+            write_trace(Path(trace), flags.requests, flags.rate, flags.trace_seed)
+        words = ["--trace", trace, "--requests", str(flags.requests), "--speed", str(flags.speed)]
         scores: dict[str, list[float]] = {}
         for seed in range(flags.seeds):
             for policy in policies:
                 own = folder / f"{policy}-{seed}"
-                await serve(policy, seed, flags.engines, trace, own)
+                await serve(policy, seed, flags.engines, words, own)
                 scores.setdefault(policy, []).append(score(own))
                 print(f"{policy}, seed {seed}: {scores[policy][-1] * 1e3:.1f} ms", file=sys.stderr)
-        told = await ranking(folder / f"{flags.recorded}-0", policies, flags.seeds)
-    real = relative(scores)
+        real = relative(scores)
+        whatifs = {}
+        for recorded in flags.recorded.split(","):
+            told = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
+            whatifs[recorded] = compared(recorded, real, told)
+    if flags.out:
+        made = {
+            "machine": machine(),
+            "command": f"python bench/whatif/run.py {' '.join(sys.argv[1:])}",
+            "score": "geometric mean of mean TTFT and mean TPOT, s; real and whatif are relative to the best",
+            "real": real,
+            "whatif": whatifs,
+            "scores": scores,
+        }
+        flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def compared(recorded: str, real: dict[str, Span], told: dict[str, Any]) -> dict[str, Any]:
+    """Prints one ranking of `whatif` next to the real runs, and returns it."""
     simulated = {place["policy"]: tuple(place["score"]) for place in told.get("ranking", [])}
-    print(f"{'policy':20} {'real':>22} {'whatif':>22}")
+    print(f"\n{f'records of {recorded}':24} {'really run':>22} {'whatif':>22}")
     for policy in sorted(real, key=lambda name: real[name][0]):
         texts = [
-            f"{span[0]:.2f} ({span[1]:.2f} to {span[2]:.2f})" if span else "-"
+            f"{span[0]:.2f} ({span[1]:.2f} to {span[2]:.2f})" if span else "refused"
             for span in (real[policy], simulated.get(policy))
         ]
-        print(f"{policy:20} {texts[0]:>22} {texts[1]:>22}")
+        print(f"{policy:24} {texts[0]:>22} {texts[1]:>22}")
     for figure in told["fit"]["figures"]:
         print(f"fit: {figure['name']} {figure['error']:+.1%}")
-    same, wrong = agreement(real, simulated)
-    print(
-        f"same best policy: {'yes' if same else 'no'}; pairs in another order: {', '.join(wrong) or 'none'}"
-    )
-    if flags.out:
-        made = {"machine": machine(), "real": real, "whatif": simulated, "fit": told["fit"], "scores": scores}
-        flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
+    result: dict[str, Any] = {"policies": simulated, "fit": told["fit"]}
+    if simulated:
+        same, wrong = agreement(real, simulated)
+        print(f"same best policy: {'yes' if same else 'no'}; pairs in another order: {wrong or 'none'}")
+        result |= {"same_best": same, "pairs_in_another_order": wrong}
+    return result
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ simulated and recorded times agree. So the fit does not depend on the policy tha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -156,6 +158,18 @@ def _with(profile: Profile, logs: Floats) -> tuple[Profile, float]:
     return profile.model_copy(update=constants), _REQUEST_SECONDS * float(factors[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """The requests of one engine, by their ``places`` in the recording.
+
+    Times of ``judged`` requests are compared. The others came while those ran: part of the load.
+    """
+
+    work: Workload
+    places: NDArray[np.int64]
+    judged: NDArray[np.bool_]
+
+
 class Engines:
     """The first requests of each engine, prepared for simulations of that engine alone."""
 
@@ -163,36 +177,42 @@ class Engines:
         used = min(round(FIT_SHARE * len(recording)), MAX_FIT_REQUESTS)
         self.requests = used
         self._recording = recording
-        self._parts: list[tuple[Workload, NDArray[np.int64]]] = []
+        self._engines: list[_Engine] = []
         trace = recording.trace
         arrivals = trace.arrival_seconds + recording.held_seconds
+        ends = trace.arrival_seconds + recording.e2e_seconds
         for engine in range(len(recording.engines)):
-            own = np.flatnonzero(recording.instance[:used] == engine)
-            if not len(own):
+            own = np.flatnonzero(recording.instance == engine)
+            judged = own[own < used]
+            if not len(judged):
                 continue
-            own = own[np.argsort(arrivals[own], kind="stable")]
-            part = replace(trace.take(own), arrival_seconds=np.sort(arrivals[own]))
-            self._parts.append((prepare(part, _blocks_of(recording)), own))
+            others = own[(own >= used) & (arrivals[own] < np.nanmax(ends[judged]))]
+            places = np.concatenate((judged, others))
+            order = np.argsort(arrivals[places], kind="stable")
+            places = places[order]
+            part = replace(trace.take(places), arrival_seconds=arrivals[places])
+            self._engines.append(_Engine(prepare(part, _blocks_of(recording)), places, places < used))
 
-    def runs(self, profile: Profile, cached: bool) -> list[tuple[Run, NDArray[np.int64]]]:
-        """The simulation of each engine alone, and the requests' places in the recording."""
-        return [
-            (
-                simulate(work, policy="round_robin", instances=1, profile=profile, **engine_settings(cached)),
-                own,
-            )
-            for work, own in self._parts
-        ]
+    def runs(self, profile: Profile, cached: bool) -> list[tuple[Run, _Engine]]:
+        """The simulation of each engine alone, with its requests."""
+        settings = engine_settings(cached)
+
+        def run(engine: _Engine) -> tuple[Run, _Engine]:
+            made = simulate(engine.work, policy="round_robin", instances=1, profile=profile, **settings)
+            return made, engine
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(run, self._engines))
 
     def times(self, profile: Profile, request_seconds: float, cached: bool) -> list[tuple[Floats, Floats]]:
         """Simulated and recorded seconds: of TTFT, and of TPOT, of the requests with each."""
         ttft: list[tuple[Floats, Floats]] = []
         tpot: list[tuple[Floats, Floats]] = []
-        for run, own in self.runs(profile, cached):
-            held = self._recording.held_seconds[own]
-            simulated = run.first_token_seconds - run.arrival_seconds + request_seconds
-            ttft.append((simulated, self._recording.ttft_seconds[own] - held))
-            tpot.append((run.tpot_seconds, self._recording.tpot_seconds[own]))
+        for run, engine in self.runs(profile, cached):
+            own, places = engine.judged, engine.places[engine.judged]
+            simulated = (run.first_token_seconds - run.arrival_seconds)[own] + request_seconds
+            ttft.append((simulated, (self._recording.ttft_seconds - self._recording.held_seconds)[places]))
+            tpot.append((run.tpot_seconds[own], self._recording.tpot_seconds[places]))
         found = []
         for parts in (ttft, tpot):
             made, real = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
@@ -233,8 +253,8 @@ def _cached_answers(recording: Recording, engines: Engines, profile: Profile) ->
     distances = []
     for cached in (True, False):
         runs = engines.runs(profile, cached)
-        real = sum(float(recording.cached_tokens[own][known[own]].sum()) for _, own in runs)
-        hits = sum(float(run.hit_tokens[known[own]].sum()) for run, own in runs)
+        real = sum(float(recording.cached_tokens[each.places][known[each.places]].sum()) for _, each in runs)
+        hits = sum(float(run.hit_tokens[known[each.places]].sum()) for run, each in runs)
         distances.append(abs(hits - real))
     return distances[0] <= distances[1]
 
