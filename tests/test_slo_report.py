@@ -102,13 +102,18 @@ def test_the_smallest_change_that_meets_the_target(tmp_path: Path, trace: Trace,
         "2",
         "--max-batch-tokens",
         "4096",
+        "--roles",
+        "2P2D",
+        "--transfer",
+        "none",
     ]
     done = call(str(tmp_path), *words, "--html", str(page), "--json", str(data))
     assert done.exit_code == 0, done.output
     told = json.loads(data.read_bytes())
     assert told["whole"]["met"] < 0.9
     sizes = [option["instances"] for option in told["options"]]
-    assert sizes[:2] == [4, 4]
+    assert sizes[:4] == [4] * 4
+    assert [option["fleet"] for option in told["options"][:4]] == ["4 engines"] * 2 + ["4 engines (2P2D)"] * 2
     # It stops at the first size with an option that is good enough.
     enough = [option for option in told["options"] if option["enough"]]
     assert enough

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from lmetric.cli import main
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
-from lmetric.sim.run import Run
+from lmetric.sim.run import Run, simulate
 from lmetric.sim.traces import Trace
 from lmetric.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
-from record_world import PROFILE, make_trace, simulated, write_records
+from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 from test_server_process import router
 
 QUICK = ("--max-batch-tokens", "4096")  # one size of steps to fit
@@ -136,6 +136,35 @@ def test_a_poor_fit_is_refused_with_its_numbers(
     done = call(str(tmp_path), "--policy", "vllm", "--max-error", "0.9", *QUICK)
     assert done.exit_code == 0
     assert "Simulated on 4 engines" in done.output
+
+
+def test_pools_are_simulated_in_place_of_the_whole_engines(tmp_path: Path, trace: Trace, run: Run) -> None:
+    """The figures of 2P2D are those of the true engines as pools."""
+    write_records(tmp_path, trace, run)
+    out = tmp_path / "out.json"
+    pools = ("--roles", "2P2D", "--kv-bytes-per-token", "98304", "--transfer", "25")
+    done = call(str(tmp_path), "--policy", "lmetric", "--seeds", "1", "--json", str(out), *pools, *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "Simulated on 4 engines (2P2D)" in done.output
+    truth = simulate(trace, policy="lmetric", roles="2P2D", transfer="25", **SETTINGS | {"instances": None})
+    told = {each["policy"]: each for each in json.loads(out.read_bytes())["runs"]}["lmetric"]
+    assert told["tpot_seconds"]["mean"] == pytest.approx(np.nanmean(truth.tpot_seconds[40:]), rel=0.15)
+    assert told["ttft_seconds"]["mean"] == pytest.approx(np.nanmean(truth.ttft_seconds[40:]), rel=0.25)
+    assert told["tpot_seconds"]["mean"] < 0.9 * np.nanmean(simulated(trace, "lmetric").tpot_seconds[40:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--roles", "2P2D"], "the time of KV transfers needs --kv-bytes-per-token"),
+        (["--roles", "2P2D", "--instances", "8"], "the pools are the engines: omit --instances"),
+        (["--transfer", "25"], "needs --roles with pools"),
+    ],
+)
+def test_wrong_pools(tmp_path: Path, words: list[str], message: str) -> None:
+    done = call(str(tmp_path), *words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
 
 
 def sessions(index: int, line: dict[str, Any]) -> None:

@@ -7,20 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from lmetric.cli.help import BASIC, RESULTS
+from lmetric.cli.help import BASIC, DISAGGREGATION, RESULTS
 from lmetric.cli.options import check_file
 from lmetric.cli.whatif import (
     CacheBlocks,
     Jobs,
     Json,
+    KvBytesPerToken,
     MaxBatchTokens,
     MaxError,
     MaxSequences,
     Model,
     RecordPaths,
     Seeds,
+    TransferRate,
     chosen,
     fitted,
+    fleets,
 )
 
 
@@ -46,6 +49,17 @@ def command(
             rich_help_panel=BASIC,
         ),
     ] = None,
+    roles: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="3P5D",
+            help="Prefill and decode pools to simulate, too; repeatable.",
+            show_default="none",
+            rich_help_panel=DISAGGREGATION,
+        ),
+    ] = None,
+    transfer: TransferRate = None,
+    kv_bytes_per_token: KvBytesPerToken = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate/--no-simulate", help="Simulate changes.", rich_help_panel=RESULTS),
@@ -89,6 +103,7 @@ def command(
     to_stdout = json_ is not None and str(json_) == "-"
     check_file("--html", html)
     check_file("--json", None if to_stdout else json_)
+    pools = fleets(roles or [], transfer, kv_bytes_per_token)
     found = read_records(list(records))
     for text in found.notes:
         note(f"note: {text}")
@@ -105,8 +120,11 @@ def command(
                 batch=max_batch_tokens,
                 sequences=max_sequences,
                 blocks=cache_blocks,
+                kv_bytes=kv_bytes_per_token,
             )
-            report = simulate_options(report, recording, fit, check, choices, seeds=seeds, jobs=jobs)
+            report = simulate_options(
+                report, recording, fit, check, choices, fleets=pools, seeds=seeds, jobs=jobs
+            )
         except WhatIfError as error:
             report = replace(report, why_none=str(error))
     if html is not None:
@@ -137,11 +155,11 @@ def _print(report: Any) -> None:
         body = [
             [
                 each.policy,
-                f"{each.instances}",
+                each.fleet,
                 f"{each.met[0]:.1%}",
                 f"{each.met[1]:.1%}",
                 f"{each.met[2]:.1%}",
             ]
             for each in report.options
         ]
-        print_table(["simulated policy", "engines", "within SLO", "least", "most"], body)
+        print_table(["simulated policy", "fleet", "within SLO", "least", "most"], body)

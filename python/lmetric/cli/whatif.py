@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmetric.cli.help import BASIC, ENGINES, RESULTS, TRACE
+from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
 from lmetric.cli.options import SloTpot, SloTtft, check_file
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result
     from lmetric.whatif import EngineFit, FitCheck, Limits, Recording
+    from lmetric.whatif.check import Fleet
 
 RecordPaths = Annotated[
     list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")
@@ -48,6 +49,24 @@ CacheBlocks = Annotated[
     int | None,
     typer.Option(
         min=1, help="The engines' KV blocks.", show_default="as the engines report", rich_help_panel=ENGINES
+    ),
+]
+TransferRate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GB/S[,layers]",
+        help="With --roles: bandwidth of KV transfers, also with fixed=SECONDS per transfer; or none.",
+        show_default="50",
+        rich_help_panel=DISAGGREGATION,
+    ),
+]
+KvBytesPerToken = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="With --roles: bytes of a token's KV, for the time of transfers.",
+        show_default="none",
+        rich_help_panel=DISAGGREGATION,
     ),
 ]
 Jobs = Annotated[
@@ -89,6 +108,17 @@ def command(
         int | None,
         typer.Option(min=1, help="Number of engines.", show_default="as recorded", rich_help_panel=BASIC),
     ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="3P5D",
+            help="Prefill and decode pools, instead of --instances.",
+            show_default="whole engines",
+            rich_help_panel=DISAGGREGATION,
+        ),
+    ] = None,
+    transfer: TransferRate = None,
+    kv_bytes_per_token: KvBytesPerToken = None,
     seeds: Seeds = 3,
     model: Model = None,
     open_loop: OpenLoop = False,
@@ -120,16 +150,21 @@ def command(
     from lmetric.sim.study import cells
     from lmetric.sim.summary import Slo
     from lmetric.whatif import WhatIfError, compare, places
-    from lmetric.whatif.check import as_yaml
+    from lmetric.whatif.check import Fleet, as_yaml
 
     to_stdout = json_ is not None and str(json_) == "-"
     check_file("--json", None if to_stdout else json_)
     check_file("--profile-out", profile_out)
+    if roles is not None and instances is not None:
+        raise typer.BadParameter("the pools are the engines: omit --instances", param_hint="--roles")
+    pools = fleets([] if roles is None else [roles], transfer, kv_bytes_per_token)
     recording = read(records, model)
+    fleet = pools[0] if pools else Fleet(instances or len(recording.engines))
     choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
     fit, check = fitted(
-        recording, seeds, max_error, batch=max_batch_tokens, sequences=max_sequences, blocks=cache_blocks
-    )
+        recording, seeds, max_error, batch=max_batch_tokens, sequences=max_sequences, blocks=cache_blocks,
+        kv_bytes=kv_bytes_per_token,
+    )  # fmt: skip
     if profile_out is not None:
         profile_out.write_text(as_yaml(fit))
     told = _told(recording, fit, check)
@@ -140,13 +175,13 @@ def command(
         with progress("runs") as shown:
             bar = shown.add_task("", total=len(choices) * seeds)
             results = compare(
-                recording, fit, choices, seeds=seeds, instances=instances, slo=slo,
+                recording, fit, choices, seeds=seeds, fleet=fleet, slo=slo,
                 closed_loop=not open_loop, jobs=jobs, progress=lambda: shown.update(bar, advance=1),
             )  # fmt: skip
         ranked = places(cells(results))
         told |= {"runs": [each.figures for each in results], "ranking": ranked}
         if not to_stdout:
-            print_results(results, instances or len(recording.engines))
+            print_results(results, fleet)
             print_text(_verdict(ranked))
     if to_stdout:
         print_json(told)
@@ -172,6 +207,24 @@ def read(paths: Sequence[Path], model: str | None) -> Recording:
     return recording
 
 
+def fleets(roles: Sequence[str], transfer: str | None, kv_bytes: int | None) -> list[Fleet]:
+    """Fleets with these pools. Raises typer.BadParameter and BadValueError."""
+    from lmetric.sim.pools import Roles, Transfer
+    from lmetric.whatif.check import Fleet
+
+    for name, value in (("--transfer", transfer), ("--kv-bytes-per-token", kv_bytes)):
+        if value is not None and not roles:
+            raise typer.BadParameter("needs --roles with pools, such as 3P5D", param_hint=name)
+    found = [Fleet.of(Roles.of(text), transfer) for text in roles]
+    moves = transfer is None or Transfer.of(transfer) is not None
+    if moves and kv_bytes is None and any(fleet.roles and fleet.roles.prefill for fleet in found):
+        raise typer.BadParameter(
+            "the time of KV transfers needs --kv-bytes-per-token; or set --transfer none",
+            param_hint="--roles",
+        )
+    return found
+
+
 def chosen(texts: list[str], recorded: PolicyChoice) -> list[PolicyChoice]:
     """The policies in these texts, after the recorded one, without duplicates."""
     from lmetric.sim.setups import PolicyChoice, split_policies
@@ -191,12 +244,19 @@ def fitted(
     batch: int | None,
     sequences: int | None,
     blocks: int | None,
+    kv_bytes: int | None,
 ) -> tuple[EngineFit, FitCheck]:
     """The fitted profile, and how well it explains the records."""
     from lmetric.whatif import check_fit, fit_engine
 
     limits = _limits(max_error)
-    fit = fit_engine(recording, max_batch_tokens=batch, max_sequences=sequences, cache_blocks=blocks)
+    fit = fit_engine(
+        recording,
+        max_batch_tokens=batch,
+        max_sequences=sequences,
+        cache_blocks=blocks,
+        kv_bytes_per_token=kv_bytes,
+    )
     return fit, check_fit(recording, fit, seeds=seeds, limits=limits)
 
 
@@ -231,7 +291,7 @@ def _print_fit(recording: Recording, fit: EngineFit, check: FitCheck) -> None:
     print()
 
 
-def print_results(results: list[Result], instances: int) -> None:
+def print_results(results: list[Result], fleet: Fleet) -> None:
     """Prints the figures of each policy."""
     from functools import partial
 
@@ -256,7 +316,7 @@ def print_results(results: list[Result], instances: int) -> None:
     print_table(
         ["policy", *(column.title for column in columns)],
         body,
-        title=f"Simulated on {instances} engines, mean over {seeds} seeds ± half the range:",
+        title=f"Simulated on {fleet}, mean over {seeds} seeds ± half the range:",
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value
 from lmetric.sim.summary import Slo
@@ -24,6 +25,24 @@ BAR = 30  # characters of the longest bar
 JITTER_SECONDS = 0.01  # of arrivals, which differ between the seeds
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Engines of a simulation. ``roles``: None: all are whole engines. ``transfer``: KV transfers
+    between pools, as `lmetric.sim.pools.Transfer` reads them; None: its default."""
+
+    instances: int
+    roles: Roles | None = None
+    transfer: str | None = None
+
+    @classmethod
+    def of(cls, roles: Roles, transfer: str | None = None) -> Fleet:
+        """Pools for prefill and decode."""
+        return cls(roles.instances, roles, transfer)
+
+    def __str__(self) -> str:
+        return f"{self.instances} engines" + (f" ({self.roles})" if self.roles else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +174,15 @@ def plan(
     seeds: int,
     *,
     trace: Any,
-    instances: int | None = None,
+    fleet: Fleet | None = None,
     slo: Slo | None = None,
 ) -> tuple[list[Setup], dict[int, Workload]]:
     """The runs of policies, and the workload of each seed.
 
-    ``trace``: None: recorded arrivals. ``instances``: None: as recorded. Arrivals differ by up to
+    ``trace``: None: recorded arrivals. ``fleet``: None: as recorded. Arrivals differ by up to
     `JITTER_SECONDS` between seeds, as they differ between real runs.
     """
+    fleet = fleet or Fleet(len(recording.engines))
     played = recording.trace if trace is None else trace
     if not recording.sessions:
         played = replace(played, sessions=None)  # a router would not know them either
@@ -170,11 +190,14 @@ def plan(
         "signals": "delayed",
         "index": "exact" if recording.exact else "approximate",
     }
+    if fleet.roles is not None and fleet.transfer is not None:
+        settings["transfer"] = fleet.transfer
     setups = [
         Setup(
             trace=TraceChoice("records", "records"),
             policy=policy,
-            instances=instances or len(recording.engines),
+            instances=fleet.instances,
+            roles=None if fleet.roles is None else str(fleet.roles),
             seed=seed,
             settings=settings,
             measure=(0.1, 1.0),

@@ -12,7 +12,7 @@ from lmetric.sim.ranking import ranking
 from lmetric.sim.setups import PolicyChoice, Result, run
 from lmetric.sim.study import Cell, latency
 from lmetric.sim.summary import Slo, Spread
-from lmetric.whatif.check import plan, saved
+from lmetric.whatif.check import Fleet, plan, saved
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
 
@@ -23,7 +23,7 @@ def compare(
     policies: list[PolicyChoice],
     *,
     seeds: int = 3,
-    instances: int | None = None,
+    fleet: Fleet | None = None,
     slo: Slo | None = None,
     closed_loop: bool = True,
     jobs: int | None = None,
@@ -31,12 +31,12 @@ def compare(
 ) -> list[Result]:
     """The results of each policy with each seed, without the first tenth of the requests.
 
-    ``instances``: number of engines; None: as recorded. ``closed_loop``: turns of named sessions
+    ``fleet``: None: as recorded. ``closed_loop``: turns of named sessions
     follow the previous answer. Raises LmetricError for a policy that cannot run.
     """
     trace = recording.closed_loop() if closed_loop else None
     setups, workloads = plan(
-        recording, fit, policies, seeds, trace=trace, instances=instances, slo=_in_engine(slo, fit)
+        recording, fit, policies, seeds, trace=trace, fleet=fleet, slo=_in_engine(slo, fit)
     )
     found: dict[int, Result] = {}
     with saved(fit) as path:

@@ -67,8 +67,11 @@ def fit_engine(
     max_batch_tokens: int | None = None,
     max_sequences: int | None = None,
     cache_blocks: int | None = None,
+    kv_bytes_per_token: int | None = None,
 ) -> EngineFit:
     """Fits one profile for all engines. Values that are given replace assumed ones.
+
+    ``kv_bytes_per_token``: for simulations with KV transfers alone.
 
     Raises:
         WhatIfError: too few streams, which alone show TTFT and TPOT, or scipy is missing.
@@ -88,7 +91,7 @@ def fit_engine(
             "block_tokens": recording.block_tokens,
             "cache_blocks": cache_blocks or max(1, tokens // recording.block_tokens),
             "max_sequences": sequences,
-            "kv_bytes_per_token": None,
+            "kv_bytes_per_token": kv_bytes_per_token,
             "max_batch_tokens": max(max_batch_tokens or MAX_BATCH_TOKENS[1], sequences),
         }
     )

@@ -82,11 +82,11 @@ def _options(report: SloReport) -> str:
     if not report.options:
         return ""
     rows = [
-        [escape(each.policy), f"{each.instances}", f"{each.met[0]:.1%}", _bar(each.met[0]),
+        [escape(each.policy), escape(each.fleet), f"{each.met[0]:.1%}", _bar(each.met[0]),
          f"{each.met[1]:.1%} to {each.met[2]:.1%}", "yes" if each.enough else "no"]
         for each in report.options
     ]  # fmt: skip
-    columns = ("policy", "engines", "within SLO", "", "over the seeds", "meets the target")
+    columns = ("policy", "fleet", "within SLO", "", "over the seeds", "meets the target")
     return f"<h2>Simulated changes</h2>\n{_table(columns, rows)}"
 
 

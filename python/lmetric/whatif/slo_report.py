@@ -15,7 +15,7 @@ from lmetric.record_files import Records
 from lmetric.sim.setups import PolicyChoice, Result
 from lmetric.sim.study import cells
 from lmetric.sim.summary import Slo
-from lmetric.whatif.check import FitCheck
+from lmetric.whatif.check import FitCheck, Fleet
 from lmetric.whatif.compare import compare
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
@@ -62,6 +62,7 @@ class Option:
     """A simulated change: share of good requests, mean over seeds, with least and most."""
 
     policy: str
+    fleet: str  # "8 engines", "8 engines (3P5D)"
     instances: int
     met: tuple[float, float, float]
     enough: bool  # whether it meets the target with each seed
@@ -95,11 +96,11 @@ class SloReport:
             best = max(self.options, key=lambda each: each.met[0])
             return (
                 f"{missed} No simulated change meets the target; the best is {best.policy} on "
-                f"{best.instances} engines, with {best.met[0]:.1%}."
+                f"{best.fleet}, with {best.met[0]:.1%}."
             )
         best = min(enough, key=lambda each: (each.instances, -each.met[0]))
         return (
-            f"{missed} {best.policy} on {best.instances} engines would have met it: {best.met[0]:.1%} "
+            f"{missed} {best.policy} on {best.fleet} would have met it: {best.met[0]:.1%} "
             f"({best.met[1]:.1%} to {best.met[2]:.1%} over the seeds)."
         )
 
@@ -125,22 +126,22 @@ def simulate_options(
     check: FitCheck,
     policies: list[PolicyChoice],
     *,
+    fleets: Sequence[Fleet] = (),
     seeds: int = 3,
     jobs: int | None = None,
 ) -> SloReport:
-    """The report with simulated policies on the recorded fleet, then on larger fleets.
+    """The report with simulated policies on the recorded fleet and ``fleets``, then on larger ones.
 
     Without a good fit, it has the reason instead.
     """
     if not check.good:
         return _with(report, [], check.reason())
     options: list[Option] = []
-    recorded = len(recording.engines)
-    for instances in _sizes(recorded):
-        results = compare(
-            recording, fit, policies, seeds=seeds, instances=instances, slo=report.slo, jobs=jobs
-        )
-        options += _options(results, instances, report.target)
+    recorded, *larger = (Fleet(size) for size in _sizes(len(recording.engines)))
+    for group in ([recorded, *fleets], *([fleet] for fleet in larger)):
+        for fleet in group:
+            results = compare(recording, fit, policies, seeds=seeds, fleet=fleet, slo=report.slo, jobs=jobs)
+            options += _options(results, fleet, report.target)
         if any(option.enough for option in options):
             break
     return _with(report, options, None)
@@ -156,12 +157,12 @@ def _sizes(recorded: int) -> Iterable[int]:
     return sorted({recorded, *(int(size) for size in np.ceil(np.linspace(recorded + 1, most, 8)))})
 
 
-def _options(results: Sequence[Result], instances: int, target: float) -> list[Option]:
+def _options(results: Sequence[Result], fleet: Fleet, target: float) -> list[Option]:
     found = []
     for cell in cells(results):
         share = cell.over_seeds(lambda result: result.figures.goodput.share)
         if share is not None:
-            found.append(Option(cell.policy, instances, share, share[1] >= target))
+            found.append(Option(cell.policy, str(fleet), fleet.instances, share, share[1] >= target))
     return found
 
 
