@@ -1,0 +1,236 @@
+"""A request router for Ray Serve: the core chooses the replica.
+
+Ray makes one object per deployment handle, so each proxy or ingress replica decides alone. It
+learns of the others' load from the queue lengths that Ray collects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+from ray.serve.metrics import Counter, Gauge
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from lmetric._core import NoInstanceError, Request, Router
+from lmetric.gateways.placements import Placements
+
+__all__ = ["LmetricRequestRouter"]
+
+_Key = tuple[str, int]
+
+
+class _Metrics:
+    """Metrics of a router, in Ray's own export."""
+
+    def __init__(self, application: str, deployment: str) -> None:
+        tags = {"application": application, "deployment": deployment}
+        names = tuple(tags)
+        self.requests = Gauge("lmetric_requests_in_flight", "Requests that this router counts.", names)
+        self.prompt_tokens = Counter("lmetric_prompt_tokens", "Prompt tokens of sent requests.", names)
+        self.cached_tokens = Counter(
+            "lmetric_predicted_cached_tokens", "Prompt tokens that the router expects in caches.", names
+        )
+        for metric in (self.requests, self.prompt_tokens, self.cached_tokens):
+            metric.set_default_tags(tags)
+
+
+class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
+    """Chooses replicas by a policy of lmetric-router.
+
+    Set it as ``request_router_class`` of a `RequestRouterConfig`. The prompt is `prompt` or
+    `messages` of the first argument, an object or a mapping, as Ray's own LLM servers pass it.
+    ``request_router_kwargs`` are the arguments of `initialize_state`.
+    """
+
+    def initialize_state(
+        self,
+        policy: str = "lmetric",
+        knobs: Mapping[str, float] | None = None,
+        guard: bool | None = None,
+        cache_blocks: int | None = None,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        """Makes the router's core.
+
+        ``policy``: a built-in policy or an expression. ``cache_blocks``: KV blocks of a replica,
+        of ``block_size`` tokens; None: unknown, so no prefix is ever forgotten by itself.
+
+        Raises `lmetric.LmetricError` for an unknown policy or parameter.
+        """
+        self._router = Router(policy, knobs=knobs, guard=guard, block_size=block_size, seed=seed)
+        self._placements = Placements(self._router)
+        self._cache_blocks = cache_blocks
+        self._names: dict[str, RunningReplica] = {}
+        self._keys: dict[str, set[_Key]] = {}  # of open placements, by the id inside Ray
+        self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        for replica in self.curr_replicas.values():
+            self._add(replica)
+
+    @property
+    def core(self) -> Router:
+        """The core, for `explain`, `stats` and `indicators`."""
+        return self._router
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """The fleet changed. Requests on replicas that left end there."""
+        super().update_replicas(replicas)
+        if not hasattr(self, "_router"):  # before initialize_state
+            return
+        now = {replica.replica_id.unique_id: replica for replica in replicas}
+        for name in self._names.keys() - now.keys():
+            self._remove(name)
+        for name, replica in now.items():
+            if name in self._names:
+                self._names[name] = replica
+            else:
+                self._add(replica)
+
+    def _add(self, replica: RunningReplica) -> None:
+        name = replica.replica_id.unique_id
+        self._router.add_instance(name, cache_blocks=self._cache_blocks)
+        self._names[name] = replica
+
+    def _remove(self, name: str) -> None:
+        self._placements.lose(name)
+        self._router.remove_instance(name)
+        del self._names[name]
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A replica died."""
+        super().on_replica_actor_died(replica_id)
+        if replica_id.unique_id in self._names:
+            self._remove(replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """The replicas, best first, each as a group of its own.
+
+        A replica with the largest number of requests comes last, because Ray would ask it again.
+        """
+        if pending_request is None:
+            return [candidate_replicas]
+        self._loop = asyncio.get_running_loop()
+        free = {each.replica_id.unique_id for each in self.select_available_replicas(candidate_replicas)}
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        key = _key(pending_request)
+        try:
+            ranking = self._placements.place(key, _request_of(pending_request))
+        except NoInstanceError:
+            return [candidate_replicas]
+        self._keys.setdefault(key[0], set()).add(key)
+        self._metrics.requests.set(len(self._placements))
+        pending_request.future.add_done_callback(self._dropper(key))
+        known = [name for name in ranking if name in by_name]
+        others = by_name.keys() - set(known)
+        order = sorted(known, key=lambda name: name not in free) + sorted(others)
+        return [[by_name[name]] for name in order]
+
+    def _dropper(self, key: _Key) -> Callable[[Any], None]:
+        """Ends the placement of a request that Ray gives up before it is sent."""
+
+        def drop(future: Any) -> None:
+            if future.cancelled() or future.exception() is not None:
+                self._placements.drop(key)
+                self._forget(key)
+
+        return drop
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica accepted a request."""
+        key = _key(pending_request)
+        cached, prompt = self._placements.sent(key, replica_id.unique_id)
+        self._metrics.prompt_tokens.inc(prompt)
+        self._metrics.cached_tokens.inc(cached)
+        if getattr(result, "_is_streaming", False):
+            _at_first_part(result, lambda: self._placements.first_token(key))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request ended on a replica, or the replica refused it. Ray calls this in any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ended, replica_id.unique_id, internal_request_id)
+
+    def _ended(self, name: str, internal_request_id: str) -> None:
+        for key in self._keys.get(internal_request_id, ()):
+            if self._placements.instance(key) == name:
+                self._placements.done(key)
+                self._forget(key)
+                break
+        self._metrics.requests.set(len(self._placements))
+
+    def _forget(self, key: _Key) -> None:
+        keys = self._keys.get(key[0])
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._keys[key[0]]
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        """A replica reported its requests: of this router, and of others."""
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        if replica_id.unique_id in self._names:
+            self._router.report_load(replica_id.unique_id, running=num_ongoing_requests)
+
+
+def _key(pending: PendingRequest) -> _Key:
+    """Names a call of a handle: calls for one request share its id."""
+    return pending.metadata.internal_request_id, id(pending)
+
+
+def _at_first_part(result: Any, first: Callable[[], None]) -> None:
+    """Calls ``first`` at the first part of a streamed answer.
+
+    Ray has no hook for it. Handles call `__anext__` of the result by name.
+    """
+    following = result.__anext__
+
+    @wraps(following)
+    async def anext_() -> Any:
+        part = await following()
+        result.__anext__ = following
+        first()
+        return part
+
+    result.__anext__ = anext_
+
+
+def _request_of(pending: PendingRequest) -> Request:
+    """The request in the core's terms."""
+    body = pending.args[0] if pending.args else None
+    prompt = _field(body, "prompt")
+    if prompt is None:
+        prompt = _field(body, "messages")
+    tokens = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
+    session = getattr(pending.metadata, "session_id", None)
+    return Request(
+        token_ids=tokens,
+        text="".join(_texts(prompt)) if tokens is None else None,
+        max_tokens=_field(body, "max_completion_tokens") or _field(body, "max_tokens"),
+        request_id=pending.metadata.request_id,
+        session=session if isinstance(session, str) and session else None,
+        lora_name=pending.metadata.multiplexed_model_id or None,
+        cache_salt=_field(body, "cache_salt"),
+    )
+
+
+def _field(body: Any, name: str) -> Any:
+    return body.get(name) if isinstance(body, Mapping) else getattr(body, name, None)
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """All text of a prompt or of messages, in order, with the roles: equal texts, equal prompts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif value is not None:
+        for name in ("role", "content", "text"):
+            yield from _texts(_field(value, name))
