@@ -24,7 +24,21 @@ records:
 - A new file begins at `file_bytes`. The oldest files are deleted so that all files together stay below `total_bytes`.
 - Each file is complete in itself: a header, the state of the fleet, then one line of JSON per request, in the order of their ends.
 - Commands take files and folders, also files that you have compressed (`.jsonl.gz`).
-- In Python, `lmetric.record_files.read_records` reads them. `Records.to_pandas` makes a data frame, for example to write Parquet.
+- In Python, `lmetric.record_files.read_records` reads them. `Records.to_pandas` makes a data frame.
+
+## Parquet
+
+`records convert` writes records as one [Parquet](https://parquet.apache.org) file, for DuckDB, Spark or pandas. It needs the extra `parquet`.
+
+```console
+$ pip install 'lmetric-router[parquet]'
+$ lmetric-router records convert records --out requests.parquet
+```
+
+- The file has one row per request and one column per key. An absent key is null. `load` and `terms` are maps, and `hashes` is a list of integers.
+- `whatif`, `report` and `read_records` read it like the files of the router.
+- The router itself writes JSON only: after a crash, each complete line is readable, and a Parquet file without its end is not.
+- The command works file by file, so it needs memory for the largest file. It may run while the router writes: it takes the lines so far.
 
 ## Cost
 
