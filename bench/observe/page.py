@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -41,6 +42,7 @@ ENGINES, ENGINE_PORT, ROUTER_PORT, COPY_PORT = 1000, 21000, 18390, 18391
 CLIENTS, TOKENS = 3, 16
 SAMPLES = 10  # of the memory, in each part
 SLOW_FRAME_MS = 50.0
+PATIENCE_SECONDS = 2.0  # the page connects again if it receives nothing for 10 s
 SERVE = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
 WATCH = """() => {
   const watched = window.watched = { frames: [], draws: [] };
@@ -75,9 +77,13 @@ class Page:
         self.updates = 0
 
     async def until(self, updates: int) -> int:
-        """Waits until the page has drawn this many updates. Returns how many it has."""
+        """Waits until the page has drawn this many updates, or for PATIENCE_SECONDS.
+
+        Returns the number of its updates.
+        """
+        end = time.monotonic() + PATIENCE_SECONDS
         drawn: int = await self._page.evaluate(DRAWN)
-        while drawn < updates:
+        while drawn < updates and time.monotonic() < end:
             await asyncio.sleep(0.02)
             drawn = await self._page.evaluate(DRAWN)
         return drawn
@@ -267,8 +273,8 @@ async def hour(url: str, kept: list[Any], first: dict[str, Any], updates: int, r
             await response.write(later(kept[number % len(kept)], number, start))
             due = max(due + 1 / rate, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
-            if watching and number % 10 == 0:
-                drawn = await watching[0].until(number - 20)
+            if watching:  # one after the other: the page draws only the last one of several
+                drawn = await watching[0].until(drawn + 1)
         await asyncio.sleep(3600)
         return response
 
@@ -290,7 +296,8 @@ async def hour(url: str, kept: list[Any], first: dict[str, Any], updates: int, r
                 watching.append(page)
                 await page.sample()
                 for number in range(1, SAMPLES + 1):
-                    await page.until(updates * number // SAMPLES)
+                    while await page.until(updates * number // SAMPLES) < updates * number // SAMPLES:
+                        pass
                     await page.sample()
                 return page.result()
         finally:
@@ -316,8 +323,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=10, help="updates per second of the hour")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-page.json")
     given = parser.parse_args()
+    before = os.getloadavg()
     parts = asyncio.run(measured(given.minutes, given.updates, given.rate))
-    settings = {"engines": ENGINES, "minutes": given.minutes, "rate": given.rate}
+    settings = {
+        "load_average": [before, os.getloadavg()],
+        "engines": ENGINES,
+        "minutes": given.minutes,
+        "rate": given.rate,
+    }
     print("| part | updates | heap, MiB: first, last, greatest | frame, ms: p50, p99, max | above 50 ms |")
     print("| --- | --- | --- | --- | --- |")
     for name, part in parts.items():

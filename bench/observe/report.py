@@ -44,12 +44,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def source(*results: dict[str, Any]) -> str:
-    """Returns the machine, the commits and the raw files."""
+    """Returns the machine, its load, the commits and the raw files."""
     machine = results[0]["machine"]
+    worst = max(each[0] for result in results for each in result["load_average"])
+    busy = f" Other work ran on it meanwhile (load average {worst:.0f}): times are upper bounds."
     files = ", ".join(
         f"[{each['name']}](../../bench/results/{each['name']}) (commit {each['commit']})" for each in results
     )
-    return f"{machine['cpu']}, {machine['cores_total']} cores. Raw files: {files}."
+    return (
+        f"{machine['cpu']}, {machine['cores_total']} cores.{busy if worst > 2.5 else ''} Raw files: {files}."
+    )
 
 
 def cost(result: dict[str, Any]) -> str:
@@ -71,33 +75,29 @@ def cost(result: dict[str, Any]) -> str:
     return table(["on", "per request, µs", "more", "per chunk, µs", "more"], rows)
 
 
-def page(short: dict[str, Any], long: dict[str, Any]) -> str:
-    """Returns the table of the live page."""
-    rows = []
-    for name, result in (("real", long), ("hour", short)):
-        part = result["parts"][name]
-        heap = [each["heap_mib"] for each in part["memory"]]
-        memory = f"{heap[0]:.1f}, {heap[len(heap) // 2]:.1f}, {heap[-1]:.1f}"
-        rows.append([PARTS[name], f"{part['updates']:,}", memory])
-    return table(["page", "updates", "heap at the start, in the middle, at the end, MiB"], rows)
-
-
-def frames(short: dict[str, Any]) -> str:
-    """Returns the table of the page's frames at its real rate."""
-    part = short["parts"]["real"]
-    rows = []
-    for name, key in (("between two frames", "frame_ms"), ("script of an update", "draw_ms")):
-        figures = part[key]
-        rows.append([name, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
-    return table(["time, ms", "p50", "p99", "max"], rows)
+def page(result: dict[str, Any]) -> str:
+    """Returns the tables of the live page: memory of its parts, and frames at its real rate."""
+    parts = {name: part for name, part in result["parts"].items() if part is not None}
+    memory = []
+    for name, part in parts.items():
+        heap = [f"{each['heap_mib']:.1f}" for each in part["memory"]]
+        nodes = [f"{each['nodes']:,}" for each in part["memory"]]
+        memory.append([PARTS[name], f"{part['memory'][-1]['seconds'] / 60:.0f}", f"{part['updates']:,}"])
+        memory[-1] += [f"{each[0]}, {each[len(each) // 2]}, {each[-1]}" for each in (heap, nodes)]
+    times = []
+    for title, key in (("between two frames", "frame_ms"), ("script of an update", "draw_ms")):
+        figures = parts["real"][key]
+        times.append([title, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
+    head = ["page", "minutes", "updates", "heap at start, middle, end, MiB", "nodes of the document"]
+    return f"{table(head, memory)}\n\n{table(['time, ms', 'p50', 'p99', 'max'], times)}"
 
 
 def main() -> None:
     """Renders the page, or checks it."""
-    observe, short, long = newest("observe"), newest("page"), newest("page-memory")
+    observe, live = newest("observe"), newest("page")
     parts = {
         "cost": f"{cost(observe)}\n\n{source(observe)}",
-        "page": f"{page(short, long)}\n\n{frames(short)}\n\n{source(long, short)}",
+        "page": f"{page(live)}\n\n{source(live)}",
     }
     old = text = PAGE.read_text()
     for name, part in parts.items():
