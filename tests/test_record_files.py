@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gzip
+import hashlib
 import itertools
 import resource
 import threading
@@ -16,6 +17,7 @@ import aiohttp
 import orjson
 import pytest
 
+from lmetric._core import BadValueError
 from lmetric.config import ConfigError, RecordsConfig, load_config
 from lmetric.record_files import (
     ENGINE,
@@ -290,6 +292,43 @@ def test_hashes_chain_and_depend_on_the_key_and_on_the_domain() -> None:
     for hashes in different:
         assert hashes[:8] != one[:8]
         assert hashes[8:] != one[8:]
+
+
+@pytest.mark.parametrize(("size", "block"), [(0, 64), (63, 64), (64 * 3 + 5, 64), (700, 100), (4096, 256)])
+def test_hashes_are_those_of_the_standard_library(size: int, block: int) -> None:
+    """The values stay comparable with files of earlier releases."""
+    data = bytes(number * 7 % 251 for number in range(size))
+    hasher = Hasher(b"k" * 32)
+    last = hashlib.blake2b(repr(("text", "m")).encode(), key=hasher._key, digest_size=8).digest()
+    expected = b""
+    for begin in range(0, size - block + 1, block):
+        last = hashlib.blake2b(hasher._key + last + data[begin : begin + block], digest_size=8).digest()
+        expected += last
+    assert hasher.chain(data, block, "text", "m") == expected
+    with pytest.raises(BadValueError, match="block: 0 is not valid"):
+        hasher.chain(data, 0)
+
+
+def test_hashing_lets_other_threads_run() -> None:
+    """Other threads run while 64 MB are hashed: the call releases the interpreter lock."""
+    hasher, data, done = Hasher(b"k" * 32), bytes(64_000_000), threading.Event()
+
+    def run() -> None:
+        hasher.chain(data, 64)
+        done.set()
+
+    thread = threading.Thread(target=run)
+    began = last = time.monotonic()
+    stops = []
+    thread.start()
+    while not done.is_set():
+        time.sleep(0.0005)
+        now = time.monotonic()
+        stops.append(now - last)
+        last = now
+    thread.join()
+    assert max(stops) < (last - began) / 2
+    assert len(stops) > 10
 
 
 def file_of(folder: Path, *lines: Any, end: bytes = b"\n", schema: int = 1) -> Path:

@@ -73,6 +73,7 @@ __all__ = [
     "Workload",
     "__version__",
     "bench_decision",
+    "chained_hashes",
     "check_expression",
     "check_local_order",
     "check_object",
@@ -535,6 +536,7 @@ def check_expression(
     text: str, kind: str = "score", knobs: dict[str, float] | None = None
 ) -> list[str]: ...  # names of the indicators read; raises ExpressionError
 def parsed_option(what: str, kind: str, settings: dict[str, Any]) -> str: ...
+def chained_hashes(key: bytes, first: bytes, data: bytes, block: int) -> bytes: ...
 def nearest_name(name: str, known: list[str]) -> str | None: ...
 def bench_decision(
     *,

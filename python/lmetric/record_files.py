@@ -1,8 +1,8 @@
 """Reads the records of requests that a router writes: the settings `records` of `serve`.
 
-A file has one JSON object per line: first a header, then states of the fleet and requests. The
-tables `HEADER`, `FLEET`, `ENGINE` and `REQUEST` are the schema, and docs/reference/records.md shows
-them.
+A file of the router has one JSON object per line: first a header, then states of the fleet and
+requests. `record_parquet` reads the same records as Parquet. The tables `HEADER`, `FLEET`, `ENGINE`
+and `REQUEST` are the schema, and docs/reference/records.md shows them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = 1
-SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +201,20 @@ def read_records(paths: str | Path | Iterable[str | Path]) -> Records:
         OSError: a file cannot be read.
     """
     read = Records([], [], [])
-    for path in _files([paths] if isinstance(paths, str | Path) else list(paths)):
-        _read_file(path, read)
+    for path in record_paths([paths] if isinstance(paths, str | Path) else list(paths)):
+        if path.suffix == ".parquet":
+            from lmetric.record_parquet import read_parquet
+
+            read_parquet(path, read)
+        else:
+            _read_file(path, read)
     for lines in (read.headers, read.fleets, read.requests):
         lines.sort(key=lambda line: float(line["at"]))
     return read
 
 
-def _files(paths: Sequence[str | Path]) -> list[Path]:
+def record_paths(paths: Sequence[str | Path]) -> list[Path]:
+    """Returns the files, and the record files in the folders. Raises RecordError."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
@@ -217,8 +223,8 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
         inside = sorted(each for each in path.iterdir() if each.name.endswith(SUFFIXES))
         if not inside:
             raise RecordError(
-                f"{path}: the folder has no record file (*.jsonl); set records.path of the router, and "
-                "send requests"
+                f"{path}: the folder has no record file (*.jsonl, *.parquet); set records.path of the "
+                "router, and send requests"
             )
         found += inside
     return found
@@ -237,15 +243,11 @@ def _read_file(path: Path, read: Records) -> None:
         if not isinstance(line, dict):
             raise RecordError(f"{path}, line {number}: expected an object, got {type(line).__name__}")
         if header is None:
-            header = _checked_header(path, line)
+            header = check_header(f"{path}, line 1", line)
             read.headers.append(header)
             continue
-        kind = line.get("type")
-        if kind not in ("fleet", "request"):
-            raise RecordError(f"{path}, line {number}: type {kind!r} is unknown; expected fleet or request")
-        if missing := [name for name, key in LINES[kind].items() if key.always and name not in line]:
-            raise RecordError(f"{path}, line {number}: the {kind} has no {missing[0]!r}")
-        (read.fleets if kind == "fleet" else read.requests).append(line)
+        check_line(f"{path}, line {number}", line)
+        (read.fleets if line["type"] == "fleet" else read.requests).append(line)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
@@ -259,16 +261,25 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
             yield b"{", False  # a truncated archive
 
 
-def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
+    """Returns a line of a request or of the fleet. ``place``: for errors. Raises RecordError."""
+    kind = line.get("type")
+    if kind not in ("fleet", "request"):
+        raise RecordError(f"{place}: type {kind!r} is unknown; expected fleet or request")
+    if missing := [name for name, key in LINES[kind].items() if key.always and name not in line]:
+        raise RecordError(f"{place}: the {kind} has no {missing[0]!r}")
+    return line
+
+
+def check_header(place: str, line: dict[str, Any]) -> dict[str, Any]:
+    """Returns a header. ``place``: for errors. Raises RecordError, also for another version."""
     if line.get("type") != "header":
-        raise RecordError(
-            f"{path}, line 1: no header of records; the file is no record file of lmetric-router"
-        )
+        raise RecordError(f"{place}: no header of records; the file is no record file of lmetric-router")
     if (version := line.get("schema")) != SCHEMA_VERSION:
         raise RecordError(
-            f"{path}: schema version {version!r}; this release reads version {SCHEMA_VERSION}. Use the "
+            f"{place}: schema version {version!r}; this release reads version {SCHEMA_VERSION}. Use the "
             f"release that wrote the file: {line.get('router_version', 'unknown')}"
         )
     if missing := [name for name, key in HEADER.items() if key.always and name not in line]:
-        raise RecordError(f"{path}, line 1: the header has no {missing[0]!r}")
+        raise RecordError(f"{place}: the header has no {missing[0]!r}")
     return line

@@ -34,7 +34,6 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
-    from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.server")
 
@@ -108,10 +107,9 @@ class Server:
                 "no engines: set --engine URL, --embedded N, or engines or discovery in the configuration"
             )
         bound = self._bound = self._bound or await bind(config)
-        self.front = front = Frontend(config, self.fleet, keys, self.metrics, pages)
+        dispatcher = Frontend if config.tracing is None else _load_tracing()
+        self.front = front = dispatcher(config, self.fleet, keys, self.metrics, pages)
         front.tls = tls
-        if config.tracing is not None:
-            front.tracing = _load_tracing()(config.tracing, self.metrics.spans)
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, front.check, self.metrics, self._certificates)
         self._discovery = self.front.discovery = Discovery(config, self.fleet, self._monitor.check)
@@ -310,11 +308,11 @@ class Server:
         log.info("stopped")
 
 
-def _load_tracing() -> type[Tracing]:
+def _load_tracing() -> type[Frontend]:
     """Imports OpenTelemetry, which only routers with traces need. Raises ConfigError without it."""
-    from lmetric.server.observe.tracing.export import Tracing
+    from lmetric.server.http.traced import TracedFrontend
 
-    return Tracing
+    return TracedFrontend
 
 
 async def serve(

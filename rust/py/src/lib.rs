@@ -14,6 +14,7 @@ mod guard;
 mod policies;
 mod priorities;
 mod programs;
+mod records;
 mod registry;
 mod request;
 mod reschedule;
@@ -40,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     wire::register(module)?;
     api::register(module)?;
     simulate::register(module)?;
+    records::register(module)?;
     tokens::register(module)?;
     warm::register(module)?;
     bench::register(module)

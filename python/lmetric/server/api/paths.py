@@ -77,6 +77,15 @@ class StoredResponsePath(Struct, frozen=True, gc=False):
     methods: tuple[str, ...]
 
 
+def route(path: str) -> str:
+    """Returns a path with a placeholder for the ID of a stored response. It has few values."""
+    stored = stored_response(path)
+    if stored is None:
+        return path
+    action = path.removeprefix(f"{RESPONSES}/").partition("/")[2]
+    return f"{RESPONSES}/{{response_id}}" + (f"/{action}" if action else "")
+
+
 def stored_response(path: str) -> StoredResponsePath | None:
     """Returns the stored response that a path names; None: it names none."""
     if not path.startswith(f"{RESPONSES}/") or path in RELAYED:

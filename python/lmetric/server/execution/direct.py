@@ -28,6 +28,8 @@ class DirectRequest(InFlightRequest):
     ``on_end``, once, with an ApiError if the client still needs an answer.
     """
 
+    _attempt_class = EngineAttempt
+
     def __init__(
         self, rules: Rules, client_request: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
     ) -> None:
@@ -46,7 +48,7 @@ class DirectRequest(InFlightRequest):
             advances_ticket=False,
             refills=False,
         )
-        self._attempt = EngineAttempt(self, rules, client_request, None, step, require_finish=False)
+        self._attempt = self._attempt_class(self, rules, client_request, None, step, require_finish=False)
 
     def start(self, now: float) -> None:
         """Sends the request. ``now``: seconds on the monotonic clock."""

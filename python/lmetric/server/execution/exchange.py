@@ -14,6 +14,7 @@ from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.draft import Draft
+from lmetric.server.execution.trace import TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.pool import Pool
 
@@ -82,6 +83,8 @@ class ClientRequest:
     most requests are class attributes, which saves setting them for each request.
     """
 
+    method = "POST"
+    trace: TraceContext | None = None  # None: the router records no traces
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
     slo_class = ""  # name of its class; empty: none

@@ -97,7 +97,7 @@ class Frontend(web.Server):
         self.discovery: Discovery  # set by the server
         self.replicas: Replicas  # set by the server
         self.tls: TlsContext | None = None  # set by the server
-        self.tracing: Tracing | None = None  # set by the server
+        self.tracing: Tracing | None = None  # set by `TracedFrontend`
         self.recorder: Recorder | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
@@ -245,6 +245,7 @@ class Frontend(web.Server):
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
+        client_request.method = request.method
         if self._admits(client_request):
             try:
                 body = await self.read_body(request, self._body_limit)
@@ -497,7 +498,8 @@ class Frontend(web.Server):
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
             client_request.keep_alive &= self.phase is SERVING
-            relay = DirectRequest(self._rules, client_request, engine, method.encode(), self._ended)
+            direct = DirectRequest if self.tracing is None else self.tracing.direct
+            relay = direct(self._rules, client_request, engine, method.encode(), self._ended)
             client_request.client.relay = relay
             self.relays.add(relay)
             if client_request.client.writing_paused:
@@ -902,7 +904,7 @@ def _log_access(
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
         note=done.reason or None,
-        **({} if done.trace_id is None else {"trace_id": done.trace_id}),
+        **({} if (trace := client_request.trace) is None else {"trace_id": trace.hex_id}),
     )
 
 

@@ -13,6 +13,7 @@ from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.waiting import WaitingRequest
+from lmetric.server.observe.request_log import request_ids
 from lmetric.tokens import NotPredictable, PromptTokenizer, Text, Tokens
 
 # Tokenization keeps a core busy, and the event loop needs one.
@@ -76,7 +77,7 @@ class PendingTokenization(WaitingRequest):
         elif isinstance(error, NotPredictable):
             self._then(error, self)
         else:
-            log.error("cannot tokenize a prompt", exc_info=error)
+            log.error("cannot tokenize a prompt", exc_info=error, **request_ids(self._client_request))
             self._then(NotPredictable("tokenizer", str(error)), self)
 
     def _abandon(self) -> None:

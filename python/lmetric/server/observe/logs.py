@@ -13,6 +13,7 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.config import Log
+from lmetric.server.observe.request_log import add_request_ids
 from lmetric.server.observe.startup import LISTENING, startup_block
 
 _MAX_FRAMES = 20
@@ -72,6 +73,7 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
     """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_request_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

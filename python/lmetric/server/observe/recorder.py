@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import Decision, Request, __version__
+from lmetric._core import Decision, Request, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_files import SCHEMA_VERSION
 from lmetric.server.execution.draft import Draft
@@ -78,16 +78,10 @@ class Hasher:
     def chain(self, data: bytes, block: int, *domain: str | None) -> bytes:
         """The chained hashes of all whole blocks of ``block`` bytes, `HASH_BYTES` each.
 
-        Each hash covers the blocks before it and the ``domain``.
+        Each hash covers the blocks before it and the ``domain``. The event loop can run meanwhile.
         """
-        key = self._key
-        last = blake2b(repr(domain).encode(), key=key, digest_size=HASH_BYTES).digest()
-        hashes = []
-        for begin in range(0, len(data) - block + 1, block):
-            # The key is a prefix, which one compression covers with hash and block.
-            last = blake2b(key + last + data[begin : begin + block], digest_size=HASH_BYTES).digest()
-            hashes.append(last)
-        return b"".join(hashes)
+        first = blake2b(repr(domain).encode(), key=self._key, digest_size=HASH_BYTES).digest()
+        return chained_hashes(self._key, first, data, block)
 
 
 class Recorder:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from lmetric.server.execution.trace import TraceContext
+
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _OWN_FIELDS = re.compile(rb"\r\n(?:traceparent|tracestate):[^\r\n]*", re.IGNORECASE)
 _PARENT_FIELD = re.compile(rb"\r\ntraceparent:[^\r\n]*", re.IGNORECASE)
@@ -23,20 +25,6 @@ class Parent(NamedTuple):
     trace_id: int
     span_id: int
     sampled: bool
-
-
-class Context(NamedTuple):
-    """The trace to which a request belongs."""
-
-    trace_id: int
-    parent_id: int  # the client's span; 0: the router starts the trace
-    sampled: bool
-    state: bytes  # the client's `tracestate`
-
-    @property
-    def hex_id(self) -> str:
-        """The trace id as logs and exemplars show it."""
-        return f"{self.trace_id:032x}"
 
 
 def read_parent(field: bytes | None) -> Parent | None:
@@ -61,7 +49,7 @@ def parent_line(trace_id: int, span_id: int, sampled: bool) -> bytes:
     return b"traceparent: 00-%032x-%016x-%02x\r\n" % (trace_id, span_id, sampled)
 
 
-def with_context(text: bytes, first: bytes, context: Context) -> bytes:
+def with_context(text: bytes, first: bytes, context: TraceContext) -> bytes:
     """Returns a head for an engine without the client's context.
 
     ``first``: the router's own lines at its start, which stay. The client's `tracestate` stays if

@@ -14,10 +14,14 @@ import structlog
 
 from lmetric._core import __version__
 from lmetric.config import ConfigError, TracingConfig, read_secret
+from lmetric.server.execution.direct import DirectRequest
+from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.execution.runner import OnEnd, RequestRunner
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.observe.tracing.context import parent_line
-from lmetric.server.observe.tracing.runner import TracedRunner, UnsampledRunner
+from lmetric.server.observe.tracing.direct import traced_direct
+from lmetric.server.observe.tracing.runner import LoggedRunner, TracedRunner, UnsampledRunner
 from lmetric.server.observe.tracing.spans import RequestTrace, Span, Traces
 
 try:
@@ -183,13 +187,19 @@ class Tracing(Traces):
         if context.sampled:
             runner = TracedRunner(execution, require_finish, on_end, self, context, before, after)
         elif context.parent_id:  # the client's fields, which engines get, say that it is not sampled
-            runner = RequestRunner(execution, require_finish, on_end)
+            runner = LoggedRunner(execution, require_finish, on_end)
         else:
             line = parent_line(context.trace_id, self.span_id(), False)
             runner = UnsampledRunner(execution, require_finish, on_end, context, line)
         runner.trace_id = context.hex_id
         self.remember(execution.pool.index, execution.decision.id, runner.trace_id)
         return runner
+
+    def direct(
+        self, rules: Rules, request: ClientRequest, engine: Engine, method: bytes, on_end: OnEnd
+    ) -> DirectRequest:
+        """Returns a request about a stored response."""
+        return traced_direct(self, rules, request, engine, method, on_end)
 
     def stop(self) -> None:
         """Sends the last spans for at most `STOP_SECONDS`. Blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,8 +13,11 @@ from lmetric.server.api.errors import ApiError
 from lmetric.server.execution.attempt import EngineAttempt
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.executor import RequestExecution
+from lmetric.server.execution.plan import Act, AttemptEvent
 from lmetric.server.execution.runner import OnEnd, RequestRunner
-from lmetric.server.observe.tracing.context import Context, parent_line, with_context
+from lmetric.server.execution.trace import TraceContext
+from lmetric.server.observe.request_log import in_request
+from lmetric.server.observe.tracing.context import parent_line, with_context
 from lmetric.server.observe.tracing.spans import (
     Attributes,
     RequestTrace,
@@ -27,10 +31,26 @@ CLIENT_LEFT = 499
 _PORTS = {"http": 80, "https": 443}
 
 
+class LoggedRunner(RequestRunner):
+    """A routed request whose log lines have its ids."""
+
+    def _on(self, event: Callable[..., list[Act]], *args: Any) -> None:
+        in_request(self._client_request, super()._on, event, *args)
+
+    def on_attempt_event(self, event: AttemptEvent, attempt: EngineAttempt, detail: Any = None) -> None:
+        """Gives an event of an attempt to the executor."""
+        in_request(self._client_request, super().on_attempt_event, event, attempt, detail)
+
+    def fail(self) -> None:
+        """Ends the request after an unexpected exception."""
+        in_request(self._client_request, super().fail)
+
+
 class TracedAttempt(EngineAttempt):
     """An attempt with a span. The engine's spans become children of it."""
 
     _span: Span | None = None
+    _reports_usage = True  # the span gets the tokens of the answer
 
     def go(self, now: float) -> None:
         """Starts the span, and sends the step."""
@@ -45,7 +65,7 @@ class TracedAttempt(EngineAttempt):
             "gen_ai.provider.name": engine.capabilities.engine,
             "gen_ai.request.model": model,
             "gen_ai.request.stream": step.stream,
-            **_server(engine.upstream.url),
+            **server_attributes(engine.upstream.url),
             "lmetric.engine": engine.name,
             "lmetric.for_client": step.for_client,
         }
@@ -88,11 +108,12 @@ class TracedAttempt(EngineAttempt):
         reader = getattr(self, "reader", None)  # None: it was never sent
         if reader is not None and reader.status:
             span.attributes["http.response.status_code"] = reader.status
-            span.attributes |= usage_attributes(reader, span.start)
+            if self._reports_usage:
+                span.attributes |= usage_attributes(reader, span.start)
 
 
 @lru_cache(4096)
-def _server(url: str) -> Attributes:
+def server_attributes(url: str) -> Attributes:
     """Returns the attributes of an engine's address."""
     parts = urlsplit(url)
     if parts.hostname is None:
@@ -125,13 +146,18 @@ class UnsampledAttempt(EngineAttempt):
         return with_context(head.for_engine(first, *rest), first, runner.context)
 
 
-class UnsampledRunner(RequestRunner):
+class UnsampledRunner(LoggedRunner):
     """A routed request without a client's context that is not sampled."""
 
     _attempt = UnsampledAttempt
 
     def __init__(
-        self, execution: RequestExecution, require_finish: bool, on_end: OnEnd, context: Context, line: bytes
+        self,
+        execution: RequestExecution,
+        require_finish: bool,
+        on_end: OnEnd,
+        context: TraceContext,
+        line: bytes,
     ) -> None:
         """``line``: its `traceparent` for engines."""
         super().__init__(execution, require_finish, on_end)
@@ -139,7 +165,7 @@ class UnsampledRunner(RequestRunner):
         self.line = line
 
 
-class TracedRunner(RequestRunner):
+class TracedRunner(LoggedRunner):
     """A routed request with a trace."""
 
     _attempt = TracedAttempt
@@ -150,7 +176,7 @@ class TracedRunner(RequestRunner):
         require_finish: bool,
         on_end: OnEnd,
         traces: Traces,
-        context: Context,
+        context: TraceContext,
         before: float,
         after: float,
     ) -> None:

@@ -13,14 +13,19 @@ from collections.abc import Callable
 from random import Random, SystemRandom
 from typing import Literal
 
+from lmetric._core import RequestHead
+from lmetric.server.api.paths import route
 from lmetric.server.execution.exchange import ClientRequest
-from lmetric.server.observe.tracing.context import Context, is_sampled, read_parent
+from lmetric.server.execution.trace import TraceContext
+from lmetric.server.observe.tracing.context import is_sampled, read_parent
 
 Attributes = dict[str, str | int | float | bool]
 Kind = Literal["server", "internal", "client"]
 # Decisions whose trace is remembered, for decision records.
 REMEMBERED = 4096
 
+# A method or path that the router could not read, by the conventions for HTTP.
+UNREAD_NAME, UNREAD_METHOD = "HTTP", "_OTHER"
 # `gen_ai.operation.name` by path; other paths have their last part.
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -32,7 +37,7 @@ _OPERATIONS = {
 
 
 def operation(path: str) -> str:
-    """Returns the GenAI operation of a path."""
+    """Returns the GenAI operation of a path on which engines compute."""
     return _OPERATIONS.get(path) or path.rsplit("/", 1)[-1]
 
 
@@ -61,14 +66,16 @@ class Span:
 class RequestTrace:
     """The spans of a sampled request."""
 
-    __slots__ = ("_ids", "context", "path", "request", "segment", "spans")
+    __slots__ = ("_ids", "context", "method", "path", "request", "route", "segment", "spans")
 
-    def __init__(self, request: ClientRequest, context: Context, ids: Random) -> None:
+    def __init__(self, request: ClientRequest, context: TraceContext, ids: Random) -> None:
         self._ids = ids
         self.context = context
         self.path = request.path
+        self.route = route(request.path)
+        self.method = request.method
         self.spans: list[Span] = []
-        self.request = self._span(f"POST {request.path}", "server", context.parent_id, request.started)
+        self.request = self._span(server_name(request), "server", context.parent_id, request.started)
         self.segment: Span | None = None
 
     def _span(self, name: str, kind: Kind, parent_id: int, start: float) -> Span:
@@ -96,6 +103,10 @@ class RequestTrace:
         parent = self.request if beside or self.segment is None else self.segment
         return self._span(f"{operation(self.path)} {model}", "client", parent.span_id, now)
 
+    def direct(self, now: float) -> Span:
+        """Returns the span of a request to an engine that computes nothing."""
+        return self._span(f"{self.method} {self.route}", "client", self.request.span_id, now)
+
     def finish(self, now: float) -> None:
         """Ends all spans that have not ended."""
         for span in self.spans:
@@ -111,20 +122,24 @@ class Traces:
         self._random = Random(SystemRandom().getrandbits(256))
         self._decisions: OrderedDict[tuple[int, int], str] = OrderedDict()
 
-    def context(self, request: ClientRequest) -> Context:
-        """Returns the context of a request that begins."""
-        head = request.head
+    def context(self, request: ClientRequest) -> TraceContext:
+        """Returns the context of a request: the first call reads it from the head or makes it."""
+        if request.trace is None:
+            request.trace = self._context(request.head)
+        return request.trace
+
+    def _context(self, head: RequestHead) -> TraceContext:
         parent = read_parent(head.field(b"traceparent"))
         if parent is not None:
-            return Context(*parent, head.field(b"tracestate") or b"")
+            return TraceContext(*parent, head.field(b"tracestate") or b"")
         trace_id = self._random.getrandbits(128) or 1
-        return Context(trace_id, 0, is_sampled(trace_id, self._ratio), b"")
+        return TraceContext(trace_id, 0, is_sampled(trace_id, self._ratio), b"")
 
     def span_id(self) -> int:
         """Returns an id for a span that is not recorded."""
         return self._random.getrandbits(64) or 1
 
-    def begin(self, request: ClientRequest, context: Context) -> RequestTrace:
+    def begin(self, request: ClientRequest, context: TraceContext) -> RequestTrace:
         """Returns the trace of a sampled request."""
         return RequestTrace(request, context, self._random)
 
@@ -152,15 +167,23 @@ class Traces:
             self._export(trace)
 
 
+def server_name(request: ClientRequest) -> str:
+    """Returns the name of the span of a request: few values, as the conventions for HTTP ask."""
+    return f"{request.method} {route(request.path)}" if request.path else UNREAD_NAME
+
+
 def request_attributes(request: ClientRequest, status: int) -> Attributes:
     """Returns the attributes of the span of a request."""
     attributes: Attributes = {
-        "http.request.method": "POST",
+        "http.request.method": request.method if request.path else UNREAD_METHOD,
         "url.path": request.path,
         "http.response.status_code": status,
-        "gen_ai.operation.name": operation(request.path),
         "lmetric.request_id": request.head.request_id,
     }
+    if request.path:
+        path = attributes["http.route"] = route(request.path)
+        if path == request.path:  # requests about a stored response are no operation of GenAI
+            attributes["gen_ai.operation.name"] = operation(path)
     if request.pool is not None:
         attributes["gen_ai.request.model"] = request.pool.name
     if request.tenant:

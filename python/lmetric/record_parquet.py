@@ -1,0 +1,160 @@
+"""Records as Parquet: one row per request, for tools such as DuckDB, Spark and pandas.
+
+A column holds a key of the schema. Absent keys are null, hashes are lists of 64-bit integers, and
+keys that this release does not know are JSON in `OTHER`. Headers and states of the fleet are JSON
+in the metadata of the file. Needs pyarrow: the extra `parquet`.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from lmetric.record_files import (
+    REQUEST,
+    RecordError,
+    Records,
+    check_header,
+    check_line,
+    hashes_of,
+    read_records,
+)
+
+SUFFIX = ".parquet"
+OTHER = "other"  # column of keys that are not in the schema
+HEADERS, FLEETS = b"lmetric.headers", b"lmetric.fleets"  # keys of the metadata
+ROWS = 65_536  # rows that are read at once
+
+
+def convert_records(paths: Iterable[Path], out: Path) -> tuple[Records, int]:
+    """Writes all requests of some record files to one Parquet file, file by file.
+
+    The file appears whole, or not at all. Returns headers, states of the fleet and notes of the
+    input without its requests, and the number of requests.
+
+    Raises:
+        RecordError: an invalid input, or pyarrow is not installed.
+        OSError: a file cannot be read or written.
+    """
+    parquet = _parquet()
+    found, requests = Records([], [], []), 0
+    schema = _schema()
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for path in paths:
+                records = read_records(path)
+                writer.write_table(_table(records.requests, schema, path))
+                requests += len(records.requests)
+                found.headers.extend(records.headers)
+                found.fleets.extend(records.fleets)
+                found.notes.extend(records.notes)
+            lines = {HEADERS: found.headers, FLEETS: found.fleets}
+            writer.add_key_value_metadata({name: orjson.dumps(each) for name, each in lines.items()})
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return found, requests
+
+
+def read_parquet(path: Path, read: Records) -> None:
+    """Adds the records of a Parquet file.
+
+    Raises:
+        RecordError: no Parquet file of records, another schema version, or no pyarrow.
+        OSError: the file cannot be read.
+    """
+    parquet = _parquet()
+    from pyarrow import ArrowException
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            metadata = file.metadata.metadata or {}
+            if HEADERS not in metadata or FLEETS not in metadata:
+                raise RecordError(
+                    f"{path}: no header of records; the file is no record file of lmetric-router"
+                )
+            for header in orjson.loads(metadata[HEADERS]):
+                read.headers.append(check_header(str(path), header))
+            read.fleets.extend(orjson.loads(metadata[FLEETS]))
+            row = 0
+            for batch in file.iter_batches(ROWS):
+                for line in _lines(batch):
+                    row += 1
+                    read.requests.append(check_line(f"{path}, row {row}", line))
+    except ArrowException as error:
+        raise RecordError(f"{path}: no valid Parquet file: {error}; convert the records again") from None
+
+
+def _lines(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yields the lines of the rows."""
+    for row in batch.to_pylist(maps_as_pydicts="strict"):
+        other = row.pop(OTHER, None)
+        line = {name: value for name, value in row.items() if value is not None}
+        if "hashes" in line:
+            line["hashes"] = base64.b64encode(np.array(line["hashes"], "<u8").tobytes()).decode()
+        line |= orjson.loads(other) if other else {}
+        yield {"type": "request"} | line
+
+
+def _table(requests: list[dict[str, Any]], schema: Any, path: Path) -> Any:
+    """Returns requests as a table. Raises RecordError for a value of another type."""
+    import pyarrow
+
+    columns = []
+    for field in schema:
+        if field.name == OTHER:
+            values: list[Any] = [_other(request) for request in requests]
+        elif field.name == "hashes":
+            values = [hashes_of(request) if "hashes" in request else None for request in requests]
+        else:
+            values = [request.get(field.name) for request in requests]
+            if pyarrow.types.is_map(field.type):
+                values = [None if value is None else list(value.items()) for value in values]
+        try:
+            columns.append(pyarrow.array(values, field.type))
+        except (pyarrow.ArrowException, TypeError, AttributeError, OverflowError) as error:
+            kind = REQUEST[field.name].kind
+            raise RecordError(
+                f"{path}: a request has an invalid {field.name!r}; expected {kind}: {error}"
+            ) from None
+    return pyarrow.table(columns, schema=schema)
+
+
+def _other(request: Mapping[str, Any]) -> str | None:
+    found = {name: value for name, value in request.items() if name not in REQUEST}
+    return orjson.dumps(found).decode() if found else None
+
+
+def _schema() -> Any:
+    """Returns the columns: the keys of `REQUEST` except `type`, then `OTHER`."""
+    import pyarrow
+
+    kinds = {
+        "number": pyarrow.float64(),
+        "integer": pyarrow.int64(),
+        "text": pyarrow.string(),
+        "true or false": pyarrow.bool_(),
+        "list of texts": pyarrow.list_(pyarrow.string()),
+        "mapping": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+    }
+    types = {name: kinds[key.kind] for name, key in REQUEST.items() if name != "type"}
+    types["hashes"] = pyarrow.list_(pyarrow.uint64())
+    return pyarrow.schema([*types.items(), (OTHER, pyarrow.string())])
+
+
+def _parquet() -> Any:
+    """Returns the module `pyarrow.parquet`. Raises RecordError if it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise RecordError(
+            "Parquet files need pyarrow, which is not installed: pip install 'lmetric-router[parquet]'"
+        ) from None
+    return pyarrow.parquet
