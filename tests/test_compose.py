@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_the_parser_of_docker_compose_accepts_the_file() -> None:
         assert service["cap_drop"] == ["ALL"]
         for port in service.get("ports", ()):
             assert port["host_ip"] == "127.0.0.1"
+
+
+def test_the_image_is_one_version() -> None:
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    images = {service["image"] for name, service in services().items() if name[-1].isdigit()}
+    assert images == {f"lmetric-router:{version}"}
 
 
 def test_each_file_is_where_the_programs_look() -> None:
