@@ -9,7 +9,7 @@ use lmetric_core::router::ledger::Report;
 use lmetric_core::router::{Router, RouterConfig};
 use lmetric_core::{CoreError, Registry};
 
-const BLOCK_TOKENS: u32 = 16; // --block-size of the engines
+const BLOCK_TOKENS: usize = 16; // --block-size of the engines
 
 fn main() -> Result<(), CoreError> {
     let policy = Registry::CORE.policy("lmetric", &[])?;
@@ -32,7 +32,7 @@ fn main() -> Result<(), CoreError> {
         let request = Request {
             chain: &chain,
             prompt_tokens: tokens.len() as u32,
-            tokens_per_block: f64::from(BLOCK_TOKENS),
+            tokens_per_block: BLOCK_TOKENS as f64,
             expected_output_tokens: Some(200),
             ..Request::default()
         };
