@@ -42,21 +42,21 @@ def lint(variant: str) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def rendered(variant: str, *settings: str) -> str:
+def rendered(variant: str, *settings: str, chart: Path = CHART) -> str:
     """Returns the objects of a variant as YAML. ``settings``: further KEY=JSON values."""
-    done = refused(variant, *settings)
+    done = template(variant, *settings, chart=chart)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def refused(variant: str, *settings: str) -> subprocess.CompletedProcess[str]:
+def template(variant: str, *settings: str, chart: Path = CHART) -> subprocess.CompletedProcess[str]:
     further = [text for setting in settings for text in ("--set-json", setting)]
-    command = ("template", "lm", str(CHART), "--namespace", NAMESPACE, *_values(variant), *further)
+    command = ("template", "lm", str(chart), "--namespace", NAMESPACE, *_values(variant), *further)
     return helm(*command)
 
 
-def objects(variant: str, *settings: str) -> Objects:
-    return [each for each in yaml.safe_load_all(rendered(variant, *settings)) if each]
+def objects(variant: str, *settings: str, chart: Path = CHART) -> Objects:
+    return [each for each in yaml.safe_load_all(rendered(variant, *settings, chart=chart)) if each]
 
 
 def of_kind(found: Objects, kind: str) -> Objects:
