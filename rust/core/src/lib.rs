@@ -4,10 +4,10 @@
 //! indicators. Time and randomness are arguments. Equal inputs therefore give equal decisions in
 //! the server, in the simulator and in tests.
 //!
-//! To embed it: build a [`policy::Policy`] with [`Registry::policy`], make a [`router::Router`], add
-//! the engines, and call `route` for each request. `route` counts the request on its instance and
-//! returns a ticket; [`Router::advance`](router::Router::advance) takes the events of the request.
-//! `examples/route.rs` is a complete program.
+//! To embed it: build a [`policy::Policy`] with [`Registry::policy`], make a [`router::Router`],
+//! add the engines, and call `route` for each request. `route` counts the request on its instance
+//! and returns a ticket; [`Router::advance`](router::Router::advance) takes the events of the
+//! request. `examples/route.rs` is a complete program.
 //!
 //! ```
 //! use lmetric_core::{CoreError, Registry, fleet::Role, request::Request};
