@@ -4,6 +4,27 @@
 //! indicators. Time and randomness are arguments. Equal inputs therefore give equal decisions in
 //! the server, in the simulator and in tests.
 //!
+//! To embed it: build a [`policy::Policy`] with [`Registry::policy`], make a [`router::Router`],
+//! add the engines, and call `route` for each request. `route` counts the request on its instance
+//! and returns a ticket; [`Router::advance`](router::Router::advance) takes the events of the
+//! request. `examples/route.rs` is a complete program.
+//!
+//! ```
+//! use lmetric_core::{CoreError, Registry, fleet::Role, request::Request};
+//! use lmetric_core::plan::{Event, Usage};
+//! use lmetric_core::router::{Router, RouterConfig};
+//!
+//! let mut router = Router::new(Registry::CORE.policy("lmetric", &[])?, RouterConfig::default())?;
+//! router.add_instance("gpu-0", Role::Both, None)?;
+//! let seconds = 0.0; // of your clock
+//! let decision = router.route(&Request { prompt_tokens: 300, ..Request::default() }, seconds)?;
+//! assert_eq!(&**router.fleet().name(decision.segment.instance), "gpu-0");
+//! router.advance(decision.ticket, Event::FirstToken, seconds)?;
+//! router.advance(decision.ticket, Event::Finished(Usage::default()), seconds)?;
+//! assert_eq!(router.in_flight(), 0);
+//! # Ok::<(), CoreError>(())
+//! ```
+//!
 //! Dependencies go one way: `policy -> estimate, kv, indicators -> ids`. Only `router` uses all
 //! modules.
 

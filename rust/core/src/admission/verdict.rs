@@ -46,7 +46,7 @@ pub enum Verdict {
     Free,
     /// It runs now, on the instance of its program.
     Run(InstanceId),
-    /// It waits until [`Admission::release`] names it.
+    /// It waits until [`Admission::release`](super::Admission::release) names it.
     Held {
         /// The reason of the wait.
         by: HeldFor,

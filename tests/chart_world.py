@@ -1,0 +1,86 @@
+"""Renders the Helm chart. helm and kubeconform come from scripts/chart_tools, or from the path."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+CHART = ROOT / "deploy" / "helm" / "lmetric-router"
+TOOLS = ROOT / ".cache" / "chart"
+VARIANTS = {"default": None, **{path.stem: path for path in sorted((CHART / "ci").glob("*.yaml"))}}
+NAMESPACE = "gateway"
+Objects = list[dict[str, Any]]
+
+
+def tool(name: str) -> str:
+    """Returns the path of a program. Skips the test if scripts/chart_tools has not run."""
+    found = shutil.which(name, path=os.pathsep.join((str(TOOLS / "bin"), os.environ["PATH"])))
+    if found is None:
+        pytest.skip(f"{name} is not installed: run scripts/chart_tools")
+    return found
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([tool("helm"), *arguments], capture_output=True, text=True, check=False)
+
+
+def _values(variant: str) -> list[str]:
+    path = VARIANTS[variant]
+    return ["--values", str(path)] if path else []
+
+
+def lint(variant: str) -> subprocess.CompletedProcess[str]:
+    return helm("lint", "--strict", str(CHART), *_values(variant))
+
+
+@functools.cache
+def rendered(variant: str, *settings: str, chart: Path = CHART) -> str:
+    """Returns the objects of a variant as YAML. ``settings``: further KEY=JSON values."""
+    done = template(variant, *settings, chart=chart)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def template(variant: str, *settings: str, chart: Path = CHART) -> subprocess.CompletedProcess[str]:
+    further = [text for setting in settings for text in ("--set-json", setting)]
+    command = ("template", "lm", str(chart), "--namespace", NAMESPACE, *_values(variant), *further)
+    return helm(*command)
+
+
+def objects(variant: str, *settings: str, chart: Path = CHART) -> Objects:
+    return [each for each in yaml.safe_load_all(rendered(variant, *settings, chart=chart)) if each]
+
+
+def of_kind(found: Objects, kind: str) -> Objects:
+    return [each for each in found if each["kind"] == kind]
+
+
+def only(found: Objects, kind: str) -> dict[str, Any]:
+    (one,) = of_kind(found, kind)
+    return one
+
+
+def pod(found: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = only(found, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def router(found: Objects) -> dict[str, Any]:
+    (container,) = pod(found)["containers"]
+    assert container["name"] == "router"
+    return dict(container)
+
+
+def router_yaml(found: Objects) -> str:
+    (text,) = (
+        each["data"]["router.yaml"] for each in of_kind(found, "ConfigMap") if "router.yaml" in each["data"]
+    )
+    return str(text)

@@ -1,0 +1,274 @@
+"""The Helm chart: every variant is valid, safe by default, and fits the router's own settings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import chart_world as chart
+from chart_world import CHART, ROOT, TOOLS, VARIANTS, objects, of_kind, only, pod, router
+from lmetric.config import load_config
+from lmetric.config.schema import ServerConfig
+
+EPP = [name for name in VARIANTS if name.startswith("epp")]
+# Kinds of the Prometheus operator and of the Gateway API, for which the schemas have no entry.
+WITHOUT_SCHEMA = ("ServiceMonitor", "PrometheusRule", "HTTPRoute", "InferencePool")
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@each_variant
+def test_helm_finds_no_fault(variant: str) -> None:
+    done = chart.lint(variant)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", ["1.27.0", "1.37.0"])
+def test_the_objects_fit_the_schemas_of_kubernetes(version: str, tmp_path: Path) -> None:
+    """kubeconform knows every field of the oldest supported Kubernetes, and of the newest."""
+    schemas = TOOLS / "schemas"
+    if not schemas.is_dir():
+        pytest.skip("the schemas are missing: run scripts/chart_tools")
+    for variant in VARIANTS:
+        (tmp_path / f"{variant}.yaml").write_text(chart.rendered(variant))
+    command = [chart.tool("kubeconform"), "-strict", "-summary", "-kubernetes-version", version]
+    place = f"{schemas}/{{{{.NormalizedKubernetesVersion}}}}-local{{{{.StrictSuffix}}}}"
+    command += ["-schema-location", place + "/{{.ResourceKind}}{{.KindSuffix}}.json"]
+    command += ["-skip", ",".join(WITHOUT_SCHEMA), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    total, valid, skipped = map(int, re.findall(r"(?:Summary|Valid|Skipped): (\d+)", done.stdout))
+    assert (valid + skipped, valid > 50) == (total, True), done.stdout
+
+
+@each_variant
+def test_the_router_accepts_its_configuration(variant: str, tmp_path: Path) -> None:
+    """The rendered router.yaml passes the router's own checks, with the listener of the pod."""
+    found = objects(variant)
+    file = tmp_path / "router.yaml"
+    file.write_text(chart.router_yaml(found))
+    if variant == "full-values":  # files of the Secret are read at the start
+        settings = yaml.safe_load(file.read_text())
+        assert settings["replicas"]["urls"] == ["http://gateway-peers:8000"]
+    config = load_config(file, environ={}, overrides={"host": "0.0.0.0"})
+    assert isinstance(config, ServerConfig)
+
+
+@each_variant
+def test_the_pod_reads_what_the_configuration_names(variant: str) -> None:
+    """Each path in router.yaml lies on a mount, and each mount of the Secret has its file."""
+    found = objects(variant)
+    mounts = {each["mountPath"]: each["name"] for each in router(found)["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod(found)["volumes"]}
+    assert set(mounts.values()) <= volumes.keys()
+    text = chart.router_yaml(found)
+    secrets = set(re.findall(r"/etc/lmetric-secrets/(\S+)", text))
+    items = volumes["secrets"]["secret"]["items"] if "secrets" in volumes else []
+    assert secrets == {item["path"] for item in items}
+    assert ("/tokenizers" in text) == ("/tokenizers" in mounts)
+    assert "Secret" not in {each["kind"] for each in found}, "the chart makes no secret"
+    for step in pod(found).get("initContainers", ()):
+        folder = step["args"][step["args"].index("--out") + 1]
+        assert folder in text
+
+
+@each_variant
+def test_the_pod_keeps_the_restricted_profile(variant: str) -> None:
+    """No root, no capabilities, a read-only root, no token that discovery does not need."""
+    found = objects(variant)
+    spec = pod(found)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    assert spec["automountServiceAccountToken"] is False
+    discovers = "discovery:" in chart.router_yaml(found)
+    tokens = [each["name"] for each in spec["volumes"] if "projected" in each]
+    assert tokens == (["api"] if discovers else [])
+    steps = [mount["name"] for step in spec.get("initContainers", ()) for mount in step["volumeMounts"]]
+    assert "api" not in steps
+    roles = [role["rules"] for role in of_kind(found, "Role")]
+    expected = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert roles == ([expected] if discovers and variant != "bare-values" else [])
+
+
+@each_variant
+def test_selectors_and_ports_fit_the_pods(variant: str) -> None:
+    found = objects(variant)
+    labels = only(found, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    ports = {port["name"] for port in router(found)["ports"]}
+    selectors = [only(found, "Deployment")["spec"]["selector"]["matchLabels"]]
+    for service in of_kind(found, "Service"):
+        selectors.append(service["spec"]["selector"])
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for budget in of_kind(found, "PodDisruptionBudget"):
+        selectors.append(budget["spec"]["selector"]["matchLabels"])
+    for spread in pod(found).get("topologySpreadConstraints", ()):
+        selectors.append(spread["labelSelector"]["matchLabels"])
+    for policy in of_kind(found, "NetworkPolicy"):
+        selectors.append(policy["spec"]["podSelector"]["matchLabels"])
+        named = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+        assert named == ports
+    assert all(selector and selector.items() <= labels.items() for selector in selectors)
+    for scaler in of_kind(found, "HorizontalPodAutoscaler"):
+        assert scaler["spec"]["scaleTargetRef"]["name"] == only(found, "Deployment")["metadata"]["name"]
+        assert "replicas" not in only(found, "Deployment")["spec"]
+
+
+@pytest.mark.parametrize("variant", ["full-values", "epp-full-values"])
+def test_prometheus_finds_each_router_once(variant: str) -> None:
+    """The monitor selects only the headless Service, and gives the job the name for the alerts."""
+    found = objects(variant)
+    monitor = only(found, "ServiceMonitor")["spec"]
+    wanted = monitor["selector"]["matchLabels"].items()
+    (service,) = (each for each in of_kind(found, "Service") if wanted <= each["metadata"]["labels"].items())
+    assert service["spec"]["clusterIP"] == "None"
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "lmetric-router"}]
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text())
+    assert only(found, "PrometheusRule")["spec"] == rules
+    (text,) = (
+        each["data"]["lmetric-router.json"] for each in of_kind(found, "ConfigMap")
+        if "lmetric-router.json" in each["data"]
+    )  # fmt: skip
+    assert text.strip() == (ROOT / "deploy" / "grafana" / "lmetric-router.json").read_text().strip()
+
+
+@pytest.mark.parametrize("variant", EPP)
+def test_the_pool_names_the_picker(variant: str) -> None:
+    """The gateway finds the picker's port through the InferencePool, with the engines' labels."""
+    found = objects(variant)
+    pool = only(found, "InferencePool")["spec"]
+    reference = pool["endpointPickerRef"]
+    (service,) = (each for each in of_kind(found, "Service") if each["metadata"]["name"] == reference["name"])
+    (port,) = service["spec"]["ports"]
+    assert (port["port"], port["targetPort"], port["appProtocol"]) == (9002, "grpc", "http2")
+    assert reference["port"] == {"number": port["port"]}
+    (container_port,) = (each for each in router(found)["ports"] if each["name"] == "grpc")
+    assert container_port["containerPort"] == 9002
+    assert router(found)["args"][0] == "epp"
+    (source,) = yaml.safe_load(chart.router_yaml(found))["discovery"]
+    labels = ",".join(f"{key}={value}" for key, value in sorted(pool["selector"]["matchLabels"].items()))
+    assert source["kubernetes"]["selector"] == labels
+    for route in of_kind(found, "HTTPRoute"):
+        ((target,),) = (rule["backendRefs"] for rule in route["spec"]["rules"])
+        assert (target["kind"], target["name"]) == (
+            "InferencePool",
+            only(found, "InferencePool")["metadata"]["name"],
+        )
+
+
+def test_the_chart_agrees_with_the_manifest() -> None:
+    """deploy/kubernetes.yaml and the chart's default have the same pod, but for names and token."""
+    manifest = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    plain = pod(manifest)
+    tokenizer = 'tokenizers=[{"name":"model","model":"Qwen/Qwen3-8B"}]'
+    found = objects("default", tokenizer)
+    ours = pod(found)
+    for key in ("securityContext", "terminationGracePeriodSeconds"):
+        assert ours[key] == plain[key]
+    for key in ("args", "readinessProbe", "livenessProbe", "resources", "securityContext", "ports"):
+        assert router(found)[key] == plain["containers"][0][key], key
+    (step,) = ours["initContainers"]
+    for key in ("args", "image", "resources", "securityContext", "volumeMounts"):
+        assert step[key] == plain["initContainers"][0][key], key
+    settings = yaml.safe_load(chart.router_yaml(found))
+    theirs = yaml.safe_load(chart.router_yaml(manifest))
+    settings["replicas"] = theirs["replicas"] = None  # names of Services; the token in a file
+    assert settings == theirs
+    assert [rule["ports"] for rule in only(found, "NetworkPolicy")["spec"]["egress"][1:]] == [
+        rule["ports"] for rule in only(manifest, "NetworkPolicy")["spec"]["egress"][1:]
+    ]
+
+
+def test_the_version_is_that_of_the_release() -> None:
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    description = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (description["version"], description["appVersion"]) == (version, version)
+    assert router(objects("default"))["image"] == f"lmetric-router:{version}"
+    assert router(objects("full-values"))["image"].startswith("registry.example.com/lmetric-router@sha256:")
+
+
+def test_routers_scale_on_cpu_below_a_full_core() -> None:
+    """The target is the 0.6 of a core per router in docs/how-to/sizing.md."""
+    spec = only(objects("epp-full-values"), "HorizontalPodAutoscaler")["spec"]
+    (metric,) = spec["metrics"]
+    target = metric["resource"]
+    assert target == {"name": "cpu", "target": {"type": "AverageValue", "averageValue": "600m"}}
+    assert "at most 0.6 of a core" in (ROOT / "docs" / "how-to" / "sizing.md").read_text()
+    assert spec["maxReplicas"] <= 64  # routers that exchange their load
+    drain = spec["behavior"]["scaleDown"]
+    assert drain["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 300}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["mode=\"proxy\""], "mode"),
+        (["replica=3"], "replica"),
+        (["replicas=65"], "replicas"),
+        (["engines.matchLabels=null"], "matchLabels"),
+        (["config.timeouts.drain=90"], "terminationGracePeriodSeconds is 60, but draining takes 95 s"),
+        (['engines.fixed=[{"url":"http://10.0.0.1:8000"}]'], "networkPolicy.extraEgress"),
+        (['tokenizers=[{"name":"A_b","model":"x"}]'], "tokenizers"),
+        (["serviceMonitor={\"enabled\":true,\"adminToken\":true}"], "set admin.enabled to true"),
+        (["httpRoute.enabled=true"], "set httpRoute.parentRefs"),
+        (['mode="epp"', 'engines.namespace="else"'], 'pods of its own namespace "gateway"'),
+        (['autoscaling={"enabled":true,"minReplicas":9}'], "above autoscaling.maxReplicas 8"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused(settings: list[str], message: str) -> None:
+    done = chart.template("default", *settings)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_every_value_is_documented_and_checked() -> None:
+    """values.schema.json has each key of values.yaml and no other."""
+
+    def keys(value: Any, prefix: str = "") -> set[str]:
+        if not isinstance(value, dict):
+            return set()
+        return {f"{prefix}{key}" for key in value} | {
+            each for key, inner in value.items() for each in keys(inner, f"{prefix}{key}.")
+        }
+
+    def described(schema: dict[str, Any], prefix: str = "") -> set[str]:
+        known = schema.get("properties", {})
+        return {f"{prefix}{key}" for key in known} | {
+            each for key, inner in known.items() for each in described(inner, f"{prefix}{key}.")
+        }
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = described(yaml.safe_load((CHART / "values.schema.json").read_text()))
+    assert schema - keys(values) == {"global"}
+    free = {"resources", "tokenizer.resources", "engines.matchLabels", "dashboard.labels"}
+    extra = {key for key in keys(values) - schema if not any(key.startswith(f"{each}.") for each in free)}
+    assert extra == set()
+
+
+@pytest.mark.parametrize("variant", ["default", "epp-values", "fixed-values"])
+def test_the_notes_name_the_secret(variant: str, tmp_path: Path) -> None:
+    """Helm renders notes only with a cluster, so a copy of the chart has them in an object."""
+    copy = Path(shutil.copytree(CHART, tmp_path / "chart"))
+    (copy / "templates" / "NOTES.txt").rename(copy / "templates" / "_NOTES.txt")
+    text = '{{- include (print $.Template.BasePath "/_NOTES.txt") . | nindent 2 }}'
+    (copy / "templates" / "notes.yaml").write_text(f"kind: Notes\ntext: |\n  {text}\n")
+    notes = only(objects(variant, chart=copy), "Notes")["text"]
+    assert "the Secret lm-lmetric-router has these keys" in notes
+    assert ("keys.yaml" in notes) == (variant != "epp-values")
+    assert "replicas-token" in notes
+    assert ("WARNING: `tokenizers` is empty" in notes) == (variant != "epp-values")
+    assert ("lm-lmetric-router.gateway:9002" in notes) == (variant == "epp-values")
