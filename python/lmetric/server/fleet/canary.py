@@ -288,8 +288,8 @@ class Canary:
             assert self._before is not None
             if owner.policies is not self._promoted:
                 raise CanaryError(
-                    f"{owner.name or 'the model'}: the policy has changed since the promotion; set it with PUT "
-                    "/admin/policy"
+                    f"{owner.name or 'the model'}: the policy has changed since the promotion; set it "
+                    "with PUT /admin/policy"
                 )
             owner.install(self._before)
         else:

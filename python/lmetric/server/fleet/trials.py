@@ -40,9 +40,7 @@ class Trials:
         placed = run.draw(request) if run is not None and self.canary.running else None
         canary = placed is not None and placed.canary
         shadow = not canary and self.shadow.draws()
-        decision, ticket = self._router.route(
-            request, now=now, arrival=arrival, canary=canary, shadow=shadow
-        )
+        decision, ticket = self._router.route(request, now=now, arrival=arrival, canary=canary, shadow=shadow)
         if shadow:
             self.shadow.add(decision)
         return decision, ticket, placed

@@ -78,6 +78,4 @@ def _command(pool: Pool, verb: str, body: dict[str, Any]) -> None:
 
 
 def _json(value: Any) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(value, option=orjson.OPT_INDENT_2), content_type="application/json"
-    )
+    return web.Response(body=orjson.dumps(value, option=orjson.OPT_INDENT_2), content_type="application/json")
