@@ -4,9 +4,9 @@ Requests of a session resemble each other, so they do not count as independent. 
 arm is a ratio of sums, such as seconds over requests. Its variance comes from the sums of each
 group of sessions (linearization of a ratio; Cochran, Sampling Techniques, section 6.3).
 
-A 95% interval is right once. Whoever looks at it every few seconds will see it exclude zero by
+A 95% interval is right once. If it is read every few seconds, it sooner or later excludes zero by
 chance. `Difference.always` is wider: its error is bounded over all looks together (mixture
-sequential probability ratio test; Johari et al., "Always Valid Inference", 2022, equation 12).
+sequential probability ratio test; Johari et al., "Always Valid Inference", 2022).
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def _read(
     given = {
         "host": host, "port": port, "embedded": embedded, "model": model, "experimental": experimental,
         "policy": policy, "decode_policy": decode_policy, "migration_by": migration_by, "profile": profile,
-        "shadow": shadow, "api_keys": api_keys, "records": records, "log_level": log_level, "log_json": log_json,
+        "shadow": shadow, "api_keys": api_keys, "records": records, "log_level": log_level,
+        "log_json": log_json,
         "engine": [{"url": url} for url in engine] if engine else None,
         "knob": dict(_pair("--knob", text) for text in knob) if knob else None,
     }  # fmt: skip
