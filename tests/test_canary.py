@@ -88,14 +88,16 @@ def draw(rng: np.random.Generator, sessions: int, slower: float = 0.0, sick: flo
     """Sessions of 1 to 12 requests that share a level, as turns of a conversation do."""
     comparison = Comparison()
     arms = rng.random(sessions) < 0.3
+    owner = np.repeat(np.arange(sessions), rng.integers(1, 13, sessions))
     levels = rng.lognormal(-2.0, 0.8, sessions) * (1.0 + slower * arms)
-    for session, canary in enumerate(arms.tolist()):
-        bucket = int(rng.integers(BUCKETS))
-        for _ in range(int(rng.integers(1, 13))):
-            ttft = levels[session] * rng.lognormal(0.0, 0.3)
-            failed = rng.random() < 0.01 + (sick if canary else 0.0)
-            e2e = ttft + 50 * 0.01 * rng.lognormal(0.0, 0.2)
-            comparison.add(canary, bucket, Outcome(failed, e2e, ttft, 50, 1000, int(rng.integers(900))))
+    ttft = levels[owner] * rng.lognormal(0.0, 0.3, len(owner))
+    e2e = ttft + 0.5 * rng.lognormal(0.0, 0.2, len(owner))
+    failed = rng.random(len(owner)) < 0.01 + sick * arms[owner]
+    cached = rng.integers(0, 900, len(owner))
+    buckets = rng.integers(BUCKETS, size=sessions)[owner]
+    rows = (each.tolist() for each in (arms[owner], buckets, failed, e2e, ttft, cached))
+    for arm, bucket, error, end, first, hit in zip(*rows, strict=True):
+        comparison.add(arm, bucket, Outcome(error, end, first, 50, 1000, hit))
     return comparison
 
 
@@ -141,15 +143,15 @@ def test_many_looks_at_equal_policies_raise_few_alarms() -> None:
     """The interval of one look excludes zero at some look in many runs; the other one does not."""
     rng = np.random.default_rng(5)
     once = always = 0
-    for _ in range(80):
+    for _ in range(50):
         comparison, seen_once, seen_always = Comparison(), False, False
         for step in range(1, 1001):
             canary, bucket = bool(rng.random() < 0.5), int(rng.integers(BUCKETS))
             comparison.add(canary, bucket, Outcome(False, float(rng.lognormal(-2.0, 0.5))))
-            if step >= 100 and step % 25 == 0:
+            if step >= 100 and step % 50 == 0:
                 (each,) = [d for d in comparison.differences() if d.metric == "e2e_seconds"]
                 seen_once |= each.excludes_zero
                 seen_always |= each.always[0] > 0.0 or each.always[1] < 0.0
         once, always = once + seen_once, always + seen_always
-    assert once > 10, once
-    assert always <= 6, always
+    assert once > 5, once
+    assert always <= 3, always

@@ -10,7 +10,7 @@ import typer
 from lmetric.cli.help import Command
 
 group = typer.Typer(
-    help="Compare another policy on a share of the live traffic, then promote it or roll it back.",
+    help="Try another policy on a share of the live traffic.",
     no_args_is_help=True,
 )
 
@@ -25,7 +25,10 @@ _URL = "http://127.0.0.1:8000"
 
 @group.command("status", cls=Command)
 def status(url: Url = _URL, token: Token = None, as_json: AsJson = False) -> None:
-    """Show canaries and shadows: their state, and the differences with intervals."""
+    """Show canaries and shadows, and their differences.
+
+    An interval that excludes zero is a clear difference.
+    """
     _run(url, token, "status", None, as_json)
 
 
@@ -73,7 +76,7 @@ def start(
 
 @group.command("promote", cls=Command)
 def promote(url: Url = _URL, model: Model = None, token: Token = None, as_json: AsJson = False) -> None:
-    """Make the canary's policy the policy of all requests.
+    """Use the policy of the canary for all requests.
 
     It lasts until a restart or reload. Set `policy` in the configuration, too.
     """
@@ -82,7 +85,10 @@ def promote(url: Url = _URL, model: Model = None, token: Token = None, as_json: 
 
 @group.command("rollback", cls=Command)
 def rollback(url: Url = _URL, model: Model = None, token: Token = None, as_json: AsJson = False) -> None:
-    """End the canary, or undo its promotion: the earlier policy decides all requests."""
+    """End the canary, or undo its promotion.
+
+    The policy from before the canary decides all requests.
+    """
     _run(url, token, "rollback", {"model": model}, as_json)
 
 

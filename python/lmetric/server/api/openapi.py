@@ -296,6 +296,7 @@ def _own_details() -> dict[tuple[str, str], JSON]:
     stream["content"]["text/event-stream"] = {"schema": text}
 
     canary = _answer("State of the canary", OBJECT)
+    only = {"properties": {"model": {"type": "string", "description": "Default: the only model"}}}
 
     def told(answer: JSON, *errors: int, **more: Any) -> JSON:
         return {"answer": answer, "errors": errors, **more}
@@ -345,8 +346,8 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ),
         ("GET", "/admin/canary"): told(_answer("Canaries", array), *page),
         ("POST", "/admin/canary/start"): told(canary, *change, 409, body=_schema("CanaryStart")),
-        ("POST", "/admin/canary/promote"): told(canary, *change, 409, body=model),
-        ("POST", "/admin/canary/rollback"): told(canary, *change, 409, body=model),
+        ("POST", "/admin/canary/promote"): told(canary, *change, 409, body=only),
+        ("POST", "/admin/canary/rollback"): told(canary, *change, 409, body=only),
         ("POST", "/replicas"): told(_answer("Accepted", OBJECT), *(400, 401, 404, 409, 413), body=OBJECT),
     }
 
