@@ -25,6 +25,7 @@ def _load(name: str) -> ModuleType:
 
 
 result_files = _load("result_files")
+canary_bench = _load("canary/run")
 
 
 def add(folder: Path, figure: str, number: float) -> None:

@@ -23,6 +23,9 @@ BODIES: dict[str, Any] = {
     "/admin/engines/{name}/role": {"role": "both"},
     "/admin/guard": {"on": True},
     "/admin/policy": {"policy": "lmetric"},
+    "/admin/canary/start": {"policy": "vllm"},
+    "/admin/canary/promote": {"model": "tiny"},
+    "/admin/canary/rollback": {},
 }
 
 

@@ -307,7 +307,13 @@ class Router:
     def instances(self) -> list[str]: ...
     def in_flight(self) -> int: ...
     def route(
-        self, request: Request, *, now: float | None = None, arrival: Arrival | None = None
+        self,
+        request: Request,
+        *,
+        now: float | None = None,
+        arrival: Arrival | None = None,
+        canary: bool = False,  # the policy of `set_canary` decides
+        shadow: bool = False,  # the policy of `set_shadow` scores the request, too
     ) -> tuple[Decision, Ticket]: ...
     def arrive(self, request: Request, *, now: float | None = None) -> Arrival | None: ...
     def release_held(  # id and seconds held; id, reason and seconds to try again after
@@ -373,6 +379,18 @@ class Router:
     ) -> None: ...
     def set_decode_policy(
         self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
+    ) -> None: ...
+    def set_canary(
+        self,
+        policy: str | Expr | Policy | PolicyFunction | None,
+        *,
+        knobs: Mapping[str, float] | None = None,
+    ) -> None: ...
+    def set_shadow(
+        self,
+        policy: str | Expr | Policy | PolicyFunction | None,
+        *,
+        knobs: Mapping[str, float] | None = None,
     ) -> None: ...
     def policy_fallbacks(self) -> dict[str, Any]: ...  # errors, overruns, paused, problem
     @property
@@ -446,6 +464,10 @@ class Decision:
     def prompt_tokens(self) -> int: ...
     @property
     def priority(self) -> int | None: ...  # in the engine's queue, lower first
+    @property
+    def shadow(self) -> tuple[str | None, int, float, float] | None: ...
+    # Choice of the shadow: instance (None: it failed), predicted cached tokens, predicted seconds
+    # to the first token, and the same seconds on `instance`. None: no shadow scored the request.
     def scores(self) -> NDArray[np.float32]: ...
     def ranking(self) -> list[str]: ...  # names, best first
 

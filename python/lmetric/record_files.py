@@ -52,6 +52,8 @@ FLEET = {
     "model": Key("text", "model of the engines", always=True),
     "policy": Key("text or mapping", "policy of the router, as in its configuration", always=True),
     "knobs": Key("mapping", "parameters of the policy by name", always=True),
+    "shadow": Key("mapping", "settings of the shadow: `policy`, `knobs`, `sample`"),
+    "canary": Key("mapping", "settings of the running canary: `policy`, `knobs`, `share`"),
     "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True),
     "engines": Key("list of mappings", "engines of the model", always=True),
 }
@@ -90,6 +92,12 @@ REQUEST = {
     ),
     "decision": Key("integer", "number of the decision since the router's start"),
     "policy": Key("text", "policy of the decision"),
+    "arm": Key("text", "`canary` or `stable`; only while a canary runs"),
+    "shadow": Key(
+        "mapping",
+        "choice of the shadow: `policy`, `instance` (null: it failed), `predicted_cached_tokens`, "
+        "`predicted_ttft_seconds`; and `chosen_predicted_ttft_seconds`, of the engine that got the request",
+    ),
     "instance": Key("text", "engine that answered, or was tried last"),
     "tried": Key("list of texts", "engines in the order of the attempts, if there were several"),
     "decode_instance": Key("text", "engine of the second segment"),

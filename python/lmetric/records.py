@@ -19,12 +19,23 @@ class Candidate(TypedDict):
     terms: dict[str, float | None]  # values of the indicators that the policy reads, by name
 
 
+class ShadowChoice(TypedDict):
+    """The choice of a shadow policy, which placed nothing."""
+
+    policy: str
+    instance: str | None  # None: the policy failed, or scored no instance
+    predicted_cached_tokens: int | None
+    predicted_ttft_seconds: float | None
+    chosen_predicted_ttft_seconds: float | None  # on the instance that got the request
+
+
 class DecisionRecord(TypedDict):
     """A decision and its result: `Router.explain`."""
 
     id: int
     at_seconds: float  # on the router's clock
     policy: str
+    arm: Literal["stable", "canary"]  # canary: its policy decided
     request_id: str | None
     prompt_tokens: int
     instance: str  # the last one tried
@@ -66,6 +77,7 @@ class DecisionRecord(TypedDict):
     program_tokens: float | None  # its context at the decision
     held_seconds: float | None  # time for which the request waited for a place in a cache
     predicted_cached_tokens: int
+    shadow: ShadowChoice | None  # None: no shadow scored the request
     predicted_tier_tokens: int  # part of predicted_cached_tokens in a tier below the GPU
     cached_tokens: int | None
     output_tokens: int | None

@@ -58,6 +58,7 @@ def because(record: Mapping[str, Any], formula: str | None = None) -> str:
         start, end = record.get("fetch_from_token"), record.get("fetch_to_token")
         tokens = f" ({number(end - start)} tokens)" if start is not None and end is not None else ""
         parts.append(f"its cached prefix is fetched from {holder}{tokens}")
+    parts += _on_trial(record)
     return f"because {'; '.join(parts)}."
 
 
@@ -271,6 +272,16 @@ def _conditions(record: Mapping[str, Any]) -> list[str]:
         found.append("the policy's filter left no engine, so it was ignored")
     if left_out := record.get("left_out"):
         found.append(f"{number(left_out)} engine{'s' if left_out > 1 else ''} had no score")
+    return found
+
+
+def _on_trial(record: Mapping[str, Any]) -> list[str]:
+    """Returns the clauses about policies on trial."""
+    found = [f"the canary's policy {record['policy']} decided"] if record.get("arm") == "canary" else []
+    if (shadow := record.get("shadow")) is not None:
+        instance, first = shadow["instance"], (record.get("tried") or [record["instance"]])[0]
+        choice = "agreed" if instance == first else f"preferred {instance}"
+        found.append(f"the shadow {shadow['policy']} {'failed' if instance is None else choice}")
     return found
 
 

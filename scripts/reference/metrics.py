@@ -68,6 +68,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
+    "Policies on trial": ("shadow_", "canary_"),
     "Process": ("process_", "log_", "build", "trace_", "records"),
     "Routing and cache": ("",),
 }

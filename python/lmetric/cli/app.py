@@ -9,6 +9,7 @@ import typer
 from lmetric.cli import (
     bench,
     calibrate,
+    canary,
     config,
     demo,
     doctor,
@@ -32,6 +33,7 @@ from lmetric.cli.help import Command
 MODULES = (
     serve,
     top,
+    canary,
     doctor,
     tokenizer,
     engine,

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -30,6 +30,7 @@ _KEYS = {
     "decode_policy": "decode_policy",
     "migration_by": "migration_by",
     "profile": "profile",
+    "shadow": "shadow.policy",
     "api_keys": "auth.keys_file",
     "records": "records.path",
     "log_level": "log.level",
@@ -91,6 +92,14 @@ def _read(
     profile: Annotated[
         str | None, _option(POLICY, help="Step times for predictions: a shipped profile or a YAML file.")
     ] = None,
+    shadow: Annotated[
+        str | None,
+        _option(
+            POLICY,
+            metavar="NAME_OR_EXPRESSION",
+            help="Second policy that scores each request and places none.",
+        ),
+    ] = None,
     api_keys: Annotated[Path | None, _option(_ACCESS, help="YAML file with API keys and tenants.")] = None,
     records: Annotated[
         Path | None, _option(_ACCESS, metavar="DIR", help="Folder for records of all requests.")
@@ -117,7 +126,8 @@ def _read(
     given = {
         "host": host, "port": port, "embedded": embedded, "model": model, "experimental": experimental,
         "policy": policy, "decode_policy": decode_policy, "migration_by": migration_by, "profile": profile,
-        "api_keys": api_keys, "records": records, "log_level": log_level, "log_json": log_json,
+        "shadow": shadow, "api_keys": api_keys, "records": records, "log_level": log_level,
+        "log_json": log_json,
         "engine": [{"url": url} for url in engine] if engine else None,
         "knob": dict(_pair("--knob", text) for text in knob) if knob else None,
     }  # fmt: skip
@@ -141,7 +151,9 @@ def _default(key: str) -> str:
     for part in key.split("."):
         names = {field.alias or name: field for name, field in section.model_fields.items()}
         field = names[part]
-        section = field.annotation
+        section = next(iter(get_args(field.annotation)), field.annotation)
+    if field.is_required():  # of a section that is off
+        return "none"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, bool):
         return "text" if key == "log.json" and not value else str(value).lower()

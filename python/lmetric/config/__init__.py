@@ -53,6 +53,7 @@ from lmetric.config.schema import (
     Timeouts,
     TracingConfig,
 )
+from lmetric.config.trials import CanaryConfig, CanaryStart, ShadowConfig
 
 __all__ = [
     "ADMIN",
@@ -63,6 +64,8 @@ __all__ = [
     "Admin",
     "AdmissionConfig",
     "Auth",
+    "CanaryConfig",
+    "CanaryStart",
     "ConfigError",
     "DiscoverySource",
     "DnsSource",
@@ -92,6 +95,7 @@ __all__ = [
     "Role",
     "Seconds",
     "ServerConfig",
+    "ShadowConfig",
     "SloClass",
     "Strict",
     "TenantConfig",

@@ -17,7 +17,7 @@ POLICIES = (
 )
 """Settings of policies and of their indicators."""
 
-_OF_MODELS = frozenset({*POLICIES, "engines", "engine_tls", "admission", "hedging"})
+_OF_MODELS = frozenset({*POLICIES, "engines", "engine_tls", "admission", "hedging", "shadow", "canary"})
 
 RELOADED = frozenset(
     {

@@ -41,6 +41,7 @@ from lmetric.config.kinds import (
 )
 from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.config.records import RecordsConfig
+from lmetric.config.trials import CanaryConfig, ShadowConfig
 from lmetric.options import (
     SELECTORS,
     Auto,
@@ -288,6 +289,12 @@ class PoolSettings(Strict):
     )
     policy_time_limit_seconds: float = Field(
         0.001, gt=0, le=60, description="time limit of a Python policy per decision, seconds"
+    )
+    shadow: ShadowConfig | None = Field(
+        None, description="second policy that scores requests and places none; null: none"
+    )
+    canary: CanaryConfig | None = Field(
+        None, description="second policy that places a share of the requests; null: none"
     )
     binding: Literal["auto", "early", "late"] = Field(
         "auto",

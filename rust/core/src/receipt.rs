@@ -5,6 +5,7 @@ use crate::plan::{Failure, Usage};
 use crate::policy::Prefer;
 use crate::priority::Priority;
 use crate::program::ProgramNote;
+use crate::request::Arm;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -54,6 +55,18 @@ pub struct Pulled {
     pub tokens: Option<u32>,
     /// Actual duration; `None` while the fetch runs.
     pub seconds: Option<Seconds>,
+}
+
+/// The choice of a shadow policy, which placed nothing.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shadow {
+    /// Name of the policy.
+    pub policy: Arc<str>,
+    /// Name of its instance, predicted prompt tokens in the instance's cache, and predicted time to
+    /// first token there. `None`: the policy failed or scored no instance.
+    pub choice: Option<(Arc<str>, u32, Seconds)>,
+    /// Predicted time to first token on the instance that got the request.
+    pub chosen_ttft_seconds: Seconds,
 }
 
 /// Expected seconds per placement: each instance's assigned work, the request included (Libra,
@@ -123,6 +136,12 @@ pub struct Receipt {
     pub request_id: Option<Box<str>>,
     /// Prompt length in tokens.
     pub prompt_tokens: u32,
+    /// Name of the policy that decided.
+    pub policy: Option<Arc<str>>,
+    /// Arm of the request.
+    pub arm: Arm,
+    /// Choice of the shadow policy, if it scored the request.
+    pub shadow: Option<Box<Shadow>>,
     /// Whether the lowest or the highest score wins.
     pub prefer: Prefer,
     /// Names of all slots at the decision.
@@ -192,6 +211,7 @@ impl Receipt {
             + self.request_id.as_ref().map_or(0, |r| r.len())
             + self.uncut.as_ref().map_or(0, |r| r.len())
             + self.unpulled.as_ref().map_or(0, |r| r.len())
+            + self.shadow.as_ref().map_or(0, |_| size_of::<Shadow>())
             + self.scores.capacity() * size_of::<f32>()
             + if self.declared.spilled() { self.declared.capacity() * size_of::<DeclaredId>() } else { 0 }
             + if self.next.spilled() { self.next.capacity() * size_of::<Next>() } else { 0 }

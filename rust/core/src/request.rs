@@ -49,6 +49,33 @@ pub struct Request<'a> {
     /// Priority that the request brings; lower values go first. Independent of the order set by the
     /// router.
     pub priority: Option<f64>,
+    /// Policy that chooses the instance of the first segment.
+    pub arm: Arm,
+    /// Whether the shadow's policy scores the request, too.
+    pub shadow: bool,
+}
+
+/// The policy that decides a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Arm {
+    /// The router's policy.
+    #[default]
+    Stable,
+    /// The canary's policy, while the router has a canary.
+    Canary,
+    /// The shadow's policy. It places nothing.
+    Shadow,
+}
+
+impl Arm {
+    /// Name in decision records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Arm::Stable => "stable",
+            Arm::Canary => "canary",
+            Arm::Shadow => "shadow",
+        }
+    }
 }
 
 /// Returns the number that stands for a text with this hash in expressions: whole, exact in `f64`.

@@ -4,7 +4,7 @@ use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::request::{Request as CoreRequest, Tenant};
+use lmetric_core::request::{Arm, Request as CoreRequest, Tenant};
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -339,6 +339,8 @@ impl Request {
             },
             lora: key(&self.lora_name)?,
             priority: self.priority,
+            arm: Arm::Stable,
+            shadow: false,
         })
     }
 

@@ -17,9 +17,10 @@ use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, Scope, decl
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Binding, Cuts};
+use lmetric_core::policy::Policy;
 use lmetric_core::program::PeerRoot;
 use lmetric_core::program::ledger::Root;
-use lmetric_core::request::Request as CoreRequest;
+use lmetric_core::request::{Arm, Request as CoreRequest};
 use lmetric_core::router::feed::{KvFeed, Means, Stored};
 use lmetric_core::router::ledger::{Published, Report};
 use lmetric_core::router::{
@@ -218,6 +219,18 @@ impl Router {
                 Ok(())
             }
         }
+    }
+
+    /// Builds a policy on trial, and whether the hot-spot guard filters its candidates.
+    fn on_trial(
+        &self,
+        policy: Option<&Bound<'_, PyAny>>,
+        knobs: Option<&Bound<'_, PyDict>>,
+    ) -> Result<Option<(Box<dyn Policy>, bool)>> {
+        let Some(policy) = policy else { return Ok(None) };
+        let policy = policies::build(self.registry, Some(policy), knobs)?;
+        let (guarded, _) = lmetric_core::guard::applies(&*policy, self.guard.lock().0);
+        Ok(Some((policy, guarded)))
     }
 
     /// Calls `with` with the core's request and, separately, its chain.
@@ -585,7 +598,7 @@ impl Router {
                         )
                     })?;
                     self.with_core(py, |router| {
-                        router.set_guard(on);
+                        router.set_guard_of_all(on);
                         Ok(())
                     })?;
                     *self.guard.lock() = (Some(on), lmetric_core::guard::set_reason(on));
@@ -637,18 +650,21 @@ impl Router {
 
     /// Chooses an instance for a request, counts the request there at once, and opens its ticket.
     ///
-    /// `now`: seconds on the monotonic clock. Returns the decision and the ticket. A ticket that is
-    /// dropped while open counts as an abort. Raises `NoInstanceError` (nothing is counted) and
-    /// `PolicyError` (a policy function failed). Source: LMETRIC, Figure 4 and section 5.
+    /// `now`: seconds on the monotonic clock. `canary`: the policy of `set_canary` decides, if there
+    /// is one. `shadow`: the policy of `set_shadow` scores the request, too (`Decision.shadow`).
+    ///
+    /// Returns the decision and the ticket. A ticket that is dropped while open counts as an abort.
+    /// Raises `NoInstanceError` (nothing is counted) and `PolicyError` (a policy function failed).
+    /// Source: LMETRIC, Figure 4 and section 5.
     // One parameter per old keyword: `**old` would rule out the faster calling convention.
     #[pyo3(
         signature = (
             request=None, *, now=None, tokens=None, text=None, block_hashes=None, prompt_tokens=None,
             expected_output_tokens=None, think_tokens=None, length_class=None, extra_tokens=None,
             session=None, adapter=None, salt=None, request_id=None, uncut=None, unpulled=None,
-            tenant=None, tenant_weight=None, handicap_seconds=None, arrival=None
+            tenant=None, tenant_weight=None, handicap_seconds=None, arrival=None, canary=false, shadow=false
         ),
-        text_signature = "($self, request, *, now=None, arrival=None)"
+        text_signature = "($self, request, *, now=None, arrival=None, canary=False, shadow=False)"
     )]
     fn route<'py>(
         &self,
@@ -673,6 +689,8 @@ impl Router {
         tenant_weight: Option<Bound<'py, PyAny>>,
         handicap_seconds: Option<Bound<'py, PyAny>>,
         arrival: Option<Bound<'py, Arrival>>,
+        canary: bool,
+        shadow: bool,
     ) -> Result<(Decision, Ticket)> {
         let old = if tokens.is_some()
             || text.is_some()
@@ -719,14 +737,17 @@ impl Router {
         let id = given.get().id(py)?;
         let arrival = arrival.map(|arrival| arrival.get().take()).transpose()?;
         self.with_request(py, given.get(), |request, chain| {
-            let request = CoreRequest { arrival, ..request };
-            let (decision, name, next, pull) = self.with_core(py, |router| {
+            let arm = if canary { Arm::Canary } else { Arm::Stable };
+            let request = CoreRequest { arrival, arm, shadow, ..request };
+            let (decision, name, next, pull, seen) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
                 let decision = router.route_taking(&request, chain, id, now)?;
                 let name = router.fleet().name(decision.segment.instance).clone();
                 let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
                 let pull = decision.pull.map(|pull| crate::ticket::pull_told(router, pull));
-                Ok((decision, name, next, pull))
+                let seen =
+                    if shadow { router.receipt(decision.id).and_then(|r| r.shadow.clone()) } else { None };
+                Ok((decision, name, next, pull, seen))
             })?;
             let ticket = self.shared.ticket(&decision);
             Ok((
@@ -736,6 +757,7 @@ impl Router {
                     name.clone(),
                     next,
                     pull,
+                    seen,
                     self.shared.clone(),
                 ),
                 Ticket::new(ticket, decision.segment, name, self.clock),
@@ -1180,11 +1202,8 @@ impl Router {
     /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
     /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
     fn explain<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
-        let kept = self.with_core(py, |router| {
-            let policy = router.policy().spec().name.clone();
-            Ok(router.receipt(decision_id).map(|receipt| (receipt.clone(), policy)))
-        })?;
-        kept.map(|(receipt, policy)| crate::ticket::receipt_dict(py, &receipt, &policy)).transpose()
+        let kept = self.with_core(py, |router| Ok(router.receipt(decision_id).cloned()))?;
+        kept.map(|receipt| crate::ticket::receipt_dict(py, &receipt)).transpose()
     }
 
     /// Runs the periodic work; call it about once a second. Returns the actions of the hot-spot
@@ -1344,13 +1363,43 @@ impl Router {
         let (on, reason) = lmetric_core::guard::applies(&*policy, chosen);
         self.with_core(py, |router| {
             router.set_policy(policy)?;
-            if router.guard().config().on != on {
-                router.set_guard(on);
-            }
+            router.set_guard(on);
             Ok(())
         })?;
         self.guard.lock().1 = reason;
         Ok(())
+    }
+
+    /// Sets the policy of requests that are routed with `canary=True`; None: the router's policy
+    /// decides them, too. Requests in flight stay on their instances.
+    ///
+    /// The hot-spot guard filters its candidates as for `set_policy`. Raises the constructor's
+    /// errors; an error changes nothing.
+    #[pyo3(signature = (policy, *, knobs=None))]
+    fn set_canary(
+        &self,
+        py: Python<'_>,
+        policy: Option<&Bound<'_, PyAny>>,
+        knobs: Option<&Bound<'_, PyDict>>,
+    ) -> Result<()> {
+        let policy = self.on_trial(policy, knobs)?;
+        self.with_core(py, |router| Ok(router.set_canary(policy)?))
+    }
+
+    /// Sets the policy that scores requests that are routed with `shadow=True`; None: no policy
+    /// does. It places nothing, and its random choices do not change those of the router. If its
+    /// function fails, `Decision.shadow` says so.
+    ///
+    /// Raises the constructor's errors; an error changes nothing.
+    #[pyo3(signature = (policy, *, knobs=None))]
+    fn set_shadow(
+        &self,
+        py: Python<'_>,
+        policy: Option<&Bound<'_, PyAny>>,
+        knobs: Option<&Bound<'_, PyDict>>,
+    ) -> Result<()> {
+        let policy = self.on_trial(policy, knobs)?;
+        self.with_core(py, |router| Ok(router.set_shadow(policy)?))
     }
 
     /// Replaces the policy that chooses decode instances, as `set_policy` does. The policy applies

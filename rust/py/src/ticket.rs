@@ -9,7 +9,7 @@ use lmetric_core::kv::tiers::Tier;
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
 use lmetric_core::policy::Prefer;
 use lmetric_core::program::Finish;
-use lmetric_core::receipt::{Balance, Receipt};
+use lmetric_core::receipt::{Balance, Receipt, Shadow};
 use lmetric_core::router::{
     Carry, Decision as CoreDecision, NamedMove, Router, SharedRouter, Ticket as CoreTicket, Totals,
 };
@@ -47,6 +47,7 @@ pub struct Decision {
     next: Option<Arc<str>>,
     /// The prefix fetch before the request begins.
     pull: Option<PullTold>,
+    shadow: Option<Box<Shadow>>,
     shared: SharedRouter,
 }
 
@@ -66,6 +67,7 @@ impl Decision {
         name: Arc<str>,
         next: Option<Arc<str>>,
         pull: Option<PullTold>,
+        shadow: Option<Box<Shadow>>,
         shared: SharedRouter,
     ) -> Decision {
         Decision {
@@ -78,6 +80,7 @@ impl Decision {
             name,
             next,
             pull,
+            shadow,
             shared,
         }
     }
@@ -117,6 +120,20 @@ impl Decision {
     #[getter]
     fn fetch(&self) -> Option<(&str, u32, u32)> {
         self.pull.as_ref().map(|(holder, from, to)| (&**holder, *from, *to))
+    }
+
+    /// The choice of the shadow policy: name of the instance, predicted prompt tokens in its cache,
+    /// predicted seconds to the first token there, and the same on `instance`. A prediction is NaN
+    /// if the router cannot make it. The name is None if the policy failed or scored no instance.
+    /// None: no shadow scored the request.
+    #[getter]
+    fn shadow(&self) -> Option<(Option<&str>, u32, f64, f64)> {
+        let shadow = self.shadow.as_deref()?;
+        let own = shadow.chosen_ttft_seconds;
+        Some(match &shadow.choice {
+            Some((name, hit_tokens, ttft)) => (Some(&**name), *hit_tokens, *ttft, own),
+            None => (None, 0, f64::NAN, own),
+        })
     }
 
     /// Scores, float32, one per slot; NaN for a slot that was no candidate. Raises `TicketError` if
@@ -436,13 +453,14 @@ impl Ticket {
 }
 
 /// A decision record as a dictionary that `json` can write; absent numbers are None.
-pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Result<Bound<'py, PyDict>> {
+pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py, PyDict>> {
     let number = |v: f64| v.is_finite().then_some(v);
     let name = |slot: u32| &*receipt.names[slot as usize];
     let dict = PyDict::new(py);
     dict.set_item("id", receipt.id)?;
     dict.set_item("at_seconds", receipt.at)?;
-    dict.set_item("policy", policy)?;
+    dict.set_item("policy", receipt.policy.as_deref())?;
+    dict.set_item("arm", receipt.arm.name())?;
     dict.set_item("request_id", receipt.request_id.as_deref())?;
     dict.set_item("prompt_tokens", receipt.prompt_tokens)?;
     let tried: Vec<&str> = receipt.tried().map(|name| &**name).collect();
@@ -510,6 +528,17 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt, policy: &str) -> Re
     dict.set_item("held_seconds", receipt.program.map(|note| note.held_seconds))?;
     dict.set_item("predicted_cached_tokens", receipt.predicted_hit_tokens)?;
     dict.set_item("predicted_tier_tokens", receipt.predicted_tier_tokens)?;
+    let shadow = receipt.shadow.as_deref().map(|shadow| {
+        let told = PyDict::new(py);
+        let choice = shadow.choice.as_ref();
+        told.set_item("policy", &*shadow.policy)?;
+        told.set_item("instance", choice.map(|(name, ..)| &**name))?;
+        told.set_item("predicted_cached_tokens", choice.map(|(_, hit, _)| *hit))?;
+        told.set_item("predicted_ttft_seconds", choice.and_then(|(.., ttft)| number(*ttft)))?;
+        told.set_item("chosen_predicted_ttft_seconds", number(shadow.chosen_ttft_seconds))?;
+        Ok::<_, PyErr>(told)
+    });
+    dict.set_item("shadow", shadow.transpose()?)?;
     let outcome = &receipt.outcome;
     dict.set_item("cached_tokens", outcome.usage.cached_tokens)?;
     dict.set_item("output_tokens", outcome.usage.output_tokens)?;

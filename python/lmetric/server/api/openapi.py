@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic.json_schema import models_json_schema
 
 from lmetric._core import __version__
-from lmetric.config import EngineConfig, PolicyChange, Role
+from lmetric.config import CanaryStart, EngineConfig, PolicyChange, Role
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api import paths
 from lmetric.server.api.own_pages import ADMIN, KEY, OPEN, OWN_PAGES, REPLICA
@@ -110,6 +110,7 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "bad_configuration": ("400", "`POST /admin/reload`: the configuration is invalid. The old one stays."),
     "no_reload": ("409", "`POST /admin/reload`: the router has no configuration to read again."),
     "bad_policy": ("400", "The policy or a parameter is invalid."),
+    "canary_state": ("409", "`/admin/canary`: the command is not possible in the state of the canary."),
 }
 
 REQUEST_HEADERS: Mapping[str, str] = {
@@ -294,6 +295,9 @@ def _own_details() -> dict[tuple[str, str], JSON]:
     stream = _answer("State; as events with `Accept: text/event-stream`", OBJECT)
     stream["content"]["text/event-stream"] = {"schema": text}
 
+    canary = _answer("State of the canary", OBJECT)
+    only = {"properties": {"model": {"type": "string", "description": "Default: the only model"}}}
+
     def told(answer: JSON, *errors: int, **more: Any) -> JSON:
         return {"answer": answer, "errors": errors, **more}
 
@@ -340,6 +344,10 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("PUT", "/admin/policy"): told(
             _answer("Done", array), *change, body={"allOf": [_schema("PolicyChange"), model]}
         ),
+        ("GET", "/admin/canary"): told(_answer("Canaries", array), *page),
+        ("POST", "/admin/canary/start"): told(canary, *change, 409, body=_schema("CanaryStart")),
+        ("POST", "/admin/canary/promote"): told(canary, *change, 409, body=only),
+        ("POST", "/admin/canary/rollback"): told(canary, *change, 409, body=only),
         ("POST", "/replicas"): told(_answer("Accepted", OBJECT), *(400, 401, 404, 409, 413), body=OBJECT),
     }
 
@@ -349,7 +357,8 @@ def _headers(declared: Mapping[str, str]) -> JSON:
 
 
 def _components() -> JSON:
-    configured: list[tuple[Any, Any]] = [(EngineConfig, "validation"), (PolicyChange, "validation")]
+    settings = (EngineConfig, PolicyChange, CanaryStart)
+    configured: list[tuple[Any, Any]] = [(each, "validation") for each in settings]
     _, models = models_json_schema(configured, ref_template="#/components/schemas/{model}")
     code = {"type": ["string", "null"], "enum": [*ERRORS, None]}
     error = {

@@ -160,6 +160,10 @@ OWN_PAGES: Mapping[str, OwnPage] = {
         _admin("/admin/guard", POST="Turn the hot-spot guard on or off"),
         _admin("/admin/reload", POST="Read the configuration again, like SIGHUP"),
         _admin("/admin/policy", GET="Show the policies", PUT="Replace policies"),
+        _admin("/admin/canary", GET="Show canaries and shadows, with their differences"),
+        _admin("/admin/canary/start", POST="Route a share of the requests under another policy"),
+        _admin("/admin/canary/promote", POST="Make the canary's policy the policy of all requests"),
+        _admin("/admin/canary/rollback", POST="End the canary, or undo its promotion"),
         OwnPage(
             "/replicas",
             "replicas",

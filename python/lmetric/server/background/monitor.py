@@ -267,6 +267,7 @@ class Monitor:
             if pool.programs.follows or pool.held.admits:
                 pool.held.release(now)
             pool.programs.warn(now)
+            pool.trials.canary.look(now)
 
     async def _clocks(self) -> None:
         for pool in self.fleet.pools:
@@ -361,7 +362,7 @@ class Monitor:
             if not pool.policies.changed():
                 continue
             try:
-                pool.replace_policies(Policies(pool.policies.settings))
+                pool.install(Policies(pool.policies.settings))
             except LmetricError as error:
                 log.error(
                     "cannot use a changed policy file; the old policy stays in use",

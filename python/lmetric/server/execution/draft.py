@@ -20,4 +20,5 @@ class Draft(Struct, gc=False):
     router: Router | None = None  # None: the request was never routed
     decision: Decision | None = None
     load: dict[str, float] | None = None
+    arm: str | None = None  # stable or canary; None: no canary ran
     hedged: bool = False  # the decision is that of a hedge, which answered

@@ -16,6 +16,7 @@ from lmetric.server.api.errors import ApiError, last_events
 from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.trace import TraceContext
 from lmetric.server.execution.transcript import Transcript
+from lmetric.server.fleet.canary import CanaryRequest
 from lmetric.server.fleet.pool import Pool
 
 FAILED = "internal error of the router; see its log for the reason"
@@ -95,6 +96,7 @@ class ClientRequest:
     # The name of the only engine that may answer: it holds a response that the request continues.
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
+    trial: CanaryRequest | None = None  # its arm; None: no canary runs
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     # Called with the name of the engine whose answer (status 200) the client is about to get.

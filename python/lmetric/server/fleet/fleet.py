@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import structlog
 
-from lmetric._core import LmetricError
+from lmetric._core import BadValueError, LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities
 from lmetric.engines.identify import UNKNOWN, identify
@@ -118,7 +118,9 @@ class Fleet:
         for pool in self.pools:
             new = policies.get(pool.name, policies[None])
             pool.replace_indicators(new.settings.indicators)
-            pool.replace_policies(new)
+            before = pool.policies
+            pool.install(new)
+            pool.trials.configure(new, policy_changed=new.differs(before))
             pool.hedging.configure(new.settings.hedging)
             pool.held.configure(new.settings.admission, config.tenants)
             pool.retry_budget.configure(config.retries)
@@ -133,15 +135,18 @@ class Fleet:
         Returns the pools. Raises LmetricError.
         """
         pools = self.pools if model is None else [self.find(model)[0]]
+        for pool in pools:
+            if pool.trials.canary.running:
+                raise BadValueError(f"{pool.name}: a canary runs; promote it or roll it back first")
         before = [pool.policies for pool in pools]
         made = [Policies(policies.settings.model_copy(update=dict(changes))) for policies in before]
         try:
             for pool, policies in zip(pools, made, strict=True):
-                pool.replace_policies(policies)
+                pool.install(policies)
         except LmetricError:
             for pool, policies in zip(pools, before, strict=True):
                 if pool.policies is not policies:
-                    pool.replace_policies(policies)
+                    pool.install(policies)
             raise
         if model is None:
             self.config = self.config.model_copy(update=dict(changes))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmetric import plugins
-from lmetric._core import BadValueError, Router, check_policy
-from lmetric.config import PoolSettings
+from lmetric._core import BadValueError, LmetricError, Router, check_policy
+from lmetric.config import CanaryConfig, PoolSettings, ShadowConfig
 from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
@@ -57,9 +57,18 @@ class Policies:
         self.settings = settings
         self.first = build(settings, settings.policy, settings.knobs)
         self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
-        reads = _reads(self.first.policy) | _reads(self.decode.policy)
-        # Indicators that cost time to compute.
-        self.reads_length_class, self.reads_priority = "length_class" in reads, "priority" in reads
+        self.shadow = _on_trial(settings, "shadow", settings.shadow)
+        canary = _on_trial(settings, "canary", settings.canary)
+        # Whether the policies read indicators that cost time to compute.
+        self.reads_length_class = self.reads_priority = False
+        for built in (self.first, self.decode, self.shadow, canary):
+            self.also_reads(built)
+
+    def also_reads(self, built: Built | None) -> None:
+        """Adds the indicators of a further policy of the model."""
+        reads = _reads(built and built.policy)
+        self.reads_length_class |= "length_class" in reads
+        self.reads_priority |= "priority" in reads
 
     @property
     def formula(self) -> str | None:
@@ -79,6 +88,11 @@ class Policies:
             router.set_policy(before.first.policy, knobs=before.first.knobs)
             raise
 
+    def differs(self, other: "Policies") -> bool:
+        """Returns whether first segments have another policy than in other settings."""
+        own, theirs = self.settings, other.settings
+        return _definition(own, own.policy) != _definition(theirs, theirs.policy) or own.knobs != theirs.knobs
+
     def changed(self) -> bool:
         """Returns whether a policy's file has changed since the last call."""
         files = {file: _stamp(file) for file in self._files}
@@ -86,6 +100,16 @@ class Policies:
             return False
         self._files = files
         return True
+
+
+def _on_trial(settings: PoolSettings, key: str, config: ShadowConfig | CanaryConfig | None) -> Built | None:
+    """Builds the policy of a shadow or a canary. Raises LmetricError, which names the key."""
+    if config is None:
+        return None
+    try:
+        return build(settings, config.policy, config.knobs)
+    except LmetricError as error:
+        raise type(error)(f"{key}.policy: {error}") from None
 
 
 def _reads(policy: Policy | PolicyFunction | str | None) -> set[str]:

@@ -45,6 +45,7 @@ from lmetric.server.fleet.programs import ProgramWatch
 from lmetric.server.fleet.rebalancer import Rebalancer
 from lmetric.server.fleet.recent import Recent
 from lmetric.server.fleet.retry_budget import RetryBudget
+from lmetric.server.fleet.trials import Trials
 from lmetric.server.upstream.connection import UpstreamError
 from lmetric.tokens import (
     NotVerifiable,
@@ -163,6 +164,8 @@ class Pool:
             colocate=settings.colocate,
             offers=settings.offers,
         )
+        self.trials = Trials(self)
+        self.trials.configure(self.policies)
         priority.follow_clock(self.router, settings)
         self.held = HeldRequests(self.router, routing.programs, settings.admission, tenants or {})
         self.programs = ProgramWatch(name, self.router, routing.programs, self.held)
@@ -202,9 +205,10 @@ class Pool:
         self._pooled: PoolFacts | None = None
         self.asking = asyncio.Lock()  # held while a tokenizer is loaded
 
-    def replace_policies(self, policies: Policies) -> None:
+    def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""
         policies.install(self.router, self.policies)
+        policies.also_reads(self.trials.canary.built)
         self.policies = policies
         names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
         guard = {"guard": self.guard, "guard_reason": self.router.guard_reason}

@@ -34,6 +34,7 @@ from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.http import on_trial
 from lmetric.server.http.client_load import ClientLoad
 from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
 from lmetric.server.http.cors import Cors
@@ -724,7 +725,10 @@ class Frontend(web.Server):
         relay: RequestRunner | None = None
         before = time.monotonic()
         try:
-            decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
+            if pool.trials.on:
+                decision, ticket = on_trial.route(client_request, pool, asked, hedge, now, arrival)
+            else:
+                decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
             after = time.monotonic()
             if self.recorder is not None:
                 self.recorder.placed(client_request, pool, decision)
@@ -817,6 +821,8 @@ class Frontend(web.Server):
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.requests.ended(model, client_request, status, now, relay)
+        if client_request.trial is not None:
+            on_trial.ended(client_request, status, now, relay)
         if self.recorder is not None:
             self.recorder.ended(client_request, status, now, relay)
         if self.live is not None:

@@ -43,6 +43,7 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import check as check_policy
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.summary import summary
+from lmetric.server.http import canary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
@@ -339,6 +340,8 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
         return _json([_policy(pool) for pool in pools])
+    if path.startswith(canary.PATH):
+        return await canary.answer(front, request, path)
     named = {engine.name: engine for engine in front.fleet.engines()}
     name, verb = path.removeprefix("/admin/engines/"), ""
     if unquote(name) not in named:  # a name may contain slashes

@@ -17,6 +17,7 @@ from lmetric.server.observe.instances import engine_metrics, indicator_metrics, 
 from lmetric.server.observe.outliers import outlier_metrics
 from lmetric.server.observe.programs import program_metrics
 from lmetric.server.observe.requests import RequestMetrics
+from lmetric.server.observe.trials import trial_metrics
 
 _TOTALS = {
     "decisions": "requests placed on an instance",
@@ -181,6 +182,7 @@ class Metrics:
         yield from program_metrics(self.fleet)
         yield from admission_metrics(self.fleet)
         yield from outlier_metrics(self.fleet)
+        yield from trial_metrics(self.fleet)
         yield from self._routers()
         for further in self.further:
             yield from further()

@@ -34,7 +34,7 @@ LOAD = ("bs", "q_bs", "queued_prefill_tokens", "tokens")
 HASH_BYTES = 8
 # Entries of a decision record that a line copies under the same name.
 _COPIED = (
-    *("policy", "decode_instance", "held_seconds", "handoff_seconds", "fetched_tokens"),
+    *("policy", "shadow", "decode_instance", "held_seconds", "handoff_seconds", "fetched_tokens"),
     *("predicted_cached_tokens", "outcome"),
 )
 
@@ -125,6 +125,8 @@ class Recorder:
         """Adds the decision, and the load of its instance, to a sampled request."""
         if (draft := client_request.draft) is not None:
             draft.router, draft.decision = pool.router, decision
+            if (trial := client_request.trial) is not None:
+                draft.arm = "canary" if trial.canary else "stable"
             if len(pool.engines) > SMALL_FLEET:
                 now = time.monotonic()
                 if now < self._load_at:
@@ -235,7 +237,7 @@ class Recorder:
             "output_tokens": ended.output_tokens,
             "e2e_seconds": round(ended.e2e_seconds, 6),
         }
-        line["hedged"] = draft.hedged or None
+        line["hedged"], line["arm"] = draft.hedged or None, draft.arm
         line |= self._hashes(ended)
         first, further = ended.ttft_seconds, ended.output_tokens - 1
         if first is not None:
@@ -318,6 +320,7 @@ def _state(pool: Pool) -> Line:
         "model": pool.name,
         "policy": policy,
         "knobs": dict(settings.knobs),
+        **_on_trial(pool),
         "block_tokens": pool.block_size,
         "engines": [
             {
@@ -332,6 +335,17 @@ def _state(pool: Pool) -> Line:
             for engine in pool.engines.values()
         ],
     }
+
+
+def _on_trial(pool: Pool) -> Line:
+    """The settings of policies on trial, if there are any."""
+    found: Line = {}
+    if (shadow := pool.trials.shadow.config) is not None:
+        found["shadow"] = shadow.model_dump()
+    canary = pool.trials.canary
+    if canary.running and canary.run is not None:
+        found["canary"] = canary.run.config.model_dump(include={"policy", "knobs", "share"})
+    return found
 
 
 def _explained(record: dict[str, Any], line: Line) -> Line:

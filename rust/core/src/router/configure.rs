@@ -38,7 +38,8 @@ impl Router {
         place: impl Fn(&mut State) -> &mut Selector,
     ) -> Result<(), CoreError> {
         let selector = place(&mut self.state);
-        let new = Selector { made: selector.made, ..Selector::new(policy) };
+        let (made, guarded) = (selector.made, selector.guarded);
+        let new = Selector { made, guarded, ..Selector::new(policy) };
         let old = std::mem::replace(selector, new);
         if let Err(error) = self.look_ahead() {
             *place(&mut self.state) = old;
@@ -49,7 +50,7 @@ impl Router {
     }
 
     /// Starts to keep predicted loads, if needed, and adds the requests in flight.
-    fn look_ahead(&mut self) -> Result<(), CoreError> {
+    pub(super) fn look_ahead(&mut self) -> Result<(), CoreError> {
         if !self.state.look_ahead()? {
             return Ok(());
         }
@@ -117,9 +118,18 @@ impl Router {
         self.state.ledger.parts_mut(id.index()).0.forget_loaded();
     }
 
-    /// Turns the hot-spot guard on or off.
+    /// Turns the hot-spot guard on or off for the router's policy. A canary's policy may still need
+    /// it ([`Router::set_canary`]).
     pub fn set_guard(&mut self, on: bool) {
-        self.state.guard.set_on(on);
+        self.state.first.guarded = on;
+        self.state.switch_guard();
+    }
+
+    /// Turns the hot-spot guard on or off for all policies.
+    pub fn set_guard_of_all(&mut self, on: bool) {
+        let State { canary, shadow, .. } = &mut self.state;
+        canary.iter_mut().chain(shadow).for_each(|each| each.guarded = on);
+        self.set_guard(on);
     }
 
     /// Sets the step-time model of an instance whose hardware differs from the others. `None`: the

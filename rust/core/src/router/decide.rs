@@ -84,12 +84,17 @@ impl Router {
         check_weight(request.tenant.weight)?;
         request.check()?;
         self.match_prefix(request);
-        let first = self.score(request, now);
-        self.context.roomy.clear();
-        let first = first.inspect_err(|_| self.requests.totals.no_instance += 1)?;
+        let first = self.score(request, now).inspect_err(|_| {
+            self.context.roomy.clear();
+            self.requests.totals.no_instance += 1;
+        })?;
         // The rest is planned later: the choice of a second instance overwrites the derived
         // columns.
-        let receipt = self.explained(request, request_id, first, now);
+        let mut receipt = self.explained(request, request_id, first, now);
+        if request.shadow {
+            receipt.shadow = self.shadow_of(request, first, now);
+        }
+        self.context.roomy.clear();
         let chosen = self.state.plan(&mut self.context, request, first, &[], now);
         self.context.count_unscored(&mut self.requests.totals);
         match chosen {

@@ -34,6 +34,8 @@ const REQUEST: Request<'static> = Request {
     tenant: crate::request::Tenant { id: 0, weight: 1.0, handicap_seconds: 0.0 },
     lora: None,
     priority: None,
+    arm: crate::request::Arm::Stable,
+    shadow: false,
 };
 
 impl Router {
@@ -45,7 +47,10 @@ impl Router {
     pub fn policy_warnings(&self) -> Result<Vec<String>, CoreError> {
         let first = self.warning(&self.state.first, Role::Both, None)?;
         let later = self.warning(&self.state.later, Role::Decode, Some(0.1))?;
-        Ok(first.into_iter().chain(later).collect())
+        let trials = [&self.state.canary, &self.state.shadow].into_iter().flatten();
+        let trials = trials.map(|each| self.warning(each, Role::Both, None));
+        let trials = trials.collect::<Result<Vec<_>, _>>()?;
+        Ok(first.into_iter().chain(later).chain(trials.into_iter().flatten()).collect())
     }
 
     fn warning(

@@ -10,7 +10,7 @@
 //! | `feed` | engines' KV events, applied to a shared router |
 //! | `shared` | the router behind a lock; tickets that close themselves |
 //! | `decide`, `follow` | decisions; events of placed requests |
-//! | `admission`, `idle`, `rounds`, `warm` | arrivals; policy checks; rescheduling; fleet changes |
+//! | `admission`, `idle`, `rounds`, `trial`, `warm` | arrivals; policy checks; rescheduling; policies on trial; fleet changes |
 //! | `configure`, `reports`, `tiers` | settings; reports of engines and peers; tier indexes |
 //! | `router` | [`Router`] itself |
 //! | `lifecycle` | the life of a request, from its commit on |
@@ -49,6 +49,7 @@ pub mod shared;
 mod state;
 pub mod tickets;
 mod tiers;
+mod trial;
 mod warm;
 
 pub use decision::{Decision, Totals};

@@ -33,6 +33,8 @@ pub struct Router {
     /// Requests in flight, and records of all requests.
     pub(super) requests: Requests,
     pub(super) replicas: Replicas,
+    /// Buffers of the shadow, if there is one.
+    pub(super) shadow: Option<Box<DecisionContext>>,
     /// Fallbacks of policies that were replaced.
     pub(super) fallbacks: Fallbacks,
     pub(super) latest: Seconds,
@@ -51,6 +53,7 @@ impl Router {
         requests.demand = config.warm.as_ref().map(Demand::new);
         Ok(Router {
             context: DecisionContext::new(config.seed),
+            shadow: None,
             requests,
             replicas: Replicas::default(),
             fallbacks: Fallbacks::default(),
@@ -150,8 +153,9 @@ impl Router {
 
     /// Returns the decisions that fallbacks made for the policies, since the start.
     pub fn fallbacks(&self) -> Fallbacks {
-        let State { first, later, .. } = &self.state;
-        self.fallbacks.clone().and(first.policy.fallbacks()).and(later.policy.fallbacks())
+        let State { first, later, canary, .. } = &self.state;
+        let all = [first, later].into_iter().chain(canary);
+        all.fold(self.fallbacks.clone(), |sum, each| sum.and(each.policy.fallbacks()))
     }
 
     /// Returns the counters since the start.

@@ -18,8 +18,9 @@ use crate::kv::tiers::Tiers;
 use crate::plan::Cuts;
 use crate::policy::{Policy, least_requests};
 use crate::program::capacity::FullCache;
-use crate::request::Request;
+use crate::request::{Arm, Request};
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// A policy that chooses the instances of segments.
 pub(super) struct Selector {
@@ -27,13 +28,24 @@ pub(super) struct Selector {
     pub reads: IndicatorSet,
     /// Declared indicators that it reads.
     pub declared: Vec<DeclaredId>,
+    /// Name of the policy.
+    pub name: Arc<str>,
     /// Decisions made.
     pub made: u64,
+    /// Whether the hot-spot guard filters its candidates.
+    pub guarded: bool,
 }
 
 impl Selector {
     pub fn new(policy: Box<dyn Policy>) -> Selector {
-        Selector { reads: policy.reads(), declared: policy.declared().to_vec(), policy, made: 0 }
+        Selector {
+            reads: policy.reads(),
+            declared: policy.declared().to_vec(),
+            name: policy.spec().name.as_ref().into(),
+            policy,
+            made: 0,
+            guarded: true,
+        }
     }
 }
 
@@ -104,6 +116,9 @@ pub(super) struct State {
     /// Policies that choose the instances of first segments and of follow-up segments.
     pub first: Selector,
     pub later: Selector,
+    /// Policies that choose or only score the instances of first segments, of requests on trial.
+    pub canary: Option<Selector>,
+    pub shadow: Option<Selector>,
     /// Plans the segments after a first segment; `None`: requests are not split, unless roles split
     /// them.
     pub planner: Option<Box<dyn Planner>>,
@@ -129,8 +144,10 @@ impl State {
             tiers: Tiers::default(),
             groups: Groups::default(),
             guard: Guard::new(config.guard)?,
-            first: Selector::new(policy),
+            first: Selector { guarded: config.guard.on, ..Selector::new(policy) },
             later: Selector::new(least_requests()?),
+            canary: None,
+            shadow: None,
             planner: None,
             pulls: config.pull.map(Pulls::new).transpose()?,
             lengths: None,
@@ -178,7 +195,7 @@ impl State {
     /// `BadValue` if the two policies need different survival curves.
     pub fn look_ahead(&mut self) -> Result<bool, CoreError> {
         let reads = self.reads();
-        let projects = [&self.later, &self.first].into_iter().find(|each| each.reads.intersects(PROJECTED));
+        let projects = self.selectors().find(|each| each.reads.intersects(PROJECTED));
         let curve = projects.map(|each| each.policy.length_curve()).unwrap_or_default();
         if reads.intersects(WEIGHED) && curve.bucket_tokens != BUCKET_TOKENS {
             return Err(CoreError::BadValue {
@@ -205,20 +222,41 @@ impl State {
     /// # Errors
     /// `BadValue` if each policy brings its own weights.
     fn weights_of(&self) -> Result<Option<WeightsOf>, CoreError> {
-        let brought = [&self.first, &self.later].map(|each| each.policy.decode_weights());
-        match brought {
-            [Some(first), Some(later)] if !std::ptr::fn_addr_eq(first, later) => Err(CoreError::BadValue {
-                what: "decode policy".into(),
-                got: self.later.policy.spec().name.to_string(),
-                expected: format!("one with the weights of {}", self.first.policy.spec().name),
-            }),
-            [first, later] => Ok(first.or(later)),
+        let mut weights: Option<(WeightsOf, &Selector)> = None;
+        for each in self.selectors() {
+            match (weights, each.policy.decode_weights()) {
+                (Some((known, by)), Some(own)) if !std::ptr::fn_addr_eq(known, own) => {
+                    return Err(CoreError::BadValue {
+                        what: "policies of one router".into(),
+                        got: format!("{} and {}", by.name, each.name),
+                        expected: "policies with the same decode weights".into(),
+                    });
+                }
+                (None, Some(own)) => weights = Some((own, each)),
+                _ => {}
+            }
         }
+        Ok(weights.map(|(weights, _)| weights))
+    }
+
+    /// Yields the policies.
+    fn selectors(&self) -> impl Iterator<Item = &Selector> {
+        [&self.later, &self.first].into_iter().chain(&self.canary).chain(&self.shadow)
+    }
+
+    /// Returns the policy of first segments for requests of an arm.
+    pub fn first_of(&self, arm: Arm) -> &Selector {
+        let own = match arm {
+            Arm::Stable => None,
+            Arm::Canary => self.canary.as_ref(),
+            Arm::Shadow => self.shadow.as_ref(),
+        };
+        own.unwrap_or(&self.first)
     }
 
     /// Returns the indicators that the policies read.
     pub fn reads(&self) -> IndicatorSet {
-        self.first.reads.union(self.later.reads)
+        self.selectors().fold(IndicatorSet::EMPTY, |all, each| all.union(each.reads))
     }
 
     /// Returns all indicators: those of the ledger and those derived for a decision.

@@ -6,7 +6,7 @@ use crate::estimate::Turn;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
-use crate::request::{Request, Tenant};
+use crate::request::{Arm, Request, Tenant};
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
 /// Key of a ticket: slot and generation.
@@ -124,6 +124,8 @@ pub struct TicketState {
     pub arrival: Option<ArrivalId>,
     /// Whether its answer comes whole.
     pub whole_answer: bool,
+    /// Policy that decides it.
+    pub arm: Arm,
     /// Place of its tenant, if virtual token counters order requests.
     pub place: Option<Place>,
     /// Slots that failed the open segment.
@@ -154,6 +156,8 @@ impl TicketState {
             tenant: self.tenant,
             lora: self.lora,
             priority: self.priority,
+            arm: self.arm,
+            shadow: false, // it is placed
         }
     }
 }

@@ -16,7 +16,7 @@ from lmetric.server.execution.progress import Progress
 class Hedge:
     """The second attempt of one request: due after a time, then sent."""
 
-    __slots__ = ("after_seconds", "decision", "request", "step", "ticket")
+    __slots__ = ("after_seconds", "canary", "decision", "request", "step", "ticket")
 
     # Set once it is sent.
     decision: Decision
@@ -26,6 +26,7 @@ class Hedge:
     def __init__(self, after_seconds: float, request: Request) -> None:
         self.after_seconds = after_seconds
         self.request = request  # as routed first
+        self.canary = False  # whether the canary's policy decides
         self.step = None
 
     def send(self, p: Progress, now: float) -> Step | None:
@@ -44,7 +45,9 @@ class Hedge:
             hedging.unsent["held"] += 1
             return None
         try:
-            self.decision, self.ticket = pool.router.route(again, now=now, arrival=arrival)
+            self.decision, self.ticket = pool.router.route(
+                again, now=now, arrival=arrival, canary=self.canary
+            )
         except NoInstanceError:
             hedging.unsent["no_engine"] += 1
             hedging.uncounted["no_instance"] += 1

@@ -1,7 +1,7 @@
 //! Commits of plans: ticket, decision record, and ledger entries of the segments.
 use super::writer::Lifecycle;
 use crate::receipt::Receipt;
-use crate::request::Request;
+use crate::request::{Arm, Request};
 use crate::router::decision::Decision;
 use crate::router::parts::Chosen;
 use crate::router::tickets::{TicketId, TicketState};
@@ -16,7 +16,9 @@ impl Lifecycle<'_> {
         let (hit, tier) = state.reusable_tokens(request, context.blocks_on(first.index()));
         let matched = context.hit_blocks.iter().copied().max().unwrap_or(0);
         let (scores, eligible) = (&context.first.scores, &context.first.eligible);
-        state.guard.observe(now, request.chain, matched, scores, eligible, first);
+        if state.first_of(request.arm).guarded {
+            state.guard.observe(now, request.chain, matched, scores, eligible, first);
+        }
         let (leg, later) = state.legs_of(context, request, &chosen, now);
         requests.totals.left_out += u64::from(receipt.left_out);
         requests.totals.filter_waived += u64::from(receipt.filter_waived);
@@ -60,6 +62,7 @@ impl Lifecycle<'_> {
             arrival: request.arrival,
             whole_answer: request.whole_answer,
             place,
+            arm: request.arm,
             failed: Vec::new(),
             lost: Vec::new(),
         });
@@ -68,7 +71,10 @@ impl Lifecycle<'_> {
         }
         requests.totals.split += u64::from(segment.to_token.is_some_and(|_| state.peers(&segment)));
         requests.totals.decisions += 1;
-        state.first.made += 1;
+        match (&mut state.canary, request.arm) {
+            (Some(canary), Arm::Canary) => canary.made += 1,
+            _ => state.first.made += 1,
+        }
         if let Some(id) = request.arrival {
             requests.admission.placed(id, segment.instance, now);
         }

@@ -4,7 +4,7 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
 use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
-use crate::request::Request;
+use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
 use crate::wide::lesser;
@@ -31,8 +31,11 @@ impl State {
         receipt.report_age_seconds = self.ledger.reported_at(chosen.index()).map(|at| now - at);
         receipt.filter_waived = scores.filter_waived;
         receipt.unscored = scores.unscored;
-        receipt.reads = self.first.reads;
-        receipt.declared = self.first.declared.as_slice().into();
+        let selector = self.first_of(request.arm);
+        receipt.reads = selector.reads;
+        receipt.declared = selector.declared.as_slice().into();
+        receipt.policy = Some(selector.name.clone());
+        receipt.arm = if self.canary.is_some() { request.arm } else { Arm::Stable };
         receipt.chosen = chosen.0;
 
         let scores = &scores.score;
@@ -72,7 +75,7 @@ impl State {
         let indicators = self.indicators(context);
         // Request indicators have one value, in slot 0.
         let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
-        let columns: SmallVec<[(&[f64], bool); 8]> = self.first.reads.iter().map(column).collect();
+        let columns: SmallVec<[(&[f64], bool); 8]> = selector.reads.iter().map(column).collect();
         for &(key, slot) in &best[..live] {
             receipt.best.push(Candidate { slot, score: key * sign });
             let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };

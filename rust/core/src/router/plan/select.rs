@@ -6,16 +6,16 @@ use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Indicators, Snapshot};
 use crate::plan::Cuts;
 use crate::policy::{Scores, select};
-use crate::request::Request;
+use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::parts::Turn;
 use crate::router::state::{Selector, State};
 
 impl State {
-    /// Returns the policy of a turn.
-    fn selector(&self, turn: Turn) -> &Selector {
+    /// Returns the policy of a turn for requests of an arm.
+    fn selector(&self, turn: Turn, arm: Arm) -> &Selector {
         match turn {
-            Turn::First => &self.first,
+            Turn::First => self.first_of(arm),
             Turn::Later | Turn::Peer(_) => &self.later,
         }
     }
@@ -31,7 +31,7 @@ impl State {
         handoff: Option<Seconds>,
         now: Seconds,
     ) -> Result<InstanceId, CoreError> {
-        let selector = self.selector(turn);
+        let selector = self.selector(turn, request.arm);
         let eligible_count = match request.instance {
             Some(name) if turn == Turn::First => self.admit_only(context, name, failed)?,
             _ => self.admit(context, turn, failed),
@@ -60,7 +60,10 @@ impl State {
         let (selection, restriction) = match turn {
             Turn::First if home.is_some() => (first, Restriction::Free),
             Turn::First => {
-                *restriction = self.guard.restrict(request.chain, &mut first.eligible);
+                *restriction = match selector.guarded {
+                    true => self.guard.restrict(request.chain, &mut first.eligible),
+                    false => Restriction::Free,
+                };
                 (first, *restriction)
             }
             Turn::Later | Turn::Peer(_) => (later, Restriction::Free),

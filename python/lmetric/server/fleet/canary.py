@@ -1,0 +1,347 @@
+"""The canary: a share of the traffic under a second policy, compared with the other traffic.
+
+A canary is in one of the states of `State`. Commands and the automatic rollback change it by the
+table `TRANSITIONS`; every other change is an error. `Canary` alone writes the state. All of it runs
+on the event loop, so commands follow each other. A request keeps the arm with which it was routed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Protocol
+
+import structlog
+from msgspec import Struct
+
+from lmetric._core import LmetricError, Request, Router
+from lmetric.canary import ARMS, METRICS, Comparison, Outcome, Splitter
+from lmetric.config import CanaryConfig
+from lmetric.server.fleet.policies import Built, Policies, build
+
+log = structlog.get_logger("lmetric.canary")
+
+TEXT_BYTES_PER_TOKEN = 4
+MIN_ERRORS = 5  # failed requests of the canary before a rollback because of errors
+CHECK_SECONDS = 5.0  # time between two looks of the automatic rollback
+# The automatic rollback reads two metrics, which share the chance of a false alarm.
+ALARM_CHANCE = 0.05 / 2
+# Above this share of the requests in one group of keys, the split is not fair.
+LARGEST_GROUP = 0.2
+
+
+class State(StrEnum):
+    """The state of a canary."""
+
+    OFF = "off"
+    RUNNING = "running"
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+
+
+class Event(StrEnum):
+    """An event that changes the state."""
+
+    START = "start"
+    PROMOTE = "promote"
+    ROLL_BACK = "rollback"
+    CONFIGURE = "configure"
+
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = {
+    (State.OFF, Event.START): State.RUNNING,
+    (State.PROMOTED, Event.START): State.RUNNING,
+    (State.ROLLED_BACK, Event.START): State.RUNNING,
+    (State.RUNNING, Event.PROMOTE): State.PROMOTED,
+    (State.RUNNING, Event.ROLL_BACK): State.ROLLED_BACK,
+    (State.PROMOTED, Event.ROLL_BACK): State.ROLLED_BACK,
+    **{(state, Event.CONFIGURE): State.OFF for state in State},
+}
+"""The state after each event. `configure`: a reload has other settings of the canary or policy."""
+
+_WHY_NOT = {
+    (State.OFF, Event.PROMOTE): "no canary runs; start one first",
+    (State.OFF, Event.ROLL_BACK): "no canary runs, so there is nothing to roll back",
+    (State.RUNNING, Event.START): "a canary runs already; promote it or roll it back first",
+    (State.PROMOTED, Event.PROMOTE): "the canary is promoted already",
+    (State.ROLLED_BACK, Event.PROMOTE): "the canary was rolled back; start it again first",
+    (State.ROLLED_BACK, Event.ROLL_BACK): "the canary was rolled back already",
+}
+
+
+class CanaryError(LmetricError):
+    """A command that is not possible in the present state."""
+
+
+class CanaryRequest(Struct, frozen=True, gc=False):
+    """A request of a canary's comparison."""
+
+    run: Run
+    canary: bool  # its arm
+    bucket: int
+
+
+class Run:
+    """One canary from its start on: how it splits requests, and their results."""
+
+    def __init__(self, config: CanaryConfig, now: float) -> None:
+        self.config = config
+        self.salt = config.salt or secrets.token_hex(8)
+        self.splitter = Splitter(self.salt, config.share)
+        self.comparison = Comparison()
+        self.started = now  # seconds on the monotonic clock
+        self.counts_from = now + config.warmup_seconds
+        self.keys: Counter[str] = Counter()  # requests by the kind of their key
+
+    def draw(self, request: Request) -> CanaryRequest | None:
+        """Returns the arm of a request; None: no policy decides it."""
+        if request.instance is not None:
+            return None
+        session = request.session
+        if session is not None:
+            self.keys["session"] += 1
+            key = b"session " + session.encode("utf-8", "surrogateescape")
+        else:
+            self.keys["prefix"] += 1
+            key = self._prefix(request)
+        place = self.splitter.place(key)
+        return CanaryRequest(self, place.canary, place.bucket)
+
+    def _prefix(self, request: Request) -> bytes:
+        domain = f"prefix {request.tenant} {request.lora_name} {request.cache_salt} ".encode(
+            "utf-8", "surrogateescape"
+        )
+        tokens, length = request.token_ids, self.config.prefix_tokens
+        if tokens is not None:
+            return domain + tokens[:length].tobytes()
+        text = request.text or b""
+        head = text[: TEXT_BYTES_PER_TOKEN * length]
+        return domain + (head.encode("utf-8", "surrogateescape") if isinstance(head, str) else head)
+
+    def alarm(self) -> tuple[str, str] | None:
+        """Returns the metric for which the canary is surely worse, and a sentence."""
+        config, requests = self.config, self.comparison.requests
+        if min(requests) < config.min_requests:
+            return None
+        found = {each.metric: each for each in self.comparison.differences(ALARM_CHANCE)}
+        ttft, errors = found.get("ttft_seconds"), found.get("error_rate")
+        if ttft is not None and config.rollback_ttft_increase is not None:
+            least = ttft.always[0] / ttft.stable if ttft.stable > 0 else 0.0
+            if least > config.rollback_ttft_increase:
+                return "ttft", (
+                    f"its mean TTFT is higher by at least {least:.0%}, above rollback_ttft_increase "
+                    f"({config.rollback_ttft_increase:.0%})"
+                )
+        if errors is not None and config.rollback_error_increase is not None:
+            least = errors.always[0]
+            if self.comparison.errors[1] >= MIN_ERRORS and least > config.rollback_error_increase:
+                return "errors", (
+                    f"its error rate is higher by at least {least:.1%} of the requests, above "
+                    f"rollback_error_increase ({config.rollback_error_increase:.1%})"
+                )
+        return None
+
+    def shown(self, now: float) -> dict[str, Any]:
+        """Returns its settings and results for people."""
+        comparison = self.comparison
+        rows: dict[str, Any] = {
+            name: {
+                "about": METRICS[name],
+                **dict(zip(ARMS, values, strict=True)),
+                "difference": None,
+                "interval": None,
+                "always": None,
+                "clear": False,
+            }
+            for name, values in comparison.values().items()
+        }
+        for each in comparison.differences():
+            rows[each.metric] |= {
+                "difference": each.value,
+                "interval": list(each.interval),
+                "always": list(each.always),
+                "clear": each.excludes_zero,
+            }
+        return {
+            **self.config.model_dump(exclude={"salt"}),
+            "salt": self.salt,
+            "seconds": now - self.started,
+            "warmup_left_seconds": max(0.0, self.counts_from - now),
+            "requests": dict(zip(ARMS, comparison.requests, strict=True)),
+            "errors": dict(zip(ARMS, comparison.errors, strict=True)),
+            "groups": dict(zip(ARMS, comparison.groups, strict=True)),
+            "keys": dict(self.keys),
+            "metrics": rows,
+            "warnings": self._warnings(),
+        }
+
+    def _warnings(self) -> list[str]:
+        found = []
+        if sum(self.comparison.requests) >= self.config.min_requests:
+            share = self.comparison.largest_group
+            if share > LARGEST_GROUP:
+                found.append(
+                    f"{share:.0%} of the requests have the same session or prefix, so the arms are not "
+                    "comparable: send session ids, or raise prefix_tokens"
+                )
+        return found
+
+
+class Owner(Protocol):
+    """The model of a canary."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def router(self) -> Router: ...
+
+    @property
+    def policies(self) -> Policies: ...
+
+    def install(self, policies: Policies) -> None:
+        """Replaces the policies. Raises LmetricError; then nothing has changed."""
+
+
+class Canary:
+    """The canary of one model: the only writer of its state."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.state = State.OFF
+        self.run: Run | None = None  # the last one; None: none was started
+        self.built: Built | None = None  # policy of the last one
+        self.reason = ""  # why it was rolled back
+        self.rollbacks: Counter[str] = Counter()  # by cause
+        self.promotions = 0
+        self._configured: CanaryConfig | None = None
+        self._before: Policies | None = None  # of the promotion
+        self._promoted: Policies | None = None
+        self._look_at = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether it places requests."""
+        return self.state is State.RUNNING
+
+    def check(self, event: Event) -> State:
+        """Returns the state after an event. Raises CanaryError if the event is not possible now."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise CanaryError(f"{self._owner.name or 'the model'}: {_WHY_NOT[self.state, event]}")
+        return after
+
+    def start(self, config: CanaryConfig, now: float | None = None) -> None:
+        """Begins to route a share of the requests under another policy.
+
+        Raises CanaryError, or another LmetricError for a policy that is not valid.
+        """
+        after, owner = self.check(Event.START), self._owner
+        built = build(owner.policies.settings, config.policy, config.knobs)
+        owner.router.set_canary(built.policy, knobs=built.knobs)
+        self.built = built
+        owner.policies.also_reads(built)
+        self.run = Run(config, time.monotonic() if now is None else now)
+        self._look_at, self.reason = self.run.counts_from, ""
+        self._before = self._promoted = None
+        self.state = after
+        log.info(
+            "canary started",
+            model=owner.name,
+            policy=config.policy,
+            knobs=config.knobs,
+            share=config.share,
+            salt=self.run.salt,
+        )
+
+    def promote(self) -> None:
+        """Makes the canary's policy the policy of all requests. Raises LmetricError."""
+        after, owner, run = self.check(Event.PROMOTE), self._owner, self.run
+        assert run is not None  # it runs
+        config, before = run.config, owner.policies
+        changes = {"policy": config.policy, "knobs": config.knobs}
+        promoted = Policies(before.settings.model_copy(update=changes))
+        owner.install(promoted)
+        owner.router.set_canary(None)
+        self._before, self._promoted = before, promoted
+        self.promotions += 1
+        self.state = after
+        log.warning(
+            "canary promoted; a restart or reload brings the configured policy back",
+            model=owner.name,
+            policy=config.policy,
+            knobs=config.knobs,
+            to_keep_it="set policy and knobs in the configuration, and remove canary",
+        )
+
+    def roll_back(self, cause: str = "command", reason: str = "by command") -> None:
+        """Routes all requests under the policy from before the canary. Raises LmetricError.
+
+        ``cause``: for the metric. After a promotion, the earlier policy comes back.
+        """
+        after, owner, run = self.check(Event.ROLL_BACK), self._owner, self.run
+        assert run is not None  # it was started
+        if self.state is State.PROMOTED:
+            assert self._before is not None
+            if owner.policies is not self._promoted:
+                raise CanaryError(
+                    f"{owner.name or 'the model'}: the policy has changed since the promotion; set it "
+                    "with PUT /admin/policy"
+                )
+            owner.install(self._before)
+        else:
+            owner.router.set_canary(None)
+        self.state, self.reason = after, reason
+        self.rollbacks[cause] += 1
+        (log.info if cause == "command" else log.error)(
+            "canary rolled back", model=owner.name, policy=run.config.policy, reason=reason
+        )
+
+    def configure(self, config: CanaryConfig | None, *, policy_changed: bool = False) -> None:
+        """Applies the configuration, at the start and after a reload.
+
+        Unchanged settings leave the canary as it is. If the router's policy has changed, a running
+        canary starts again. Raises LmetricError.
+        """
+        changed = config != self._configured
+        if not changed and not policy_changed:
+            return
+        was_running = self.running
+        if self.state is not State.OFF:
+            log.warning("canary ended by the configuration", model=self._owner.name, state=str(self.state))
+            self._owner.router.set_canary(None)
+            self.state = self.check(Event.CONFIGURE)
+        self._configured = config
+        if config is not None and (changed or was_running):
+            self.start(config)
+
+    def ended(self, request: CanaryRequest, began: float, outcome: Outcome) -> None:
+        """Adds the result of a request. ``began``: its arrival, monotonic seconds."""
+        run = self.run
+        if request.run is run and self.running and began >= run.counts_from:
+            run.comparison.add(request.canary, request.bucket, outcome)
+
+    def look(self, now: float) -> None:
+        """Rolls back a canary that is surely worse. Called about twice a second."""
+        run = self.run
+        if not self.running or run is None or now < self._look_at:
+            return
+        self._look_at = now + CHECK_SECONDS
+        if (alarm := run.alarm()) is not None:
+            self.roll_back(*alarm)
+
+    def shown(self, now: float | None = None) -> dict[str, Any]:
+        """Returns its state for people."""
+        now = time.monotonic() if now is None else now
+        settings = self._owner.policies.settings
+        return {
+            "model": self._owner.name,
+            "state": str(self.state),
+            "reason": self.reason or None,
+            "stable_policy": settings.policy,
+            "stable_knobs": settings.knobs,
+            "canary": None if self.run is None else self.run.shown(now),
+        }

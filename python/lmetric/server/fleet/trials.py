@@ -1,0 +1,50 @@
+"""The policies on trial of a model: its shadow and its canary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmetric._core import Arrival, Decision, Request, Ticket
+from lmetric.server.fleet.canary import Canary, CanaryRequest, Owner
+from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.shadow import Shadow
+
+
+class Trials:
+    """The shadow and the canary of one model."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._router = owner.router
+        self.shadow = Shadow(owner.router)
+        self.canary = Canary(owner)
+
+    @property
+    def on(self) -> bool:
+        """Whether a request needs `route`."""
+        return self.canary.running or self.shadow.config is not None
+
+    def configure(self, policies: Policies, *, policy_changed: bool = False) -> None:
+        """Applies the settings of the model. Raises LmetricError."""
+        settings = policies.settings
+        self.shadow.configure(policies, settings.shadow)
+        self.canary.configure(settings.canary, policy_changed=policy_changed)
+
+    def route(
+        self, request: Request, now: float, arrival: Arrival | None
+    ) -> tuple[Decision, Ticket, CanaryRequest | None]:
+        """Routes a request under the policy of its arm.
+
+        The shadow scores only requests under the router's own policy. Raises NoInstanceError.
+        """
+        run = self.canary.run
+        placed = run.draw(request) if run is not None and self.canary.running else None
+        canary = placed is not None and placed.canary
+        shadow = not canary and self.shadow.draws()
+        decision, ticket = self._router.route(request, now=now, arrival=arrival, canary=canary, shadow=shadow)
+        if shadow:
+            self.shadow.add(decision)
+        return decision, ticket, placed
+
+    def shown(self) -> dict[str, Any]:
+        """Returns the state of both for people."""
+        return {**self.canary.shown(), "shadow": self.shadow.shown()}

@@ -1,0 +1,108 @@
+"""Metrics of policies on trial: shadows and canaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from lmetric.canary import ARMS
+from lmetric.server.fleet.canary import State
+from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
+
+CHOICES = ("router", "shadow")
+OUTCOMES = ("agreed", "differed", "failed")
+
+
+def trial_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yields the metrics of all models, with their present values."""
+    yield from _shadows([pool for pool in fleet.pools if pool.trials.shadow.config is not None])
+    yield from _canaries(fleet.pools)
+
+
+def _shadows(pools: list[Pool]) -> Iterator[Metric]:
+    requests = CounterMetricFamily(
+        "lmetric_shadow_requests",
+        "Requests that the shadow's policy scored: it chose the same engine, another one, or failed",
+        labels=("model", "outcome"),
+    )
+    cached = CounterMetricFamily(
+        "lmetric_shadow_predicted_cached_tokens",
+        "Prompt tokens expected in the cache of the router's engine and of the shadow's engine",
+        labels=("model", "choice"),
+    )
+    seconds = CounterMetricFamily(
+        "lmetric_shadow_predicted_ttft_seconds",
+        "Sum of predicted times to the first token on the router's engine and on the shadow's engine",
+        labels=("model", "choice"),
+    )
+    compared = CounterMetricFamily(
+        "lmetric_shadow_predicted_ttft_requests", "Requests with both predictions", labels=("model",)
+    )
+    for pool in pools:
+        shadow = pool.trials.shadow
+        for outcome in OUTCOMES:
+            requests.add_metric((pool.name, outcome), shadow.outcomes[outcome])
+        for index, choice in enumerate(CHOICES):
+            cached.add_metric((pool.name, choice), shadow.cached_tokens[index])
+            seconds.add_metric((pool.name, choice), shadow.ttft_seconds[index])
+        compared.add_metric((pool.name,), shadow.ttft_requests)
+    yield from (requests, cached, seconds, compared)
+
+
+def _canaries(pools: list[Pool]) -> Iterator[Metric]:
+    state = GaugeMetricFamily(
+        "lmetric_canary_state", "1 for the present state of the canary, else 0", labels=("model", "state")
+    )
+    rollbacks = CounterMetricFamily(
+        "lmetric_canary_rollbacks",
+        "Canaries rolled back, by cause: command, or automatically for ttft or errors",
+        labels=("model", "cause"),
+    )
+    promotions = CounterMetricFamily(
+        "lmetric_canary_promotions", "Canaries promoted by command", labels=("model",)
+    )
+    share = GaugeMetricFamily(
+        "lmetric_canary_share", "Share of the sessions in the canary's arm; 0: no canary", labels=("model",)
+    )
+    requests = GaugeMetricFamily(
+        "lmetric_canary_requests", "Compared requests of the last canary, by arm", labels=("model", "arm")
+    )
+    errors = GaugeMetricFamily(
+        "lmetric_canary_errors", "Failed requests among them, by arm", labels=("model", "arm")
+    )
+    value = GaugeMetricFamily(
+        "lmetric_canary_value",
+        "Mean or ratio of each compared metric, by arm: seconds, or shares from 0 to 1",
+        labels=("model", "metric", "arm"),
+    )
+    difference = GaugeMetricFamily(
+        "lmetric_canary_difference",
+        "Value of the canary minus value of the stable arm, with the bounds low and high of its 95% interval",
+        labels=("model", "metric", "bound"),
+    )
+    for pool in pools:
+        canary, model = pool.trials.canary, pool.name
+        for each in State:
+            state.add_metric((model, str(each)), float(canary.state is each))
+        for cause, count in canary.rollbacks.items():
+            rollbacks.add_metric((model, cause), count)
+        promotions.add_metric((model,), canary.promotions)
+        run = canary.run
+        share.add_metric((model,), run.config.share if run is not None and canary.running else 0.0)
+        if run is None:
+            continue
+        comparison = run.comparison
+        for index, arm in enumerate(ARMS):
+            requests.add_metric((model, arm), comparison.requests[index])
+            errors.add_metric((model, arm), comparison.errors[index])
+        for metric, values in comparison.values().items():
+            for arm, number in zip(ARMS, values, strict=True):
+                if number is not None:
+                    value.add_metric((model, metric, arm), number)
+        for found in comparison.differences():
+            low, high = found.interval
+            for bound, number in (("low", low), ("mean", found.value), ("high", high)):
+                difference.add_metric((model, found.metric, bound), number)
+    yield from (state, rollbacks, promotions, share, requests, errors, value, difference)

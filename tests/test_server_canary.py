@@ -1,0 +1,391 @@
+"""A canary and a shadow before engines: arms, commands, states, results."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from structlog.testing import capture_logs
+
+import lmetric as lm
+from lmetric.config import CanaryConfig, ServerConfig
+from lmetric.record_files import read_records
+from lmetric.server.fleet.canary import TRANSITIONS, Canary, CanaryError, Event, State
+from lmetric.server.fleet.fleet import Fleet
+from server_world import STREAM_HEAD, FakeEngine, World, answer, chunk, says, token, world
+
+FILE = """
+import numpy as np
+
+def first(bs):
+    return np.arange(len(bs), dtype=float)
+
+def last(bs):
+    return -np.arange(len(bs), dtype=float)
+
+def broken(bs):
+    raise RuntimeError("a defect")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> dict[str, Any]:
+    """Settings with named policies: the first engine, the last engine, and a failing policy."""
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    names = ("first", "last", "broken")
+    return {
+        "policy": "first",
+        "policies": {name: f"{file}:{name}" for name in names},
+        "policy_fallback": "least_requests",
+        "policy_time_limit_seconds": 1.0,
+        "admin": {"enabled": True},
+    }
+
+
+QUICK = {"policy": "last", "share": 0.5, "salt": "s", "warmup_seconds": 0}
+
+
+async def send(world: World, session: str | None, **more: Any) -> str:
+    """Sends a stream; returns the engine that answered."""
+    body = {"model": "tiny", "prompt": f"hello {session}", "stream": True, **more}
+    if session is not None:
+        body["user"] = session
+    status, headers, _ = await world.post(body)
+    assert status == 200
+    return str(headers["x-lmetric-instance"])
+
+
+async def command(world: World, verb: str, **body: Any) -> tuple[int, Any]:
+    status, _, answer = await world.post(body, f"/admin/canary/{verb}")
+    return status, answer
+
+
+async def state(world: World) -> Any:
+    status, body = await world.get("/admin/canary")
+    assert status == 200
+    (found,) = orjson.loads(body)
+    return found
+
+
+# States.
+
+
+def pool_of(mine: dict[str, Any]) -> Any:
+    config = ServerConfig.model_validate({"model": "tiny", **mine})
+    fleet = Fleet(config)
+    fleet.build()
+    (pool,) = fleet.pools
+    return pool
+
+
+def to(canary: Canary, wanted: State) -> None:
+    """Brings a canary to a state."""
+    config = CanaryConfig.model_validate(QUICK)
+    steps = {
+        State.OFF: [],
+        State.RUNNING: [lambda: canary.start(config)],
+        State.PROMOTED: [lambda: canary.start(config), canary.promote],
+        State.ROLLED_BACK: [lambda: canary.start(config), canary.roll_back],
+    }
+    for step in steps[wanted]:
+        step()
+    assert canary.state is wanted
+
+
+@pytest.mark.parametrize("before", list(State))
+@pytest.mark.parametrize("event", list(Event))
+def test_each_event_in_each_state(mine: dict[str, Any], before: State, event: Event) -> None:
+    pool = pool_of(mine)
+    canary = pool.trials.canary
+    to(canary, before)
+    policy = pool.router.stats()["policy"]
+    commands = {
+        Event.START: lambda: canary.start(CanaryConfig.model_validate(QUICK)),
+        Event.PROMOTE: canary.promote,
+        Event.ROLL_BACK: canary.roll_back,
+        Event.CONFIGURE: lambda: canary.configure(None, policy_changed=True),
+    }
+    after = TRANSITIONS.get((before, event))
+    if after is None:
+        with pytest.raises(CanaryError, match="tiny: "):
+            commands[event]()
+        assert canary.state is before
+        assert pool.router.stats()["policy"] == policy
+    else:
+        commands[event]()
+        assert canary.state is after
+    assert pool.trials.on is (canary.state is State.RUNNING)
+
+
+def test_the_policy_of_all_requests_follows_the_state(mine: dict[str, Any]) -> None:
+    pool = pool_of(mine)
+    canary = pool.trials.canary
+    router = pool.router
+    to(canary, State.RUNNING)
+    assert pool.policies.settings.policy == "first"
+    canary.promote()
+    assert pool.policies.settings.policy == "last"
+    assert router.stats()["policy"].endswith("last")
+    canary.roll_back()
+    assert pool.policies.settings.policy == "first"
+    assert router.stats()["policy"].endswith("first")
+
+
+def test_a_promotion_that_was_replaced_is_not_rolled_back(mine: dict[str, Any]) -> None:
+    pool = pool_of(mine)
+    canary = pool.trials.canary
+    to(canary, State.PROMOTED)
+    pool.install(type(pool.policies)(pool.policies.settings.model_copy(update={"policy": "vllm"})))
+    with pytest.raises(CanaryError, match="the policy has changed since the promotion"):
+        canary.roll_back()
+    assert pool.policies.settings.policy == "vllm"
+
+
+def test_a_reload_leaves_a_canary_alone_unless_its_settings_change(mine: dict[str, Any]) -> None:
+    pool = pool_of(mine | {"canary": QUICK})
+    canary, settings = pool.trials.canary, pool.settings
+    assert canary.running
+    run = canary.run
+    pool.trials.configure(pool.policies)
+    assert canary.run is run
+    pool.trials.configure(pool.policies, policy_changed=True)
+    assert canary.running
+    assert canary.run is not run, "it starts again against the new policy"
+    canary.roll_back()
+    pool.trials.configure(pool.policies)
+    assert canary.state is State.ROLLED_BACK
+    other = settings.model_copy(update={"canary": settings.canary.model_copy(update={"share": 0.2})})
+    pool.trials.configure(type(pool.policies)(other))
+    assert canary.running
+    assert canary.run.config.share == 0.2
+    pool.trials.configure(type(pool.policies)(settings.model_copy(update={"canary": None})))
+    assert canary.state is State.OFF
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"canary": {"policy": "vllm", "share": 1.5}}, "canary.share.*less than 1"),
+        ({"canary": {"policy": "vllm", "share": 0}}, "canary.share.*greater than 0"),
+        ({"canary": {"share": 0.5}}, "canary.policy"),
+        ({"shadow": {"policy": "vllm", "sample": 2}}, "shadow.sample"),
+    ],
+)
+def test_bad_settings_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"(?s)" + message.replace(".", r"\.", 1)):
+        ServerConfig.model_validate(section)
+
+
+@pytest.mark.parametrize("key", ["canary", "shadow"])
+def test_an_unknown_policy_stops_the_start(key: str) -> None:
+    with pytest.raises(lm.LmetricError, match=rf"{key}\.policy: .*vlllm.*did you mean.*vllm"):
+        pool_of({key: {"policy": "vlllm"}})
+
+
+async def test_commands_with_bad_input(mine: dict[str, Any]) -> None:
+    async with world(2, **mine) as w:
+        for body, part in (
+            ({"policy": "last", "share": 1.5}, "share"),
+            ({"policy": "last", "share": 0}, "share"),
+            ({"share": 0.5}, "policy"),
+            ({"policy": "vlllm"}, "did you mean"),
+            ({"policy": "x.py:score"}, "Python objects are not accepted"),
+            ({"policy": "last", "shares": 0.5}, "shares"),
+        ):
+            status, answered = await command(w, "start", **body)
+            assert status == 400, body
+            assert part in answered["error"]["message"]
+        for verb, message in (("promote", "start one first"), ("rollback", "nothing to roll back")):
+            status, answered = await command(w, verb)
+            assert (status, answered["error"]["code"]) == (409, "canary_state")
+            assert message in answered["error"]["message"]
+        assert (await command(w, "rollback", force=True))[0] == 400
+        assert (await command(w, "start", model="other", policy="last"))[0] == 404
+        assert (await command(w, "stop"))[0] == 404
+        assert (await w.get("/admin/canary/start"))[0] == 405
+        assert (await state(w))["state"] == "off"
+
+
+async def test_the_pages_need_the_admin_token(mine: dict[str, Any]) -> None:
+    async with world(1, **mine | {"admin": {"enabled": True, "token": "t"}}) as w:
+        assert (await w.get("/admin/canary"))[0] in (401, 403)
+        assert (await command(w, "start", policy="last"))[0] in (401, 403)
+
+
+async def test_the_policy_is_not_replaced_beneath_a_canary(mine: dict[str, Any]) -> None:
+    async with world(1, **mine) as w:
+        await command(w, "start", **QUICK)
+        async with w.client.put(w.url + "/admin/policy", json={"policy": "vllm"}) as answered:
+            assert answered.status == 400
+            assert "a canary runs" in (await answered.json())["error"]["message"]
+
+
+# Requests.
+
+
+async def test_sessions_stay_in_their_arm_and_results_are_counted(mine: dict[str, Any]) -> None:
+    async with world(2, **mine) as w:
+        assert {await send(w, f"s{i}") for i in range(8)} == {"e0"}
+        assert (await command(w, "start", **QUICK))[0] == 200
+        arms = {f"s{i}": await send(w, f"s{i}") for i in range(60)}
+        assert {await send(w, name) for name in arms for _ in range(1) if arms[name] == "e1"} == {"e1"}
+        assert 15 <= sum(arm == "e1" for arm in arms.values()) <= 45
+        await w.settled()
+        found = await state(w)
+        run, canary = found["canary"], sum(arm == "e1" for arm in arms.values())
+        assert run["requests"] == {"stable": 60 - canary, "canary": 2 * canary}
+        assert run["keys"] == {"session": 60 + canary}
+        assert run["errors"] == {"stable": 0, "canary": 0}
+        assert run["metrics"]["ttft_seconds"]["canary"] > 0
+        text = (await w.get("/metrics"))[1].decode()
+        assert 'lmetric_canary_state{model="tiny",state="running"} 1.0' in text
+        assert f'lmetric_canary_requests{{arm="canary",model="tiny"}} {2 * canary}.0' in text
+        assert 'lmetric_canary_share{model="tiny"} 0.5' in text
+
+
+async def test_requests_without_a_session_are_split_by_their_beginning(mine: dict[str, Any]) -> None:
+    async with world(2, **mine | {"canary": QUICK | {"prefix_tokens": 4}}) as w:
+        for i in range(20):
+            engines = {await send(w, None, prompt=f"prefix number {i:04} {rest}") for rest in ("a", "bb")}
+            assert len(engines) == 1, "four tokens, 16 bytes, decide"
+        assert (await state(w))["canary"]["keys"] == {"prefix": 40}
+
+
+async def test_running_requests_finish_in_their_arm(mine: dict[str, Any]) -> None:
+    """Both ends of a canary while its requests run: nothing is lost, and no result is counted."""
+    gate = asyncio.Event()
+
+    async def gated(engine: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        await gate.wait()
+        return await answer(engine, request, writer)
+
+    for verb, after in (("promote", "e1"), ("rollback", "e0")):
+        gate.clear()
+        async with world([FakeEngine(behave=gated), FakeEngine(behave=gated)], **mine) as w:
+            await command(w, "start", **QUICK)
+            running = [asyncio.create_task(send(w, f"s{i}")) for i in range(30)]
+            await w.until(lambda w=w: w.in_flight() == 30)
+            assert (await command(w, verb))[0] == 200
+            gate.set()
+            engines = await asyncio.gather(*running)
+            assert {"e0", "e1"} == set(engines)
+            assert {await send(w, f"s{i}") for i in range(10)} == {after}
+            await w.settled()
+            assert (await state(w))["canary"]["requests"] == {"stable": 0, "canary": 0}
+
+
+async def test_of_several_commands_at_once_one_wins(mine: dict[str, Any]) -> None:
+    async with world(2, **mine) as w:
+        for verb, body in (("start", QUICK), ("promote", {})):
+            answers = await asyncio.gather(*(command(w, verb, **body) for _ in range(6)))
+            assert sorted(status for status, _ in answers) == [200, 409, 409, 409, 409, 409]
+        mixed = await asyncio.gather(command(w, "start", **QUICK), command(w, "rollback"))
+        assert mixed[0][0] == 200
+        assert (await state(w))["state"] == "rolled_back"
+
+
+async def test_a_slow_canary_is_rolled_back(mine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmetric.server.fleet.canary.CHECK_SECONDS", 0.1)
+
+    async def slow(engine: FakeEngine, request: Any, writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(0.05)
+        return await answer(engine, request, writer)
+
+    with capture_logs() as log:
+        async with world([FakeEngine(), FakeEngine(behave=slow)], **mine) as w:
+            await rolled_back(w)
+    (line,) = [each for each in log if each["event"] == "canary rolled back"]
+    assert (line["log_level"], line["model"]) == ("error", "tiny")
+
+
+async def rolled_back(w: World) -> None:
+    """Sends traffic to a canary with a slow engine until it is rolled back."""
+    await command(w, "start", **QUICK, min_requests=40)
+    for round_ in range(10):
+        await asyncio.gather(*(send(w, f"{round_} {i}") for i in range(25)))
+        if (await state(w))["state"] != "running":
+            break
+    await w.until(lambda: w.server.fleet.pools[0].trials.canary.state is State.ROLLED_BACK)
+    found = await state(w)
+    assert "its mean TTFT is higher by at least" in found["reason"]
+    assert found["canary"]["metrics"]["ttft_seconds"]["clear"]
+    assert {await send(w, f"s{i}") for i in range(10)} == {"e0"}
+    text = (await w.get("/metrics"))[1].decode()
+    assert 'lmetric_canary_rollbacks_total{cause="ttft",model="tiny"} 1.0' in text
+
+
+async def test_a_failing_canary_is_rolled_back(mine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmetric.server.fleet.canary.CHECK_SECONDS", 0.1)
+    fails = says(STREAM_HEAD, chunk(token("a")), then="reset")
+    settings = mine | {"stream_failover": False, "health": {"ejection": {"enabled": False}}}
+    async with world([FakeEngine(), FakeEngine(behave=fails)], **settings) as w:
+        await command(w, "start", **QUICK, min_requests=20, rollback_ttft_increase=None)
+        for i in range(120):
+            await w.post({"model": "tiny", "prompt": "hello", "stream": True, "user": f"s{i}"})
+            if not w.server.fleet.pools[0].trials.canary.running:
+                break
+        await w.until(lambda: w.server.fleet.pools[0].trials.canary.state is State.ROLLED_BACK)
+        assert "its error rate is higher" in (await state(w))["reason"]
+
+
+async def test_records_and_decisions_name_the_arm(mine: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    settings = mine | {"canary": QUICK, "records": {"path": str(folder)}, "shadow": {"policy": "vllm"}}
+    async with world(2, **settings) as w:
+        said = set()
+        for i in range(12):
+            _, headers, _ = await w.post({"model": "tiny", "prompt": "x", "user": f"s{i}"})
+            _, body = await w.get(f"/debug/decisions/{headers['x-lmetric-decision']}")
+            record = orjson.loads(body)
+            assert record["policy"].endswith("last" if record["instance"] == "e1" else "first")
+            assert record["arm"] == ("canary" if record["instance"] == "e1" else "stable")
+            canary = record["arm"] == "canary"
+            assert ("shadow" in record) is not canary, "the shadow scores the stable arm"
+            said.add("the canary's policy" in record["because"])
+            assert canary or "the shadow vllm" in record["because"]
+        assert said == {True, False}
+    records = read_records(folder)
+    assert {(each["arm"], each["instance"]) for each in records.requests} == {
+        ("stable", "e0"),
+        ("canary", "e1"),
+    }
+    assert all(("shadow" in each) is (each["arm"] == "stable") for each in records.requests)
+    assert records.fleets[-1]["canary"] == {"policy": "last", "knobs": {}, "share": 0.5}
+
+
+# Shadows.
+
+
+async def test_a_shadow_is_counted_and_places_nothing(mine: dict[str, Any]) -> None:
+    async with world(2, **mine | {"shadow": {"policy": "last"}}) as w:
+        assert {await send(w, f"s{i}") for i in range(10)} == {"e0"}
+        assert not w.engines[1].requests
+        shadow = (await state(w))["shadow"]
+        assert (shadow["agreed"], shadow["differed"], shadow["failed"]) == (0, 10, 0)
+        assert shadow["agreement"] == 0.0
+        assert shadow["predicted_ttft_seconds"]["shadow"] > 0
+        text = (await w.get("/metrics"))[1].decode()
+        assert 'lmetric_shadow_requests_total{model="tiny",outcome="differed"} 10.0' in text
+
+
+async def test_a_failing_shadow_does_not_touch_traffic(mine: dict[str, Any]) -> None:
+    async with world(2, **mine | {"shadow": {"policy": "broken"}}) as w:
+        assert {await send(w, f"s{i}") for i in range(10)} == {"e0"}
+        shadow = (await state(w))["shadow"]
+        assert (shadow["agreed"], shadow["differed"], shadow["failed"]) == (0, 0, 10)
+        fallbacks = w.server.fleet.pools[0].router.policy_fallbacks()
+        assert fallbacks["errors"] == 0, "those of the router's own policy"
+
+
+async def test_a_sampled_shadow(mine: dict[str, Any]) -> None:
+    async with world(2, **mine | {"shadow": {"policy": "first", "sample": 0.5}}) as w:
+        for i in range(60):
+            await send(w, f"s{i}")
+        assert 10 <= (await state(w))["shadow"]["agreed"] <= 50
