@@ -13,6 +13,7 @@ from lmetric.cli import (
     demo,
     doctor,
     engine,
+    epp,
     indicators,
     policies,
     profiles,
@@ -30,6 +31,7 @@ from lmetric.cli.help import Command
 
 MODULES = (
     serve,
+    epp,
     top,
     doctor,
     tokenizer,

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
     CollectorUrl,
@@ -1049,6 +1050,9 @@ class ServerConfig(PoolSettings):
         default_factory=ReplicasConfig, description="other routers of the same engines"
     )
     records: RecordsConfig = Field(default_factory=RecordsConfig, description="records of requests on disk")
+    epp: EppConfig = Field(
+        default_factory=EppConfig, description="endpoint picker: `lmetric-router epp`, behind a gateway"
+    )
     log: Log = Field(default_factory=Log, description="logs")
     tracing: TracingConfig | None = Field(
         None, description="traces of requests, with the extra `otel`; null: none"

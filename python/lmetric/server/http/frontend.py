@@ -245,7 +245,7 @@ class Frontend(web.Server):
             request.keep_alive,
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
-        if self._admits(client_request):
+        if self.admits(client_request):
             try:
                 body = await self.read_body(request, self._body_limit)
             except ApiError as error:
@@ -255,7 +255,7 @@ class Frontend(web.Server):
                 if stored is None:
                     self._serve(client_request, body)
                 else:
-                    self._serve_stored(client_request, stored, request.method)
+                    self.serve_stored(client_request, stored, request.method)
         try:
             return self._goes_on if await ended else self._ends
         except asyncio.CancelledError:
@@ -313,7 +313,7 @@ class Frontend(web.Server):
             if len(body) > limit:
                 raise _too_long(limit)
             if len(body) > SMALL_BODY and not client.hold_body(len(body)):
-                raise _no_room()
+                raise no_room_error()
             return body
         headers = request.headers
         try:
@@ -335,7 +335,7 @@ class Frontend(web.Server):
                     if size > limit:
                         raise _too_long(limit)
                     if not client.hold_body(len(part)):
-                        raise _no_room()
+                        raise no_room_error()
                     parts.append(part)
         except TimeoutError:
             seconds = self.config.timeouts.body
@@ -365,7 +365,7 @@ class Frontend(web.Server):
         transport = client.transport
         if transport is not None:
             client_request = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
-            if self._admits(client_request):
+            if self.admits(client_request):
                 self._serve(client_request, body)
 
     def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
@@ -379,7 +379,7 @@ class Frontend(web.Server):
         client_request = ClientRequest(
             client, transport, head, True, False, client.answered
         )  # after a refusal, the body still comes
-        if not self._admits(client_request):
+        if not self.admits(client_request):
             return None
         client_request.keep_alive = head.keep_alive
         return client_request
@@ -401,11 +401,15 @@ class Frontend(web.Server):
                 head = self.requests.sort(b"", [])
                 client_request = ClientRequest(client, client.transport, head, True, False, client.answered)
             client_request.keep_alive = False
-            self._ended(client_request, None, _no_room())
+            self._ended(client_request, None, no_room_error())
+
+    def refuse_request(self, client_request: ClientRequest, error: ApiError) -> None:
+        """Answers an admitted request with an error, before it is routed."""
+        self._ended(client_request, None, error)
 
     # Both paths.
 
-    def _admits(self, client_request: ClientRequest) -> bool:
+    def admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
         if self._access:
             client_request.address = _address(client_request)
@@ -488,7 +492,7 @@ class Frontend(web.Server):
             raise error
         return pool, engine
 
-    def _serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
+    def serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
@@ -701,8 +705,14 @@ class Frontend(web.Server):
             self._go_on(client_request, held, start, now)
 
         limit = self._rules.timeouts.request
-        streams = call.stream and call.path.streams
-        held = HeldRequest(client_request, arrival, pool, then, self._ended, limit, comments=streams, now=now)
+        if client_request.sheddable:
+            arrival.drop()
+            pool.held.count_refused(client_request.tenant, "queue")
+            raise refusal(pool.name, "queue", 1.0)
+        comments = call.stream and call.path.streams and client_request.gateway is None
+        held = HeldRequest(
+            client_request, arrival, pool, then, self._ended, limit, comments=comments, now=now
+        )
         self._wait(client_request, held)
 
     def _start(
@@ -720,6 +730,8 @@ class Frontend(web.Server):
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
+        if client_request.narrow is not None:
+            asked = client_request.narrow(pool, asked, now)
         before = time.monotonic()
         try:
             decision, ticket = pool.router.route(asked, now=now, arrival=arrival)
@@ -855,7 +867,7 @@ def _text(field: bytes | None) -> str | None:
     return None if field is None else field.decode("utf-8", "surrogateescape")
 
 
-def _no_room() -> ApiError:
+def no_room_error() -> ApiError:
     return ApiError(
         503,
         "the request bodies in flight exceed the router's limit; try again",
