@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import shutil
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -265,21 +264,21 @@ async def envoy(
     file, log = folder / f"envoy-{port}.yaml", folder / f"envoy-{port}.log"
     file.write_text(text)
     flags = ["--concurrency", "1", "--use-dynamic-base-id", "--log-level", "warning", "--log-path", str(log)]
-    process = subprocess.Popen([envoy_binary(), "-c", str(file), *flags])
+    process = await asyncio.create_subprocess_exec(envoy_binary(), "-c", str(file), *flags)
     try:
         async with aiohttp.ClientSession() as client:
 
             async def ready() -> bool:
-                assert process.poll() is None, log.read_text()
+                assert process.returncode is None, log.read_text()
                 with contextlib.suppress(aiohttp.ClientError):
                     async with client.get(f"http://127.0.0.1:{admin}/ready") as answer:
                         return answer.status == 200
                 return False
 
             async with asyncio.timeout(20):
-                while not await ready():
+                while not await ready():  # noqa: ASYNC110 (another process)
                     await asyncio.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait, 10)
+        await process.wait()

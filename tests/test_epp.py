@@ -315,7 +315,7 @@ async def test_the_engine_that_served_gets_the_counts() -> None:
         stats = world.stats()
         assert (stats["finished"], stats["retries"]) == (1, 1)
         assert world.server.picker is not None
-        assert world.server.picker.counts["fallbacks"] == 1
+        assert world.server.picker.shared.counts["fallbacks"] == 1
         assert first != second
 
 

@@ -175,7 +175,7 @@ async def nothing() -> None:
 async def test_the_example_runs_with_one_command() -> None:
     words = [sys.executable, str(EXAMPLE / "run.py"), "--once", "--ports", *map(str, free_ports(4))]
     done = await asyncio.to_thread(
-        subprocess.run, words, capture_output=True, text=True, timeout=60, check=False
+        subprocess.run, words, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "x-lmetric-instance: " in done.stdout

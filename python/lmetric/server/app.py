@@ -122,7 +122,7 @@ class Server:
         self.front = front = make(config, self.fleet, keys, self.metrics, pages)
         if epp is not None:
             self.picker = epp.Picker(config, front)
-            self.metrics.further.append(self.picker.metrics)
+            self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
         if config.tracing is not None:
             front.tracing = _load_tracing()(config.tracing, self.metrics.spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -12,14 +12,12 @@ from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.epp import messages, request_fields
 from lmetric.server.epp.engine_link import EngineLink
 from lmetric.server.epp.ext_proc_pb2 import BodySendMode, HttpHeaders, ProcessingRequest, ProcessingResponse
+from lmetric.server.epp.shared import Shared
 from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.http.frontend import no_room_error
-
-if TYPE_CHECKING:
-    from lmetric.server.epp.picker import Picker
 
 _BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
 
@@ -36,16 +34,16 @@ class GatewayStream:
     writing_paused = False
     relay: InFlightRequest | None = None
 
-    def __init__(self, picker: Picker, context: Any) -> None:
-        self._picker = picker
-        self._front = picker.front
+    def __init__(self, shared: Shared, context: Any) -> None:
+        self._shared = shared
+        self._front = shared.front
         self._context = context
-        self.peer = picker.peer(context.peer())
+        self.peer = shared.peer(context.peer())
         self.transport = _Client(self)
         self.gateway = self
         self.body_size = 0
         self.request: ClientRequest | None = None
-        self._sender = picker.front.clients.begin(self.peer.address)
+        self._sender = shared.front.clients.begin(self.peer.address)
         self._sender.is_gateway = True
         self._task = asyncio.current_task()
         self._out: list[ProcessingResponse] = []
@@ -140,7 +138,7 @@ class GatewayStream:
             config = message.protocol_config
             self._modes = [config.request_body_mode, config.response_body_mode]
         headers = message.request_headers
-        fields = self._fields = self._picker.read_fields(headers.headers)
+        fields = self._fields = self._shared.read_fields(headers.headers)
         self._subset = Subset.of(message.metadata_context)
         front = self._front
         head = front.requests.sort(fields.target, fields.for_router)
@@ -148,7 +146,6 @@ class GatewayStream:
         if sender != self._sender.address:
             clients.end(self._sender)
             self._sender = clients.begin(sender)
-        self._picker.counts["requests"] += 1
         client: Any = self  # with what the frontend reads of a connection
         request = self.request = ClientRequest(client, self.transport, head, True, True, self._answered)
         request.gateway = self
@@ -175,7 +172,7 @@ class GatewayStream:
                 f"request_body_mode is {name}; set FULL_DUPLEX_STREAMED or BUFFERED in the gateway's ext_proc"
             )
             return ApiError(500, text, code="gateway_configuration")
-        return self._picker.path_error(fields.method, fields.path)
+        return self._shared.path_error(fields.method, fields.path)
 
     def _request_part(self, part: bytes, ends: bool) -> None:
         if self.request is None or self.transport.refused:
@@ -222,7 +219,7 @@ class GatewayStream:
             front.refuse_request(request, bad(f"the body is not valid JSON: {error}"))
             return
         before = len(self._out)
-        self._picker.route(request, body, self._fields)
+        self._shared.route(request, body, self._fields)
         if len(self._out) == before and not self.transport.refused:
             self._decided = asyncio.get_running_loop().create_future()
 
@@ -231,7 +228,7 @@ class GatewayStream:
     def connection(self, step: Step) -> EngineLink:
         """Returns the connection to a step's engine, which the gateway has."""
         if step.beside:
-            self._prefill = self._picker.address(step.engine)
+            self._prefill = self._shared.address(step.engine)
             return EngineLink(step.engine, None, None)
         first = not self._picks
         link = EngineLink(
@@ -245,7 +242,7 @@ class GatewayStream:
         link, relay, request = self._link, self.relay, self.request
         assert link is not None
         assert request is not None
-        self._picks = self._picker.endpoints(link.engine, relay, self._subset)
+        self._picks = self._shared.endpoints(link.engine, relay, self._subset)
         endpoints = ",".join(self._picks)
         streamed = self._modes[0] == BodySendMode.FULL_DUPLEX_STREAMED
         same = body == self._body
@@ -276,9 +273,9 @@ class GatewayStream:
             self._decide("refused")
 
     def _decide(self, outcome: str) -> None:
-        self._picker.counts[outcome] += 1
+        self._shared.counts[outcome] += 1
         if self._received_at:
-            self._picker.decision_seconds.observe(time.monotonic() - self._received_at)
+            self._shared.decision_seconds.observe(time.monotonic() - self._received_at)
         if self._decided is not None and not self._decided.done():
             self._decided.set_result(None)
 
@@ -304,9 +301,9 @@ class GatewayStream:
             return
         for _ in self._picks:
             link = self._link
-            if link is None or self._picker.address(link.engine) == served:
+            if link is None or self._shared.address(link.engine) == served:
                 return
-            self._picker.counts["fallbacks"] += 1
+            self._shared.counts["fallbacks"] += 1
             link.refuse("the gateway got its answer from another engine")
             if self._link is link:  # no engine is left: the request is no longer counted
                 self._link = None
