@@ -258,7 +258,7 @@ async def test_api_keys_are_checked_and_do_not_reach_engines(tmp_path: Any) -> N
             assert "authorization" in mutation.remove_headers
 
 
-# -- what the gateway tells ------------------------------------------------------------------------
+# -- fields of the gateway -------------------------------------------------------------------------
 
 
 async def test_the_gateway_renames_the_model() -> None:

@@ -535,10 +535,18 @@ class DnsSource(Strict):
 
 
 class KubernetesSource(Strict):
-    """Engines in the pods that a label selector matches."""
+    """Engines in the pods that a label selector or an InferencePool matches."""
 
-    selector: str = Field(min_length=1, description="label selector, e.g. app=vllm")
-    port: PodPort = Field(description="port of the engines: a number, or the name of a container port")
+    selector: str | None = Field(None, min_length=1, description="label selector, e.g. app=vllm")
+    port: PodPort | None = Field(
+        None, description="port of the engines: a number, or the name of a container port"
+    )
+    inference_pool: str | None = Field(
+        None,
+        min_length=1,
+        description="name of an InferencePool (inference.networking.k8s.io/v1), in place of selector and "
+        "port; its InferenceObjectives set priorities in `epp`",
+    )
     namespace: str | None = Field(
         None,
         min_length=1,
@@ -557,6 +565,13 @@ class KubernetesSource(Strict):
         "configuration",
     )
     context: str | None = Field(None, description="context of the kubeconfig; default: the current context")
+
+    @model_validator(mode="after")
+    def _pods(self) -> Self:
+        own = (self.selector is not None, self.port is not None)
+        if any(own) if self.inference_pool is not None else not all(own):
+            raise ValueError("set either inference_pool, or both selector and port")
+        return self
 
 
 class DiscoverySource(Strict):
@@ -598,7 +613,8 @@ class DiscoverySource(Strict):
         if self.dns is not None:
             return f"dns:{self.dns.name}"
         if self.kubernetes is not None:
-            return f"kubernetes:{self.kubernetes.namespace or ''}/{self.kubernetes.selector}"
+            pods = self.kubernetes.inference_pool or self.kubernetes.selector
+            return f"kubernetes:{self.kubernetes.namespace or ''}/{pods}"
         return f"file:{self.file}"
 
 

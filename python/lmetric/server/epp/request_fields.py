@@ -31,9 +31,9 @@ MODEL_REWRITE = _named("model-name-rewrite")
 class RequestFields:
     """The head of a client's request, as a gateway reports it.
 
-    ``for_router``: its fields, and the fields of `serve` with the same meaning as the extension's:
-    the fairness ID is a tenant, and the name of an InferenceObjective is an SLO class and a
-    priority. Fields of the client have precedence.
+    ``for_router``: its fields, and fields of `serve` for those of the extension. The fairness ID is
+    a tenant. The name of an InferenceObjective is an SLO class and a priority. Fields of the client
+    have precedence.
 
     Args:
         headers: of the message.

@@ -1,4 +1,4 @@
-"""What the streams of gateways share: the fleet, addresses, counts and metrics."""
+"""The part of the picker that all streams of gateways use: fleet, counts and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODELS = "/v1/models"
 
 
 class Shared:
-    """What the streams of gateways share.
+    """The fleet, counts and metrics of all streams of gateways.
 
     ``counts``: requests by outcome: picked or refused. ``fallbacks``: requests that another engine
     of the list answered.
