@@ -352,7 +352,7 @@ async def test_clients_cannot_choose_a_prefill_engine() -> None:
 
 
 @pytest.mark.parametrize("at", ["head", "body", "picked", "answer head", "answer"])
-async def test_counts_return_to_zero_wherever_a_stream_ends(at: str) -> None:
+async def test_counts_return_to_zero_wherever_a_stream_ends(at: str, capfd: Any) -> None:
     async with picking() as world:
         async with exchange(world.target) as stream:
             await stream.send(request_head())
@@ -372,6 +372,7 @@ async def test_counts_return_to_zero_wherever_a_stream_ends(at: str) -> None:
         await world.settled()
         await until(lambda: not clients._clients)
         assert world.stats()["finished"] == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_gateway_that_only_ends_its_side_ends_the_request() -> None:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def command() -> None:
-    """Pick engines for a gateway, such as Envoy (ext_proc, Gateway API Inference Extension).
+    """Pick engines for a gateway, such as Envoy.
 
-    The gateway sends requests and answers; this process decides. Same settings as `serve`. --port
+    It is an endpoint picker of the Gateway API Inference Extension (ext_proc). The gateway sends requests and answers; this process decides. Same settings as `serve`. --port
     has metrics and pages, `epp.port` (9002) is for the gateway. Needs the extra `epp`.
     """
 

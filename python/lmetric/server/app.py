@@ -162,6 +162,8 @@ class Server:
             before_report()
         self._warn_of_tls()
         report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
+        if self.picker is not None:
+            report["curl"] = None  # its gateway takes requests, not the router
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
     def _certificates(self) -> Iterator[TlsContext]:

@@ -82,10 +82,10 @@ class GatewayStream:
                     # After the write, so that the client does not wait for the router's counts.
                     self._answer_part(message.response_body.body, message.response_body.end_of_stream)
         except asyncio.CancelledError:
-            if self._broken is None:
-                raise
             if self._task is not None:
                 self._task.uncancel()
+            if self._broken is None:
+                return  # the gateway has ended the stream; gRPC logs exceptions
             if not out:
                 await context.abort(grpc.StatusCode.ABORTED, self._broken)
             for answer in out:
