@@ -179,6 +179,7 @@ class ApiServer:
         self.watches = 0
         self.selectors: set[str] = set()
         self.port = 0
+        self.custom: dict[str, Any] = {}  # other objects and lists, by path
         self._tls = tls
         self._pods: dict[str, dict[str, Any]] = {}
         self._versions = itertools.count(1000)
@@ -205,6 +206,7 @@ class ApiServer:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/api/v1/namespaces/fleet/pods", self._answer)
+        app.router.add_get("/apis/{rest:.*}", self._custom)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls)
@@ -250,6 +252,13 @@ class ApiServer:
         thing["metadata"]["resourceVersion"] = str(self._version)
         self._history.append((self._version, {"type": kind, "object": orjson.loads(orjson.dumps(thing))}))
         self._changed.set()
+
+    async def _custom(self, request: web.Request) -> web.Response:
+        if request.headers.get("authorization") != f"Bearer {self.token}":
+            return _status(401, "Unauthorized")
+        if request.path not in self.custom:
+            return _status(404, "the server could not find the requested resource")
+        return web.json_response(self.custom[request.path])
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("authorization") != f"Bearer {self.token}":

@@ -198,7 +198,13 @@ class FakeEngine:
                 headers = {
                     n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)
                 }
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if headers.get("transfer-encoding") == "chunked":  # as gateways send streamed bodies
+                    body = b""
+                    while size := int(await reader.readuntil(b"\r\n"), 16):
+                        body += (await reader.readexactly(size + 2))[:-2]
+                    await reader.readexactly(2)
+                else:
+                    body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if not await self._answer(Request(method, path, headers, body, number), writer):
                     break
         except (asyncio.IncompleteReadError, ConnectionError):

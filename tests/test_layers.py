@@ -30,6 +30,7 @@ LAYERS = [
     {"discovery", "observe"},
     {"background"},
     {"http"},
+    {"epp"},
     {"app"},
 ]
 

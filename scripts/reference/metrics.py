@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 
 from lmetric import indicator_table
 from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
+from lmetric.config.epp import EppConfig
 from lmetric.server.app import Server
 
 HEAD = """\
@@ -81,9 +82,15 @@ def families() -> list[Metric]:
         engine = EngineConfig(url="http://127.0.0.1:9")
         with TemporaryDirectory() as folder:
             records = RecordsConfig(path=Path(folder))
-            server = Server(
-                ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1", records=records)
+            config = ServerConfig(
+                engines=[engine],
+                model="model",
+                port=0,
+                host="127.0.0.1",
+                records=records,
+                epp=EppConfig(port=0),
             )
+            server = Server(config, picks=True)
             await server.start()
             try:
                 return list(server.metrics.families())

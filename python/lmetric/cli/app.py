@@ -14,6 +14,7 @@ from lmetric.cli import (
     demo,
     doctor,
     engine,
+    epp,
     indicators,
     policies,
     profiles,
@@ -32,6 +33,7 @@ from lmetric.cli.help import Command
 
 MODULES = (
     serve,
+    epp,
     top,
     canary,
     doctor,

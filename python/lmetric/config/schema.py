@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmetric.config.epp import EppConfig
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
     CollectorUrl,
@@ -541,10 +542,18 @@ class DnsSource(Strict):
 
 
 class KubernetesSource(Strict):
-    """Engines in the pods that a label selector matches."""
+    """Engines in the pods that a label selector or an InferencePool matches."""
 
-    selector: str = Field(min_length=1, description="label selector, e.g. app=vllm")
-    port: PodPort = Field(description="port of the engines: a number, or the name of a container port")
+    selector: str | None = Field(None, min_length=1, description="label selector, e.g. app=vllm")
+    port: PodPort | None = Field(
+        None, description="port of the engines: a number, or the name of a container port"
+    )
+    inference_pool: str | None = Field(
+        None,
+        min_length=1,
+        description="name of an InferencePool (inference.networking.k8s.io/v1), in place of selector and "
+        "port; its InferenceObjectives set priorities in `epp`",
+    )
     namespace: str | None = Field(
         None,
         min_length=1,
@@ -563,6 +572,13 @@ class KubernetesSource(Strict):
         "configuration",
     )
     context: str | None = Field(None, description="context of the kubeconfig; default: the current context")
+
+    @model_validator(mode="after")
+    def _pods(self) -> Self:
+        own = (self.selector is not None, self.port is not None)
+        if any(own) if self.inference_pool is not None else not all(own):
+            raise ValueError("set either inference_pool, or both selector and port")
+        return self
 
 
 class DiscoverySource(Strict):
@@ -604,7 +620,8 @@ class DiscoverySource(Strict):
         if self.dns is not None:
             return f"dns:{self.dns.name}"
         if self.kubernetes is not None:
-            return f"kubernetes:{self.kubernetes.namespace or ''}/{self.kubernetes.selector}"
+            pods = self.kubernetes.inference_pool or self.kubernetes.selector
+            return f"kubernetes:{self.kubernetes.namespace or ''}/{pods}"
         return f"file:{self.file}"
 
 
@@ -1056,6 +1073,9 @@ class ServerConfig(PoolSettings):
         default_factory=ReplicasConfig, description="other routers of the same engines"
     )
     records: RecordsConfig = Field(default_factory=RecordsConfig, description="records of requests on disk")
+    epp: EppConfig = Field(
+        default_factory=EppConfig, description="endpoint picker: `lmetric-router epp`, behind a gateway"
+    )
     log: Log = Field(default_factory=Log, description="logs")
     tracing: TracingConfig | None = Field(
         None, description="traces of requests, with the extra `otel`; null: none"

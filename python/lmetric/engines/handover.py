@@ -42,6 +42,8 @@ class Connector(ABC):
     # True: both segments are sent together with the same body, so the second engine must be known.
     # False: the second segment is sent after the answer of the first.
     at_once: bool
+    # True: an engine serves a role only if it was started for it.
+    needs_started_role = True
 
     @abstractmethod
     def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
@@ -173,7 +175,24 @@ class Bootstrap(Connector):
         return with_fields(body, room)
 
 
-CONNECTORS: Mapping[str, Connector] = {connector.name: connector for connector in (Nixl(), Bootstrap())}
+class Sidecar(Connector):
+    """llm-d's sidecar beside the decode engine: it sends the prefill and the KV transfer's fields.
+
+    The endpoint picker names both engines. The router itself sends no request.
+    """
+
+    name = "sidecar"
+    at_once = True
+    needs_started_role = False
+
+    def first(self, path: str, body: bytes, request: JSON, host: str, told: Handover) -> bytes:
+        """The client's body."""
+        return body
+
+
+CONNECTORS: Mapping[str, Connector] = {
+    connector.name: connector for connector in (Nixl(), Bootstrap(), Sidecar())
+}
 
 
 _EMPTY = re.compile(rb"\s*\}")

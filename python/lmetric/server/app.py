@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -34,6 +35,8 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
+    from lmetric.server.epp.picker import Picker
+    from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.server")
 
@@ -48,11 +51,16 @@ class Server:
     """One router process. Call `await start()`, and `await stop()` at the end.
 
     ``bound``: sockets for the configuration's host and port. None: `start` binds them. ``further``:
-    engines of ``config`` that no configuration file names.
+    engines of ``config`` that no configuration file names. ``picks``: a gateway sends the requests.
     """
 
     def __init__(
-        self, config: ServerConfig, bound: Bound | None = None, further: Sequence[EngineConfig] = ()
+        self,
+        config: ServerConfig,
+        bound: Bound | None = None,
+        further: Sequence[EngineConfig] = (),
+        *,
+        picks: bool = False,
     ) -> None:
         self._started_with = config  # `reload` compares a new configuration with it
         self._further = further
@@ -66,6 +74,8 @@ class Server:
         self._replicas: Replicas
         self._listeners: Listeners
         self._upgrade: UpgradeSocket | None = None
+        self._picks = picks
+        self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
         self.replaced = asyncio.Event()  # a successor accepts connections
 
     @property
@@ -109,6 +119,12 @@ class Server:
         bound = self._bound = self._bound or await bind(config)
         dispatcher = Frontend if config.tracing is None else _load_tracing()
         self.front = front = dispatcher(config, self.fleet, keys, self.metrics, pages)
+        epp = _load_epp() if self._picks else None
+        make = Frontend if epp is None else epp.PickerFrontend
+        self.front = front = make(config, self.fleet, keys, self.metrics, pages)
+        if epp is not None:
+            self.picker = epp.Picker(config, front)
+            self.metrics.further.append(self.picker.shared.metrics)
         front.tls = tls
         self._replicas = self.front.replicas = Replicas(config.replicas, self.fleet)
         self._monitor = Monitor(self.fleet, front.check, self.metrics, self._certificates)
@@ -128,6 +144,8 @@ class Server:
         except OSError as error:  # another process has begun to listen there
             await self._discovery.stop()
             raise port_error(config, error) from None
+        if self.picker is not None:
+            await self.picker.start()
         if predecessor is not None:
             await predecessor.replace()
         self._serve_successors(replace=predecessor is not None)
@@ -144,6 +162,8 @@ class Server:
             before_report()
         self._warn_of_tls()
         report = startup_report(config, self.fleet, self.port, keys_needed=keys.on)
+        if self.picker is not None:
+            report["curl"] = None  # its gateway takes requests, not the router
         (log.warning if report["warnings"] else log.info)(LISTENING, **report)
 
     def _certificates(self) -> Iterator[TlsContext]:
@@ -290,6 +310,8 @@ class Server:
         await self.front.handshakes.stop()
         for relay in list(self.front.relays):
             relay.stop()
+        if self.picker is not None:
+            await self.picker.stop()
         self.front.close_idle()
         if self.front.live is not None:
             await self.front.live.stop()
@@ -315,10 +337,23 @@ def _load_tracing() -> type[Frontend]:
     return TracedFrontend
 
 
+def _load_epp() -> ModuleType:
+    """Imports gRPC, which only endpoint pickers need. Raises ConfigError without it."""
+    try:
+        from lmetric.server.epp import picker
+    except ImportError as missing:
+        raise ConfigError(
+            f"`epp` needs another package ({missing}): pip install 'lmetric-router[epp]'"
+        ) from None
+    return picker
+
+
 async def serve(
     config: ServerConfig,
     started: Callable[[Server], None] | None = None,
     reread: Callable[[], ServerConfig] | None = None,
+    *,
+    picks: bool = False,
 ) -> int:
     """Serves until SIGTERM (returns 0) or Ctrl-C (returns 130), then drains.
 
@@ -326,8 +361,8 @@ async def serve(
 
     SIGHUP reloads settings (`Server.reload`) from the configuration that ``reread`` returns.
     SIGUSR1 and SIGUSR2 are ignored. ``started`` is called once the server listens. If a router runs
-    on `upgrade_socket`, the server takes its sockets, and that router drains and ends. Raises
-    LmetricError, PortError or EngineStartError.
+    on `upgrade_socket`, the server takes its sockets, and that router drains and ends. ``picks``: a
+    gateway sends the requests. Raises LmetricError, PortError or EngineStartError.
     """
     loop = asyncio.get_running_loop()
     ignored = [signal.SIGUSR1, signal.SIGUSR2, *([signal.SIGHUP] if reread is None else [])]
@@ -344,7 +379,7 @@ async def serve(
         config = _at(config, bound)
     files = config
     async with _with_embedded(config) as config:
-        server = Server(config, bound, config.engines[len(files.engines) :])
+        server = Server(config, bound, config.engines[len(files.engines) :], picks=picks)
         caught: list[int] = []
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -426,10 +461,12 @@ def _reload(server: Server, reread: Callable[[], ServerConfig]) -> None:
         log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
 
 
-def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None = None) -> int:
+def run_server(
+    config: ServerConfig, reread: Callable[[], ServerConfig] | None = None, *, picks: bool = False
+) -> int:
     """Sets up logs and runs `serve`, on uvloop if it is installed. Returns the process's exit code.
 
-    ``reread`` reads the configuration again, for SIGHUP.
+    ``reread`` reads the configuration again, for SIGHUP. ``picks``: a gateway sends the requests.
     """
     configure_logging(config.log)
     _warn_deprecated(config)
@@ -442,7 +479,7 @@ def run_server(config: ServerConfig, reread: Callable[[], ServerConfig] | None =
     with asyncio.Runner(loop_factory=factory) as runner:
         # The objects so far live as long as the process. Without them, a full garbage collection
         # with thousands of connections takes a fraction of the time.
-        return runner.run(serve(config, lambda _: gc.freeze(), reread))
+        return runner.run(serve(config, lambda _: gc.freeze(), reread, picks=picks))
 
 
 def _embedded_options(config: ServerConfig) -> list[EngineOptions]:

@@ -24,14 +24,21 @@ FIRST_SECONDS = 5.0  # longest wait at start for the first report of each source
 _PAUSES = (1.0, 30.0)  # pauses before a source is restarted: first, longest
 
 
-def make_source(config: DiscoverySource) -> Source:
-    """Returns the source that a section describes. Raises ConfigError if a package is missing."""
+def make_source(config: DiscoverySource, objectives: dict[str, int] | None = None) -> Source:
+    """Returns the source that a section describes. Raises ConfigError if a package is missing.
+
+    ``objectives``: gets the priorities of InferenceObjectives.
+    """
     # Imported here because most routers need only one source, and Kubernetes' client is optional.
     if config.dns is not None:
         from lmetric.server.discovery.dns import DnsNames
 
         return DnsNames(config.dns, config)
     if config.kubernetes is not None:
+        if config.kubernetes.inference_pool is not None:
+            from lmetric.server.discovery.inference_pool import PoolEngines
+
+            return PoolEngines(config.kubernetes, config, {} if objectives is None else objectives)
         from lmetric.server.discovery.kubernetes import Pods
 
         return Pods(config.kubernetes, config)
@@ -116,7 +123,8 @@ class Discovery:
         self.members = Members(config, fleet, self._came)
         self._check = check
         self._sources = [
-            _Followed(source.label, make_source(source), self.members) for source in config.discovery
+            _Followed(source.label, make_source(source, fleet.objectives), self.members)
+            for source in config.discovery
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._checks: set[asyncio.Task[None]] = set()

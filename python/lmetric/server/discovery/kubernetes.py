@@ -47,10 +47,12 @@ class Pods:
     """A source: the pods that a label selector matches in one namespace.
 
     If the API server is not reachable, refuses, or has lost its history, the last engines stay.
+    ``suffix``: of the engines' names.
     """
 
-    def __init__(self, config: KubernetesSource, defaults: DiscoverySource) -> None:
+    def __init__(self, config: KubernetesSource, defaults: DiscoverySource, suffix: str = "") -> None:
         self._config = config
+        self._suffix = suffix
         self.defaults = defaults
         self._asked_at = float("-inf")
 
@@ -60,7 +62,7 @@ class Pods:
         Raises SourceError.
         """
         settings = client.Configuration()
-        namespace = await self._load(settings)
+        namespace = await load_credentials(self._config, settings)
         try:
             async with client.ApiClient(settings) as api:
                 request = client.CoreV1Api(api).list_namespaced_pod
@@ -71,21 +73,6 @@ class Pods:
             raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(f"invalid answer of the API server at {settings.host}: {error!r}") from None
-
-    async def _load(self, settings: Any) -> str:
-        """Loads the credentials, again at each start of `follow`. Returns the namespace."""
-        config = self._config
-        try:
-            if config.kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
-                load_incluster_config(client_configuration=settings)
-                return config.namespace or NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 (short)
-            files = _kubeconfigs(config.kubeconfig)
-            loader = await load_kube_config(
-                files, config.context, client_configuration=settings, persist_config=False
-            )
-            return config.namespace or loader.current_context["context"].get("namespace") or "default"
-        except (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-            raise SourceError(f"no credentials for the API server: {error}") from None
 
     async def _follow(self, sink: Sink, request: Any, namespace: str) -> None:
         """Lists and watches the pods until the API server has dropped its history (status 410)."""
@@ -177,7 +164,7 @@ class Pods:
             config = EngineConfig.model_validate(
                 {
                     "url": f"{self.defaults.scheme}://{host}:{port}",
-                    "name": f"{metadata['name']}.{metadata['namespace']}",
+                    "name": f"{metadata['name']}.{metadata['namespace']}{self._suffix}",
                     "api_key": self.defaults.api_key,
                     "role": said.get(self._config.role_key) or None,
                 }
@@ -199,6 +186,21 @@ class Pods:
                 if listed.get("name") == port:
                     return int(listed["containerPort"])
         return None
+
+
+async def load_credentials(config: KubernetesSource, settings: Any) -> str:
+    """Loads the credentials into ``settings``. Returns the namespace. Raises SourceError."""
+    try:
+        if config.kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+            load_incluster_config(client_configuration=settings)
+            return config.namespace or NAMESPACE_FILE.read_text().strip()  # noqa: ASYNC240 (short)
+        files = _kubeconfigs(config.kubeconfig)
+        loader = await load_kube_config(
+            files, config.context, client_configuration=settings, persist_config=False
+        )
+        return config.namespace or loader.current_context["context"].get("namespace") or "default"
+    except (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise SourceError(f"no credentials for the API server: {error}") from None
 
 
 def _kubeconfigs(given: Path | None) -> str:

@@ -81,6 +81,11 @@ class EngineAttempt:
     def go(self, now: float) -> None:
         """Sends the step, on an idle connection if there is one."""
         self.started = now
+        gateway = self._client_request.gateway
+        if gateway is not None:
+            self._fresh = True
+            self._send(gateway.connection(self.step), now)
+            return
         connection = self.step.engine.upstream.take()
         if connection is None:
             self._connect()

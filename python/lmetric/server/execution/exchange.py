@@ -7,9 +7,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from lmetric._core import Peer, RequestHead, ResponseReader
+from lmetric._core import Peer, Request, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
@@ -18,12 +18,23 @@ from lmetric.server.execution.trace import TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.canary import CanaryRequest
 from lmetric.server.fleet.pool import Pool
+from lmetric.server.upstream.connection import Connection
+
+if TYPE_CHECKING:
+    from lmetric.server.execution.plan import Step
 
 FAILED = "internal error of the router; see its log for the reason"
 STOPPING = "the router is shutting down"
 SATURATED = frozenset({429, 503})  # statuses of engines that are full, not broken
 
 _CORS_FIELDS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
+
+
+class Gateway(Protocol):
+    """A gateway that sends a request to its engine, in place of the router."""
+
+    def connection(self, step: Step) -> Connection:
+        """Returns the connection to a step's engine. A request on it is one for the gateway."""
 
 
 class ClientPort(Protocol):
@@ -97,6 +108,10 @@ class ClientRequest:
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
     trial: CanaryRequest | None = None  # its arm; None: no canary runs
+    gateway: Gateway | None = None  # None: the router sends it to engines
+    # Called before routing, with the model, the request and the time: it may limit the engines.
+    narrow: Callable[[Pool, Request, float], Request] | None = None
+    sheddable = False  # it is refused if it would have to wait
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None
     # Called with the name of the engine whose answer (status 200) the client is about to get.

@@ -47,6 +47,8 @@ class Fleet:
     unplaced: list[Engine] = field(default_factory=list)
     pools_made: int = 0
     contexts: EngineContexts = field(default_factory=EngineContexts)
+    # Priorities by the names of Kubernetes InferenceObjectives; higher ones are served first.
+    objectives: dict[str, int] = field(default_factory=dict)
     _unusable: Recent[Unusable | None] = field(default_factory=Recent)
     # Results of `summary`, by its argument `names`.
     summaries: dict[bool, Recent[dict[str, Any]]] = field(

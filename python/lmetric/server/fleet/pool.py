@@ -347,7 +347,7 @@ class Pool:
                 engine.unfit = (
                     f"role {role}, but {engine.capabilities.no_handover or 'it has no KV transfer'}"
                 )
-            elif does.at_once and reported != role:
+            elif does.needs_started_role and does.at_once and reported != role:
                 engine.unfit = f"role {role}, but it was started as {reported or 'another role'}"
             elif does.at_once and self.settings.binding == "late":
                 engine.unfit = (

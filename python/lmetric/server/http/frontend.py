@@ -248,6 +248,7 @@ class Frontend(web.Server):
         )
         client_request.method = request.method
         if self._admits(client_request):
+        if self.admits(client_request):
             try:
                 body = await self.read_body(request, self._body_limit)
             except ApiError as error:
@@ -257,7 +258,7 @@ class Frontend(web.Server):
                 if stored is None:
                     self._serve(client_request, body)
                 else:
-                    self._serve_stored(client_request, stored, request.method)
+                    self.serve_stored(client_request, stored, request.method)
         try:
             return self._goes_on if await ended else self._ends
         except asyncio.CancelledError:
@@ -315,7 +316,7 @@ class Frontend(web.Server):
             if len(body) > limit:
                 raise _too_long(limit)
             if len(body) > SMALL_BODY and not client.hold_body(len(body)):
-                raise _no_room()
+                raise no_room_error()
             return body
         headers = request.headers
         try:
@@ -337,7 +338,7 @@ class Frontend(web.Server):
                     if size > limit:
                         raise _too_long(limit)
                     if not client.hold_body(len(part)):
-                        raise _no_room()
+                        raise no_room_error()
                     parts.append(part)
         except TimeoutError:
             seconds = self.config.timeouts.body
@@ -367,7 +368,7 @@ class Frontend(web.Server):
         transport = client.transport
         if transport is not None:
             client_request = ClientRequest(client, transport, head, True, head.keep_alive, client.answered)
-            if self._admits(client_request):
+            if self.admits(client_request):
                 self._serve(client_request, body)
 
     def admit(self, client: ClientConnection, head: RequestHead) -> ClientRequest | None:
@@ -381,7 +382,7 @@ class Frontend(web.Server):
         client_request = ClientRequest(
             client, transport, head, True, False, client.answered
         )  # after a refusal, the body still comes
-        if not self._admits(client_request):
+        if not self.admits(client_request):
             return None
         client_request.keep_alive = head.keep_alive
         return client_request
@@ -403,11 +404,15 @@ class Frontend(web.Server):
                 head = self.requests.sort(b"", [])
                 client_request = ClientRequest(client, client.transport, head, True, False, client.answered)
             client_request.keep_alive = False
-            self._ended(client_request, None, _no_room())
+            self._ended(client_request, None, no_room_error())
+
+    def refuse_request(self, client_request: ClientRequest, error: ApiError) -> None:
+        """Answers an admitted request with an error, before it is routed."""
+        self._ended(client_request, None, error)
 
     # Both paths.
 
-    def _admits(self, client_request: ClientRequest) -> bool:
+    def admits(self, client_request: ClientRequest) -> bool:
         """Returns whether the request may be served; otherwise answers it with an error."""
         if self._access:
             client_request.address = _address(client_request)
@@ -490,7 +495,7 @@ class Frontend(web.Server):
             raise error
         return pool, engine
 
-    def _serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
+    def serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
         """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
@@ -704,8 +709,14 @@ class Frontend(web.Server):
             self._go_on(client_request, held, start, now)
 
         limit = self._rules.timeouts.request
-        streams = call.stream and call.path.streams
-        held = HeldRequest(client_request, arrival, pool, then, self._ended, limit, comments=streams, now=now)
+        if client_request.sheddable:
+            arrival.drop()
+            pool.held.count_refused(client_request.tenant, "queue")
+            raise refusal(pool.name, "queue", 1.0)
+        comments = call.stream and call.path.streams and client_request.gateway is None
+        held = HeldRequest(
+            client_request, arrival, pool, then, self._ended, limit, comments=comments, now=now
+        )
         self._wait(client_request, held)
 
     def _start(
@@ -723,6 +734,8 @@ class Frontend(web.Server):
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
+        if client_request.narrow is not None:
+            asked = client_request.narrow(pool, asked, now)
         before = time.monotonic()
         try:
             if pool.trials.on:
@@ -863,7 +876,7 @@ def _text(field: bytes | None) -> str | None:
     return None if field is None else field.decode("utf-8", "surrogateescape")
 
 
-def _no_room() -> ApiError:
+def no_room_error() -> ApiError:
     return ApiError(
         503,
         "the request bodies in flight exceed the router's limit; try again",

@@ -1,0 +1,175 @@
+"""Engines of an InferencePool, and the priorities of its InferenceObjectives (Gateway API).
+
+The pool names a label selector and ports. Its pods are followed as `kubernetes.py` follows pods.
+Pool and objectives change seldom, so they are read every few seconds. Each port of a pod is an
+engine, as the extension has it: data-parallel ranks have a port each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from lmetric.config import DiscoverySource, KubernetesSource
+from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, client, load_credentials
+from lmetric.server.discovery.source import Found, Sink, SourceError
+
+POLL_SECONDS = 5.0
+POOLS = "inference.networking.k8s.io", "v1", "inferencepools"
+# llm-d has moved the kind to a group of its own.
+OBJECTIVES = (
+    ("inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives"),
+    ("llm-d.ai", "v1alpha2", "inferenceobjectives"),
+)
+
+
+class PoolEngines:
+    """A source: the pods of one InferencePool.
+
+    ``objectives``: gets the priorities of the pool's InferenceObjectives, by name.
+    """
+
+    def __init__(
+        self, config: KubernetesSource, defaults: DiscoverySource, objectives: dict[str, int]
+    ) -> None:
+        self._config = config
+        self.defaults = defaults
+        self._objectives = objectives
+        self._own: set[str] = set()  # names in `objectives`
+
+    async def follow(self, sink: Sink) -> None:
+        """Reports the engines to ``sink`` after each change, until canceled. Raises SourceError."""
+        settings = client.Configuration()
+        namespace = await load_credentials(self._config, settings)
+        pods: asyncio.Task[None] | None = None
+        followed: tuple[str, tuple[int, ...]] | None = None
+        try:
+            async with client.ApiClient(settings) as api:
+                while True:
+                    wanted = _pods_of(await self._pool(api, namespace), str(self._config.inference_pool))
+                    await self._read_objectives(api, namespace)
+                    if wanted != followed:
+                        followed = wanted
+                        await _end(pods)
+                        pods = asyncio.create_task(self._follow_pods(sink, namespace, *wanted))
+                    assert pods is not None
+                    await asyncio.wait([pods], timeout=POLL_SECONDS)
+                    if pods.done():
+                        await pods  # raises its error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise SourceError(f"the API server at {settings.host} does not answer: {why}") from None
+        finally:
+            await _end(pods)
+
+    async def _pool(self, api: Any, namespace: str) -> Mapping[str, Any]:
+        group, version, plural = POOLS
+        path = f"/apis/{group}/{version}/namespaces/{namespace}/{plural}/{self._config.inference_pool}"
+        status, answer = await _get(api, path)
+        if status != 200:
+            hint = "; give the router's service account a Role that allows get on inferencepools"
+            raise SourceError(
+                f"the InferencePool {self._config.inference_pool} of {namespace}: status {status}: "
+                f"{_message(answer)}{hint if status == 403 else ''}"
+            )
+        return answer
+
+    async def _read_objectives(self, api: Any, namespace: str) -> None:
+        """Replaces the priorities. A cluster without the kind has none."""
+        found: dict[str, int] = {}
+        for group, version, plural in OBJECTIVES:
+            status, answer = await _get(api, f"/apis/{group}/{version}/namespaces/{namespace}/{plural}")
+            if status not in (200, 403, 404):
+                raise SourceError(f"the InferenceObjectives of {namespace}: status {status}")
+            for each in answer.get("items") or () if status == 200 else ():
+                spec = each.get("spec") or {}
+                if (spec.get("poolRef") or {}).get("name") == self._config.inference_pool:
+                    found[each["metadata"]["name"]] = int(spec.get("priority") or 0)
+        for name in self._own - found.keys():
+            self._objectives.pop(name, None)
+        self._own = set(found)
+        self._objectives.update(found)
+
+    async def _follow_pods(self, sink: Sink, namespace: str, selector: str, ports: tuple[int, ...]) -> None:
+        """Follows the pods once for each port, and reports all of them together."""
+        parts = [_Part(sink) for _ in ports]
+        for part in parts:
+            part.all = parts
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part, port in zip(parts, ports, strict=True):
+                    update = {"selector": selector, "port": port, "namespace": namespace}
+                    config = self._config.model_copy(update=update)
+                    suffix = f"-{port}" if len(ports) > 1 else ""
+                    group.create_task(Pods(config, self.defaults, suffix).follow(part))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
+class _Part:
+    """The sink of one port."""
+
+    all: list[_Part]
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._engines: Sequence[Found] | None = None
+        self._problem: str | None = None
+
+    def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
+        """Reports the engines of all ports, once each port has some."""
+        self._engines, self._problem = engines, problem
+        if all(part._engines is not None for part in self.all):
+            found = [engine for part in self.all for engine in part._engines or ()]
+            self._sink.found(found, next((part._problem for part in self.all if part._problem), None))
+
+    def problem(self, reason: str) -> None:
+        """Reports that the pods cannot be read now."""
+        self._sink.problem(reason)
+
+
+def _pods_of(pool: Mapping[str, Any], name: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the label selector and the ports of a pool. Raises SourceError."""
+    try:
+        spec = pool["spec"]
+        labels = spec["selector"]["matchLabels"]
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        ports = tuple(int(port["number"]) for port in spec["targetPorts"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SourceError(f"the InferencePool {name} is not valid: {error!r}") from None
+    if not selector or not ports:
+        raise SourceError(f"the InferencePool {name} has no matchLabels, or no targetPorts")
+    return selector, ports
+
+
+async def _get(api: Any, path: str) -> tuple[int, dict[str, Any]]:
+    answer = await api.call_api(
+        path,
+        "GET",
+        header_params={"Accept": "application/json"},
+        auth_settings=["BearerToken"],
+        _preload_content=False,
+        _return_http_data_only=True,
+        _request_timeout=(PATIENCE_SECONDS, PATIENCE_SECONDS),
+    )
+    async with answer:
+        body = await answer.read()
+    with contextlib.suppress(orjson.JSONDecodeError):
+        if isinstance(found := orjson.loads(body), dict):
+            return answer.status, found
+    return answer.status, {"message": body[:200].decode(errors="replace")}
+
+
+def _message(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("message", "no message"))
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None and not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

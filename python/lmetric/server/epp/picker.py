@@ -1,0 +1,125 @@
+"""The gRPC server of the endpoint picker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import structlog
+from aiohttp import web
+
+from lmetric.config import ConfigError, ServerConfig
+from lmetric.server.api.errors import ApiError
+from lmetric.server.api.paths import stored_response
+from lmetric.server.epp.ext_proc_pb2 import (
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from lmetric.server.epp.shared import Shared
+from lmetric.server.epp.stream import GatewayStream
+from lmetric.server.http.connection import ClientConnection
+from lmetric.server.http.frontend import DRAINING, Frontend
+from lmetric.server.http.protocol import origin_form
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_HEALTH = "grpc.health.v1.Health"
+_STOP_SECONDS = 1.0
+_READY = frozenset({"", "readiness", SERVICE})
+
+log = structlog.get_logger("lmetric.epp")
+
+
+class PickerFrontend(Frontend):
+    """A frontend whose requests come from a gateway. Its HTTP port has only the router's pages."""
+
+    def takes(self, head: Any) -> bool:
+        """Returns False: no request goes to an engine from here."""
+        return False
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers pages, and refuses requests for engines."""
+        path = origin_form(request.raw_path).partition("?")[0]
+        if isinstance(request.protocol, ClientConnection) and (path in self.paths or stored_response(path)):
+            text = "this router picks engines for a gateway; send the request to the gateway"
+            return self._refuse(request, ApiError(404, text, code="endpoint_picker"), None)
+        return await super().handle(request)
+
+
+class Picker:
+    """The gRPC server: one stream for each request of a gateway, and health checks."""
+
+    def __init__(self, config: ServerConfig, front: Frontend) -> None:
+        self._config = config
+        self.shared = Shared(front)
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens. Raises ConfigError if the address or the certificate is not usable."""
+        config = self._config
+        epp, limit = config.epp, config.limits.max_body_bytes
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", limit + (1 << 20)),
+                ("grpc.max_send_message_length", limit + (1 << 20)),
+                ("grpc.so_reuseport", 0),
+                # Gateways keep their connection open with pings.
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ]
+        )
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+        )
+        health = {"request_deserializer": HealthCheckRequest.FromString}
+        health["response_serializer"] = HealthCheckResponse.SerializeToString
+        check = grpc.unary_unary_rpc_method_handler(self._check, **health)
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+                grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),
+            )
+        )
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{epp.port}"
+        try:
+            if epp.tls is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, _credentials(epp.tls))
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"cannot listen for gateways at {address} (epp.port): {error}") from None
+        await server.start()
+        self._server = server
+        log.info("listening for gateways", address=f"{host}:{self.port}", tls=epp.tls is not None)
+
+    async def stop(self) -> None:
+        """Ends all streams."""
+        if self._server is not None:
+            await self._server.stop(_STOP_SECONDS)
+
+    async def _process(self, _: object, context: Any) -> None:
+        self.shared.streams += 1
+        try:
+            await GatewayStream(self.shared, context).serve()
+        finally:
+            self.shared.streams -= 1
+
+    async def _check(self, request: HealthCheckRequest, _: object) -> HealthCheckResponse:
+        status = HealthCheckResponse.SERVICE_UNKNOWN
+        if request.service == "liveness":
+            status = HealthCheckResponse.SERVING
+        elif request.service in _READY:
+            front = self.shared.front
+            ready = front.phase < DRAINING and front.fleet.ready()
+            status = HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status)
+
+
+def _credentials(tls: Any) -> grpc.ServerCredentials:
+    """Returns the credentials of the gRPC server. Raises OSError."""
+    pair = (tls.key_file.read_bytes(), tls.certificate_file.read_bytes())
+    ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
+    return grpc.ssl_server_credentials([pair], ca, ca is not None)

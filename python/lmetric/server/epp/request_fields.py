@@ -1,0 +1,145 @@
+"""The header fields of a gateway's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from lmetric.server.epp import messages
+from lmetric.server.epp.ext_proc_pb2 import HeaderMap, ProcessingRequest
+
+_REMOVED_BY_ROUTER = ("authorization", "x-api-key", "x-vllm-priority")
+# Fields that the gateway writes itself.
+_OF_GATEWAY = frozenset(
+    {"host", "connection", "transfer-encoding", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host"}
+)
+_STATUS = ":status"
+
+
+def _named(name: str) -> tuple[str, str]:
+    """Returns the names of a field of the extension: the present one, and the older one."""
+    return f"x-llm-d-{name}", f"x-gateway-{name}"
+
+
+OBJECTIVE = _named("inference-objective")
+FAIRNESS_ID = _named("inference-fairness-id")
+MODEL_REWRITE = _named("model-name-rewrite")
+
+
+class RequestFields:
+    """The head of a client's request, as a gateway reports it.
+
+    ``for_router``: its fields, and fields of `serve` for those of the extension. The fairness ID is
+    a tenant. The name of an InferenceObjective is an SLO class and a priority. Fields of the client
+    have precedence.
+
+    Args:
+        headers: of the message.
+        objectives: priorities by the names of InferenceObjectives; a higher one is served first.
+        is_class: whether a model has an SLO class of this name.
+    """
+
+    def __init__(
+        self, headers: HeaderMap, objectives: Mapping[str, int], is_class: Callable[[str], bool]
+    ) -> None:
+        self.method = self.path = ""
+        self.target = b""
+        self._fields: dict[str, bytes] = {}
+        self.for_router: list[tuple[bytes, bytes]] = []
+        for name, value in _pairs(headers):
+            if name.startswith(":"):
+                if name == ":method":
+                    self.method = value.decode("latin-1")
+                elif name == ":path":
+                    self.target = value
+                    self.path = value.partition(b"?")[0].decode("latin-1")
+                elif name == ":authority":
+                    self.for_router.append((b"host", value))
+                continue
+            self._fields.setdefault(name, value)
+            self.for_router.append((name.encode("latin-1"), value))
+        objective = self._first(OBJECTIVE)
+        name = "" if objective is None else objective.decode("latin-1")
+        self.priority = objectives.get(name, 0)
+        if self.priority:  # engines serve lower numbers first
+            self._add(b"x-vllm-priority", b"%d" % -self.priority)
+        if name and is_class(name):
+            self._add(b"x-slo-class", name.encode("latin-1"))
+        if (tenant := self._first(FAIRNESS_ID)) is not None:
+            self._add(b"x-tenant", tenant)
+
+    def _first(self, names: tuple[str, ...]) -> bytes | None:
+        return next((self._fields[name] for name in names if name in self._fields), None)
+
+    def _add(self, name: bytes, value: bytes) -> None:
+        if name.decode() not in self._fields:
+            self.for_router.append((name, value))
+
+    def rewrite(self, body: bytes) -> bytes | None:
+        """Returns the body with the model that the gateway sets; None: it sets none.
+
+        Raises ValueError if the body is not a JSON object.
+        """
+        model = self._first(MODEL_REWRITE)
+        if model is None or not body:
+            return None
+        request = orjson.loads(body)
+        if not isinstance(request, dict):
+            raise ValueError("it is not an object")
+        return orjson.dumps({**request, "model": model.decode("utf-8", "replace")})
+
+    def changes(self, head: bytes, *, with_length: bool) -> tuple[list[messages.Field], list[str]]:
+        """Returns the fields that the gateway must set for the engine, and those to remove.
+
+        ``head``: the HTTP/1.1 head that the router would send to the engine. ``with_length``: the
+        body has another length than the client's.
+        """
+        first, *lines = head.split(b"\r\n")
+        target = first.split(b" ")[1]
+        changed: list[messages.Field] = [] if target == self.target else [(":path", target)]
+        own = {name.decode("latin-1"): value for name, value in self.for_router}
+        kept = set()
+        for name, value in messages.fields_of(lines):
+            kept.add(name)
+            if name == "content-length":
+                if with_length:
+                    changed.append((name, value))
+            elif name not in _OF_GATEWAY and own.get(name) != value:
+                changed.append((name, value))
+        removed = [name for name in _REMOVED_BY_ROUTER if name in self._fields and name not in kept]
+        return changed, removed
+
+
+def of_answer(headers: HeaderMap) -> tuple[int, list[tuple[bytes, bytes]]]:
+    """Returns the status and the fields of an engine's answer."""
+    status, fields = 0, []
+    for name, value in _pairs(headers):
+        if name == _STATUS:
+            status = int(value)
+        elif not name.startswith(":"):
+            fields.append((name.encode("latin-1"), value))
+    return status, fields
+
+
+def served(message: ProcessingRequest) -> str | None:
+    """Returns IP:PORT of the engine that answers; None: the gateway does not report it.
+
+    It reports metadata, as the extension has it, or Envoy's attribute `upstream.address`.
+    """
+    metadata = message.metadata_context.filter_metadata
+    if messages.LB in metadata:
+        reported = metadata[messages.LB].fields
+        if messages.SERVED in reported:
+            return str(reported[messages.SERVED].string_value)
+    for attributes in message.attributes.values():
+        if "upstream.address" in attributes.fields:
+            return str(attributes.fields["upstream.address"].string_value) or None
+    return None
+
+
+def _pairs(headers: Any) -> Iterator[tuple[str, bytes]]:
+    """Yields the fields of a header map. Older gateways send values as text."""
+    for header in headers.headers:
+        yield header.key.lower(), header.raw_value or header.value.encode("latin-1", "replace")

@@ -1,0 +1,47 @@
+"""The configuration of an endpoint picker, from the configuration of `serve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmetric.config import ConfigError, ServerConfig
+from lmetric.server.epp.addresses import check_address
+
+# Settings that need the router between the client and the engine.
+_NEEDS_DATA = {
+    "split": "split a request",
+    "prefix_fetch": "fetch prefixes",
+    "rebalance": "move running requests",
+}
+
+
+def for_gateway(config: ServerConfig) -> ServerConfig:
+    """Returns the configuration with the settings that a gateway requires.
+
+    The gateway sends each request once, and may try further engines of the list. So the router does
+    not retry by status, and does not continue streams. Raises ConfigError for settings that need
+    more.
+    """
+    for pool in (config, *(config.pool_settings(model) for model in config.models)):
+        routing = pool.routing
+        for name, what in _NEEDS_DATA.items():
+            if getattr(routing, name) is not None:
+                raise ConfigError(
+                    f"{name} is not possible in `epp`: a gateway cannot {what}; set {name}: none"
+                )
+        if pool.hedging.after_seconds is not None:
+            raise ConfigError(
+                "hedging.after_seconds is not possible in `epp`: a gateway sends one copy; remove it"
+            )
+    if config.upgrade_socket is not None:
+        raise ConfigError("upgrade_socket is not possible in `epp`: start a second picker instead; remove it")
+    if config.host.startswith("unix:"):
+        raise ConfigError("host is a unix socket; `epp` needs an IP address to listen on")
+    for engine in (*config.engines, *(each for model in config.models for each in model.engines)):
+        check_address(engine.url)
+    pool_changes: dict[str, Any] = {"stream_failover": False, "handover": "sidecar"}
+    retries = config.retries.model_copy(
+        update={"attempts": 1 + config.epp.fallbacks, "failures": ["refused"], "statuses": []}
+    )
+    models = [model.model_copy(update=pool_changes) for model in config.models]
+    return config.model_copy(update={"retries": retries, "models": models, **pool_changes})

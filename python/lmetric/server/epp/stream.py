@@ -1,0 +1,366 @@
+"""One request of a gateway: the messages of its gRPC stream, as a client and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from lmetric.server.api.errors import ApiError, bad
+from lmetric.server.epp import messages, request_fields
+from lmetric.server.epp.engine_link import EngineLink
+from lmetric.server.epp.ext_proc_pb2 import BodySendMode, HttpHeaders, ProcessingRequest, ProcessingResponse
+from lmetric.server.epp.shared import Shared
+from lmetric.server.epp.subset import Subset
+from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
+from lmetric.server.execution.plan import Step
+from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.http.frontend import no_room_error
+
+_BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
+
+
+class GatewayStream:
+    """One request, from its head to the end of its answer.
+
+    The frontend sees its client: `transport` turns the router's own answers into messages. The
+    executor sees its engine's connection (`connection`): the request that it writes there becomes
+    the pick, and the gateway's messages about the answer become the engine's bytes.
+    """
+
+    gateway: GatewayStream
+    writing_paused = False
+    relay: InFlightRequest | None = None
+
+    def __init__(self, shared: Shared, context: Any) -> None:
+        self._shared = shared
+        self._front = shared.front
+        self._context = context
+        self.peer = shared.peer(context.peer())
+        self.transport = _Client(self)
+        self.gateway = self
+        self.body_size = 0
+        self.request: ClientRequest | None = None
+        self._sender = shared.front.clients.begin(self.peer.address)
+        self._sender.is_gateway = True
+        self._task = asyncio.current_task()
+        self._out: list[ProcessingResponse] = []
+        self._decided: asyncio.Future[None] | None = None
+        self._broken: str | None = None  # why the router ends the stream
+        self._modes = [BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.FULL_DUPLEX_STREAMED]
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._fields: request_fields.RequestFields
+        self._has_body = False
+        self._body = b""  # as the client sent it
+        self._has_trailers = False
+        self._deadline: asyncio.TimerHandle | None = None  # for the body
+        self._subset: Subset | None = None
+        self._prefill: str | None = None  # address of the engine that computes the prompt
+        self._link: EngineLink | None = None
+        self._picks: list[str] = []  # IP:PORT, best first
+        self._received_at = 0.0  # end of the request; seconds on the monotonic clock
+        self.answer_ended = False
+
+    # -- the stream --------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Reads the gateway's messages and answers them, until one side ends the stream."""
+        context, out = self._context, self._out
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                self._receive(message)
+                if self._decided is not None:
+                    await self._decided
+                    self._decided = None
+                for answer in out:
+                    await context.write(answer)
+                out.clear()
+                if message.HasField("response_body"):
+                    # After the write, so that the client does not wait for the router's counts.
+                    self._answer_part(message.response_body.body, message.response_body.end_of_stream)
+        except asyncio.CancelledError:
+            if self._task is not None:
+                self._task.uncancel()
+            if self._broken is None:
+                return  # the gateway has ended the stream; gRPC logs exceptions
+            if not out:
+                await context.abort(grpc.StatusCode.ABORTED, self._broken)
+            for answer in out:
+                await context.write(answer)
+        finally:
+            self._left()
+
+    def _receive(self, message: ProcessingRequest) -> None:
+        kind = message.WhichOneof("request")
+        if kind == "response_body":
+            if self._modes[1] == BodySendMode.FULL_DUPLEX_STREAMED:
+                part = message.response_body
+                self._out.append(messages.response_part(part.body, ends=part.end_of_stream))
+            else:
+                self._out.append(messages.CONTINUE_RESPONSE_BODY)
+        elif kind == "request_body":
+            self._request_part(message.request_body.body, message.request_body.end_of_stream)
+        elif kind == "request_headers":
+            self._begin(message)
+        elif kind == "response_headers":
+            self._answer_head(message)
+        elif kind == "request_trailers":
+            self._has_trailers = True
+            self._complete()
+        elif kind == "response_trailers":
+            self._out.append(messages.CONTINUE_RESPONSE_TRAILERS)
+            self._answer_ended()
+
+    def _left(self) -> None:
+        """Ends what is open: the gateway has ended the stream."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        relay, self._link = self.relay, None
+        if relay is not None:
+            relay.client_gone()
+        if self.body_size:
+            self.release_body()
+        self._front.clients.end(self._sender)
+
+    def end(self, reason: str) -> None:
+        """Ends the stream with an error: the router no longer follows its answer."""
+        if self._broken is None and self._task is not None and not self.answer_ended:
+            self._broken = reason
+            self._task.cancel()
+
+    # -- the request -------------------------------------------------------------------------------
+
+    def _begin(self, message: ProcessingRequest) -> None:
+        if message.HasField("protocol_config"):
+            config = message.protocol_config
+            self._modes = [config.request_body_mode, config.response_body_mode]
+        headers = message.request_headers
+        fields = self._fields = self._shared.read_fields(headers.headers)
+        self._subset = Subset.of(message.metadata_context)
+        front = self._front
+        head = front.requests.sort(fields.target, fields.for_router)
+        clients, sender = front.clients, front.forwarding.client(self.peer.address, head.forwarded_for)
+        if sender != self._sender.address:
+            clients.end(self._sender)
+            self._sender = clients.begin(sender)
+        client: Any = self  # with what the frontend reads of a connection
+        request = self.request = ClientRequest(client, self.transport, head, True, True, self._answered)
+        request.gateway = self
+        if self._subset is not None:
+            request.narrow = self._subset.narrow
+        if not front.admits(request):
+            return
+        if (error := self._why_not(fields, headers)) is not None:
+            front.refuse_request(request, error)
+        elif not headers.end_of_stream:
+            self._has_body = True
+            seconds = front.config.timeouts.body
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self._body_late, seconds)
+            if self._modes[0] == BodySendMode.BUFFERED:
+                self._out.append(messages.CONTINUE_REQUEST)
+        else:
+            self._complete()
+
+    def _why_not(self, fields: request_fields.RequestFields, headers: HttpHeaders) -> ApiError | None:
+        """Returns the error of a request that the picker does not serve."""
+        if not headers.end_of_stream and self._modes[0] not in _BODY_MODES:
+            name = BodySendMode.Name(self._modes[0])
+            text = (
+                f"request_body_mode is {name}; set FULL_DUPLEX_STREAMED or BUFFERED in the gateway's ext_proc"
+            )
+            return ApiError(500, text, code="gateway_configuration")
+        return self._shared.path_error(fields.method, fields.path)
+
+    def _request_part(self, part: bytes, ends: bool) -> None:
+        if self.request is None or self.transport.refused:
+            return  # the rest of a refused request
+        self._size += len(part)
+        limit = self._front.config.limits.max_body_bytes
+        if self._size > limit:
+            error = ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+            self._front.refuse_request(self.request, error)
+        elif not self._hold(len(part)):
+            self._front.refuse_request(self.request, no_room_error())
+        else:
+            self._parts.append(part)
+            if ends:
+                self._complete()
+
+    def _hold(self, size: int) -> bool:
+        if not self._sender.hold(size):
+            return False
+        self.body_size += size
+        return True
+
+    def _body_late(self, seconds: float) -> None:
+        if self.request is not None and not self.transport.refused:
+            text = f"the body is incomplete after {seconds:g} s: {self._size} bytes received"
+            self._front.refuse_request(self.request, ApiError(408, text))
+            self.end(text)
+
+    def _complete(self) -> None:
+        """Routes the whole request. The pick or the refusal may come later."""
+        request, front = self.request, self._front
+        if request is None or self.transport.refused or self._picks:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._received_at = time.monotonic()
+        body = self._body = b"".join(self._parts)
+        self._parts.clear()
+        try:
+            if (rewritten := self._fields.rewrite(body)) is not None:
+                body = rewritten
+        except ValueError as error:
+            front.refuse_request(request, bad(f"the body is not valid JSON: {error}"))
+            return
+        before = len(self._out)
+        self._shared.route(request, body, self._fields)
+        if len(self._out) == before and not self.transport.refused:
+            self._decided = asyncio.get_running_loop().create_future()
+
+    # -- the pick (called by the executor) ---------------------------------------------------------
+
+    def connection(self, step: Step) -> EngineLink:
+        """Returns the connection to a step's engine, which the gateway has."""
+        if step.beside:
+            self._prefill = self._shared.address(step.engine)
+            return EngineLink(step.engine, None, None)
+        first = not self._picks
+        link = EngineLink(
+            step.engine, self._pick if first else None, lambda: self.end("the router ended the request")
+        )
+        self._link = link
+        return link
+
+    def _pick(self, head: bytes, body: bytes) -> None:
+        """Sends the pick to the gateway: engines, changed fields, and the body."""
+        link, relay, request = self._link, self.relay, self.request
+        assert link is not None
+        assert request is not None
+        self._picks = self._shared.endpoints(link.engine, relay, self._subset)
+        endpoints = ",".join(self._picks)
+        streamed = self._modes[0] == BodySendMode.FULL_DUPLEX_STREAMED
+        same = body == self._body
+        fields, removed = self._fields.changes(head, with_length=self._has_body and not same)
+        fields.append((messages.DESTINATION, endpoints.encode()))
+        if self._prefill is not None:
+            fields.append((messages.PREFILLER, self._prefill.encode()))
+        else:
+            removed.append(messages.PREFILLER)  # clients must not choose it
+        change = messages.mutation(fields, removed)
+        if streamed or not self._has_body:
+            self._out.append(messages.picked_at_headers(change, endpoints))
+            if self._has_body:
+                self._out.extend(messages.request_parts(body, ends=not self._has_trailers))
+        else:
+            self._out.append(messages.picked_at_body(change, endpoints, None if same else body))
+        if self._has_trailers:
+            self._out.append(messages.CONTINUE_REQUEST_TRAILERS)
+        self._body = b""
+        self._decide("picked")
+
+    def respond(self, answer: bytes) -> None:
+        """Sends the router's own answer to the client, if the gateway can still take it."""
+        if not self._picks and not self.transport.refused:
+            self.transport.refused = True
+            self._parts.clear()
+            self._out.append(messages.immediate(answer))
+            self._decide("refused")
+
+    def _decide(self, outcome: str) -> None:
+        self._shared.counts[outcome] += 1
+        if self._received_at:
+            self._shared.decision_seconds.observe(time.monotonic() - self._received_at)
+        if self._decided is not None and not self._decided.done():
+            self._decided.set_result(None)
+
+    # -- the answer --------------------------------------------------------------------------------
+
+    def _answer_head(self, message: ProcessingRequest) -> None:
+        headers = message.response_headers
+        status, fields = request_fields.of_answer(headers.headers)
+        self._follow(request_fields.served(message))
+        link, own = self._link, b""
+        if isinstance(self.relay, RequestRunner) and link is not None:
+            own = self.relay.execution.head_lines(link.engine.name)
+        lines = messages.fields_of(own.splitlines())
+        self._out.append(messages.response_head(lines) if own else messages.CONTINUE_RESPONSE)
+        if link is not None:
+            link.head(status, fields)
+        if headers.end_of_stream:
+            self._answer_ended()
+
+    def _follow(self, served: str | None) -> None:
+        """Moves the request to the engine that answers, if the gateway had to try a second one."""
+        if served is None or self._link is None:
+            return
+        for _ in self._picks:
+            link = self._link
+            if link is None or self._shared.address(link.engine) == served:
+                return
+            self._shared.counts["fallbacks"] += 1
+            link.refuse("the gateway got its answer from another engine")
+            if self._link is link:  # no engine is left: the request is no longer counted
+                self._link = None
+
+    def _answer_part(self, part: bytes, ends: bool) -> None:
+        link = self._link
+        if link is not None and part:
+            link.data_received(part)
+        if ends:
+            self._answer_ended()
+
+    def _answer_ended(self) -> None:
+        self.answer_ended = True
+        link, self._link = self._link, None
+        if link is not None:
+            link.end()
+
+    # -- the client's connection (called by the frontend and the runner) ---------------------------
+
+    @property
+    def sender(self) -> str:
+        """The address of the gateway's client."""
+        return self._sender.address
+
+    def release_body(self) -> None:
+        """Releases the counted bytes of the body."""
+        self._sender.release(self.body_size)
+        self.body_size = 0
+
+    def _answered(self, _: bool) -> None:
+        """Called at the end of the request."""
+        self.relay = None
+        if self.body_size:
+            self.release_body()
+
+
+class _Client(asyncio.Transport):
+    """Receives the bytes that the router would send to the client."""
+
+    def __init__(self, stream: GatewayStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self.refused = False  # the client got an answer of the router
+
+    def write(self, data: Any) -> None:
+        """Receives the router's own answer. The gateway itself has the engine's answer."""
+        if not self._stream.answer_ended:
+            self._stream.respond(data)
+
+    def is_closing(self) -> bool:
+        """Returns False: the gateway reports that a client left by ending the stream."""
+        return False
+
+    def abort(self) -> None:
+        """Ends the stream."""
+        self._stream.end("the router ended the request")
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Returns the address of the gateway's client as `peername`."""
+        return (self._stream.sender, 0) if name == "peername" else default

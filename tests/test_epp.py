@@ -1,0 +1,444 @@
+"""The endpoint picker speaks the protocol of the Gateway API Inference Extension.
+
+The tests are its gateway. `test_epp_envoy.py` has a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import orjson
+import pytest
+
+from epp_world import (
+    DESTINATION,
+    PROMPT,
+    Exchange,
+    answer_body,
+    answer_head,
+    changed,
+    exchange,
+    picking,
+    request_body,
+    request_head,
+    request_trailers,
+    with_modes,
+    with_subset,
+)
+from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
+from lmetric.server.epp.picker import SERVICE
+from server_world import event, token, usage
+from waiting import until
+
+WHOLE = orjson.dumps(
+    {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "usage": usage(12, 7, 4)}
+)
+
+
+async def answered(stream: Exchange, body: bytes = WHOLE, **fields: str) -> dict[str, str]:
+    """Sends an engine's whole answer. Returns the fields that the picker adds to it."""
+    await stream.send(answer_head(200, content_type="application/json", **fields), answer_body(body, True))
+    head = await stream.next()
+    assert await stream.body("response_body") == body
+    await stream.end()
+    return changed(head.response_headers.response.header_mutation)
+
+
+async def test_a_pick_is_in_header_and_metadata_and_its_answer_is_counted() -> None:
+    async with picking(2) as world, exchange(world.target) as stream:
+        place, fields, body = await stream.ask()
+        assert place.split(",") == [world.places[0], world.places[1]], "the engine, and one fallback"
+        assert fields["x-request-id"]
+        assert orjson.loads(body) == PROMPT
+        assert world.in_flight() == 1
+        added = await answered(stream)
+        assert added["x-lmetric-instance"] == "e0"
+        await world.settled()
+        stats = world.stats()
+        assert (stats["finished"], stats["cached_tokens"]) == (1, 4)
+        assert not world.engines[0].requests, "the gateway sends the request, not the picker"
+
+
+async def test_bodies_come_and_go_in_parts() -> None:
+    big = {**PROMPT, "prompt": "word " * 50_000}
+    data = orjson.dumps(big)
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.send(request_head())
+        for start in range(0, len(data), 16_384):
+            await stream.send(request_body(data[start : start + 16_384], False))
+        await stream.send(request_body(b"", True))
+        _, fields, body = await stream.picked()
+        assert body == data
+        assert "content-length" not in fields, "it has not changed"
+        await answered(stream)
+
+
+async def test_a_stream_is_counted_token_by_token() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.ask({**PROMPT, "stream": True})
+        await stream.send(answer_head(200, content_type="text/event-stream"))
+        assert (await stream.next()).HasField("response_headers")
+        await stream.send(answer_body(token("a"), False))
+        part = (await stream.next()).response_body.response.body_mutation.streamed_response
+        assert (part.body, part.end_of_stream) == (token("a"), False)
+        (relay,) = world.server.front.relays
+        await until(lambda: relay.committed)
+        assert world.stats()["finished"] == 0
+        rest = token("b", "length") + event(b"[DONE]")
+        await stream.send(answer_body(rest, True))
+        assert await stream.body("response_body") == rest
+        await world.settled()
+        assert (world.stats()["finished"], world.stats()["output_tokens"]) == (1, 2)
+
+
+@pytest.mark.parametrize("trailers", [False, True])
+async def test_requests_with_trailers_and_without_a_body(trailers: bool) -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        if not trailers:
+            await stream.send(request_head("/v1/models", "GET", ends=True))
+            answer = (await stream.next()).immediate_response
+            assert (answer.status.code, orjson.loads(answer.body)["data"][0]["id"]) == (200, "tiny")
+            return
+        await stream.send(request_head(), request_body(orjson.dumps(PROMPT), False), request_trailers())
+        assert (await stream.next()).HasField("request_headers")
+        part = (await stream.next()).request_body.response.body_mutation.streamed_response
+        assert not part.end_of_stream, "the trailers end the request"
+        assert (await stream.next()).HasField("request_trailers")
+        await answered(stream)
+
+
+async def test_buffered_bodies() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.send(with_modes(request_head(), "BUFFERED", "STREAMED"))
+        assert (await stream.next()).HasField("request_headers")
+        await stream.send(request_body(orjson.dumps(PROMPT), True))
+        message = await stream.next()
+        common = message.request_body.response
+        assert changed(common.header_mutation)[DESTINATION] == world.places[0]
+        assert message.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+        assert not common.HasField("body_mutation"), "the gateway still has the body"
+        await stream.send(answer_head(200, content_type="application/json"), answer_body(WHOLE, True))
+        assert (await stream.next()).HasField("response_headers")
+        assert not (await stream.next()).response_body.response.HasField("body_mutation")
+        await world.settled()
+        assert (world.stats()["finished"], world.stats()["cached_tokens"]) == (1, 4)
+
+
+async def test_a_mode_that_does_not_show_the_body_is_refused() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.send(with_modes(request_head(), "NONE", "NONE"))
+        status, _, error = await stream.refused()
+        assert (status, error["code"]) == (500, "gateway_configuration")
+        assert "FULL_DUPLEX_STREAMED" in error["message"]
+
+
+# -- subsets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+async def test_only_engines_of_the_subset_are_picked(as_text: bool) -> None:
+    async with picking(3, policy="least_requests") as world:
+        inside = world.places[1:]
+        for _ in range(4):
+            async with exchange(world.target) as stream:
+                head = with_subset(request_head(), ",".join(inside) if as_text else inside)
+                place, _, _ = await stream.ask(head=head)
+                assert place in inside, "no fallback is outside either"
+                await answered(stream)
+        await world.settled()
+
+
+async def test_a_subset_takes_the_best_of_its_engines() -> None:
+    async with picking(3, policy="least_requests") as world:
+        async with exchange(world.target) as first, exchange(world.target) as second:
+            head = with_subset(request_head(), world.places[1:])
+            one, _, _ = await first.ask(head=head)
+            other, _, _ = await second.ask(head=head)
+            assert {one, other} == set(world.places[1:])
+        await world.settled()
+
+
+@pytest.mark.parametrize("subset", [[], ["10.1.2.3:8000"], "dead"])
+async def test_a_subset_without_an_engine_is_503(subset: Any) -> None:
+    async with picking(2, health={"interval": 0.05, "down_after": 1}) as world:
+        if subset == "dead":
+            await world.engines[1].stop()
+            engines = world.server.fleet.pools[0].engines
+            await until(lambda: not engines["e1"].healthy)
+            subset = [world.places[1]]
+        async with exchange(world.target) as stream:
+            data = orjson.dumps(PROMPT)
+            await stream.send(with_subset(request_head(), subset), request_body(data, True))
+            status, fields, error = await stream.refused()
+            assert (status, error["code"], fields["retry-after"]) == (503, "no_engine", "2")
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+async def test_no_usable_engine_is_503_with_a_time() -> None:
+    async with picking(health={"interval": 0.05, "down_after": 1}) as world:
+        await world.engines[0].stop()
+        await until(lambda: not world.server.fleet.ready())
+        async with exchange(world.target) as stream:
+            await stream.send(request_head(), request_body(orjson.dumps(PROMPT), True))
+            status, fields, error = await stream.refused()
+            assert (status, error["type"], fields["retry-after"]) == (503, "overloaded_error", "2")
+
+
+@pytest.mark.parametrize(
+    ("body", "head", "expected"),
+    [
+        (b'{"model": "ti', {}, (400, "not valid JSON")),
+        ({**PROMPT, "model": "huge"}, {}, (404, "'huge' is unknown")),
+        ({**PROMPT, "prompt": "x" * 3000}, {}, (413, "longer than 2000 bytes")),
+        (PROMPT, {"path": "/sleep"}, (404, "unknown path /sleep")),
+        (PROMPT, {"method": "PUT"}, (405, "PUT is not allowed")),
+        ([1], {"x_gateway_model_name_rewrite": "tiny"}, (400, "not valid JSON: it is not an object")),
+    ],
+)
+async def test_bad_requests_get_the_error_of_serve(body: Any, head: Any, expected: tuple[int, str]) -> None:
+    async with picking(limits={"max_body_bytes": 2000}) as world, exchange(world.target) as stream:
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        await stream.send(request_head(**head))
+        await stream.send(request_body(data[:1500], False), request_body(data[1500:], True))
+        status, fields, error = await stream.refused()
+        assert status == expected[0]
+        assert expected[1] in error["message"]
+        assert fields["content-type"] == "application/json"
+        assert world.in_flight() == 0
+
+
+async def test_a_body_that_does_not_end_is_408() -> None:
+    async with picking(timeouts={"body": 0.1}) as world, exchange(world.target) as stream:
+        await stream.send(request_head(), request_body(b'{"model"', False))
+        status, _, error = await stream.refused()
+        assert (status, error["message"]) == (408, "the body is incomplete after 0.1 s: 8 bytes received")
+
+
+async def test_overload_is_429_with_a_time() -> None:
+    admission = {"room_seconds": 0.001, "max_waiting": 1}
+    async with picking(admission=admission, tenants={"t": {"max_concurrent": 1, "max_waiting": 0}}) as world:
+        async with exchange(world.target) as first, exchange(world.target) as second:
+            await first.ask(head=request_head(x_gateway_inference_fairness_id="t"))
+            head = request_head(x_tenant="t")
+            await second.send(head, request_body(orjson.dumps(PROMPT), True))
+            status, fields, error = await second.refused()
+            assert (status, error["code"]) == (429, "queue_full")
+            assert int(fields["retry-after"]) >= 1
+        await world.settled()
+
+
+async def test_a_held_request_is_picked_later() -> None:
+    async with picking(tenants={"t": {"max_concurrent": 1}}) as world:
+        async with exchange(world.target) as first, exchange(world.target) as second:
+            await first.ask(head=request_head(x_tenant="t"))
+            body = orjson.dumps({**PROMPT, "stream": True})
+            await second.send(request_head(x_tenant="t"), request_body(body, True))
+            await until(lambda: world.server.fleet.pools[0].router.waiting == 1)
+            await answered(first)
+            place, _, _ = await second.picked()
+            assert place == world.places[0]
+        await world.settled()
+
+
+async def test_api_keys_are_checked_and_do_not_reach_engines(tmp_path: Any) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("a-secret-key-of-team-a: team-a\n")
+    async with picking(auth={"keys_file": keys}) as world:
+        async with exchange(world.target) as stream:
+            await stream.send(request_head(authorization="Bearer wrong"))
+            assert (await stream.refused())[0] == 401
+        async with exchange(world.target) as stream:
+            head = request_head(authorization="Bearer a-secret-key-of-team-a")
+            await stream.send(head, request_body(orjson.dumps(PROMPT), True))
+            mutation = (await stream.next()).request_headers.response.header_mutation
+            assert "authorization" in mutation.remove_headers
+
+
+# -- fields of the gateway -------------------------------------------------------------------------
+
+
+async def test_the_gateway_renames_the_model() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        head = request_head(x_gateway_model_name_rewrite="tiny", content_length="99")
+        _, fields, body = await stream.ask({**PROMPT, "model": "alias"}, head)
+        assert orjson.loads(body) == PROMPT
+        assert int(fields["content-length"]) == len(body)
+        await answered(stream)
+
+
+async def test_an_objective_is_a_priority_and_a_class() -> None:
+    admission = {"classes": {"fast": {"ttft_seconds": 5.0}}, "ttft_seconds": 100.0}
+    async with picking(policy="bs + 0 * priority", admission=admission) as world:
+        world.server.fleet.objectives["fast"] = 7
+        seen = []
+        real = world.server.front._start
+        world.server.front._start = lambda *a: (seen.append((a[0].slo_class, a[3].priority)), real(*a))  # type: ignore[method-assign]
+        async with exchange(world.target) as stream:
+            _, fields, _ = await stream.ask(head=request_head(x_gateway_inference_objective="fast"))
+            assert seen == [("fast", -7.0)], "engines serve lower numbers first"
+            assert "x-vllm-priority" not in fields
+            await answered(stream)
+
+
+async def test_a_sheddable_request_does_not_wait() -> None:
+    async with picking(tenants={"t": {"max_concurrent": 1}}) as world:
+        world.server.fleet.objectives["batch"] = -1
+        async with exchange(world.target) as first, exchange(world.target) as second:
+            await first.ask(head=request_head(x_tenant="t"))
+            head = request_head(x_tenant="t", x_llm_d_inference_objective="batch")
+            await second.send(head, request_body(orjson.dumps(PROMPT), True))
+            assert (await second.refused())[0] == 429
+            assert world.server.fleet.pools[0].router.waiting == 0
+        await world.settled()
+
+
+async def test_the_engine_that_served_gets_the_counts() -> None:
+    async with picking(2, policy="least_requests") as world, exchange(world.target) as stream:
+        place, _, _ = await stream.ask()
+        first, second = place.split(",")
+        head = answer_head(200, content_type="application/json")
+        head.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": second})
+        await stream.send(head)
+        added = changed((await stream.next()).response_headers.response.header_mutation)
+        name = f"e{world.places.index(second)}"
+        assert added["x-lmetric-instance"] == name
+        pool = world.server.fleet.pools[0]
+        busy = dict(zip(pool.router.instances(), pool.router.indicators()["bs"], strict=True))
+        assert (busy[name], sum(busy.values())) == (1, 1)
+        await stream.send(answer_body(WHOLE, True))
+        assert await stream.body("response_body") == WHOLE
+        await world.settled()
+        stats = world.stats()
+        assert (stats["finished"], stats["retries"]) == (1, 1)
+        assert world.server.picker is not None
+        assert world.server.picker.shared.counts["fallbacks"] == 1
+        assert first != second
+
+
+async def test_load_reports_in_answers_are_read() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        _, fields, _ = await stream.ask()
+        assert fields["endpoint-load-metrics-format"] == "TEXT"
+        report = "TEXT named_metrics.num_requests_waiting=3.0, named_metrics.kv_cache_usage_perc=0.25"
+        await answered(stream, endpoint_load_metrics=report)
+        await world.settled()
+        engine = world.server.fleet.pools[0].engines["e0"]
+        assert engine.load_reports["header"] == 1
+
+
+async def test_prefill_and_decode_engines_are_named_as_the_sidecar_reads_them() -> None:
+    async with picking(2, roles=["prefill", "decode"]) as world, exchange(world.target) as stream:
+        place, fields, body = await stream.ask(head=request_head(x_prefiller_host_port="6.6.6.6:6"))
+        assert (place, fields["x-prefiller-host-port"]) == (world.places[1], world.places[0])
+        assert orjson.loads(body) == PROMPT
+        assert (await answered(stream))["x-lmetric-prefill"] == "e0"
+        await world.settled()
+        assert (world.stats()["finished"], world.in_flight()) == (1, 0)
+
+
+async def test_clients_cannot_choose_a_prefill_engine() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        head = request_head(x_prefiller_host_port="6.6.6.6:6")
+        await stream.send(head, request_body(orjson.dumps(PROMPT), True))
+        mutation = (await stream.next()).request_headers.response.header_mutation
+        assert "x-prefiller-host-port" in mutation.remove_headers
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["head", "body", "picked", "answer head", "answer"])
+async def test_counts_return_to_zero_wherever_a_stream_ends(at: str, capfd: Any) -> None:
+    async with picking() as world:
+        async with exchange(world.target) as stream:
+            await stream.send(request_head())
+            if at != "head":
+                await stream.send(request_body(orjson.dumps({**PROMPT, "stream": True}), at != "body"))
+            if at not in ("head", "body"):
+                await stream.picked()
+            if at.startswith("answer"):
+                await stream.send(answer_head(200, content_type="text/event-stream"))
+                await stream.next()
+            if at == "answer":
+                await stream.send(answer_body(token("a"), False))
+                await stream.next()
+            clients = world.server.front.clients
+            await until(lambda: bool(clients._clients))
+            stream.call.cancel()
+        await world.settled()
+        await until(lambda: not clients._clients)
+        assert world.stats()["finished"] == 0
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_gateway_that_only_ends_its_side_ends_the_request() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.ask()
+        await stream.end()
+        await world.settled()
+        assert world.stats()["finished"] == 0
+
+
+async def test_an_engine_that_does_not_answer_ends_the_stream() -> None:
+    limits = {"first_byte": 0.2, "answer": 0.2, "request": 0.2}
+    async with picking(timeouts=limits) as world, exchange(world.target) as stream:
+        await stream.ask()
+        async with asyncio.timeout(5):
+            assert await stream.call.code() is grpc.StatusCode.ABORTED
+        await world.settled()
+
+
+async def test_errors_of_engines_pass_and_count() -> None:
+    async with picking() as world, exchange(world.target) as stream:
+        await stream.ask()
+        body = b'{"error": {"message": "too long"}}'
+        head = answer_head(400, content_type="application/json", content_length=str(len(body)))
+        await stream.send(head, answer_body(body, True))
+        assert (await stream.next()).HasField("response_headers")
+        assert await stream.body("response_body") == body
+        await world.settled()
+        assert world.stats()["failed"]["engine_error"] == 1
+
+
+async def test_a_stop_refuses_what_waits_and_ends_what_runs() -> None:
+    async with (
+        picking(tenants={"t": {"max_concurrent": 1}}) as world,
+        exchange(world.target) as first,
+        exchange(world.target) as second,
+    ):
+        await first.ask(head=request_head(x_tenant="t"))
+        await second.send(request_head(x_tenant="t"), request_body(orjson.dumps(PROMPT), True))
+        await until(lambda: world.server.fleet.pools[0].router.waiting == 1)
+        await world.server.stop()
+        status, _, error = await second.refused()
+        assert (status, error["code"]) == (503, "shutting_down")
+
+
+# -- health and pages ------------------------------------------------------------------------------
+
+
+async def test_health_services() -> None:
+    async with (
+        picking(health={"interval": 0.05, "down_after": 1}) as world,
+        grpc.aio.insecure_channel(world.target) as channel,
+    ):
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=HealthCheckRequest.SerializeToString,
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+
+        async def of(name: str) -> str:
+            answer = await check(HealthCheckRequest(service=name))
+            return HealthCheckResponse.ServingStatus.Name(answer.status)
+
+        names = ("liveness", "readiness", SERVICE, "")
+        assert [await of(name) for name in names] == ["SERVING"] * 4
+        assert await of("other") == "SERVICE_UNKNOWN"
+        await world.engines[0].stop()
+        await until(lambda: not world.server.fleet.ready())
+        assert [await of(name) for name in names] == ["SERVING", *["NOT_SERVING"] * 3]
