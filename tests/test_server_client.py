@@ -657,7 +657,7 @@ async def test_a_fault_on_the_way_through_aiohttp_is_a_500_too(monkeypatch: pyte
         raise RuntimeError("a bug")
 
     async with world(1) as w, client(w) as c:
-        monkeypatch.setattr(w.server.front, "_admits", fail)
+        monkeypatch.setattr(w.server.front, "admits", fail)
         await c.send(ENCODED + chunk(BODY) + b"0\r\n\r\n")
         status, _, got = await c.answer()
         assert (status, orjson.loads(got)["error"]["type"]) == (500, "server_error")

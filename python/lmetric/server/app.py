@@ -36,7 +36,6 @@ from lmetric.server.tls.contexts import metrics as tls_metrics
 if TYPE_CHECKING:
     from lmetric.engines.emulated import EngineOptions
     from lmetric.server.epp.picker import Picker
-    from lmetric.server.observe.tracing.export import Tracing
 
 log = structlog.get_logger("lmetric.server")
 
@@ -118,10 +117,10 @@ class Server:
             )
         bound = self._bound = self._bound or await bind(config)
         dispatcher = Frontend if config.tracing is None else _load_tracing()
-        self.front = front = dispatcher(config, self.fleet, keys, self.metrics, pages)
         epp = _load_epp() if self._picks else None
-        make = Frontend if epp is None else epp.PickerFrontend
-        self.front = front = make(config, self.fleet, keys, self.metrics, pages)
+        if epp is not None:
+            dispatcher = epp.picker_frontend(dispatcher)
+        self.front = front = dispatcher(config, self.fleet, keys, self.metrics, pages)
         if epp is not None:
             self.picker = epp.Picker(config, front)
             self.metrics.further.append(self.picker.shared.metrics)

@@ -247,7 +247,6 @@ class Frontend(web.Server):
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
         client_request.method = request.method
-        if self._admits(client_request):
         if self.admits(client_request):
             try:
                 body = await self.read_body(request, self._body_limit)

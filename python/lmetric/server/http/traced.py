@@ -35,15 +35,15 @@ class TracedFrontend(Frontend):
         assert config.tracing is not None
         self.tracing: Tracing = Tracing(config.tracing, metrics.spans)
 
-    def _admits(self, client_request: ClientRequest) -> bool:
+    def admits(self, client_request: ClientRequest) -> bool:
         self._join_trace(client_request)
-        return in_request(client_request, super()._admits, client_request)
+        return in_request(client_request, super().admits, client_request)
 
     def _serve(self, client_request: ClientRequest, body: bytes) -> None:
         in_request(client_request, super()._serve, client_request, body)
 
-    def _serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
-        in_request(client_request, super()._serve_stored, client_request, target, method)
+    def serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:
+        in_request(client_request, super().serve_stored, client_request, target, method)
 
     def _go_on(
         self,
