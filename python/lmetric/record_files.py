@@ -237,7 +237,7 @@ def _read_file(path: Path, read: Records) -> None:
         if not isinstance(line, dict):
             raise RecordError(f"{path}, line {number}: expected an object, got {type(line).__name__}")
         if header is None:
-            header = _checked_header(path, line)
+            header = checked_header(path, line)
             read.headers.append(header)
             continue
         kind = line.get("type")
@@ -259,7 +259,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
             yield b"{", False  # a truncated archive
 
 
-def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+def checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """The header in the first line of a file.
+
+    Raises:
+        RecordError: no header, or one of another version.
+    """
     if line.get("type") != "header":
         raise RecordError(
             f"{path}, line 1: no header of records; the file is no record file of lmetric-router"

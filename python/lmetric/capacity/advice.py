@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from lmetric._core import LmetricError
-from lmetric.capacity.demand import Forecast, forecast, part, steady
+from lmetric.capacity.demand import Forecast, forecast, part, settled_seconds, steady
 from lmetric.capacity.goals import EngineType, Metric, Question
 from lmetric.capacity.plays import Fleet, Played, Plays
 from lmetric.capacity.removal import Removal, removals
@@ -20,7 +18,6 @@ from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import MIN_REQUESTS, Recording, WhatIfError
 
 INTERVAL = (0.1, 0.95)  # quantiles of the demand at the ends of the interval
-UNSETTLED = 0.9  # quantile of the durations: later arrivals may still run
 SHOWN_REMOVALS = 3
 
 
@@ -105,8 +102,9 @@ def advise(
     now_seconds: float | None = None,
     running: int | None = None,
     usable: Sequence[str] | None = None,
-    guess: int | None = None,
+    previous: int | None = None,
     alternatives: bool = True,
+    interval: bool = True,
 ) -> Advice:
     """Forecasts the demand, plays fleets, and returns the smallest that meets the SLO.
 
@@ -117,8 +115,9 @@ def advise(
         now_seconds: the present on the recording's clock; None: its last event.
         running: requests that have arrived and have no record yet; None: estimated.
         usable: names of the engines that take requests now; None: all of the recording.
-        guess: number of engines to try first; None: in proportion to the demand.
+        previous: number of the last advice. A smaller one must serve a larger demand.
         alternatives: whether to play other policies, types and roles, too.
+        interval: whether to find the ends of the interval; otherwise they are the number itself.
 
     Raises:
         WhatIfError: too few requests.
@@ -127,7 +126,7 @@ def advise(
     arrivals = recording.trace.arrival_seconds
     now = float((arrivals + recording.e2e_seconds).max()) if now_seconds is None else now_seconds
     demand = forecast(recording, now, question.horizon_seconds, running=running)
-    settled = now - min(float(np.quantile(recording.e2e_seconds, UNSETTLED)), (now - float(arrivals[0])) / 2)
+    settled = settled_seconds(recording, now)
     base = part(recording, float(arrivals[0]), settled)
     if len(base) < MIN_REQUESTS:
         raise WhatIfError(
@@ -145,15 +144,17 @@ def advise(
     slack = 1.0 + max((abs(each.error) for each in check.figures if each.unit), default=0.0)
     own = question.types[0]
     bounds = (question.min_engines, question.max_engines)
-    start = guess or max(1, round(len(names) * rate / max(demand.now_per_second, 1e-9)))
+    start = previous or max(1, round(len(names) * rate / max(demand.now_per_second, 1e-9)))
     fleet = Fleet(start, recording.policy, own)
     number, reached = plays.smallest(fleet, rate, bounds)
-    least, _ = plays.smallest(
-        replace(fleet, engines=max(1, round(number * low / max(rate, 1e-9)))), low, bounds, 1 / slack
-    )
-    most, _ = plays.smallest(
-        replace(fleet, engines=max(1, round(number * high / max(rate, 1e-9)))), high, bounds, slack
-    )
+    if previous is not None and number < previous <= question.max_engines:
+        calm, _ = plays.smallest(replace(fleet, engines=number), demand.at(question.calm_confidence), bounds)
+        number = min(previous, calm)
+    least = most = number
+    if interval:
+        near = [replace(fleet, engines=max(1, round(number * end / max(rate, 1e-9)))) for end in (low, high)]
+        least, _ = plays.smallest(near[0], low, bounds, 1 / slack)
+        most, _ = plays.smallest(near[1], high, bounds, slack)
     wanted = Wanted("both", own.name, number, min(least, number), max(most, number))
     candidates, notes = [], []
     if alternatives:

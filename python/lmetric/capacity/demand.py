@@ -24,14 +24,18 @@ BLOCK_BINS = 4  # of the bootstrap
 SAMPLES = 400
 MOST_CHANGE = 2.0  # largest forecast change of the rate, as a factor
 FLOOR_SHARE = 0.1  # smallest rate of the line within the window, relative to its mean
+SETTLED = 0.98  # quantile of the durations
 COARSE_BLOCKS = 24  # blocks of a median prompt that a coarse trace keeps at least
 MOST_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Arrivals per second. ``rates``: bootstrap samples, shape (samples,), ascending, of the largest
-    rate between now and the horizon."""
+    """Arrivals per second.
+
+    ``rates``: bootstrap samples of the largest rate between now and the horizon, shape (samples,),
+    ascending.
+    """
 
     now_per_second: float
     slope_per_second: float  # change of the rate per second
@@ -63,8 +67,8 @@ def forecast(
     bins = int((now_seconds - float(arrivals[0])) // BIN_SECONDS)
     if bins < MIN_BINS:
         raise WhatIfError(
-            f"the records cover {max(0.0, now_seconds - float(arrivals[0])):.0f} s; a forecast needs at least "
-            f"{MIN_BINS * BIN_SECONDS:.0f} s: record more traffic, or set a longer window"
+            f"the records cover {max(0.0, now_seconds - float(arrivals[0])):.0f} s; a forecast needs at "
+            f"least {MIN_BINS * BIN_SECONDS:.0f} s: record more traffic, or set a longer window"
         )
     edges = now_seconds - BIN_SECONDS * np.arange(bins, -1, -1)
     counts = np.histogram(arrivals, edges)[0].astype(np.float64)
@@ -144,6 +148,16 @@ def _blocks(residuals: Floats) -> Floats:
     return np.asarray(rng.choice(means if len(means) else residuals, SAMPLES))
 
 
+def settled_seconds(recording: Recording, now_seconds: float) -> float:
+    """The time until which nearly all arrivals have ended, so that the records are complete.
+
+    At least two thirds of the recording stay.
+    """
+    begin = float(recording.trace.arrival_seconds[0])
+    usual = float(np.quantile(recording.e2e_seconds, SETTLED))
+    return now_seconds - min(usual, (now_seconds - begin) / 3)
+
+
 def steady(recording: Recording, found: Forecast, now_seconds: float) -> Trace:
     """The recorded requests at one request per second on average, without the trend.
 
@@ -202,8 +216,9 @@ def _every(trace: Trace, step: int) -> Trace:
 
 
 def part(recording: Recording, begin_seconds: float, end_seconds: float) -> Recording:
-    """The requests that arrived from ``begin_seconds`` to ``end_seconds``, with changes of the fleet
-    on their clock. Raises WhatIfError if there are none."""
+    """The requests that arrived in a time, with changes of the fleet on their clock.
+
+    Raises WhatIfError if there are none."""
     arrivals = recording.trace.arrival_seconds
     kept = np.flatnonzero((arrivals >= begin_seconds) & (arrivals <= end_seconds))
     if not len(kept):

@@ -104,8 +104,8 @@ class EngineType:
     def __post_init__(self) -> None:
         if _TYPE.fullmatch(self.name) is None:
             raise BadValueError(
-                f"engine type {self.name!r} is not valid; expected letters, digits, '-', '_' and '.', at most "
-                "63 of them"
+                f"engine type {self.name!r} is not valid; expected letters, digits, '-', '_' and '.', at "
+                "most 63 of them"
             )
         price = self.price_per_hour
         if price is not None and not 0 < price < 1e9:
@@ -128,7 +128,8 @@ class Question:
 
     ``types``: the first is the type of the recorded engines. ``startup_seconds``: from the order of
     an engine to its first request. ``every_seconds``: time between two decisions. ``confidence``:
-    quantile of the forecast demand that the wanted fleet must serve.
+    quantile of the forecast demand that the wanted fleet must serve. ``calm_confidence``: quantile
+    that a smaller fleet must serve before engines are removed, so that the number does not swing.
     """
 
     goal: Goal
@@ -136,6 +137,7 @@ class Question:
     startup_seconds: float = 120.0
     every_seconds: float = 60.0
     confidence: float = 0.8
+    calm_confidence: float = 0.95
     min_engines: int = 1
     max_engines: int = 256
     policies: Sequence[PolicyChoice] = field(default_factory=tuple)  # besides the recorded one
@@ -153,8 +155,11 @@ class Question:
                 f"start-up of {self.startup_seconds:g} s, decisions every {self.every_seconds:g} s is not "
                 "valid; expected 0 to 86400 s, and more than 0 s between decisions"
             )
-        if not 0.5 <= self.confidence < 1:
-            raise BadValueError(f"confidence {self.confidence:g} is not valid; expected 0.5 to below 1")
+        if not 0.5 <= self.confidence <= self.calm_confidence < 1:
+            raise BadValueError(
+                f"confidence {self.confidence:g}, {self.calm_confidence:g} before engines are removed, is "
+                "not valid; expected 0.5 to below 1, and the first no larger than the second"
+            )
         names = [each.name for each in self.types]
         if not names or len(set(names)) < len(names) or len(names) > MOST_TYPES:
             raise BadValueError(
@@ -165,3 +170,53 @@ class Question:
     def horizon_seconds(self) -> float:
         """How far ahead the demand counts: until engines of the next decision could be ready."""
         return self.startup_seconds + self.every_seconds
+
+
+def read_types(prices: Sequence[str], kinds: Sequence[str]) -> tuple[EngineType, ...]:
+    """Engine types from texts with commas. The first named type is that of the recorded engines.
+
+    Args:
+        prices: ``H100=4.2,L40S=1.1``: price of an engine per hour, in any currency.
+        kinds: ``L40S=profile.yaml``, or ``L40S=x0.4``: relative to the speed of recorded engines.
+
+    Raises:
+        BadValueError: an invalid text, or a type without price, profile or speed.
+    """
+    cost: dict[str, float] = {}
+    for name, value in _pairs("price", prices, "H100=4.2"):
+        try:
+            cost[name] = float(value)
+        except ValueError:
+            raise BadValueError(
+                f"price {name}={value} is not valid; expected a type and a number, as in H100=4.2"
+            ) from None
+    shapes = dict(_pairs("type", kinds, "L40S=profile.yaml or L40S=x0.4"))
+    own = next((name for name in cost if name not in shapes), DEFAULT_TYPE)
+    made = [EngineType(own, cost.get(own))]
+    if missing := [name for name in cost if name not in shapes and name != own]:
+        raise BadValueError(
+            f"type {missing[0]!r} has a price and no profile; the recorded engines count as {own!r}. Set a "
+            f"profile or a relative speed: {missing[0]}=profile.yaml or {missing[0]}=x0.4"
+        )
+    for name, value in shapes.items():
+        speed = re.fullmatch(r"x(\d+(?:\.\d*)?|\.\d+)", value)
+        made.append(
+            EngineType(
+                name, cost.get(name), None if speed else value, float(speed[1]) if speed is not None else None
+            )
+        )
+    return tuple(made)
+
+
+def _pairs(what: str, texts: Sequence[str], example: str) -> list[tuple[str, str]]:
+    found = []
+    for part in (each.strip() for text in texts for each in text.split(",")):
+        name, sign, value = (each.strip() for each in part.partition("="))
+        if not part:
+            continue
+        if not (name and sign and value):
+            raise BadValueError(f"{what} {part!r} is not valid; expected {example}")
+        if any(name == other for other, _ in found):
+            raise BadValueError(f"{what} of {name!r} is given twice; keep one of them")
+        found.append((name, value))
+    return found

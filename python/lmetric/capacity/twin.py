@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lmetric.capacity.advice import Advice, advise
-from lmetric.capacity.demand import coarse, part
+from lmetric.capacity.demand import coarse, part, settled_seconds
 from lmetric.capacity.goals import Question
 from lmetric.record_files import Records
 from lmetric.whatif.check import FitCheck, Limits, check_fit
 from lmetric.whatif.fit import EngineFit, fit_engine
 from lmetric.whatif.recording import Recording, WhatIfError, recording_of
-
-CHECK_SEEDS = 2
 
 
 @dataclass
@@ -30,10 +28,11 @@ class Twin:
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
     cache_blocks: int | None = None
+    check_seeds: int = 2
     fit: EngineFit | None = None
     check: FitCheck | None = None
     fits: int = 0  # how often it has fitted
-    _guess: int | None = None
+    _previous: int | None = None
 
     def advise(self, records: Records, now: float, *, running: int | None = None) -> Advice:
         """The advice from the records of one model (`Records.of`).
@@ -70,6 +69,7 @@ class Twin:
         model: str = "",
         at: float = 0.0,
         alternatives: bool = True,
+        interval: bool = True,
     ) -> Advice:
         """The advice from a recording. ``now_seconds``: on its clock. Raises WhatIfError."""
         made = coarse(part(recording, now_seconds - self.window_seconds, now_seconds))
@@ -77,12 +77,14 @@ class Twin:
         if (first := now_seconds - self.window_seconds) > shift:
             arrivals = recording.trace.arrival_seconds
             shift = float(arrivals[arrivals >= first][0])
-        fit, check = self._calibrated(made)
+        ended = settled_seconds(made, now_seconds - shift)
+        fit, check = self._calibrated(part(made, 0.0, ended))
         advice = advise(
             made, fit, check, self.question, model=model, at=at, now_seconds=now_seconds - shift,
-            running=running, usable=usable, guess=self._guess, alternatives=alternatives,
+            running=running, usable=usable, previous=self._previous, alternatives=alternatives,
+            interval=interval,
         )  # fmt: skip
-        self._guess = advice.wanted[0].replicas
+        self._previous = advice.wanted[0].replicas
         return replace(advice, notes=recording.notes + advice.notes)
 
     def _calibrated(self, recording: Recording) -> tuple[EngineFit, FitCheck]:
@@ -92,7 +94,7 @@ class Twin:
             WhatIfError: the new fit is poor.
         """
         if self.fit is not None and self.fit.profile.block_tokens == recording.block_tokens:
-            check = check_fit(recording, self.fit, seeds=CHECK_SEEDS, limits=self.limits)
+            check = check_fit(recording, self.fit, seeds=self.check_seeds, limits=self.limits)
             if check.good:
                 self.check = check
                 return self.fit, check
@@ -103,7 +105,7 @@ class Twin:
             cache_blocks=self.cache_blocks,
         )
         self.fits += 1
-        check = check_fit(recording, fit, seeds=CHECK_SEEDS, limits=self.limits)
+        check = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
         if not check.good:
             self.fit = None
             raise WhatIfError(check.reason())

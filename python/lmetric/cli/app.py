@@ -7,6 +7,7 @@ from collections.abc import Collection
 import typer
 
 from lmetric.cli import (
+    advise,
     bench,
     calibrate,
     config,
@@ -42,6 +43,7 @@ MODULES = (
     calibrate,
     whatif,
     report,
+    advise,
     policies,
     indicators,
     profiles,

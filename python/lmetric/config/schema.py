@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from lmetric.config.capacity import CapacityConfig
 from lmetric.config.kinds import (
     OFF_IS_A_WORD,
     CollectorUrl,
@@ -1049,6 +1050,9 @@ class ServerConfig(PoolSettings):
         default_factory=ReplicasConfig, description="other routers of the same engines"
     )
     records: RecordsConfig = Field(default_factory=RecordsConfig, description="records of requests on disk")
+    capacity: CapacityConfig = Field(
+        default_factory=CapacityConfig, description="advice on the number of engines, from records"
+    )
     log: Log = Field(default_factory=Log, description="logs")
     tracing: TracingConfig | None = Field(
         None, description="traces of requests, with the extra `otel`; null: none"
@@ -1085,6 +1089,10 @@ class ServerConfig(PoolSettings):
             if label in sources[:number]:
                 raise ValueError(f"two discovery sources are named {label!r}; rename one")
         self._check_credentials()
+        if self.capacity.slo is not None and (self.records.path is None or self.records.sample < 1):
+            raise ValueError(
+                "capacity.slo needs records of all requests: set records.path, and leave records.sample at 1"
+            )
         self._check_indicators()
         self._check_classes()
         names: set[str] = set()
