@@ -186,6 +186,10 @@ async def test_a_router_without_a_twin_says_so() -> None:
     [
         ("capacity: {slo: ttft=1s}", "capacity.slo needs records of all requests"),
         ("records: {path: r, sample: 0.5}\ncapacity: {slo: ttft=1s}", "needs records of all requests"),
+        (
+            "records: {path: r}\ncapacity: {slo: ttft=1s}\nreplicas: {urls: ['http://127.0.0.1:1']}",
+            "other routers .replicas.urls. send requests, too",
+        ),
         ("records: {path: r}\ncapacity: {slo: fast}", "SLO 'fast' is not valid"),
         ("records: {path: r}\ncapacity: {slo: ttft=1s, interval: 200}", "must be at least two intervals"),
         ("records: {path: r}\ncapacity: {slo: ttft=1s, prices: {A: 1, B: 2}}", "type 'B' has a price and no"),

@@ -65,7 +65,13 @@ class TwinPolicy:
         current = len(sight.fleet.at(sight.now))
         try:
             advice = self.twin.advise_recording(
-                recording, now, running=sight.running(), usable=ready, alternatives=False, interval=False
+                recording,
+                now,
+                running=sight.running(),
+                usable=ready,
+                alternatives=False,
+                interval=False,
+                at=sight.now,
             )
         except LmetricError as error:
             self.refused.append(f"{sight.now:.0f} s: {error}")
@@ -225,7 +231,7 @@ def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
     best: tuple[float, Schedule] | None = None
     for before, after in ((1, 1), (3, 1), (5, 2)):
         load = _load(seed, before, after)
-        low, high = 2.0, 4.4  # engines per request/s
+        low, high = 3.0, 6.0  # engines per request/s
         for _ in range(5):
             middle = (low + high) / 2
             levels = np.maximum(np.round(load * middle), 1).astype(int)

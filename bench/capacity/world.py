@@ -1,6 +1,6 @@
 """The scenario of the capacity study: a day's curve with bursts, and a fleet that follows a policy.
 
-A day lasts two hours here, so the load rises twelve times as fast as in reality. Start-up delays
+A day lasts 90 minutes here, so the load rises 16 times as fast as in reality. Start-up delays
 and bursts keep their real length.
 """
 
@@ -25,12 +25,12 @@ from lmetric.whatif import Recording
 
 Floats = NDArray[np.float64]
 
-PROFILE = load_profile("qwen3-30b-a3b-h20").in_blocks_of(128).slower(3.5)
-GOAL = Goal.of("ttft_p95=8s,tpot_p95=250ms")
+PROFILE = load_profile("qwen3-30b-a3b-h20").in_blocks_of(128).slower(5)
+GOAL = Goal.of("ttft_p95=12s,tpot_p95=350ms")
 TARGET = 0.95
 START_SECONDS = 900.0  # before the measured day: constant load, constant fleet
-DAY_SECONDS = 7200.0
-PEAK_RATE = 5.0  # requests/s without bursts
+DAY_SECONDS = 5400.0
+PEAK_RATE = 3.5  # requests/s without bursts
 TROUGH = 0.3  # rate at night, relative to the peak
 BURST_EVERY_SECONDS, BURST_SECONDS, BURST = 900.0, (45.0, 150.0), (1.2, 1.6)
 FIRST_ENGINES = 7

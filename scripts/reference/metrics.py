@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from prometheus_client.core import Metric
 
 from lmetric import indicator_table
-from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
+from lmetric.config import CapacityConfig, EngineConfig, RecordsConfig, ServerConfig
 from lmetric.server.app import Server
 
 HEAD = """\
@@ -25,6 +25,7 @@ A counter's name ends in `_total`. A histogram `NAME` has the series `NAME_bucke
 | --- | --- |
 | `model` | name of the model |
 | `instance` | name of the engine in the configuration; its host:port by default |
+| `role`, `type` | role and type of wanted engines; the type is the first one of `capacity.prices` |
 | `slo_class` | class of the request in `admission.classes`; empty without a class |
 | `tenant` | tenant of the API key; empty without API keys |
 
@@ -68,6 +69,7 @@ GROUPS = {
         "ejections",
         "panic",
     ),
+    "Capacity advice": ("wanted_", "capacity_"),
     "Process": ("process_", "log_", "build", "trace_", "records"),
     "Routing and cache": ("",),
 }
@@ -81,7 +83,14 @@ def families() -> list[Metric]:
         with TemporaryDirectory() as folder:
             records = RecordsConfig(path=Path(folder))
             server = Server(
-                ServerConfig(engines=[engine], model="model", port=0, host="127.0.0.1", records=records)
+                ServerConfig(
+                    engines=[engine],
+                    model="model",
+                    port=0,
+                    host="127.0.0.1",
+                    records=records,
+                    capacity=CapacityConfig(slo="ttft=1s"),
+                )
             )
             await server.start()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from lmetric.capacity.advice import Advice, advise
 from lmetric.capacity.demand import coarse, part, settled_seconds
@@ -13,13 +14,17 @@ from lmetric.whatif.check import FitCheck, Limits, check_fit
 from lmetric.whatif.fit import EngineFit, fit_engine
 from lmetric.whatif.recording import Recording, WhatIfError, recording_of
 
+REFIT_SECONDS = 300.0  # between two fits while the last one is trusted
+TRUST_SECONDS = 1800.0  # after a fit was last good on records of its time
+
 
 @dataclass
 class Twin:
     """Answers a question again and again, as records arrive.
 
     The fit of an earlier round stays while its errors on the newest records are within ``limits``.
-    Otherwise the twin fits again. ``window_seconds``: how far back records count.
+    Otherwise the twin fits again, and trusts the earlier fit for a while if the new one is no
+    better. ``window_seconds``: how far back records count.
     """
 
     question: Question
@@ -33,6 +38,8 @@ class Twin:
     check: FitCheck | None = None
     fits: int = 0  # how often it has fitted
     _previous: int | None = None
+    _good_at: float = -inf
+    _fitted_at: float = -inf
 
     def advise(self, records: Records, now: float, *, running: int | None = None) -> Advice:
         """The advice from the records of one model (`Records.of`).
@@ -78,36 +85,53 @@ class Twin:
             arrivals = recording.trace.arrival_seconds
             shift = float(arrivals[arrivals >= first][0])
         ended = settled_seconds(made, now_seconds - shift)
-        fit, check = self._calibrated(part(made, 0.0, ended))
+        fit, check, note = self._calibrated(part(made, 0.0, ended), at or now_seconds)
         advice = advise(
             made, fit, check, self.question, model=model, at=at, now_seconds=now_seconds - shift,
             running=running, usable=usable, previous=self._previous, alternatives=alternatives,
             interval=interval,
         )  # fmt: skip
         self._previous = advice.wanted[0].replicas
-        return replace(advice, notes=recording.notes + advice.notes)
+        notes = recording.notes + advice.notes
+        return replace(advice, notes=notes if note is None else (*notes, note))
 
-    def _calibrated(self, recording: Recording) -> tuple[EngineFit, FitCheck]:
-        """The last fit if it is still good on the recording, else a new one.
+    def _calibrated(self, recording: Recording, at: float) -> tuple[EngineFit, FitCheck, str | None]:
+        """The fit to use, its errors on the recording, and a note.
+
+        The last fit stays while it is good on the recording. If a new fit is no better, the last
+        one is trusted for `TRUST_SECONDS`: an overload alone makes records hard to simulate, and
+        then advice matters most.
 
         Raises:
-            WhatIfError: the new fit is poor.
+            WhatIfError: the fit is poor, and no earlier one is trusted.
         """
+        check = None
         if self.fit is not None and self.fit.profile.block_tokens == recording.block_tokens:
             check = check_fit(recording, self.fit, seeds=self.check_seeds, limits=self.limits)
             if check.good:
-                self.check = check
-                return self.fit, check
-        fit = fit_engine(
-            recording,
-            max_batch_tokens=self.max_batch_tokens,
-            max_sequences=self.max_sequences,
-            cache_blocks=self.cache_blocks,
+                self._good_at = at
+                return self.fit, check, None
+        trusted = self.fit is not None and at - self._good_at <= TRUST_SECONDS
+        if check is None or at - self._fitted_at >= REFIT_SECONDS or not trusted:
+            self._fitted_at = at
+            self.fits += 1
+            fit = fit_engine(
+                recording,
+                max_batch_tokens=self.max_batch_tokens,
+                max_sequences=self.max_sequences,
+                cache_blocks=self.cache_blocks,
+            )
+            new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
+            if new.good:
+                self.fit, self._good_at = fit, at
+                return fit, new, None
+            if check is None or not trusted:
+                self.fit = None
+                raise WhatIfError(new.reason())
+        assert self.fit is not None
+        bad = ", ".join(f"{each.name} {each.error:+.0%}" for each in check.figures if not each.good)
+        return (
+            self.fit,
+            check,
+            f"the fit of {at - self._good_at:.0f} s ago is used: on the newest records its errors are {bad}",
         )
-        self.fits += 1
-        check = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
-        if not check.good:
-            self.fit = None
-            raise WhatIfError(check.reason())
-        self.fit, self.check = fit, check
-        return fit, check

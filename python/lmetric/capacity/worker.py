@@ -39,6 +39,7 @@ def question_of(settings: Mapping[str, Any]) -> Question:
         startup_seconds=settings["startup"],
         every_seconds=settings["interval"],
         confidence=settings["confidence"],
+        calm_confidence=settings["calm_confidence"],
         min_engines=settings["min_engines"],
         max_engines=settings["max_engines"],
         policies=tuple(choice for text in policies for choice in PolicyChoice.parse(text)),

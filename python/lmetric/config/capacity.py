@@ -42,6 +42,9 @@ class CapacityConfig(Strict):
     confidence: float = Field(
         0.8, ge=0.5, lt=1, description="quantile of the forecast demand that the wanted fleet serves"
     )
+    calm_confidence: float = Field(
+        0.95, ge=0.5, lt=1, description="quantile that a smaller fleet must serve before engines are removed"
+    )
     min_engines: Positive = Field(1, description="fewest engines to advise")
     max_engines: Positive = Field(256, le=4096, description="most engines to advise")
     prices: dict[str, Annotated[float, Field(gt=0, lt=1e9)]] = Field(

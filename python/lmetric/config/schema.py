@@ -1093,6 +1093,11 @@ class ServerConfig(PoolSettings):
             raise ValueError(
                 "capacity.slo needs records of all requests: set records.path, and leave records.sample at 1"
             )
+        if self.capacity.slo is not None and self.replicas.urls:
+            raise ValueError(
+                "capacity.slo needs all requests of the engines, and other routers (replicas.urls) send "
+                "requests, too; run lmetric-router advise on the records of all routers"
+            )
         self._check_indicators()
         self._check_classes()
         names: set[str] = set()
