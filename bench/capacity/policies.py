@@ -226,7 +226,7 @@ def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
     """The cheapest schedule found that meets the SLO over the day. It knows all arrivals.
 
     It starts with the best of fleets in proportion to the true load, for several smoothings and
-    factors, and removes an engine from random spans as long as the SLO is met.
+    factors. Then it removes an engine from random spans as long as the SLO is met.
     """
     best: tuple[float, Schedule] | None = None
     for before, after in ((1, 1), (3, 1), (5, 2)):

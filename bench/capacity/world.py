@@ -31,7 +31,7 @@ TARGET = 0.95
 START_SECONDS = 900.0  # before the measured day: constant load, constant fleet
 DAY_SECONDS = 5400.0
 PEAK_RATE = 3.5  # requests/s without bursts
-TROUGH = 0.3  # rate at night, relative to the peak
+TROUGH = 0.3  # lowest rate, relative to the peak
 BURST_EVERY_SECONDS, BURST_SECONDS, BURST = 900.0, (45.0, 150.0), (1.2, 1.6)
 FIRST_ENGINES = 7
 MOST_ENGINES = 32  # numbers of instances; never all in use
@@ -195,7 +195,7 @@ def attainment(run: Run) -> float:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a policy sees at a moment: only the past. ``run`` is complete until ``now``."""
+    """The past, as a policy sees it. ``run`` is complete until ``now``."""
 
     run: Run
     fleet: Fleet

@@ -156,7 +156,8 @@ def advise(
         least, _ = plays.smallest(near[0], low, bounds, 1 / slack)
         most, _ = plays.smallest(near[1], high, bounds, slack)
     wanted = Wanted("both", own.name, number, min(least, number), max(most, number))
-    candidates, notes = [], []
+    candidates: list[Candidate] = []
+    notes: list[str] = []
     if alternatives:
         candidates, notes = _candidates(plays, question, recording.policy, number, rate)
     return Advice(

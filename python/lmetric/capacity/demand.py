@@ -48,6 +48,16 @@ class Forecast:
         return float(np.quantile(self.rates, quantile))
 
 
+def check_covers(recording: Recording, now_seconds: float) -> None:
+    """Raises WhatIfError if a recording is too short for a forecast."""
+    covered = max(0.0, now_seconds - float(recording.trace.arrival_seconds[0]))
+    if covered < MIN_BINS * BIN_SECONDS:
+        raise WhatIfError(
+            f"the records cover {covered:.0f} s; a forecast needs at least {MIN_BINS * BIN_SECONDS:.0f} s: "
+            "record more traffic, or set a longer window"
+        )
+
+
 def forecast(
     recording: Recording, now_seconds: float, horizon_seconds: float, *, running: int | None = None
 ) -> Forecast:
@@ -64,12 +74,8 @@ def forecast(
         WhatIfError: the recording is too short.
     """
     arrivals = recording.trace.arrival_seconds
+    check_covers(recording, now_seconds)
     bins = int((now_seconds - float(arrivals[0])) // BIN_SECONDS)
-    if bins < MIN_BINS:
-        raise WhatIfError(
-            f"the records cover {max(0.0, now_seconds - float(arrivals[0])):.0f} s; a forecast needs at "
-            f"least {MIN_BINS * BIN_SECONDS:.0f} s: record more traffic, or set a longer window"
-        )
     edges = now_seconds - BIN_SECONDS * np.arange(bins, -1, -1)
     counts = np.histogram(arrivals, edges)[0].astype(np.float64)
     middle = (edges[1:] + edges[:-1]) / 2 - now_seconds
@@ -138,7 +144,7 @@ def _resampled(residuals: Floats) -> Floats:
     count = -(-bins // BLOCK_BINS)
     starts = rng.integers(0, max(1, bins - BLOCK_BINS + 1), (SAMPLES, count))
     places = (starts[:, :, None] + np.arange(min(BLOCK_BINS, bins))).reshape(SAMPLES, -1)
-    return residuals[places[:, :bins] % bins]
+    return np.asarray(residuals[places[:, :bins] % bins])
 
 
 def _blocks(residuals: Floats) -> Floats:

@@ -124,7 +124,7 @@ class EngineType:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the twin shall answer.
+    """A question to the twin.
 
     ``types``: the first is the type of the recorded engines. ``startup_seconds``: from the order of
     an engine to its first request. ``every_seconds``: time between two decisions. ``confidence``:
@@ -209,7 +209,7 @@ def read_types(prices: Sequence[str], kinds: Sequence[str]) -> tuple[EngineType,
 
 
 def _pairs(what: str, texts: Sequence[str], example: str) -> list[tuple[str, str]]:
-    found = []
+    found: list[tuple[str, str]] = []
     for part in (each.strip() for text in texts for each in text.split(",")):
         name, sign, value = (each.strip() for each in part.partition("="))
         if not part:

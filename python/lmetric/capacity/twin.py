@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from lmetric.capacity.advice import Advice, advise
-from lmetric.capacity.demand import coarse, part, settled_seconds
+from lmetric.capacity.demand import check_covers, coarse, part, settled_seconds
 from lmetric.capacity.goals import Question
 from lmetric.record_files import Records
 from lmetric.whatif.check import FitCheck, Limits, check_fit
@@ -84,6 +84,7 @@ class Twin:
         if (first := now_seconds - self.window_seconds) > shift:
             arrivals = recording.trace.arrival_seconds
             shift = float(arrivals[arrivals >= first][0])
+        check_covers(made, now_seconds - shift)
         ended = settled_seconds(made, now_seconds - shift)
         fit, check, note = self._calibrated(part(made, 0.0, ended), at or now_seconds)
         advice = advise(
