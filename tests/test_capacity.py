@@ -20,11 +20,11 @@ from lmetric.record_files import Records, read_records
 from lmetric.sim.churn import FleetChange
 from lmetric.sim.run import Run, prepare, simulate
 from lmetric.sim.traces import Trace
-from lmetric.whatif import Limits, Recording, WhatIfError, recording_of
+from lmetric.whatif import EngineFit, Limits, Recording, WhatIfError, recording_of
 from lmetric.whatif.recording import changes_of
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 
-GOAL = Goal.of("ttft_p90=400ms,tpot_p90=16ms")
+GOAL = Goal.of("ttft_p90=400ms,tpot_p90=12.5ms")
 AT = 1e9  # Unix time of the records' clock
 NOW = AT + 145.0
 
@@ -46,14 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, trace: Trace, run: Run) -> 
     return made
 
 
-def twin(question: Question, error: float = 0.25) -> Twin:
-    return Twin(question, Limits(error, error, error), max_batch_tokens=PROFILE.max_batch_tokens)
+def twin(question: Question) -> Twin:
+    """A twin with the true engines: the test of the command fits them."""
+    fit = EngineFit(PROFILE.in_blocks_of(128), 0.01, False, 100, 0.0, 0.0)
+    return Twin(question, Limits(), fit=fit)
 
 
 @pytest.fixture(scope="module")
 def fitted(folder: Path) -> tuple[Twin, Records, Advice]:
     records = read_records(folder).of(None)
-    made = twin(Question(GOAL, (EngineType("big", 4.0), EngineType("small", 1.0, None, 0.5))))
+    made = twin(Question(GOAL, (EngineType("big", 4.0), EngineType("small", 1.0, None, 0.85))))
     return made, records, made.advise(records, NOW)
 
 
@@ -327,25 +329,29 @@ def test_candidates_have_costs_and_predictions(fitted: tuple[Twin, Records, Advi
     assert sizes[number + 1].within >= sizes[number].within - 0.02
     (small,) = (each for each in advice.candidates if each.change == "type")
     assert small.type == "small"
-    assert small.engines > number
+    assert small.engines >= number
     assert small.cost_per_hour == pytest.approx(1.0 * small.engines)
 
 
-def test_a_good_fit_is_kept_and_a_changed_engine_is_fitted_again(
+def test_a_good_fit_is_trusted_for_a_while(
     fitted: tuple[Twin, Records, Advice], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, records, _ = fitted
-    assert made.fits == 1
-    made.advise(records, NOW)
-    assert made.fits == 1
+    made, records, advice = fitted
+    assert made.fits == 0
+    assert advice.notes == ()
     slower = replace(records, requests=[dict(each) for each in records.requests])
     for line in slower.requests:
         line["ttft_seconds"] *= 4
-    refits: list[int] = []
-    monkeypatch.setattr("lmetric.capacity.twin.fit_engine", lambda *_, **__: refits.append(1) or made.fit)
+    fits: list[int] = []
+    monkeypatch.setattr("lmetric.capacity.twin.fit_engine", lambda *_, **__: fits.append(1) or made.fit)
+    poor = replace(made)
+    for after in (0.0, 60.0):  # the last good fit is trusted, and not fitted again at once
+        (note,) = poor.advise(slower, NOW + after).notes
+        assert f"the fit of {after:.0f} s ago is used" in note
+        assert "mean TTFT -" in note
+    assert fits == [1]
     with pytest.raises(WhatIfError, match="does not fit the records: mean TTFT"):
-        replace(made).advise(slower, NOW)
-    assert refits == [1]
+        replace(made, _good_at=NOW - 2_000.0).advise(slower, NOW)
 
 
 def test_a_limit_of_engines_is_reported(fitted: tuple[Twin, Records, Advice]) -> None:

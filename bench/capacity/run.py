@@ -1,7 +1,7 @@
 """The study of capacity advice: the twin, two usual rules, a static fleet and an oracle scale a
 fleet over a day with bursts.
 
-Rules and the twin are tuned on seed 0; the figures are of other seeds.
+The twin was developed on seed 0; the figures are of other seeds. No parameter of a rule is tuned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RERUN = Rerun(Path(__file__).parent, "capacity.md", rendered)
 figure = RERUN.figure
 
 ORACLE = "oracle"
-QUEUE, P90 = {"threshold": 1.0, "least": 4}, {"up": 0.8, "down": 0.6}  # tuned on seed 0
+QUEUE, P90 = {"threshold": 1.0, "least": 4}, {"up": 0.8, "down": 0.6}
 CONFIDENCE = 0.8
 
 

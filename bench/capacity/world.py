@@ -121,9 +121,16 @@ class Fleet:
         return len(self.at(now)) != len(current)
 
     def _free(self, now: float) -> int:
-        """The lowest number that is not in use, and whose last engine had time to drain."""
-        busy = {each.instance for each in self.leases if each.end > now - 240.0}
-        return next(number for number in range(MOST_ENGINES) if number not in busy)
+        """The lowest number whose last engine had time to drain, else the one that ended first.
+
+        In the simulator, a join waits for the end of the old engine's requests.
+        """
+        ends = {number: -np.inf for number in range(MOST_ENGINES)}
+        for each in self.leases:
+            ends[each.instance] = max(ends[each.instance], each.end)
+        drained = [number for number, end in ends.items() if end <= now - 240.0]
+        ended = [number for number, end in ends.items() if end <= now]
+        return drained[0] if drained else min(ended, key=lambda number: ends[number])
 
     def changes(self) -> str:
         """The changes, as `simulate` reads them. Numbers never used join after the end."""
