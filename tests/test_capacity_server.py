@@ -21,7 +21,7 @@ from record_world import PROFILE, make_trace, simulated, write_records
 from test_server_process import Process, engine, router
 
 SLO = "ttft_p95=400ms,tpot_p95=40ms"
-SECONDS = 120.0  # for a first advice on a busy machine
+SECONDS = 200.0  # for a first advice on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def lines() -> list[dict[str, Any]]:
     """Lines of records of two minutes until now, as a router wrote them before."""
     import tempfile
 
-    trace = make_trace(300, rate=2.3)
+    trace = make_trace(180, rate=1.35)
     with tempfile.TemporaryDirectory() as folder:
         path = write_records(Path(folder), trace, simulated(trace, "lmetric"))
         made = [orjson.loads(line) for line in path.read_bytes().splitlines()]
@@ -79,6 +79,7 @@ def worker_of(r: Process) -> int | None:
     return None
 
 
+@pytest.mark.timeout(300)
 async def test_a_router_publishes_advice_and_outlives_its_twin(
     tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
@@ -209,14 +210,14 @@ def test_bad_settings_are_refused(tmp_path: Path, text: str, message: str) -> No
 
 def test_new_lines_are_read_once(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
     now = float(lines[-1]["at"]) + 1.0
-    path = write(tmp_path / "r", lines[:150])
+    path = write(tmp_path / "r", lines[:90])
     tail = Tail(tmp_path / "r", 60.0)
     first = tail.read(now)
-    inside = [each for each in lines[2:150] if each["at"] >= now - 60.0]
+    inside = [each for each in lines[2:90] if each["at"] >= now - 60.0]
     assert first.requests == inside
     assert [each["model"] for each in first.fleets] == ["tiny"]
     with path.open("ab") as file:
-        for line in lines[150:]:
+        for line in lines[90:]:
             file.write(orjson.dumps(line) + b"\n")
         file.write(b'{"type":"request","at":')  # the router is in the middle of a line
     second = tail.read(now)

@@ -121,7 +121,7 @@ class Fleet:
         return len(self.at(now)) != len(current)
 
     def _free(self, now: float) -> int:
-        """The lowest number whose last engine had time to drain, else the one that ended first.
+        """The lowest number whose last engine had time to drain, else the number that ended first.
 
         In the simulator, a join waits for the end of the old engine's requests.
         """
