@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from prometheus_client.core import Metric
 
 from lmetric import indicator_table
-from lmetric.config import EngineConfig, RecordsConfig, ServerConfig
+from lmetric.config import CapacityConfig, EngineConfig, RecordsConfig, ServerConfig
 from lmetric.config.epp import EppConfig
 from lmetric.server.app import Server
 
@@ -26,6 +26,7 @@ A counter's name ends in `_total`. A histogram `NAME` has the series `NAME_bucke
 | --- | --- |
 | `model` | name of the model |
 | `instance` | name of the engine in the configuration; its host:port by default |
+| `role`, `type` | role and type of wanted engines; the type is the first one of `capacity.prices` |
 | `slo_class` | class of the request in `admission.classes`; empty without a class |
 | `tenant` | tenant of the API key; empty without API keys |
 
@@ -70,6 +71,7 @@ GROUPS = {
         "panic",
     ),
     "Policies on trial": ("shadow_", "canary_"),
+    "Capacity advice": ("wanted_", "capacity_"),
     "Process": ("process_", "log_", "build", "trace_", "records"),
     "Routing and cache": ("",),
 }
@@ -89,6 +91,7 @@ def families() -> list[Metric]:
                 host="127.0.0.1",
                 records=records,
                 epp=EppConfig(port=0),
+                capacity=CapacityConfig(slo="ttft=1s"),
             )
             server = Server(config, picks=True)
             await server.start()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import typer
 
 from lmetric.cli import (
+    advise,
     bench,
     calibrate,
     canary,
@@ -48,6 +49,7 @@ MODULES = (
     whatif,
     report,
     records,
+    advise,
     policies,
     indicators,
     profiles,

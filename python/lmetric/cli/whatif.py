@@ -249,7 +249,7 @@ def fitted(
     """The fitted profile, and how well it explains the records."""
     from lmetric.whatif import check_fit, fit_engine
 
-    limits = _limits(max_error)
+    limits = limits_of(max_error)
     fit = fit_engine(
         recording,
         max_batch_tokens=batch,
@@ -260,7 +260,8 @@ def fitted(
     return fit, check_fit(recording, fit, seeds=seeds, limits=limits)
 
 
-def _limits(max_error: float | None) -> Limits:
+def limits_of(max_error: float | None) -> Limits:
+    """The largest errors of a good fit. Raises BadParameter unless ``max_error`` is above 0."""
     from lmetric.whatif import Limits
 
     if max_error is None:

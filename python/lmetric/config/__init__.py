@@ -4,6 +4,7 @@ Flags override the environment, the environment overrides the file, and the file
 defaults. Errors name the source of the value, its key path, the value, and the nearest valid key.
 """
 
+from lmetric.config.capacity import CapacityConfig
 from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
 from lmetric.config.kinds import (
     UNIX,
@@ -66,6 +67,7 @@ __all__ = [
     "Auth",
     "CanaryConfig",
     "CanaryStart",
+    "CapacityConfig",
     "ConfigError",
     "DiscoverySource",
     "DnsSource",

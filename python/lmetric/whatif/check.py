@@ -186,12 +186,13 @@ def plan(
     played = recording.trace if trace is None else trace
     if not recording.sessions:
         played = replace(played, sessions=None)  # a router would not know them either
-    settings: dict[str, Value] = engine_settings(fit.cached_answers) | {
-        "signals": "delayed",
-        "index": "exact" if recording.exact else "approximate",
-    }
+    settings = fleet_settings(recording, fit)
     if fleet.roles is not None and fleet.transfer is not None:
         settings["transfer"] = fleet.transfer
+    if recording.changes and fleet == Fleet(len(recording.engines)):
+        settings["changes"] = ",".join(
+            f"{each.at_seconds:f} {each.kind} {each.instance}" for each in recording.changes
+        )
     setups = [
         Setup(
             trace=TraceChoice("records", "records"),
@@ -212,6 +213,14 @@ def plan(
         arrivals = np.maximum.accumulate(played.arrival_seconds + (shift if seed else 0.0))
         workloads[seed] = prepare(replace(played, arrival_seconds=arrivals), fit.profile)
     return setups, workloads
+
+
+def fleet_settings(recording: Recording, fit: EngineFit) -> dict[str, Value]:
+    """Settings of `simulate` for a fleet like the recorded one."""
+    return engine_settings(fit.cached_answers) | {
+        "signals": "delayed",
+        "index": "exact" if recording.exact else "approximate",
+    }
 
 
 def simulated(setup: Setup, workload: Workload) -> Run:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
 from lmetric.record_files import Records, hashes_of
+from lmetric.sim.churn import FleetChange
 from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.traces import Trace
 from lmetric.sim.traces.trace import gather
@@ -51,6 +52,7 @@ class Recording:
     exact: bool  # whether the index followed the engines' KV events
     sessions: bool  # whether clients named sessions
     notes: tuple[str, ...]
+    changes: tuple[FleetChange, ...] = ()  # engines that came and went, on the trace's clock
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -123,7 +125,7 @@ def recording_of(records: Records) -> Recording:
         )
     requests.sort(key=lambda each: float(each["at"]))
     notes = [f"{lost} requests without a complete answer are left out"] if lost else []
-    fleet = _fleet(records, notes)
+    fleet = _fleet(records)
     names = list(dict.fromkeys([each["name"] for each in fleet["engines"] if each["usable"]]))
     names += [name for name in dict.fromkeys(each["instance"] for each in requests) if name not in names]
     block = _common([each.get("block_tokens") for each in fleet["engines"]]) or DEFAULT_BLOCK_TOKENS
@@ -131,6 +133,9 @@ def recording_of(records: Records) -> Recording:
     if cache is None:
         notes.append(f"the engines report no cache size: {DEFAULT_CACHE_TOKENS:,} tokens are assumed")
     trace, sessions = _trace(requests, block, notes)
+    changes = changes_of(records.fleets, names, float(requests[0]["at"]))
+    if changes:
+        notes.append(f"{len(changes)} times an engine came or went; the simulation of the fit does the same")
     if any(each.get("migrations") for each in requests):
         notes.append("some requests moved while they ran; the simulation has no migrations")
     return Recording(
@@ -148,6 +153,7 @@ def recording_of(records: Records) -> Recording:
         exact=all(each["mode"] == "exact" for each in fleet["engines"]),
         sessions=sessions,
         notes=tuple(notes),
+        changes=changes,
     )
 
 
@@ -170,16 +176,49 @@ def _common(values: Sequence[Any]) -> int | None:
     return int(known.most_common(1)[0][0]) if known else None
 
 
-def _fleet(records: Records, notes: list[str]) -> Mapping[str, Any]:
+def _fleet(records: Records) -> Mapping[str, Any]:
     """The last state of the fleet. Raises WhatIfError for pools."""
     last = records.fleets[-1]
     if any(each["role"] != "both" for each in last["engines"]):
         raise WhatIfError("the fleet has prefill or decode engines; whatif compares fleets of whole engines")
-    sizes = {sum(each["usable"] for each in fleet["engines"]) for fleet in records.fleets}
-    if len(sizes) > 1:
-        counts = f"{min(sizes)} to {max(sizes)}"
-        notes.append(f"the number of usable engines changed ({counts}); the simulation has the last fleet")
     return last
+
+
+def changes_of(
+    fleets: Sequence[Mapping[str, Any]], names: Sequence[str], start: float
+) -> tuple[FleetChange, ...]:
+    """The engines that came and went between states of the fleet, with the numbers of ``names``.
+
+    ``start``: Unix time of the clock's zero. Earlier changes count as done then. States without a
+    usable engine are ignored.
+    """
+    usable = [
+        (float(fleet["at"]) - start, {each["name"] for each in fleet["engines"] if each["usable"]})
+        for fleet in fleets
+    ]
+    usable = [(at, there) for at, there in usable if there & set(names)]
+    before = [number for number, (at, _) in enumerate(usable) if at <= 0]
+    usable = usable[before[-1] if before else 0 :]
+    if not usable:
+        return ()
+    # Engines that no state names served requests all the same, so they stay.
+    known = set().union(*(there for _, there in usable))
+    found: list[FleetChange] = []
+    present = usable[0][1]
+    for number, name in enumerate(names):
+        if name in known and name not in present:
+            first = next(at for at, there in usable if name in there)
+            found.append(FleetChange(max(first, 0.0), "join", number))
+    joined = {names[change.instance] for change in found}
+    for at, there in usable[1:]:
+        for number, name in enumerate(names):
+            if name in present and name not in there:
+                found.append(FleetChange(max(at, 0.0), "leave", number))
+            elif name in there and name not in present and name not in joined:
+                found.append(FleetChange(max(at, 0.0), "join", number))
+        joined -= there
+        present = there
+    return tuple(sorted(found, key=lambda change: (change.at_seconds, not change.joins)))
 
 
 def _policy(

@@ -325,6 +325,7 @@ def _own_details() -> dict[tuple[str, str], JSON]:
         ("GET", "/debug/discovery"): told(_answer("State", array), *page),
         ("GET", "/debug/admission"): told(_answer("Admission by model; null: off", OBJECT), *page),
         ("GET", "/debug/programs"): told(_answer("Programs by model", OBJECT), *page),
+        ("GET", "/advice"): told(_answer("Advice by model, or why there is none", OBJECT), 404, *page),
         ("GET", "/debug/replicas"): told(_answer("State", OBJECT), *page),
         ("GET", "/debug/decisions/{id}"): told(
             _answer("Decision record", OBJECT), *(400, 401, 404), parameters=(label, full)

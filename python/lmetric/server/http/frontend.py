@@ -23,6 +23,7 @@ from lmetric.server.api.isolation import Isolation
 from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, StoredResponsePath, stored_response
 from lmetric.server.api.request import ParsedRequest, parse
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
+from lmetric.server.background.capacity import CapacityTwin
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.execution.direct import DirectRequest
@@ -100,6 +101,7 @@ class Frontend(web.Server):
         self.tls: TlsContext | None = None  # set by the server
         self.tracing: Tracing | None = None  # set by `TracedFrontend`
         self.recorder: Recorder | None = None  # set by the server
+        self.capacity: CapacityTwin | None = None  # set by the server
         self.reread: Callable[[], dict[str, Any]] | None = (
             None  # reloads the configuration; set by the server
         )

@@ -1,0 +1,269 @@
+"""The policies of the capacity study: the twin, two usual rules, a static fleet and an oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+from world import (
+    DAY_SECONDS,
+    END_SECONDS,
+    FIRST_ENGINES,
+    GOAL,
+    MOST_ENGINES,
+    PROFILE,
+    START_SECONDS,
+    TARGET,
+    Fleet,
+    Floats,
+    Lease,
+    Sight,
+    attainment,
+    kept,
+    played,
+    trace_of,
+)  # fmt: skip
+
+from lmetric._core import LmetricError
+from lmetric.capacity import EngineType, Question, Twin
+from lmetric.sim.run import Run
+from lmetric.whatif import Limits
+
+WINDOW_SECONDS = 600.0  # of records that the twin reads
+
+
+@dataclass
+class TwinPolicy:
+    """The capacity twin: it sees records and the number of running requests.
+
+    Its engines are fitted: it does not know the true ones. It removes engines in its own order. A
+    refusal keeps the fleet.
+    """
+
+    delay_seconds: float
+    confidence: float = 0.8
+    calm_confidence: float = 0.95
+    every_seconds: float = 60.0
+    refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        question = Question(
+            GOAL, (EngineType("h20"),), startup_seconds=self.delay_seconds, every_seconds=self.every_seconds,
+            confidence=self.confidence, calm_confidence=self.calm_confidence, max_engines=MOST_ENGINES,
+        )  # fmt: skip
+        self.twin = Twin(
+            question, Limits(), WINDOW_SECONDS, max_batch_tokens=PROFILE.max_batch_tokens, check_seeds=1
+        )
+        self._wanted: list[tuple[float, int]] = []
+
+    def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
+        recording, now = sight.recording(WINDOW_SECONDS)
+        ready = [f"e{each.instance}" for each in sight.fleet.ready(sight.now)]
+        current = len(sight.fleet.at(sight.now))
+        try:
+            advice = self.twin.advise_recording(
+                recording,
+                now,
+                running=sight.running(),
+                usable=ready,
+                alternatives=False,
+                interval=False,
+                at=sight.now,
+            )
+        except LmetricError as error:
+            self.refused.append(f"{sight.now:.0f} s: {error}")
+            return current, ()
+        self._wanted.append((sight.now, advice.wanted[0].replicas))
+        return advice.wanted[0].replicas, [int(each.engine[1:]) for each in advice.removals]
+
+
+def stabilized(history: list[tuple[float, int]], now: float, wanted: int, seconds: float) -> int:
+    """The highest recommendation of the last seconds, as the HPA's scale-down stabilization."""
+    history.append((now, wanted))
+    return max(number for at, number in history if at > now - seconds - 1)
+
+
+@dataclass
+class QueueHpa:
+    """KEDA on the number of waiting requests, with an HPA's behavior.
+
+    Replicas = waiting requests / threshold, rounded up (`AverageValue`), at least ``least``. The
+    HPA at most doubles the fleet or adds 4 pods in 15 s, and scales down to the highest
+    recommendation of 300 s.
+    """
+
+    threshold: float = 5.0
+    least: int = 1
+    every_seconds: float = 30.0
+    history: list[tuple[float, int]] = field(default_factory=list)
+
+    def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
+        current = len(sight.fleet.at(sight.now))
+        ideal = max(self.least, math.ceil(sight.queued() / self.threshold))
+        number = stabilized(self.history, sight.now, ideal, 300.0)
+        return min(number, max(2 * current, current + 4)), ()
+
+
+@dataclass
+class P90Rule:
+    """One more engine (or a tenth) while P90 of TTFT is above a share of its bound, one engine less
+    after it was below another share for ``calm_seconds``."""
+
+    up: float = 0.8
+    down: float = 0.5
+    calm_seconds: float = 300.0
+    every_seconds: float = 30.0
+    changed: float = -math.inf
+    calm: float = math.inf  # since when P90 is low
+
+    def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
+        current, now = len(sight.fleet.at(sight.now)), sight.now
+        bound = GOAL.objectives[0].seconds
+        p90 = sight.p90_ttft(60.0)
+        if p90 is not None and p90 > self.up * bound:
+            self.calm = math.inf
+            # Engines that start count as ordered: the rule waits for them.
+            if now - self.changed < sight.fleet.delay_seconds:
+                return current, ()
+            self.changed = now
+            return current + max(1, round(0.1 * current)), ()
+        if p90 is None or p90 < self.down * bound:
+            self.calm = min(self.calm, now)
+            if now - self.calm >= self.calm_seconds:
+                self.calm = now
+                return max(1, current - 1), ()
+        else:
+            self.calm = math.inf
+        return current, ()
+
+
+def static(seed: int) -> tuple[Fleet, Run]:
+    """The smallest constant fleet that meets the SLO in each quarter of an hour of the day."""
+    number = 16
+    fits: dict[int, tuple[Fleet, Run]] = {}
+
+    def enough(engines: int) -> bool:
+        fleet = Fleet(0.0, [Lease(each, 0.0, 0.0) for each in range(engines)])
+        run = played(seed, fleet)
+        fits[engines] = fleet, run
+        good, at = kept(run), run.arrival_seconds
+        edges = np.arange(START_SECONDS, END_SECONDS, 900.0)
+        return all(good[(at >= edge) & (at < edge + 900.0)].mean() >= TARGET for edge in edges)
+
+    while not enough(number):
+        number += 2
+    while number > 1 and enough(number - 1):
+        number -= 1
+    return fits[number]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Engines by slot of `SLOT` seconds of the day."""
+
+    levels: tuple[int, ...]
+
+    def fleet(self, delay_seconds: float) -> Fleet:
+        """Level k is instance k. An engine stays through a gap that is shorter than a start."""
+        leases = []
+        for level in range(1, max(self.levels) + 1):
+            on = [number >= level for number in self.levels]
+            begins = [i for i in range(len(on)) if on[i] and (i == 0 or not on[i - 1])]
+            ends = [i + 1 for i in range(len(on)) if on[i] and (i + 1 == len(on) or not on[i + 1])]
+            spans = [
+                (START_SECONDS + SLOT * b, START_SECONDS + SLOT * e)
+                for b, e in zip(begins, ends, strict=True)
+            ]
+            merged: list[tuple[float, float]] = []
+            for begin, end in spans:
+                if merged and begin - merged[-1][1] <= max(delay_seconds, DRAIN):
+                    merged[-1] = merged[-1][0], end
+                else:
+                    merged.append((begin, end))
+            for begin, end in merged:
+                ready = 0.0 if begin <= START_SECONDS and level <= FIRST_ENGINES else begin
+                ordered = 0.0 if ready == 0.0 else ready - delay_seconds
+                leases.append(Lease(level - 1, ordered, ready, np.inf if end >= END_SECONDS else end))
+            if level <= FIRST_ENGINES and (not merged or merged[0][0] > START_SECONDS):
+                leases.append(Lease(level - 1, 0.0, 0.0, START_SECONDS))
+        return Fleet(delay_seconds, sorted(leases, key=lambda lease: lease.ready))
+
+
+SLOT = 60.0
+DRAIN = 120.0
+SLOTS = int(DAY_SECONDS / SLOT)
+
+
+def _load(seed: int, before: int, after: int) -> Floats:
+    """True work by slot: the mean of the slots from ``before`` to ``after`` around each."""
+    trace = trace_of(seed)
+    edges = START_SECONDS + SLOT * np.arange(SLOTS + 1)
+    work = np.histogram(trace.arrival_seconds, edges)[0] / SLOT
+    padded = np.concatenate((np.full(before, work[0]), work, np.full(after, work[-1])))
+    width = before + after + 1
+    return np.convolve(padded, np.ones(width) / width, "valid")
+
+
+@lru_cache(maxsize=4)
+def _seen(seed: int, delay: float) -> dict[Schedule, tuple[float, float]]:
+    return {}
+
+
+def _tried(seed: int, delay: float, schedule: Schedule) -> tuple[float, float]:
+    """Attainment and cost."""
+    seen = _seen(seed, delay)
+    if schedule not in seen:
+        fleet = schedule.fleet(delay)
+        run = played(seed, fleet)
+        seen[schedule] = attainment(run), fleet.cost(run)
+    return seen[schedule]
+
+
+def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
+    """The cheapest schedule found that meets the SLO over the day. It knows all arrivals.
+
+    It starts with the best of fleets in proportion to the true load, for several smoothings and
+    factors. Then it removes an engine from random spans as long as the SLO is met.
+    """
+    best: tuple[float, Schedule] | None = None
+    for before, after in ((1, 1), (3, 1), (5, 2)):
+        load = _load(seed, before, after)
+        low, high = 3.0, 6.0  # engines per request/s
+        for _ in range(5):
+            middle = (low + high) / 2
+            levels = np.maximum(np.round(load * middle), 1).astype(int)
+            schedule = Schedule(tuple(levels.tolist()))
+            good, cost = _tried(seed, delay, schedule)
+            if good >= TARGET:
+                high = middle
+                if best is None or cost < best[0]:
+                    best = cost, schedule
+            else:
+                low = middle
+    assert best is not None
+    rng = np.random.default_rng(seed)
+    for step in range(steps):
+        span = int(rng.choice([4, 8, 15, 30])) if step % 3 else int(rng.choice([2, 3]))
+        begin = int(rng.integers(0, SLOTS - span))
+        levels = np.array(best[1].levels)
+        levels[begin : begin + span] = np.maximum(levels[begin : begin + span] - 1, 1)
+        if step % 2:  # move an engine: the SLO's slack is better used elsewhere
+            width = int(rng.choice([2, 4]))
+            where = int(rng.integers(0, SLOTS - width))
+            levels[where : where + width] += 1
+        schedule = Schedule(tuple(levels.tolist()))
+        good, cost = _tried(seed, delay, schedule)
+        if good >= TARGET and cost < best[0]:
+            best = cost, schedule
+    fleet = best[1].fleet(delay)
+    return fleet, played(seed, fleet)
+
+
+def tuned(policy: QueueHpa | P90Rule) -> QueueHpa | P90Rule:
+    """A fresh copy of a rule: policies keep a history."""
+    if isinstance(policy, QueueHpa):
+        return replace(policy, history=[])
+    return replace(policy, changed=-math.inf, calm=math.inf)

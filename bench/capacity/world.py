@@ -1,0 +1,297 @@
+"""The scenario of the capacity study: a day's curve with bursts, and a fleet that follows a policy.
+
+A day lasts 90 minutes here, so the load rises 16 times as fast as in reality. Start-up delays
+and bursts keep their real length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmetric.capacity import Goal
+from lmetric.profiles import load_profile
+from lmetric.sim.churn import FleetChange
+from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric.sim.setups import PolicyChoice
+from lmetric.sim.synthetic import RequestsTrace
+from lmetric.sim.traces import Trace
+from lmetric.whatif import Recording
+
+Floats = NDArray[np.float64]
+
+PROFILE = load_profile("qwen3-30b-a3b-h20").in_blocks_of(128).slower(5)
+GOAL = Goal.of("ttft_p95=12s,tpot_p95=350ms")
+TARGET = 0.95
+START_SECONDS = 900.0  # before the measured day: constant load, constant fleet
+DAY_SECONDS = 5400.0
+PEAK_RATE = 3.5  # requests/s without bursts
+TROUGH = 0.3  # lowest rate, relative to the peak
+BURST_EVERY_SECONDS, BURST_SECONDS, BURST = 900.0, (45.0, 150.0), (1.2, 1.6)
+FIRST_ENGINES = 7
+MOST_ENGINES = 32  # numbers of instances; never all in use
+CHUNK_SECONDS = 600.0
+TICK_SECONDS = 15.0  # of the observed queue
+REQUEST_SECONDS = 0.005  # of a request outside of its engine, in records
+END_SECONDS = START_SECONDS + DAY_SECONDS
+
+
+def rate_of(at: Floats, seed: int) -> Floats:
+    """Requests per second: a cosine from night to night, times bursts."""
+    rng = np.random.default_rng(9_000 + seed)
+    day = np.clip((at - START_SECONDS) / DAY_SECONDS, 0, 1)
+    skew = day + 0.06 * np.sin(2 * np.pi * day)  # the morning is steeper than the evening
+    rate = PEAK_RATE * (TROUGH + (1 - TROUGH) * (1 - np.cos(2 * np.pi * skew)) / 2)
+    begin = START_SECONDS
+    while (begin := begin + rng.exponential(BURST_EVERY_SECONDS)) < END_SECONDS:
+        length, factor = rng.uniform(*BURST_SECONDS), rng.uniform(*BURST)
+        rate = np.where((at >= begin) & (at < begin + length), rate * factor, rate)
+    return np.asarray(rate)
+
+
+@lru_cache(maxsize=2)
+def trace_of(seed: int) -> Trace:
+    """The requests of a day: documents and chats with shared beginnings."""
+    grid = np.arange(0.0, END_SECONDS + 1.0, 1.0)
+    clock = np.concatenate(([0.0], np.cumsum(rate_of(grid[:-1], seed))))
+    made = RequestsTrace.model_validate(
+        {
+            "seed": seed,
+            "rate": 1.0,
+            "duration_seconds": float(clock[-1]),
+            "prefixes": {"count": 60, "zipf": 1.0, "tokens": {"p50": 3000, "mean": 4000, "max": 12_000}},
+            "input_tokens": {"p50": 3000, "mean": 4500, "max": 12_000},
+            "output_tokens": {"p50": 100, "mean": 150, "max": 1000},
+        }
+    ).make()
+    return replace(made, arrival_seconds=np.interp(made.arrival_seconds, clock, grid))
+
+
+@lru_cache(maxsize=20)
+def workload_until(seed: int, end_seconds: float) -> Workload:
+    """The requests that arrive before a time."""
+    trace = trace_of(seed)
+    return prepare(trace.take(np.flatnonzero(trace.arrival_seconds < end_seconds)), PROFILE)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """An engine from its order to its end, seconds. ``end``: infinite while it stays."""
+
+    instance: int
+    ordered: float
+    ready: float
+    end: float = np.inf
+
+
+@dataclass
+class Fleet:
+    """Leases of engines; changes happen at the present or after the start-up delay."""
+
+    delay_seconds: float
+    leases: list[Lease] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.leases = self.leases or [Lease(number, 0.0, 0.0) for number in range(FIRST_ENGINES)]
+
+    def at(self, now: float) -> list[Lease]:
+        """Engines that are ordered or serve."""
+        return [each for each in self.leases if each.end > now]
+
+    def ready(self, now: float) -> list[Lease]:
+        return [each for each in self.at(now) if each.ready <= now]
+
+    def resize(self, wanted: int, now: float, removed: Sequence[int] = ()) -> bool:
+        """Orders or ends engines; returns whether the fleet changed. ``removed``: instances to end
+        first; otherwise the newest. Engines that still start end before all others."""
+        current = self.at(now)
+        for _ in range(wanted - len(current)):
+            self.leases.append(Lease(self._free(now), now, now + self.delay_seconds))
+        for _ in range(len(current) - max(wanted, 1)):
+            starting = [each for each in self.at(now) if each.ready > now]
+            serving = {each.instance: each for each in self.ready(now)}
+            chosen = [serving[each] for each in removed if each in serving]
+            victim = starting[-1] if starting else (chosen or list(serving.values())[::-1])[0]
+            self.leases[self.leases.index(victim)] = replace(victim, end=now)
+        return len(self.at(now)) != len(current)
+
+    def _free(self, now: float) -> int:
+        """The lowest number whose last engine had time to drain, else the number that ended first.
+
+        In the simulator, a join waits for the end of the old engine's requests.
+        """
+        ends = {number: -np.inf for number in range(MOST_ENGINES)}
+        for each in self.leases:
+            ends[each.instance] = max(ends[each.instance], each.end)
+        drained = [number for number, end in ends.items() if end <= now - 240.0]
+        ended = [number for number, end in ends.items() if end <= now]
+        return drained[0] if drained else min(ended, key=lambda number: ends[number])
+
+    def changes(self) -> str:
+        """The changes, as `simulate` reads them. Numbers never used join after the end."""
+        events = []
+        for each in self.leases:
+            if each.end <= each.ready:
+                continue  # it ended while it started
+            if each.ready > 0:
+                events.append((each.ready, "join", each.instance))
+            if each.end < np.inf:
+                events.append((each.end, "leave", each.instance))
+        used = {instance for _, _, instance in events} | {
+            each.instance for each in self.leases if each.ready <= 0
+        }
+        events += [
+            (END_SECONDS + 3600.0, "join", number) for number in range(MOST_ENGINES) if number not in used
+        ]
+        return ",".join(f"{at:.3f} {kind} {number}" for at, kind, number in sorted(events))
+
+    def cost(self, run: Run) -> float:
+        """Engine hours of the day: from the order to the end of the last request."""
+        gone = {
+            (each.change.instance, round(each.change.at_seconds, 3)): each.done_seconds
+            for each in run.changes
+            if not each.change.joins
+        }
+        total = 0.0
+        for each in self.leases:
+            end = each.end
+            if end < np.inf and end > each.ready:
+                done = gone.get((each.instance, round(end, 3)), end)
+                end = end if np.isnan(done) else done
+            total += max(0.0, min(end, END_SECONDS) - max(each.ordered, START_SECONDS))
+        return total / 3600.0
+
+
+def played(seed: int, fleet: Fleet, until: float = END_SECONDS) -> Run:
+    """The run of the fleet on the requests before a time."""
+    return simulate(
+        workload_until(seed, until),
+        policy="lmetric",
+        instances=MOST_ENGINES,
+        profile=PROFILE,
+        seed=seed,
+        signals="delayed",
+        admission="vllm",
+        output_known=False,
+        cached_answers=True,
+        token_stride=8,
+        timeline_seconds=TICK_SECONDS,
+        changes=fleet.changes(),
+        split="none",
+        prefix_fetch="none",
+    )
+
+
+def kept(run: Run) -> NDArray[np.bool_]:
+    """Whether each request is within all bounds of the goal."""
+    lost = np.isnan(run.finished_seconds)
+    bad = lambda times: np.where(lost, np.inf, times + REQUEST_SECONDS)  # noqa: E731
+    return GOAL.kept({"ttft": bad(run.ttft_seconds), "tpot": run.tpot_seconds, "e2e": bad(run.e2e_seconds)})
+
+
+def attainment(run: Run) -> float:
+    """The share of the day's requests within all bounds."""
+    day = run.arrival_seconds >= START_SECONDS
+    return float(kept(run)[day].mean())
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The past, as a policy sees it. ``run`` is complete until ``now``."""
+
+    run: Run
+    fleet: Fleet
+    now: float
+
+    def queued(self) -> float:
+        """Requests that wait in engines, mean of the last tick."""
+        bucket = int(self.now / TICK_SECONDS) - 1
+        return float(self.run.timeline.queued[:, bucket].sum())
+
+    def p90_ttft(self, seconds: float) -> float | None:
+        """P90 of TTFT over first tokens of the last seconds; None: there was none."""
+        first = self.run.first_token_seconds
+        recent = (first > self.now - seconds) & (first <= self.now)
+        return float(np.percentile(self.run.ttft_seconds[recent], 90)) if recent.any() else None
+
+    def running(self) -> int:
+        """Requests that have arrived and not ended, as the router counts them."""
+        arrived = self.run.arrival_seconds <= self.now
+        return int((arrived & ~(self.run.finished_seconds <= self.now)).sum())
+
+    def recording(self, window: float) -> tuple[Recording, float]:
+        """The records of requests that arrived in the window and have ended, and the present on
+        their clock."""
+        run, now = self.run, self.now
+        chosen = np.flatnonzero((run.arrival_seconds > now - window) & (run.finished_seconds <= now))
+        trace = trace_of(run.seed).take(chosen)
+        start = float(trace.arrival_seconds[0])
+        numbers = sorted({*run.instance[chosen].tolist(), *(each.instance for each in self.fleet.ready(now))})
+        place = np.full(MOST_ENGINES, -1, np.int64)
+        place[numbers] = np.arange(len(numbers))
+        changes = [
+            FleetChange(max(at - start, 0.0), kind, int(place[number]))
+            for at, kind, number in self._events(start)
+            if place[number] >= 0
+        ]
+        shifted = replace(trace, arrival_seconds=trace.arrival_seconds - start)
+        return Recording(
+            trace=shifted,
+            instance=place[run.instance[chosen]],
+            held_seconds=np.zeros(len(chosen)),
+            ttft_seconds=run.ttft_seconds[chosen] + REQUEST_SECONDS,
+            tpot_seconds=run.tpot_seconds[chosen],
+            e2e_seconds=run.e2e_seconds[chosen] + REQUEST_SECONDS,
+            cached_tokens=run.hit_tokens[chosen].astype(np.float64),
+            engines=tuple(f"e{number}" for number in numbers),
+            policy=PolicyChoice("lmetric", {}, "lmetric"),
+            block_tokens=PROFILE.block_tokens,
+            cache_blocks=PROFILE.cache_blocks,
+            exact=True,
+            sessions=False,
+            notes=(),
+            changes=tuple(changes),
+        ), now - start
+
+    def _events(self, start: float) -> list[tuple[float, Any, int]]:
+        """Joins and leaves between the start and now."""
+        found: list[tuple[float, Any, int]] = []
+        for each in self.fleet.leases:
+            if start < each.ready <= self.now and each.end > each.ready:
+                found.append((each.ready, "join", each.instance))
+            if start < each.end <= self.now and each.end > each.ready:
+                found.append((each.end, "leave", each.instance))
+        return sorted(found)
+
+
+class Policy(Protocol):
+    """Decides the number of engines. ``every_seconds``: time between decisions."""
+
+    every_seconds: float
+
+    def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
+        """The number of engines, and the instances to remove first."""
+
+
+def closed_loop(policy: Policy, delay_seconds: float, seed: int) -> tuple[Fleet, Run]:
+    """Runs a day under a policy.
+
+    A decision changes nothing before it, so the run before stays valid until the fleet changes.
+    """
+    fleet = Fleet(delay_seconds)
+    run, until = None, 0.0
+    now = START_SECONDS
+    while now < END_SECONDS:
+        if run is None or now > until:
+            until = min(END_SECONDS, (now // CHUNK_SECONDS + 1) * CHUNK_SECONDS)
+            run = played(seed, fleet, until)
+        number, removed = policy.wanted(Sight(run, fleet, now))
+        if fleet.resize(min(number, MOST_ENGINES - 8), now, removed):
+            run = None
+        now += policy.every_seconds
+    return fleet, played(seed, fleet)

@@ -1,0 +1,27 @@
+"""Advises how many engines a fleet needs, from recent records of its requests.
+
+`Twin` keeps a fitted simulator. Each round it checks the fit on the last minutes of records,
+forecasts the demand, and plays fleets of several sizes. The result is an `Advice`.
+"""
+
+from lmetric.capacity.advice import Advice, Candidate, Wanted, advise
+from lmetric.capacity.demand import Forecast, forecast
+from lmetric.capacity.goals import EngineType, Goal, Objective, Question
+from lmetric.capacity.removal import Removal, removals
+from lmetric.capacity.twin import Twin
+
+__all__ = [
+    "Advice",
+    "Candidate",
+    "EngineType",
+    "Forecast",
+    "Goal",
+    "Objective",
+    "Question",
+    "Removal",
+    "Twin",
+    "Wanted",
+    "advise",
+    "forecast",
+    "removals",
+]

@@ -1,0 +1,248 @@
+"""Advice on the size of a fleet: the wanted engines with an interval, and what else was played."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lmetric._core import LmetricError
+from lmetric.capacity.demand import Forecast, forecast, part, settled_seconds, steady
+from lmetric.capacity.goals import EngineType, Metric, Question
+from lmetric.capacity.plays import Fleet, Played, Plays
+from lmetric.capacity.removal import Removal, removals
+from lmetric.sim.run import prepare
+from lmetric.sim.setups import PolicyChoice
+from lmetric.whatif.check import FitCheck
+from lmetric.whatif.fit import EngineFit
+from lmetric.whatif.recording import MIN_REQUESTS, Recording, WhatIfError
+
+INTERVAL = (0.1, 0.95)  # quantiles of the demand at the ends of the interval
+SHOWN_REMOVALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Engines of a role and a type: the number, and an interval that covers the forecast's and the
+    fit's errors."""
+
+    role: str
+    type: str
+    replicas: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A fleet that was played under the forecast demand.
+
+    ``within``: predicted share of requests within all bounds. ``margin``: smallest distance of an
+    objective to its target. ``cost_per_hour``: None without a price.
+    """
+
+    change: str  # size, policy, type or roles
+    engines: int
+    policy: str
+    type: str
+    roles: str | None
+    within: float
+    margin: float
+    enough: bool
+    cost_per_hour: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The answer of the twin at one moment. Rates are in requests per second."""
+
+    at: float  # Unix time of the newest data
+    model: str
+    engines: int  # usable now
+    requests: int
+    seconds: float  # of records
+    within_now: float  # share of the recorded requests within all bounds
+    rate_now: float
+    rate_wanted: float  # forecast at the confidence of the question
+    rate_low: float
+    rate_high: float
+    horizon_seconds: float
+    wanted: tuple[Wanted, ...]
+    reached: bool  # whether the wanted fleet meets the SLO; false: the limit of engines is too low
+    candidates: tuple[Candidate, ...]
+    removals: tuple[Removal, ...]  # the first to remove first
+    fit_errors: dict[str, float]  # relative; of the hit ratio: the difference
+    notes: tuple[str, ...] = field(default=())
+
+    def text(self) -> str:
+        """The advice in words."""
+        one = self.wanted[0]
+        change = one.replicas - self.engines
+        do = "keep" if not change else f"add {change} to get" if change > 0 else f"remove {-change} to get"
+        said = f"{do} {one.replicas} engines of type {one.type} (interval {one.low} to {one.high})."
+        if not self.reached:
+            said += " Even this number does not meet the SLO: raise the maximum."
+        if change < 0 and self.removals:
+            worth = self.removals[0]
+            said += (
+                f" Remove {worth.engine} first: {worth.only_here_tokens:,} tokens of recent prompts were in "
+                "its cache alone, the fewest of all engines."
+            )
+        return said[0].upper() + said[1:]
+
+
+def advise(
+    recording: Recording,
+    fit: EngineFit,
+    check: FitCheck,
+    question: Question,
+    *,
+    model: str = "",
+    at: float = 0.0,
+    now_seconds: float | None = None,
+    running: int | None = None,
+    usable: Sequence[str] | None = None,
+    previous: int | None = None,
+    alternatives: bool = True,
+    interval: bool = True,
+) -> Advice:
+    """Forecasts the demand, plays fleets, and returns the smallest that meets the SLO.
+
+    Args:
+        recording: the last minutes of requests.
+        fit: the fitted engines, and ``check``: how well they explain the recording.
+        model: name of the model, and ``at``: Unix time of ``now_seconds``, for the result.
+        now_seconds: the present on the recording's clock; None: its last event.
+        running: requests that have arrived and have no record yet; None: estimated.
+        usable: names of the engines that take requests now; None: all of the recording.
+        previous: number of the last advice. A smaller one must serve a larger demand.
+        alternatives: whether to play other policies, types and roles, too.
+        interval: whether to find the ends of the interval; otherwise they are the number itself.
+
+    Raises:
+        WhatIfError: too few requests.
+        LmetricError: a policy, a profile or pools that cannot run.
+    """
+    arrivals = recording.trace.arrival_seconds
+    now = float((arrivals + recording.e2e_seconds).max()) if now_seconds is None else now_seconds
+    demand = forecast(recording, now, question.horizon_seconds, running=running)
+    settled = settled_seconds(recording, now)
+    base = part(recording, float(arrivals[0]), settled)
+    if len(base) < MIN_REQUESTS:
+        raise WhatIfError(
+            f"{len(base)} requests have ended; at least {MIN_REQUESTS} are needed: set a longer window"
+        )
+    names = tuple(recording.engines if usable is None else usable)
+    plays = Plays(
+        recording,
+        fit,
+        question.goal,
+        prepare(steady(base, demand, settled), fit.profile),
+        question.seeds,
+    )
+    low, rate, high = (demand.at(each) for each in (INTERVAL[0], question.confidence, INTERVAL[1]))
+    slack = 1.0 + max((abs(each.error) for each in check.figures if each.unit), default=0.0)
+    own = question.types[0]
+    bounds = (question.min_engines, question.max_engines)
+    start = previous or max(1, round(len(names) * rate / max(demand.now_per_second, 1e-9)))
+    fleet = Fleet(start, recording.policy, own)
+    number, reached = plays.smallest(fleet, rate, bounds)
+    if previous is not None and number < previous <= question.max_engines:
+        calm, _ = plays.smallest(replace(fleet, engines=number), demand.at(question.calm_confidence), bounds)
+        number = min(previous, calm)
+    least = most = number
+    if interval:
+        near = [replace(fleet, engines=max(1, round(number * end / max(rate, 1e-9)))) for end in (low, high)]
+        least, _ = plays.smallest(near[0], low, bounds, 1 / slack)
+        most, _ = plays.smallest(near[1], high, bounds, slack)
+    wanted = Wanted("both", own.name, number, min(least, number), max(most, number))
+    candidates: list[Candidate] = []
+    notes: list[str] = []
+    if alternatives:
+        candidates, notes = _candidates(plays, question, recording.policy, number, rate)
+    return Advice(
+        at=at,
+        model=model,
+        engines=len(names),
+        requests=len(recording),
+        seconds=now - float(arrivals[0]),
+        within_now=_within(recording, question),
+        rate_now=demand.now_per_second,
+        rate_wanted=rate,
+        rate_low=low,
+        rate_high=high,
+        horizon_seconds=question.horizon_seconds,
+        wanted=(wanted,),
+        reached=reached,
+        candidates=tuple(candidates),
+        removals=tuple(_removals(recording, fit, names)),
+        fit_errors={each.name: each.error for each in check.figures},
+        notes=tuple(notes) + _demand_notes(demand, rate),
+    )
+
+
+def _within(recording: Recording, question: Question) -> float:
+    times: dict[Metric, Any] = {
+        "ttft": recording.ttft_seconds,
+        "tpot": recording.tpot_seconds,
+        "e2e": recording.e2e_seconds,
+    }
+    return float(question.goal.kept(times).mean())
+
+
+def _removals(recording: Recording, fit: EngineFit, names: tuple[str, ...]) -> list[Removal]:
+    found = removals(recording, fit.profile.prefill_seconds_per_token, names)
+    served = {each.engine for each in found}
+    unused = [Removal(name, 0, 0, 0.0, 0) for name in names if name not in served]
+    return (unused + found)[:SHOWN_REMOVALS]
+
+
+def _demand_notes(demand: Forecast, rate: float) -> tuple[str, ...]:
+    if rate > 1.9 * demand.now_per_second > 0:
+        return ("the demand rises so fast that its forecast is capped at twice the recent rate",)
+    return ()
+
+
+def _candidates(
+    plays: Plays, question: Question, policy: PolicyChoice, number: int, rate: float
+) -> tuple[list[Candidate], list[str]]:
+    """The rows of everything that was played at ``rate``, and notes of what could not run."""
+    own, notes = question.types[0], []
+    bounds = (question.min_engines, question.max_engines)
+    made: list[Candidate] = []
+
+    def add(change: str, fleet: Fleet, played: Played) -> None:
+        price = fleet.type.price_per_hour
+        count = fleet.engines if fleet.roles is None else fleet.roles.instances
+        made.append(
+            Candidate(
+                change, count, fleet.policy.label, fleet.type.name,
+                None if fleet.roles is None else str(fleet.roles),
+                played.within, played.margin, played.enough,
+                None if price is None else count * price,
+            )
+        )  # fmt: skip
+
+    for count in sorted({max(bounds[0], number - 1), number, min(bounds[1], number + 1)}):
+        fleet = Fleet(count, policy, own)
+        add("size", fleet, plays.play(fleet, rate))
+    others: list[tuple[str, PolicyChoice, EngineType]] = [
+        ("policy", each, own) for each in question.policies if each.label != policy.label
+    ]
+    others += [("type", policy, each) for each in question.types[1:]]
+    for change, choice, kind in others:
+        try:
+            count, _ = plays.smallest(Fleet(number, choice, kind), rate, bounds)
+            fleet = Fleet(count, choice, kind)
+            add(change, fleet, plays.play(fleet, rate))
+        except LmetricError as error:
+            notes.append(f"{change} {choice.label if change == 'policy' else kind.name}: not played: {error}")
+    for pools in question.roles:
+        fleet = Fleet(pools.instances, policy, own, pools)
+        try:
+            add("roles", fleet, plays.play(fleet, rate))
+        except LmetricError as error:
+            notes.append(f"roles {pools}: not played: {error}")
+    if question.roles:
+        notes.append("pools of prefill and decode engines are played with free KV transfers: an upper bound")
+    return made, notes

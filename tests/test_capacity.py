@@ -1,0 +1,405 @@
+"""The capacity twin: goals, forecasts, the engine to remove, and advice against the truth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lmetric._core import BadValueError
+from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, forecast, removals
+from lmetric.capacity.demand import coarse, part, steady
+from lmetric.capacity.goals import Objective, read_types
+from lmetric.cli.app import build
+from lmetric.record_files import Records, read_records
+from lmetric.sim.churn import FleetChange
+from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.traces import Trace
+from lmetric.whatif import EngineFit, Limits, Recording, WhatIfError, recording_of
+from lmetric.whatif.recording import changes_of
+from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
+
+GOAL = Goal.of("ttft_p90=400ms,tpot_p90=12.5ms")
+AT = 1e9  # Unix time of the records' clock
+NOW = AT + 145.0
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return make_trace(480, rate=3.6)
+
+
+@pytest.fixture(scope="module")
+def run(trace: Trace) -> Run:
+    return simulated(trace, "lmetric")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, trace: Trace, run: Run) -> Path:
+    made = tmp_path_factory.mktemp("records")
+    write_records(made, trace, run)
+    return made
+
+
+def twin(question: Question) -> Twin:
+    """A twin with the true engines: the test of the command fits them."""
+    fit = EngineFit(PROFILE.in_blocks_of(128), 0.01, False, 100, 0.0, 0.0)
+    return Twin(question, Limits(), fit=fit)
+
+
+@pytest.fixture(scope="module")
+def fitted(folder: Path) -> tuple[Twin, Records, Advice]:
+    records = read_records(folder).of(None)
+    made = twin(Question(GOAL, (EngineType("big", 4.0), EngineType("small", 1.0, None, 0.85))))
+    return made, records, made.advise(records, NOW)
+
+
+def recorded(arrivals: Any, duration: float = 1.0) -> Recording:
+    """Requests of one engine at these times, which all take the same time."""
+    count = len(arrivals)
+    plain = make_trace(count)
+    full = np.full(count, 0.1)
+    return Recording(
+        trace=replace(plain, arrival_seconds=np.asarray(arrivals, np.float64)),
+        instance=np.zeros(count, np.int64), held_seconds=0 * full, ttft_seconds=full, tpot_seconds=full,
+        e2e_seconds=np.full(count, duration), cached_tokens=0 * full, engines=("e0",),
+        policy=None, block_tokens=16, cache_blocks=100, exact=True, sessions=False, notes=(),
+    )  # fmt: skip  # type: ignore[arg-type]
+
+
+# -- goals
+
+
+def test_a_goal_is_read_and_written() -> None:
+    goal = Goal.of("ttft_p99=2s, tpot=50ms,e2e_p99.9=30")
+    assert goal.objectives == (
+        Objective("ttft", 2.0, 0.99), Objective("tpot", 0.05, 0.95), Objective("e2e", 30.0, 0.999),
+    )  # fmt: skip
+    assert Goal.of(str(goal)) == goal
+
+
+def test_a_goal_counts_requests() -> None:
+    times = {
+        "ttft": np.array([1.0, 3.0, np.inf, 1.0]),
+        "tpot": np.array([0.1, 0.1, np.inf, np.nan]),
+        "e2e": np.array([2.0, 4.0, np.inf, 1.0]),
+    }
+    goal = Goal.of("ttft_p75=2s,tpot_p50=200ms")
+    assert goal.kept(times).tolist() == [True, False, False, True]
+    assert goal.margin(times) == pytest.approx(-0.25)  # of TTFT: 50% and not 75%
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ttft<2s", "expected ttft, tpot or e2e with a percentile"),
+        ("ttft_p0=2s", "'ttft_p0=2s' is not valid"),
+        ("ttft_p100=2s", "'ttft_p100=2s' is not valid"),
+        ("ttft=0s", "'ttft=0s' is not valid"),
+        ("ttft=2s,ttft_p99=4s", "ttft appears twice"),
+        (" , ", "the SLO is empty"),
+    ],
+)
+def test_a_bad_goal_is_refused(text: str, message: str) -> None:
+    with pytest.raises(BadValueError, match=message):
+        Goal.of(text)
+
+
+def test_engine_types_are_read() -> None:
+    own, small, file = read_types(["H100=4.2,L40S=1.1"], ["L40S=x0.4", "A10=a10.yaml"])
+    assert own == EngineType("H100", 4.2)
+    assert small == EngineType("L40S", 1.1, None, 0.4)
+    assert file == EngineType("A10", None, "a10.yaml")
+    assert [each.name for each in read_types([], [])] == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("prices", "kinds", "message"),
+    [
+        (["H100=four"], [], "price H100=four is not valid"),
+        (["H100=-1"], [], "price of H100: -1 is not valid"),
+        (["H100"], [], "price 'H100' is not valid; expected H100=4.2"),
+        (["H100=4,L4=1"], [], "type 'L4' has a price and no profile"),
+        (["H100=4,H100=5"], [], "price of 'H100' is given twice"),
+        ([], ["L4=x0"], "speed of L4: 0 is not valid"),
+        (["a b=4"], [], "engine type 'a b' is not valid"),
+    ],
+)
+def test_bad_engine_types_are_refused(prices: list[str], kinds: list[str], message: str) -> None:
+    with pytest.raises(BadValueError, match=message):
+        read_types(prices, kinds)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"min_engines": 5, "max_engines": 4}, "5 to 4 engines"),
+        ({"startup_seconds": -1.0}, "start-up of -1 s"),
+        ({"confidence": 1.0}, "confidence 1, 0.95 before engines are removed"),
+        ({"types": (EngineType("a"), EngineType("a"))}, "each once"),
+    ],
+)
+def test_a_bad_question_is_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadValueError, match=message):
+        Question(GOAL, **words)
+
+
+# -- the forecast
+
+
+def test_a_steady_rate_is_forecast_as_it_is() -> None:
+    rng = np.random.default_rng(3)
+    arrivals = np.sort(rng.uniform(0, 900, 4500))
+    found = forecast(recorded(arrivals), 900.0, 180.0)
+    assert found.now_per_second == pytest.approx(5.0, rel=0.1)
+    assert found.at(0.5) == pytest.approx(5.0, rel=0.15)
+    assert found.at(0.05) < 5.0 < found.at(0.95) < 6.5
+
+
+def test_a_rising_rate_is_extended_over_the_start_of_an_engine() -> None:
+    rate = np.repeat(np.linspace(2, 8, 900), 1)
+    rng = np.random.default_rng(3)
+    arrivals = np.repeat(np.arange(900.0), rng.poisson(rate)) + 0.5
+    found = forecast(recorded(arrivals), 900.0, 180.0)
+    assert found.now_per_second == pytest.approx(8.0, rel=0.1)
+    assert found.at(0.5) == pytest.approx(9.2, rel=0.15)
+    falling = forecast(recorded(900.0 - arrivals[::-1]), 900.0, 180.0)
+    # Engines leave at once, so a falling rate counts as it is now.
+    assert falling.at(0.5) == pytest.approx(2.0, rel=0.25)
+
+
+def test_a_jump_of_the_rate_is_bounded() -> None:
+    arrivals = np.concatenate((np.arange(0, 870, 1.0), np.linspace(870, 900, 600)))
+    found = forecast(recorded(arrivals), 900.0, 3600.0)
+    assert found.at(0.999) <= 2.0 * max(found.now_per_second, 2.0)
+
+
+def test_requests_that_still_run_count_as_arrived() -> None:
+    arrivals = np.sort(np.random.default_rng(3).uniform(0, 900, 4500))
+    ended = recorded(arrivals[arrivals < 860], duration=40.0)
+    for running in (None, 200):
+        found = forecast(ended, 900.0, 180.0, running=running)
+        assert found.now_per_second == pytest.approx(5.0, rel=0.12), running
+        assert found.running == pytest.approx(200, abs=40)
+
+
+def test_a_short_recording_has_no_forecast() -> None:
+    with pytest.raises(WhatIfError, match="cover 30 s; a forecast needs at least 120 s"):
+        forecast(recorded(np.linspace(0, 30, 200)), 30.0, 60.0)
+
+
+def test_the_played_workload_has_no_trend() -> None:
+    rate = np.linspace(2, 8, 900)
+    arrivals = np.repeat(np.arange(900.0), np.random.default_rng(3).poisson(rate)) + 0.5
+    base = recorded(arrivals)
+    played = steady(base, forecast(base, 900.0, 60.0), 900.0)
+    halves = np.histogram(played.arrival_seconds, 2, (0, len(arrivals)))[0]
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)
+    assert len(played) / played.arrival_seconds[-1] == pytest.approx(1.0, rel=0.02)
+
+
+# -- parts of a recording
+
+
+def test_a_coarse_recording_has_the_same_shared_prefixes(folder: Path) -> None:
+    fine = recording_of(read_records(folder))
+    made = coarse(fine)
+    assert made.block_tokens == 128
+    assert made.trace.block_tokens == 128
+    assert made.cache_blocks == PROFILE.cache_blocks // 8
+    assert (np.diff(made.trace.hash_offsets) == fine.trace.input_tokens // 128).all()
+    assert (made.trace.blocks(5) == fine.trace.blocks(5)[7::8]).all()
+
+
+def test_a_part_has_the_changes_on_its_clock() -> None:
+    full = recorded(np.arange(0, 400, 1.0))
+    full = replace(
+        full,
+        engines=("e0", "e1", "e2", "e3"),
+        changes=(
+            FleetChange(50.0, "leave", 1), FleetChange(120.0, "join", 2), FleetChange(200.0, "leave", 2),
+            FleetChange(390.0, "join", 3),
+        ),
+    )  # fmt: skip
+    made = part(full, 100.0, 300.0)
+    assert made.engines == ("e0", "e2", "e3")  # e1 has left before
+    assert made.changes == (FleetChange(20.0, "join", 1), FleetChange(100.0, "leave", 1))
+    assert len(made) == 201
+
+
+def test_joins_and_leaves_come_from_the_states_of_the_fleet() -> None:
+    def state(at: float, *names: str) -> dict[str, Any]:
+        return {"at": at, "engines": [{"name": name, "usable": True} for name in names]}
+
+    states = [
+        state(90, "a", "x"),
+        state(95, "a", "b"),
+        state(120, "a", "b", "c"),
+        state(130),
+        state(140, "a"),
+    ]
+    assert changes_of(states, ["a", "b", "c", "lost"], 100.0) == (
+        FleetChange(20.0, "join", 2),
+        FleetChange(40.0, "leave", 1),
+        FleetChange(40.0, "leave", 2),
+    )
+    assert changes_of([], ["a"], 100.0) == ()
+
+
+# -- the engine to remove
+
+
+def test_the_first_engine_to_remove_has_the_cache_worth_least() -> None:
+    """e0 has much in its cache that nobody reuses; e1 and e2 hold the same; e3 alone is reused."""
+    lists = [
+        [1, 2, 3, 4, 5, 6],
+        [10, 11],
+        [10, 11],
+        [10, 11],
+        [10, 11],
+        [20, 21],
+        [20, 21],
+        [20, 21],
+        [30],
+        [30],
+        [30],
+    ]
+    engines = [0, 1, 2, 1, 2, 3, 3, 3, 0, 0, 0]
+    plain = recorded(np.arange(11.0))
+    hashes = np.concatenate([np.array(each, np.uint64) for each in lists])
+    made = replace(
+        plain,
+        trace=replace(
+            plain.trace,
+            hash_ids=hashes,
+            hash_offsets=np.concatenate(([0], np.cumsum([len(each) for each in lists]))).astype(np.int64),
+            input_tokens=np.full(11, 200),
+        ),
+        instance=np.array(engines),
+        engines=("e0", "e1", "e2", "e3"),
+    )
+    found = removals(made, 0.001)
+    # Blocks 10 and 11 are on two engines when they are reused, so each of these is worth nothing.
+    assert [each.engine for each in found] == ["e1", "e2", "e0", "e3"]
+    assert [each.only_here_tokens for each in found] == [0, 0, 32, 64]
+    assert [each.reused_tokens for each in found] == [32, 32, 32, 64]
+    assert found[3].saved_seconds == pytest.approx(0.064)
+    assert [each.engine for each in removals(made, engines=("e3",))] == ["e3"]
+
+
+# -- advice
+
+
+def test_the_advice_is_the_smallest_fleet_that_meets_the_goal(
+    fitted: tuple[Twin, Records, Advice], trace: Trace
+) -> None:
+    """The truth: the same requests on the true engines, steady at the forecast rate."""
+    advice = fitted[2]
+    assert advice.reached
+    speed = advice.rate_wanted / (len(trace) / trace.arrival_seconds[-1])
+    work = prepare(trace, PROFILE).faster(speed)
+
+    def margin(engines: int) -> float:
+        real = simulate(work, policy="lmetric", **SETTINGS | {"instances": engines})
+        late = slice(len(trace) // 4, None)
+        return GOAL.margin(
+            {"ttft": real.ttft_seconds[late], "tpot": real.tpot_seconds[late], "e2e": real.e2e_seconds[late]}
+        )
+
+    truth = next(number for number in range(1, 20) if margin(number) >= 0)
+    (wanted,) = advice.wanted
+    assert wanted.low <= truth <= wanted.high
+    assert abs(wanted.replicas - truth) <= 1
+    assert (wanted.role, wanted.type) == ("both", "big")
+    assert wanted.low <= wanted.replicas <= wanted.high
+
+
+def test_candidates_have_costs_and_predictions(fitted: tuple[Twin, Records, Advice]) -> None:
+    advice = fitted[2]
+    sizes = {each.engines: each for each in advice.candidates if each.change == "size"}
+    number = advice.wanted[0].replicas
+    assert sizes[number].enough
+    assert not sizes[number - 1].enough
+    assert sizes[number].cost_per_hour == pytest.approx(4.0 * number)
+    assert sizes[number + 1].within >= sizes[number].within - 0.02
+    (small,) = (each for each in advice.candidates if each.change == "type")
+    assert small.type == "small"
+    assert small.engines >= number
+    assert small.cost_per_hour == pytest.approx(1.0 * small.engines)
+
+
+def test_a_good_fit_is_trusted_for_a_while(
+    fitted: tuple[Twin, Records, Advice], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, records, advice = fitted
+    assert made.fits == 0
+    assert advice.notes == ()
+    slower = replace(records, requests=[dict(each) for each in records.requests])
+    for line in slower.requests:
+        line["ttft_seconds"] *= 4
+    fits: list[int] = []
+    monkeypatch.setattr("lmetric.capacity.twin.fit_engine", lambda *_, **__: fits.append(1) or made.fit)
+    poor = replace(made)
+    for after in (0.0, 60.0):  # the last good fit is trusted, and not fitted again at once
+        (note,) = poor.advise(slower, NOW + after).notes
+        assert f"the fit of {after:.0f} s ago is used" in note
+        assert "mean TTFT -" in note
+    assert fits == [1]
+    with pytest.raises(WhatIfError, match="does not fit the records: mean TTFT"):
+        replace(made, _good_at=NOW - 2_000.0).advise(slower, NOW)
+
+
+def test_a_limit_of_engines_is_reported(fitted: tuple[Twin, Records, Advice]) -> None:
+    made, records, _ = fitted
+    limited = replace(made, question=replace(made.question, max_engines=1, types=(EngineType("big"),)))
+    advice = limited.advise(records, NOW)
+    assert not advice.reached
+    assert advice.wanted[0].replicas == 1
+    assert "does not meet the SLO" in advice.text()
+
+
+def test_old_records_give_no_advice(fitted: tuple[Twin, Records, Advice]) -> None:
+    made, records, _ = fitted
+    with pytest.raises(WhatIfError, match="no request arrived in the last 900 s"):
+        made.advise(records, NOW + 5_000.0)
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(build(["advise"]), ["advise", *words], catch_exceptions=True)
+
+
+def test_the_command_prints_advice(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    done = call(
+        str(folder), "--slo", str(GOAL), "--price", "H100=4", "--max-batch-tokens",
+        str(PROFILE.max_batch_tokens), "--roles", "2P2D", "--json", str(out),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    told = json.loads(out.read_bytes())
+    wanted = told["wanted"][0]
+    assert f"get {wanted['replicas']} engines of type H100" in " ".join(done.output.split()).replace(
+        "Keep", "get"
+    )
+    assert "First to remove:" in done.output
+    assert {each["change"] for each in told["candidates"]} == {"size", "roles"}
+    assert "free KV transfers" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slo", "p99=2s"), "is not valid"),
+        (("--slo", "ttft=1s", "--price", "x"), "price 'x' is not valid"),
+        (("--slo", "ttft=1s", "--window", "10"), "10 is not 60 to 86400"),
+        (("--slo", "ttft=1s", "--min-engines", "0"), "0 to 256 engines"),
+    ],
+)
+def test_bad_options_exit_with_2(folder: Path, words: tuple[str, ...], message: str) -> None:
+    done = call(str(folder), *words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
