@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples" / "envoy"), str(ROOT / "tests"), str(Path(__file__).parents[1])]
 
 import run as example  # noqa: E402
+
 from common import commit  # noqa: E402
 from epp_world import exchange, free_ports, request_body, request_head  # noqa: E402
 
@@ -106,7 +107,10 @@ def replay(arm: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 async def decisions(target: str, number: int, *, shared: bool) -> list[float]:
-    """Returns the seconds from the end of each body to the pick. ``shared``: of one conversation."""
+    """Returns the seconds from the end of each body to the pick.
+
+    ``shared``: the prompts are turns of one conversation.
+    """
     seconds = []
     vocabulary = sorted(Tokenizer.from_file(str(TOKENIZER)).get_vocab())
     words = [word for word in vocabulary if word[:1] in (" ", "Ġ") and word[1:].isalpha()]

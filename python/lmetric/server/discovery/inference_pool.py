@@ -16,8 +16,11 @@ import aiohttp
 import orjson
 
 from lmetric.config import DiscoverySource, KubernetesSource
-from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, client, load_credentials
+from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
 from lmetric.server.discovery.source import Found, Sink, SourceError
+
+# The import of `kubernetes` has reported a missing package.
+from kubernetes_asyncio import client  # isort: skip
 
 POLL_SECONDS = 5.0
 POOLS = "inference.networking.k8s.io", "v1", "inferencepools"
