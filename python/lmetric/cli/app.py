@@ -13,6 +13,7 @@ from lmetric.cli import (
     demo,
     doctor,
     engine,
+    import_config,
     indicators,
     policies,
     profiles,
@@ -46,6 +47,7 @@ MODULES = (
     indicators,
     profiles,
     config,
+    import_config,
     bench,
 )
 
@@ -62,7 +64,7 @@ def build(words: Collection[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for module in MODULES:
-        name = module.__name__.rpartition(".")[2]
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         if hasattr(module, "group"):
             app.add_typer(module.group, name=name)
             continue
