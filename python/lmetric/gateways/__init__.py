@@ -1,0 +1,1 @@
+"""Routing inside other gateways, by the same core as `lmetric-router serve`."""
