@@ -61,7 +61,9 @@ def test_prompts_of_all_kinds() -> None:
     assert (chat.max_tokens, chat.session) == (5, "s")
     text = pool.request("completion", {"prompt": "Hello there"})
     assert text.token_ids is not None
-    assert list(pool.request("completion", {"prompt": [1, 2, 3]}).token_ids or ()) == [1, 2, 3]
+    ids = pool.request("completion", {"prompt": [1, 2, 3]}).token_ids
+    assert ids is not None
+    assert ids.tolist() == [1, 2, 3]
     assert pool.request("input", {"input": "An embedding"}) is not None
     without = Pool(Router("lmetric"), None).request("chat", CHAT)
     assert without.token_ids is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -16,7 +17,7 @@ START_SECONDS = 300.0
 
 
 class Proxy:
-    """``async with Proxy(urls, folder) as proxy``: `proxy.url` answers requests.
+    """``async with Proxy(urls, folder) as proxy``. Send requests to `proxy.url` with its `headers`.
 
     Args:
         engines: base URLs of the engines.
@@ -43,6 +44,8 @@ class Proxy:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port: int = free.getsockname()[1]
+        self._key = f"sk-{secrets.token_hex(32)}"
+        self.headers = {"authorization": f"Bearer {self._key}"}
         self.url = f"http://127.0.0.1:{self._port}"
         self._engines = {f"engine-{n}": url.removeprefix("http://") for n, url in enumerate(engines)}
         self._config = {
@@ -76,7 +79,12 @@ class Proxy:
             shutil.copy(self._callback, self._folder)
         config = self._folder / "config.yaml"
         config.write_text(yaml.safe_dump(self._config, sort_keys=False))
-        local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "NO_DOCS": "True"}
+        local = {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_LOG": "ERROR",
+            "NO_DOCS": "True",
+            "LITELLM_MASTER_KEY": self._key,
+        }
         self._process = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).parent / "litellm"),
             *("--config", str(config), "--host", "127.0.0.1", "--port", str(self._port)),

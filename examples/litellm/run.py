@@ -25,10 +25,13 @@ TOKENIZER = Path(sys.modules[EngineOptions.__module__].__file__ or "").parent
 @asynccontextmanager
 async def gateway(folder: Path, engines: int = 2) -> AsyncIterator[tuple[Proxy, aiohttp.ClientSession]]:
     options = EngineOptions(port=0, clock_speed=50)
-    async with EmbeddedEngines(engines, options, kv_events=True) as embedded, aiohttp.ClientSession() as http:
+    async with EmbeddedEngines(engines, options, kv_events=True) as embedded:
         records = folder / "decisions.jsonl"
         settings = {"LMETRIC_RECORDS": str(records), "LMETRIC_TOKENIZER": str(TOKENIZER)}
-        async with Proxy(embedded.urls, folder, callback=HERE / "lmetric_routing.py", env=settings) as proxy:
+        async with (
+            Proxy(embedded.urls, folder, callback=HERE / "lmetric_routing.py", env=settings) as proxy,
+            aiohttp.ClientSession(headers=proxy.headers) as http,
+        ):
             yield proxy, http
 
 

@@ -136,7 +136,6 @@ async def measure(name: str, trace: list[tuple[float, list[str]]]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         async with (
             EmbeddedEngines(ENGINES, options, kv_events=True) as engines,
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http,
             Proxy(
                 engines.urls,
                 Path(folder),
@@ -144,6 +143,7 @@ async def measure(name: str, trace: list[tuple[float, list[str]]]) -> Run:
                 callback=CALLBACK if "policy" in how else None,
                 env=env,
             ) as proxy,
+            aiohttp.ClientSession(headers=proxy.headers, timeout=aiohttp.ClientTimeout(total=600)) as http,
         ):
             warm = {"model": "emulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             for _ in range(5):

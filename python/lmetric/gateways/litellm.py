@@ -87,6 +87,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         self._records = None if records_file is None else Path(records_file)
         self._pools: dict[str, Pool] = {}
         self._calls: dict[str, _Call] = {}
+        self._failed: OrderedDict[str, set[str]] = OrderedDict()  # deployments, by call
         self._past: OrderedDict[str, tuple[Pool, int]] = OrderedDict()
         self._router: Any = None
         self.decision_seconds = 0.0
@@ -114,7 +115,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if getattr(current, "__self__", None) is not self:
             self.install(router)
 
-    async def async_get_available_deployment(  # type: ignore[override]
+    async def async_get_available_deployment(
         self,
         model: str,
         messages: list[dict[str, str]] | None = None,
@@ -134,9 +135,12 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         if isinstance(healthy, dict):
             return healthy  # the caller named the deployment
         begun = time.perf_counter()
-        by_id = {_deployment(each).id: each for each in healthy}
         pool = self._pool(model)
-        pool.use([_deployment(each) for each in healthy])
+        by_id = {_deployment(each).id: each for each in healthy}
+        failed = self._failed.get(str(kwargs.get("litellm_call_id")), set())
+        # A repeated call goes to a deployment that has not failed it, if there is one.
+        left = [each for each in healthy if _deployment(each).id not in failed] or healthy
+        pool.use([_deployment(each) for each in left])
         chosen = by_id[self._choose(pool, model, messages, input, kwargs)]
         self.decision_seconds += time.perf_counter() - begun
         self.decisions += 1
@@ -271,6 +275,10 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
     def _close(self, call_id: str, call: _Call, failure: Failure) -> None:
         if call.ticket.open:
             call.ticket.failed(failure, retry=False)
+            if failure != "cancelled":
+                self._failed.setdefault(call_id, set()).add(call.pool.id_of(call.decision.instance))
+                while len(self._failed) > _EXPLAINED:
+                    self._failed.popitem(last=False)
         self._closed(call_id, call)
 
     def _closed(self, call_id: str, call: _Call) -> None:
