@@ -67,7 +67,7 @@ class Proxy:
 
     @property
     def log(self) -> str:
-        """What the proxy printed so far."""
+        """The output of the proxy so far."""
         return (self._folder / "proxy.log").read_text(errors="replace")
 
     def engine_of(self, answer: aiohttp.ClientResponse) -> str:

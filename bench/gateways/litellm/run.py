@@ -143,7 +143,11 @@ async def measure(name: str, trace: list[tuple[float, list[str]]]) -> Run:
                 callback=CALLBACK if "policy" in how else None,
                 env=env,
             ) as proxy,
-            aiohttp.ClientSession(headers=proxy.headers, timeout=aiohttp.ClientTimeout(total=600)) as http,
+            aiohttp.ClientSession(
+                headers=proxy.headers,
+                timeout=aiohttp.ClientTimeout(total=600),
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            ) as http,
         ):
             warm = {"model": "emulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             for _ in range(5):

@@ -59,7 +59,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
 
     Args:
         policy: name, expression or `Policy`, as for `lmetric.Router`.
-        knobs: parameters of the policy.
+        `knobs`: parameters of the policy.
         tokenizer: folder of the model's tokenizer. With it, the strategy uses the KV events of
             engines that publish them. None: it estimates caches from the requests that it sent.
         records_file: file that gets a decision record as a line of JSON for each request; None: no
