@@ -16,6 +16,7 @@ from lmetric.cli import (
     doctor,
     engine,
     epp,
+    import_config,
     indicators,
     policies,
     profiles,
@@ -54,6 +55,7 @@ MODULES = (
     indicators,
     profiles,
     config,
+    import_config,
     bench,
 )
 
@@ -70,7 +72,7 @@ def build(words: Collection[str]) -> typer.Typer:
     )
     app.callback()(_root)
     for module in MODULES:
-        name = module.__name__.rpartition(".")[2]
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         if hasattr(module, "group"):
             app.add_typer(module.group, name=name)
             continue

@@ -1,0 +1,348 @@
+"""A routing strategy for LiteLLM: this router's core chooses the deployment of each request.
+
+In a LiteLLM proxy, put an object into a Python file next to the configuration, and name it among
+the callbacks:
+
+    # lmetric_routing.py
+    from lmetric.gateways.litellm import LmetricStrategy
+
+    strategy = LmetricStrategy("lmetric")
+
+    # config.yaml
+    litellm_settings: {callbacks: lmetric_routing.strategy}
+
+With LiteLLM as a library, call ``strategy.install(router)`` with a `litellm.Router`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import litellm
+import orjson
+from litellm.integrations.custom_logger import CustomLogger
+from litellm.types.router import CustomRoutingStrategyBase
+
+from lmetric._core import Decision, Router, Ticket
+from lmetric.gateways.pools import Deployment, Pool
+from lmetric.options import Failure
+from lmetric.tokens.prompt import PromptTokenizer
+
+_log = logging.getLogger("lmetric")
+_EXPLAINED = 10_000  # decisions that `explain` finds by the call's id
+_BODY_FIELDS = ("max_tokens", "max_completion_tokens", "tools", "user", "chat_template_kwargs")
+
+
+class _Call:
+    """A request between its decision and its end."""
+
+    __slots__ = ("decision", "pool", "streams", "ticket", "tokens")
+
+    def __init__(self, pool: Pool, decision: Decision, ticket: Ticket, *, streams: bool) -> None:
+        self.pool, self.decision, self.ticket, self.streams = pool, decision, ticket, streams
+        self.tokens = 0
+
+
+class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
+    """Chooses deployments by a policy of this router, and follows each request to its end.
+
+    LiteLLM keeps its own work: aliases, cooldowns, retries, fallbacks, limits. The strategy chooses
+    among the deployments that LiteLLM reports as healthy. Each model has its own router.
+
+    Args:
+        policy: name, expression or `Policy`, as for `lmetric.Router`.
+        `knobs`: parameters of the policy.
+        tokenizer: folder of the model's tokenizer. With it, the strategy uses the KV events of
+            engines that publish them. None: it estimates caches from the requests that it sent.
+        records_file: file that gets a decision record as a line of JSON for each request; None: no
+            file.
+        options: further options of `lmetric.Router`.
+
+    Raises:
+        LmetricError: an unknown policy or parameter, or an unreadable tokenizer.
+    """
+
+    def __init__(
+        self,
+        policy: Any = "lmetric",
+        *,
+        knobs: Mapping[str, float] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        records_file: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._options = {"policy": policy, "knobs": knobs, **options}
+        self._options.setdefault("offers", "experimental")
+        Router(**self._options)  # reports a wrong option at the start, not at the first request
+        self._tokenizer = None if tokenizer is None else PromptTokenizer.load(tokenizer)
+        self._records = None if records_file is None else Path(records_file)
+        self._pools: dict[str, Pool] = {}
+        self._calls: dict[str, _Call] = {}
+        self._failed: OrderedDict[str, set[str]] = OrderedDict()  # deployments, by call
+        self._past: OrderedDict[str, tuple[Pool, int]] = OrderedDict()
+        self._router: Any = None
+        self.decision_seconds = 0.0
+        self.decisions = 0
+
+    # -- choosing a deployment
+
+    def install(self, router: Any) -> None:
+        """Makes a `litellm.Router` use this strategy."""
+        getattr(router, "register_plugin", router.set_custom_routing_strategy)(self)
+        self._router = router
+        if self not in litellm.callbacks:
+            litellm.callbacks.append(self)
+
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: Any
+    ) -> None:
+        """Installs the strategy in the proxy, before its first request and after a reload."""
+        from litellm.proxy import proxy_server
+
+        router: Any = proxy_server.llm_router
+        if router is None:
+            return
+        current = router.__dict__.get("async_get_available_deployment")
+        if getattr(current, "__self__", None) is not self:
+            self.install(router)
+
+    async def async_get_available_deployment(
+        self,
+        model: str,
+        messages: list[dict[str, str]] | None = None,
+        input: str | list[Any] | None = None,
+        specific_deployment: bool | None = False,
+        request_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Chooses among the deployments that LiteLLM reports as healthy. LiteLLM calls it."""
+        kwargs = {} if request_kwargs is None else request_kwargs
+        healthy = await self._router.async_get_healthy_deployments(
+            model=model,
+            request_kwargs=kwargs,
+            messages=messages,
+            input=input,
+            specific_deployment=specific_deployment,
+        )
+        if isinstance(healthy, dict):
+            return healthy  # the caller named the deployment
+        begun = time.perf_counter()
+        pool = self._pool(model)
+        by_id = {_deployment(each).id: each for each in healthy}
+        failed = self._failed.get(str(kwargs.get("litellm_call_id")), set())
+        # A repeated call goes to a deployment that has not failed it, if there is one.
+        left = [each for each in healthy if _deployment(each).id not in failed] or healthy
+        pool.use([_deployment(each) for each in left])
+        chosen = by_id[self._choose(pool, model, messages, input, kwargs)]
+        self.decision_seconds += time.perf_counter() - begun
+        self.decisions += 1
+        return chosen
+
+    def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: only LiteLLM's asynchronous calls are supported."""
+        raise NotImplementedError(
+            "LmetricStrategy routes asynchronous calls only; use acompletion instead of completion"
+        )
+
+    def _choose(self, pool: Pool, model: str, messages: Any, text: Any, kwargs: dict[str, Any]) -> str:
+        call_id = str(kwargs.setdefault("litellm_call_id", str(uuid.uuid4())))
+        if (old := self._calls.get(call_id)) is not None:  # LiteLLM tries again
+            self._close(call_id, old, "reset")
+        body = {"model": model} | {name: kwargs[name] for name in _BODY_FIELDS if kwargs.get(name)}
+        metadata = kwargs.get("metadata") or kwargs.get("litellm_metadata") or {}
+        session = metadata.get("session_id") or kwargs.get("litellm_session_id")
+        fields = {"session": str(session)} if session else {}
+        route = str(metadata.get("user_api_key_request_route") or "")
+        if messages and route.endswith("/completions") and "chat" not in route:
+            # LiteLLM passes the prompt of a text completion as the only message.
+            path, body["prompt"] = "completion", messages[0]["content"]
+        elif messages is not None:
+            path, body["messages"] = "chat", messages
+        else:
+            path, body["input"] = "input", text or ""
+        request = pool.request(path, body, request_id=call_id[:256], allow_split=False, **fields)
+        decision, ticket = pool.router.route(request)
+        ticket.sent()
+        call = _Call(pool, decision, ticket, streams=bool(kwargs.get("stream")))
+        self._calls[call_id] = call
+        self._past[call_id] = (pool, decision.id)
+        while len(self._past) > _EXPLAINED:
+            self._past.popitem(last=False)
+        task = asyncio.current_task()
+        if task is not None and not call.streams:
+            task.add_done_callback(lambda done: self._task_ended(call_id, call, done))
+        pool.keep()
+        return pool.id_of(decision.instance)
+
+    def _pool(self, model: str) -> Pool:
+        if model not in self._pools:
+            self._pools[model] = Pool(Router(**self._options, domain=[model]), self._tokenizer)
+        return self._pools[model]
+
+    # -- the end of a request
+
+    async def async_post_call_success_deployment_hook(
+        self, request_data: dict[str, Any], response: Any, call_type: Any
+    ) -> None:
+        """Closes a request whose whole answer arrived. A stream begins here."""
+        call_id = str(request_data.get("litellm_call_id"))
+        call = self._calls.get(call_id)
+        if call is None or hasattr(response, "__anext__"):
+            return
+        self._finish(call_id, call, getattr(response, "usage", None))
+
+    async def async_post_call_failure_deployment_hook(
+        self,
+        request_data: Mapping[str, Any],
+        exception: Exception,
+        call_type: Any,
+        fallback_depth: int | None = None,
+    ) -> None:
+        """Closes a request that its deployment failed. LiteLLM decides whether to try again."""
+        call_id = str(request_data.get("litellm_call_id"))
+        if (call := self._calls.get(call_id)) is not None:
+            self._close(call_id, call, _failure(exception))
+
+    async def async_post_call_streaming_iterator_hook(
+        self, user_api_key_dict: Any, response: Any, request_data: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Counts the tokens of a stream. A client that leaves closes it."""
+        call_id = str(request_data.get("litellm_call_id"))
+        call = self._calls.get(call_id)
+        if call is None:
+            async for chunk in response:
+                yield chunk
+            return
+        usage = None
+        try:
+            async for chunk in response:
+                if call.ticket.open and _has_token(chunk):
+                    call.tokens += 1
+                    if call.tokens == 1:
+                        call.ticket.first_token()
+                    else:
+                        call.ticket.tokens(1)
+                usage = getattr(chunk, "usage", None) or usage
+                yield chunk
+            self._finish(call_id, call, usage)
+        except Exception as error:
+            self._close(call_id, call, _failure(error))
+            raise
+        finally:  # a client that left ends the generator here
+            self._close(call_id, call, "cancelled")
+
+    async def async_log_success_event(
+        self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
+    ) -> None:
+        """Closes a request that no other hook closed, such as a stream outside the proxy."""
+        call_id = str(kwargs.get("litellm_call_id"))
+        if (call := self._calls.get(call_id)) is not None:
+            self._finish(call_id, call, getattr(response_obj, "usage", None))
+
+    async def async_log_failure_event(
+        self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any
+    ) -> None:
+        """Closes a failed request that no other hook closed."""
+        call_id = str(kwargs.get("litellm_call_id"))
+        if (call := self._calls.get(call_id)) is not None:
+            self._close(call_id, call, _failure(kwargs.get("exception")))
+
+    def _task_ended(self, call_id: str, call: _Call, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self._close(call_id, call, "cancelled")
+
+    def _finish(self, call_id: str, call: _Call, usage: Any) -> None:
+        if not call.ticket.open:
+            return
+        if call.tokens == 0:
+            call.ticket.first_token()
+        details = getattr(usage, "prompt_tokens_details", None)
+        call.ticket.done(
+            prompt_tokens=getattr(usage, "prompt_tokens", None) or None,
+            cached_tokens=getattr(details, "cached_tokens", None),
+            output_tokens=getattr(usage, "completion_tokens", None) or None,
+        )
+        self._closed(call_id, call)
+
+    def _close(self, call_id: str, call: _Call, failure: Failure) -> None:
+        if call.ticket.open:
+            call.ticket.failed(failure, retry=False)
+            if failure != "cancelled":
+                self._failed.setdefault(call_id, set()).add(call.pool.id_of(call.decision.instance))
+                while len(self._failed) > _EXPLAINED:
+                    self._failed.popitem(last=False)
+        self._closed(call_id, call)
+
+    def _closed(self, call_id: str, call: _Call) -> None:
+        if self._calls.get(call_id) is not call:
+            return
+        del self._calls[call_id]
+        if self._records is not None and (record := call.pool.router.explain(call.decision.id)) is not None:
+            with self._records.open("ab") as file:
+                file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY, default=str) + b"\n")
+
+    # -- what it knows
+
+    def in_flight(self) -> int:
+        """Number of requests between their decision and their end, over all models."""
+        return sum(pool.router.in_flight() for pool in self._pools.values())
+
+    def router(self, model: str) -> Router:
+        """The router of a model. Raises KeyError before its first request."""
+        return self._pools[model].router
+
+    def modes(self, model: str) -> dict[str, str]:
+        """The mode of each engine (exact, approximate, ...) that answered so far."""
+        return dict(self._pools[model].modes)
+
+    def explain(self, call_id: str) -> Any:
+        """The decision record of a call (header x-litellm-call-id); None if it is unknown."""
+        if call_id not in self._past:
+            return None
+        pool, number = self._past[call_id]
+        return pool.router.explain(number)
+
+    async def close(self) -> None:
+        """Ends tasks and subscriptions."""
+        for pool in self._pools.values():
+            await pool.close()
+
+
+def _deployment(entry: Mapping[str, Any]) -> Deployment:
+    params = entry.get("litellm_params") or {}
+    base = params.get("api_base")
+    url = None if base is None else str(base).rstrip("/").removesuffix("/v1")
+    key = params.get("api_key")
+    return Deployment(str((entry.get("model_info") or {}).get("id")), url, None if key is None else str(key))
+
+
+def _has_token(chunk: Any) -> bool:
+    for choice in getattr(chunk, "choices", None) or ():
+        delta = getattr(choice, "delta", None)
+        if (
+            getattr(delta, "content", None)
+            or getattr(delta, "tool_calls", None)
+            or getattr(choice, "text", None)
+        ):
+            return True
+        if getattr(delta, "reasoning_content", None):
+            return True
+    return False
+
+
+def _failure(error: Any) -> Failure:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    if isinstance(error, litellm.exceptions.Timeout):
+        return "timeout"
+    if isinstance(error, litellm.exceptions.APIConnectionError):
+        return "unreachable"
+    return "status"

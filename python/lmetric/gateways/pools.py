@@ -1,0 +1,188 @@
+"""The routers of a gateway: one for each model, with the gateway's deployments as instances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from lmetric._core import EventFeed, LmetricError, Request, Router, read_request
+from lmetric.engines.adapter import Adapter
+from lmetric.engines.http import EngineClient, Unanswered
+from lmetric.engines.identify import identify
+from lmetric.server.fleet.kv_mode import PoolFacts, choose
+from lmetric.tokens.chat import NotPredictable
+from lmetric.tokens.prompt import PromptTokenizer
+
+_log = logging.getLogger("lmetric")
+TICK_SECONDS = 1.0
+AGAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """An engine as the gateway knows it.
+
+    Attributes:
+        id: the gateway's own identifier.
+        url: base URL without /v1; None: a provider's model, about which nothing is asked.
+        api_key: bearer token of the engine.
+    """
+
+    id: str
+    url: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The instance's name: host:port, or the gateway's identifier."""
+        return self.id if self.url is None else urlsplit(self.url).netloc
+
+
+class Pool:
+    """The router of one model, and what is known about its engines.
+
+    Args:
+        router: the router. The pool owns its instances.
+        tokenizer: turns prompts into tokens as the engines do; None: prompts are matched as text,
+            and KV events are not used.
+    """
+
+    def __init__(self, router: Router, tokenizer: PromptTokenizer | None) -> None:
+        self.router = router
+        self.modes: dict[str, str] = {}
+        self._tokenizer = tokenizer
+        self._names: dict[str, str] = {}
+        self._ids: dict[str, str] = {}
+        self._usable: frozenset[str] = frozenset()
+        self._feed: EventFeed | None = None
+        self._deployments: dict[str, Deployment] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._keeper: asyncio.Task[None] | None = None
+
+    def request(self, path: str, body: Mapping[str, Any], **fields: Any) -> Request:
+        """The request of a JSON body for an engine. Its prompt is matched as by `serve`.
+
+        Args:
+            path: "chat", "completion" or "input" (embeddings).
+            fields: further fields of `lmetric.Request`.
+        """
+        if (tokens := self._tokens(path, body)) is not None:
+            return Request(token_ids=tokens, max_tokens=_whole(body.get("max_tokens")), **fields)
+        _, _, _, session, _, salt, most, prompt, ids, more_bytes, more, _ = read_request(
+            path, orjson.dumps(body, default=str)
+        )
+        fields.setdefault("session", session)
+        extra = more + more_bytes // 4
+        if ids is not None:
+            return Request(token_ids=ids, max_tokens=most, cache_salt=salt, extra_tokens=extra, **fields)
+        if prompt:
+            return Request(text=prompt, max_tokens=most, cache_salt=salt, extra_tokens=extra, **fields)
+        return Request(prompt_tokens=max(1, extra), max_tokens=most, **fields)
+
+    def _tokens(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The prompt's tokens; None if the tokenizer is not known or cannot predict them."""
+        if self._tokenizer is None:
+            return None
+        with contextlib.suppress(NotPredictable):
+            if path == "chat":
+                return self._tokenizer.chat(body)
+            if path == "completion" and isinstance(prompt := body.get("prompt"), str):
+                return self._tokenizer.completion(prompt)
+        return None
+
+    def use(self, deployments: Sequence[Deployment]) -> None:
+        """Makes exactly these deployments eligible for the next decision."""
+        usable = frozenset(each.id for each in deployments)
+        if usable == self._usable:
+            return
+        for each in deployments:
+            if each.id not in self._names:
+                self._add(each)
+            elif each.id not in self._usable:
+                self.router.update_instance(self._names[each.id], healthy=True)
+        for gone in self._usable - usable:
+            self.router.update_instance(self._names[gone], healthy=False)
+        self._usable = usable
+
+    def id_of(self, instance: str) -> str:
+        """The gateway's identifier of an instance."""
+        return self._ids[instance]
+
+    def keep(self) -> None:
+        """Starts the task that asks engines for their features and load, once per event loop."""
+        if self._keeper is None or self._keeper.done():
+            self._keeper = asyncio.create_task(self._run(), name="lmetric engines")
+
+    async def close(self) -> None:
+        """Ends the subscriptions and the task."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        if self._feed is not None:
+            self._feed.close()
+
+    def _add(self, deployment: Deployment) -> None:
+        name = deployment.name
+        if name in self._ids:
+            name = f"{name} {deployment.id}"
+        self.router.add_instance(name)
+        self._names[deployment.id], self._ids[name] = name, deployment.id
+        self._deployments[name] = deployment
+
+    async def _run(self) -> None:
+        again: dict[str, float] = {}
+        clock = asyncio.get_running_loop().time
+        async with aiohttp.ClientSession() as http:
+            while True:
+                for name, deployment in list(self._deployments.items()):
+                    if deployment.url is None:
+                        continue
+                    client = EngineClient(http, deployment.url, deployment.api_key)
+                    try:
+                        if name in self._adapters:
+                            await self._read_load(name, client)
+                        elif again.get(name, 0.0) <= clock():
+                            again[name] = clock() + AGAIN_SECONDS
+                            await self._identify(name, client)
+                    except (Unanswered, ValueError, LmetricError) as error:
+                        _log.debug("%s: %s", name, error)
+                self.router.tick()
+                await asyncio.sleep(TICK_SECONDS)
+
+    async def _identify(self, name: str, client: EngineClient) -> None:
+        adapter, found = await identify(client.page)
+        if found.block_size is not None and not self._adapters and self._tokenizer is not None:
+            self.router.configure(block_size=found.block_size)
+        self.router.update_instance(name, cache_blocks=found.cache_blocks)
+        knows = self._tokenizer is not None
+        facts = PoolFacts(self.router.block_size, "an engine", knows)
+        host = urlsplit(client.url).hostname or ""
+        mode, subscriptions = choose(found, host, "auto", facts, flags=adapter.flags)
+        if subscriptions:
+            if self._feed is None:
+                self._feed = EventFeed(self.router)
+            self.router.update_instance(name, kv_source="exact")
+            for each in subscriptions:
+                each.open(self._feed, name, self.router.block_size)
+        self.modes[name] = mode.name
+        self._adapters[name] = adapter
+        _log.info("%s: mode %s: %s", name, mode.name, mode.cause)
+
+    async def _read_load(self, name: str, client: EngineClient) -> None:
+        adapter = self._adapters[name]
+        answer = await client.get("/metrics", 2.0)
+        if answer.status == 200 and (load := adapter.load(answer.body)):
+            self.router.report_load(name, waiting=load.waiting, running=load.running, kv_usage=load.kv_usage)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

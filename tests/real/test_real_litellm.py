@@ -1,0 +1,82 @@
+"""Our strategy in a running LiteLLM proxy, over emulated engines. TEST_LITELLM_VENV names an
+environment with litellm[proxy] and the dependencies of this package; else one is made in
+.cache/litellm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "litellm"
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    venv = Path(os.environ.get("TEST_LITELLM_VENV") or ROOT / ".cache" / "litellm")
+    if not (venv / "bin" / "litellm").exists():
+        packages = ["litellm[proxy]>=1.100", str(ROOT)]
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True)
+    path = os.pathsep.join([str(ROOT / "python"), str(EXAMPLE)])
+    return {**os.environ, "PYTHONPATH": path, "VENV": str(venv)}
+
+
+@pytest.fixture(scope="module")
+def found(environment: dict[str, str]) -> dict[str, Any]:
+    python = Path(environment["VENV"]) / "bin" / "python"
+    program = Path(__file__).parent / "litellm_checks.py"
+    done = subprocess.run([python, program], env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_example_runs_with_one_command(environment: dict[str, str]) -> None:
+    done = subprocess.run([EXAMPLE / "run"], env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *turns, last = done.stdout.splitlines()
+    assert len(turns) == 9
+    assert all(" 0 of " not in line for line in turns[3:]), done.stdout
+    assert last.startswith("9 decision records, the first by policy lmetric")
+
+
+def test_requests_follow_the_engines_kv_events(found: dict[str, Any]) -> None:
+    assert set(found["modes"].values()) == {"exact"}
+    assert {each["engine"] for each in found["again"]} == {found["first"]["engine"]}
+    assert all(each["cached"] > 0 for each in found["again"])
+
+
+@pytest.mark.parametrize("after", ["answers", "stream", "failure", "all"])
+def test_nothing_stays_in_flight(found: dict[str, Any], after: str) -> None:
+    assert found[f"after_{after}"]["in_flight"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_returns_its_counts(found: dict[str, Any], stream: bool) -> None:
+    before, state = found[f"left_{stream}"]
+    assert before == 1
+    assert state["in_flight"] == 0
+
+
+def test_a_failed_engine_does_not_fail_requests(found: dict[str, Any]) -> None:
+    assert [each["status"] for each in found["one_engine"]] == [200] * 4
+    assert len({each["engine"] for each in found["one_engine"]}) == 1
+    assert found["no_engine"] >= 400
+
+
+def test_every_decision_has_a_record(found: dict[str, Any]) -> None:
+    records = found["records"]
+    assert len(records) == found["after_all"]["decisions"]
+    assert {record["policy"] for record in records} == {"lmetric"}
+    outcomes = {record["outcome"] for record in records}
+    assert {"finished", "cancelled"} <= outcomes, outcomes
+    assert found["completion"] == 200
+    assert found["stream_events"] > 4

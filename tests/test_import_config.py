@@ -1,0 +1,337 @@
+"""`import-config`: published examples of other routers, and files that are no configuration."""
+
+from __future__ import annotations
+
+import builtins
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lmetric.cli.app import build
+from lmetric.config import ConfigError, load_config
+from lmetric.migrate import KINDS, import_config
+from lmetric.migrate.commands import Flags, commands
+from lmetric.server import check_config
+
+FOLDER = Path(__file__).parent / "data" / "other_routers"
+EXAMPLES = sorted(file for file in FOLDER.iterdir() if file.suffix != ".md")
+
+
+def pods(selector: str, port: int = 8000, **more: str) -> list[dict[str, Any]]:
+    return [{"kubernetes": {"selector": selector, "port": port, **more}}]
+
+
+# For each example: the kind, some of the settings, and words of the remarks.
+EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "sglang_workers.sh": (
+        "sglang-router",
+        {
+            "experimental": True,
+            "policy": "cache_aware",
+            "engines": [{"url": "http://worker1:8000"}, {"url": "http://worker2:8001"}],
+            "host": "0.0.0.0",
+            "port": 30000,
+        },
+        [],
+    ),
+    "sglang_pd.sh": (
+        "sglang-router",
+        {
+            "policy": "cache_aware",
+            "decode_policy": "power_of_two",
+            "engines": [
+                {"url": "http://prefill1:30001", "role": "prefill"},
+                {"url": "http://decode1:30011", "role": "decode"},
+            ],
+        },
+        ["bootstrap port 9001"],
+    ),
+    "sglang_grpc.sh": (
+        "sglang-router",
+        {"tokenizer": "meta-llama/Llama-3.1-8B-Instruct", "port": 8080},
+        ["--worker-urls grpc://127.0.0.1:20000", "--reasoning-parser deepseek-r1", "--tool-call-parser json"],
+    ),
+    "sglang_launch_server.sh": (
+        "sglang-router",
+        {"policy": "round_robin", "port": 8080, "log": {"level": "debug"}},
+        ["--dp-size 8", "--tp-size 1", "--grpc-mode", "--prometheus-port 10001"],
+    ),
+    "sglang_discovery.sh": (
+        "sglang-router",
+        {
+            "discovery": pods(
+                "app=sglang-worker,component in (prefill,decode)",
+                80,
+                namespace="production",
+                role_key="component",
+            )
+        },
+        [],
+    ),
+    "smg_thresholds.sh": (
+        "smg",
+        {"knobs": {"cache_threshold": 0.3, "balance_abs": 64, "balance_rel": 1.5}, "host": "0.0.0.0"},
+        [],
+    ),
+    "vllm_router_ranks.sh": (
+        "vllm-router",
+        {
+            "policy": "session_affinity",
+            "engines": [
+                {"url": f"http://worker{n}:8000", "data_parallel_rank": rank}
+                for n in (1, 2)
+                for rank in range(8)
+            ],
+        },
+        [],
+    ),
+    "vllm_router_pd.sh": ("vllm-router", {"decode_policy": "power_of_two"}, ["bootstrap port 9000"]),
+    "vllm_router_mooncake.sh": ("vllm-router", {"port": 8090}, ["--kv-connector mooncake"]),
+    "vllm_router_retries.sh": (
+        "vllm-router",
+        {
+            "retries": {"attempts": 4},
+            "health": {"ejection": {"consecutive_failures": 5, "base_seconds": 30}},
+        },
+        ["--retry-jitter-factor 0.1", "--cb-window-duration-secs 60"],
+    ),
+    "vllm_router_manifest.yaml": (
+        "vllm-router",
+        {"discovery": pods("app=vllm-worker,role=inference", 80, namespace="default"), "port": 8080},
+        [],
+    ),
+    "production_stack_session.yaml": (
+        "production-stack",
+        {
+            "policy": "session_affinity",
+            "discovery": pods("environment=test,release=test"),
+            "log": {"level": "info"},
+        },
+        ["--session-key x-user-id", "--lmcache-controller-port 9000", "opt125m"],
+    ),
+    "production_stack_prefix.yaml": ("production-stack", {"policy": "lmetric"}, ["prefixaware"]),
+    "production_stack_disaggregated.yaml": (
+        "production-stack",
+        {"policy": "lmetric"},
+        ["--prefill-model-labels llama-prefill", "nixlProxyPort"],
+    ),
+    "production_stack_static.sh": (
+        "production-stack",
+        {
+            "policy": "round_robin",
+            "models": [
+                {
+                    "name": "facebook/opt-125m",
+                    "engines": [{"url": "http://localhost:9001"}, {"url": "http://localhost:9003"}],
+                },
+                {
+                    "name": "meta-llama/Llama-3.1-8B-Instruct",
+                    "engines": [{"url": "http://localhost:9002"}],
+                },
+            ],
+        },
+        ["--static-aliases", "--engine-stats-interval 10", "--log-stats"],
+    ),
+    "production_stack_dynamic.yaml": ("production-stack", {"policy": "round_robin"}, ["--callbacks"]),
+    "production_stack_pods.yaml": (
+        "production-stack",
+        {"discovery": pods("app in (prefill,decode)", namespace="default", role_key="model")},
+        ["--log-stats-interval 30"],
+    ),
+    "llmd_prefix.yaml": (
+        "llm-d",
+        {"policy": "llmd_scorers", "knobs": {"queue": 0, "usage": 0, "prefix": 2}},
+        ["models-responder", "InferencePool"],
+    ),
+    "llmd_precise.yaml": (
+        "llm-d",
+        {"knobs": {"queue": 1, "usage": 1, "prefix": 2}},
+        ["dataLayer", "tokenProcessorConfig"],
+    ),
+    "llmd_pd.yaml": (
+        "llm-d",
+        {
+            "decode_policy": "llmd_scorers",
+            "decode_knobs": {"queue": 1, "usage": 0, "prefix": 2},
+            "discovery": pods("app=qwen3", namespace="llm", role_key="llm-d.ai/role"),
+        },
+        ["prefix-based-pd-decider", "lruCapacityPerServer"],
+    ),
+    "llmd_session.yaml": (
+        "llm-d",
+        {"knobs": {"queue": 0, "usage": 0, "prefix": 50}},
+        ["session-affinity-scorer"],
+    ),
+    "llmd_old_names.yaml": (
+        "llm-d",
+        {"knobs": {"queue": 1, "usage": 0, "prefix": 2}},
+        ["load-aware-scorer 1.0"],
+    ),
+    "litellm_load_balancing.yaml": (
+        "litellm",
+        {"policy": "random", "retries": {"attempts": 3}, "timeouts": {"request": 30}, "port": 4000},
+        ["fallbacks", "redis_host", "model_group_alias", "zephyr-7b-beta"],
+    ),
+    "litellm_vllm.yaml": (
+        "litellm",
+        {"model": "facebook/opt-125m", "engines": [{"url": "http://0.0.0.0:4000"}]},
+        ["azure/gpt-4o-eu", "vllm-models", "rpm 1440", "alerting", "master_key ***"],
+    ),
+    "nginx_vllm.conf": (
+        "nginx",
+        {
+            "policy": "least_requests",
+            "engines": [{"url": "http://vllm0:8000"}, {"url": "http://vllm1:8000"}],
+            "port": 80,
+        },
+        ["proxy_set_header"],
+    ),
+    "nginx_weights.conf": ("nginx", {"policy": "round_robin"}, ["weight=5", "192.0.0.1 backup"]),
+    "nginx_ip_hash.conf": ("nginx", {"policy": "session_affinity"}, ["ip_hash"]),
+}
+
+
+def test_every_example_is_expected_and_every_kind_has_one() -> None:
+    assert {file.name for file in EXAMPLES} == EXPECTED.keys()
+    assert {kind for kind, _, _ in EXPECTED.values()} == set(KINDS)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_a_published_example(file: Path, tmp_path: Path) -> None:
+    kind, settings, remarks = EXPECTED[file.name]
+    draft = import_config(file)
+    assert draft.kind == kind
+    printed = draft.render()
+    loaded = yaml.safe_load(printed)
+    assert {key: loaded.get(key) for key in settings} == settings
+    comments = " ".join(line.strip("# ") for line in printed.splitlines() if line.startswith("#"))
+    missing = [each for each in remarks if each not in comments and each not in str(draft.remarks)]
+    assert not missing, printed
+    (tmp_path / "router.yaml").write_text(printed)
+    check_config(load_config(tmp_path / "router.yaml", environ={}))
+    assert import_config(file, kind).render() == printed
+
+
+# Flags whose value in an example is the other router's default.
+DEFAULTS = {
+    ("sglang_workers.sh", "--policy"),
+    ("sglang_workers.sh", "--port"),
+    ("sglang_pd.sh", "--prefill-policy"),
+    ("vllm_router_pd.sh", "--prefill-policy"),
+    ("smg_thresholds.sh", "--policy"),
+    ("vllm_router_mooncake.sh", "--host"),
+    ("vllm_router_mooncake.sh", "--intra-node-data-parallel-size"),
+    ("production_stack_static.sh", "--routing-logic"),
+    ("production_stack_static.sh", "--service-discovery"),
+}
+
+
+@pytest.mark.parametrize("file", [file for file in EXAMPLES if file.suffix == ".sh"], ids=lambda f: f.name)
+def test_no_flag_disappears(file: Path, tmp_path: Path) -> None:
+    """Without one of its flags, a command has other settings or other remarks."""
+    [command] = commands(file.read_text(), [])
+    program = f"python -m {command.program}" if "." in command.program else command.program
+
+    def imported(flags: Flags) -> tuple[Any, Any]:
+        words = [word for flag, given in flags.items() for values in given for word in (flag, *values)]
+        (tmp_path / file.name).write_text(shlex.join([*program.split(), *words]))
+        try:
+            draft = import_config(tmp_path / file.name, EXPECTED[file.name][0])
+        except ConfigError as error:
+            return str(error), None
+        return draft.settings, draft.remarks
+
+    whole = imported(command.flags)
+    assert len(command.flags) >= 3
+    for flag in command.flags:
+        rest = {other: given for other, given in command.flags.items() if other != flag}
+        assert (imported(rest) == whole) == ((file.name, flag) in DEFAULTS), flag
+
+
+def test_secrets_are_not_printed(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model_list: [{model_name: m, litellm_params: {model: hosted_vllm/m, api_base: 'http://e:1/v1', "
+        "api_key: sk-one}}]\ngeneral_settings: {master_key: sk-two, database_url: 'postgres://u:sk-three@h'}\n"
+        "router_settings: {redis_password: sk-four}\nenvironment_variables: {KEY: sk-five}\n"
+    )
+    printed = import_config(file).render()
+    assert "sk-" not in printed
+    assert "api_key" in printed
+    assert "database_url ***" in printed
+    script = tmp_path / "run.sh"
+    script.write_text("smg --worker-urls http://a:1 --api-key sk-six")
+    assert "sk-" not in import_config(script).render()
+
+
+def test_arguments_without_a_program_need_their_kind(tmp_path: Path) -> None:
+    file = tmp_path / "args.txt"
+    file.write_text("--worker-urls http://a:1\n--policy random\n")
+    with pytest.raises(ConfigError, match="--from"):
+        import_config(file)
+    draft = import_config(file, "smg")
+    assert draft.settings["engines"] == [{"url": "http://a:1"}]
+    assert draft.settings["policy"] == "random"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("hello", "no router's configuration; expected one of"),
+        ("a: [1", "no router's configuration; expected one of"),
+        ("", "no router's configuration; expected one of"),
+        ("smg --worker-urls http://a:1 && smg --worker-urls http://b:1", "2 router commands"),
+        ("smg --worker-urls http://a:1 --policy best", "--policy = 'best': expected random"),
+        ("smg --worker-urls http://a:1 --port x", "--port = 'x': expected a number"),
+        ("smg --worker-urls http://a:1 --port 99999", "port = 99999: Input should be less"),
+        ("vllm-router --service-discovery", "expected a --selector"),
+        ("vllm-router --routing-logic best", "--routing-logic = 'best': expected roundrobin"),
+        ("model_list: 3", "model_list = 3: expected a list"),
+        ("model_list: [{model_name: x}]", "expected a mapping with model_name and litellm_params"),
+        ("kind: EndpointPickerConfig\nplugins: [3]", "plugins = 3: expected a mapping"),
+        (
+            "kind: EndpointPickerConfig\nplugins: []\n"
+            "schedulingProfiles: [{name: d, plugins: [{pluginRef: q}]}]",
+            "pluginRef = 'q': expected a plugin",
+        ),
+        ("upstream a {\n server b;\n", ':2: unexpected end of file, expecting "}"'),
+        ("upstream a {\n server b fail_timeout=soon;\n}", "fail_timeout = 'soon': expected a time"),
+    ],
+)
+def test_errors_name_the_file_and_what_was_expected(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        import_config(file)
+    assert str(file) in str(raised.value)
+    assert problem in str(raised.value)
+
+
+def test_nginx_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    actual = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "crossplane":
+            raise ImportError(name)
+        return actual(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"lmetric-router\[nginx\]"):
+        import_config(FOLDER / "nginx_vllm.conf")
+
+
+def test_command(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    app = build(["import-config"])
+    done = run(app, ["import-config", str(FOLDER / "sglang_pd.sh")])
+    assert done.exit_code == 0
+    assert yaml.safe_load(done.stdout)["decode_policy"] == "power_of_two"
+    done = run(app, ["import-config", str(FOLDER / "sglang_pd.sh"), "--from", "haproxy"])
+    assert isinstance(done.exception, ConfigError)
+    assert "expected one of sglang-router" in str(done.exception)
+    done = run(app, ["import-config", str(tmp_path / "none")])
+    assert "cannot be read" in str(done.exception)
