@@ -125,7 +125,7 @@ class Fleet:
 
         In the simulator, a join waits for the end of the old engine's requests.
         """
-        ends = {number: -np.inf for number in range(MOST_ENGINES)}
+        ends = dict.fromkeys(range(MOST_ENGINES), -np.inf)
         for each in self.leases:
             ends[each.instance] = max(ends[each.instance], each.end)
         drained = [number for number, end in ends.items() if end <= now - 240.0]
