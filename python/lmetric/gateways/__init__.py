@@ -1,6 +1,4 @@
-"""The router's core as a plug-in of gateways.
+"""Routing inside other gateways, by the same core as `lmetric-router serve`.
 
-A module per gateway; import it where that gateway runs. `lmetric.gateways.ray_serve` is for Ray
-Serve.
+A module per gateway; import it where that gateway runs.
 """
-"""Routing inside other gateways, by the same core as `lmetric-router serve`."""
