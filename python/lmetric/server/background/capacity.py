@@ -74,7 +74,7 @@ class CapacityTwin:
             started = time.monotonic()
             try:
                 await self._run()
-            except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+            except (OSError, ValueError, TimeoutError) as error:
                 self._fail(str(error) or type(error).__name__)
             if time.monotonic() - started > RESTART_SECONDS_MAX:
                 pause = RESTART_SECONDS  # it ran well before
@@ -125,12 +125,15 @@ class CapacityTwin:
         assert process.stdout is not None
         running = {pool.name: pool.router.in_flight() for pool in self._fleet.pools}
         begun = time.monotonic()
-        await self._send(process, {"round": number, "now": time.time(), "running": running})
+        line = b""
         try:
+            await self._send(process, {"round": number, "now": time.time(), "running": running})
             async with asyncio.timeout(self._config.timeout):
                 line = await process.stdout.readline()
         except TimeoutError:
             raise TimeoutError(f"a round took longer than {self._config.timeout:g} s") from None
+        except (OSError, RuntimeError):  # a closed pipe; uvloop raises RuntimeError
+            pass
         if not line:
             code = await process.wait()
             said = b"".join(last).decode(errors="replace").strip().splitlines()
