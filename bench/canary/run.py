@@ -103,7 +103,7 @@ async def run(
         if router.returncode is None:
             router.kill()
         await router.wait()
-    return {"failed": failed, **state}
+    return short({"failed": failed, **state})
 
 
 def outcome(request: dict[str, Any]) -> Outcome:
@@ -132,6 +132,19 @@ def coverage(folders: list[Path], salts: int, share: float) -> dict[str, float]:
                 if found.interval[0] < found.interval[1]:  # some value differs
                     inside[found.metric].append(not found.excludes_zero)
     return {name: float(np.mean(found)) for name, found in inside.items() if found}
+
+
+def short(state: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a run's state that the result file keeps."""
+    run = state["canary"]
+    kept = ("stable", "canary", "interval", "clear")
+    metrics = {name: {key: row[key] for key in kept} for name, row in run["metrics"].items()}
+    return {
+        "state": state["state"],
+        "reason": state["reason"],
+        "failed": state["failed"],
+        "canary": {"requests": run["requests"], "groups": run["groups"], "metrics": metrics},
+    }
 
 
 def shown(state: dict[str, Any]) -> str:
@@ -172,9 +185,8 @@ async def main() -> None:
             folders.append(Path(name) / f"equal-{seed}")
             made["equal"].append(await run(trace(seed), "lmetric", seed, flags.engines, folders[-1]))
             print(f"lmetric, seed {seed}: {shown(made['equal'][-1])}", file=sys.stderr)
-        rows = [
-            row for each in made["equal"] for row in each["canary"]["metrics"].values() if row["interval"]
-        ]
+        rows = [row for each in made["equal"] for row in each["canary"]["metrics"].values()]
+        rows = [row for row in rows if row["interval"] and row["interval"][0] < row["interval"][1]]
         made["equal_inside"] = [sum(not row["clear"] for row in rows), len(rows)]
         for share in (0.5, 0.2):
             made[f"coverage_{share}"] = coverage(folders, flags.salts, share)
@@ -202,7 +214,7 @@ async def main() -> None:
         found = sum(state["canary"]["metrics"]["ttft_seconds"]["clear"] for state in states)
         print(f"{policy}: found in {found} of {len(states)} runs")
     if flags.out:
-        flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
+        flags.out.write_bytes(orjson.dumps(made) + b"\n")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ class DecisionRecord(TypedDict):
     program_tokens: float | None  # its context at the decision
     held_seconds: float | None  # time for which the request waited for a place in a cache
     predicted_cached_tokens: int
-    shadow: ShadowChoice | None  # None: no shadow scored the request
     predicted_tier_tokens: int  # part of predicted_cached_tokens in a tier below the GPU
+    shadow: ShadowChoice | None  # None: no shadow scored the request
     cached_tokens: int | None
     output_tokens: int | None
     handoff_seconds: float | None

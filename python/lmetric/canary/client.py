@@ -114,7 +114,7 @@ def _table(metrics: Mapping[str, Any]) -> Table:
         interval, verdict = "too few sessions", ""
         if row["interval"] is not None:
             low, high = row["interval"]
-            interval = f"{_number(low, unit, sign=True)} to {_number(high, unit, sign=True)}"
+            interval = f"{_number(low, unit, sign=True).split()[0]} to {_number(high, unit, sign=True)}"
             worse = (low > 0) != (name == "hit_ratio")
             verdict = ("worse" if worse else "better") if row["clear"] else "no clear difference"
         table.add_row(title, *cells, _number(row["difference"], unit, sign=True), interval, verdict)

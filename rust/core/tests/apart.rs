@@ -72,6 +72,8 @@ const ASKED: Request<'static> = Request {
     whole_answer: false,
     session_final: false,
     home: None,
+    arm: lmetric_core::request::Arm::Stable,
+    shadow: false,
 };
 
 fn costs(router: &Router, id: u64) -> (f64, f64) {

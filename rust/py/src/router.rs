@@ -650,8 +650,8 @@ impl Router {
 
     /// Chooses an instance for a request, counts the request there at once, and opens its ticket.
     ///
-    /// `now`: seconds on the monotonic clock. `canary`: the policy of `set_canary` decides, if there
-    /// is one. `shadow`: the policy of `set_shadow` scores the request, too (`Decision.shadow`).
+    /// `now`: seconds on the monotonic clock. `canary`: the policy of `set_canary` decides, if one
+    /// is set. `shadow`: the policy of `set_shadow` scores the request, too (`Decision.shadow`).
     ///
     /// Returns the decision and the ticket. A ticket that is dropped while open counts as an abort.
     /// Raises `NoInstanceError` (nothing is counted) and `PolicyError` (a policy function failed).

@@ -55,6 +55,8 @@ const THINKS: Request<'static> = Request {
     whole_answer: false,
     session_final: false,
     home: None,
+    arm: lmetric_core::request::Arm::Stable,
+    shadow: false,
 };
 
 fn segments(router: &mut Router, d: &Decision) -> Vec<Segment> {
