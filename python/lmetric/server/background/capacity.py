@@ -117,9 +117,13 @@ class CapacityTwin:
             self._process = None
 
     async def _send(self, process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+        """Raises OSError if the process has ended."""
         assert process.stdin is not None
-        process.stdin.write(orjson.dumps(message) + b"\n")
-        await process.stdin.drain()
+        try:
+            process.stdin.write(orjson.dumps(message) + b"\n")
+            await process.stdin.drain()
+        except RuntimeError as closed:  # of uvloop
+            raise BrokenPipeError(str(closed)) from closed
 
     async def _round(self, process: asyncio.subprocess.Process, number: int, last: list[bytes]) -> None:
         assert process.stdout is not None
@@ -132,8 +136,8 @@ class CapacityTwin:
                 line = await process.stdout.readline()
         except TimeoutError:
             raise TimeoutError(f"a round took longer than {self._config.timeout:g} s") from None
-        except (OSError, RuntimeError):  # a closed pipe; uvloop raises RuntimeError
-            pass
+        except OSError:
+            pass  # it has ended
         if not line:
             code = await process.wait()
             said = b"".join(last).decode(errors="replace").strip().splitlines()
