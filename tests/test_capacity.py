@@ -152,6 +152,12 @@ def test_a_bad_question_is_refused(words: dict[str, Any], message: str) -> None:
 # -- the forecast
 
 
+def test_the_forecast_does_not_fall_to_zero_when_arrivals_stop() -> None:
+    arrivals = np.arange(0.0, 300.0, 0.5)
+    found = forecast(recorded(arrivals), 450.0, 60.0)
+    assert found.at(0.0) == pytest.approx(0.1 * 600 / 450, rel=0.05)
+
+
 def test_a_steady_rate_is_forecast_as_it_is() -> None:
     rng = np.random.default_rng(3)
     arrivals = np.sort(rng.uniform(0, 900, 4500))

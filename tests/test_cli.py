@@ -20,6 +20,7 @@ import yaml
 
 from lmetric.cli.app import MODULES
 
+NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in MODULES]
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 
 
@@ -46,8 +47,8 @@ def test_help_lists_every_command_quickly() -> None:
     done = run("--help")
     assert cpu_seconds() - begin < 2  # about 0.15 s; a crowded machine makes it somewhat more
     assert done.returncode == 0
-    for module in MODULES:
-        assert f"\n  {module.__name__.rpartition('.')[2]} " in done.stdout
+    for name in NAMES:
+        assert f"\n  {name} " in done.stdout
     # A start must not import slow modules.
     loaded = "import sys; sys.argv[1:] = []; import lmetric.cli.app as a; a.build([]); print(*sys.modules)"
     modules = subprocess.run(
@@ -56,9 +57,8 @@ def test_help_lists_every_command_quickly() -> None:
     assert not {"numpy", "aiohttp", "yaml", "tokenizers", "lmetric._core"} & set(modules)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_every_command_explains_itself_and_its_options(module: object) -> None:
-    name = module.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_explains_itself_and_its_options(name: str) -> None:
     done = run(name, "--help", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

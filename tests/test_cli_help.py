@@ -18,7 +18,7 @@ from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL
 from lmetric.config import ServerConfig
 from lmetric.engines.emulated import EngineOptions
 
-NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]
+NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in MODULES]
 GROUP: Any = typer.main.get_command(build(NAMES))
 
 

@@ -20,7 +20,7 @@ DEPLOY = ROOT / "deploy"
 # Of the interpreter, its libraries and what answers and connections hold.
 PROCESS_BYTES = 512 << 20
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-RUNTIME_EXTRA = "kubernetes"
+RUNTIME_EXTRAS = ("epp", "kubernetes")
 
 
 def manifest() -> list[dict[str, Any]]:
@@ -230,7 +230,10 @@ def test_the_image_installs_what_runs_and_nothing_for_tests() -> None:
     optional = project["project"]["optional-dependencies"]
     wanted = {
         re.split(r"[<>=!~;\[ ]", text)[0].lower().replace("_", "-")
-        for text in [*project["project"]["dependencies"], *optional[RUNTIME_EXTRA]]
+        for text in [
+            *project["project"]["dependencies"],
+            *(each for extra in RUNTIME_EXTRAS for each in optional[extra]),
+        ]
     }
     developers = {
         re.split(r"[<>=!~;\[ ]", text)[0].lower()

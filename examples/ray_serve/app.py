@@ -4,8 +4,6 @@
 `request_router_config` in the `deployment_config` of your `LLMConfig`: see the page on Ray Serve.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any

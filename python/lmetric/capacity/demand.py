@@ -23,7 +23,7 @@ DECAY_SECONDS = 240.0  # a count this old weighs 1/e
 BLOCK_BINS = 4  # of the bootstrap
 SAMPLES = 400
 MOST_CHANGE = 2.0  # largest forecast change of the rate, as a factor
-FLOOR_SHARE = 0.1  # smallest rate of the line within the window, relative to its mean
+FLOOR_SHARE = 0.1  # smallest rate of the line and of the forecast, relative to the window's mean
 SETTLED = 0.98  # quantile of the durations
 COARSE_BLOCKS = 24  # blocks of a median prompt that a coarse trace keeps at least
 MOST_BLOCK_TOKENS = 128
@@ -94,8 +94,9 @@ def forecast(
     ahead = np.maximum(rates, rates + slopes * horizon_seconds)
     # The rate of the next minutes has bursts, too.
     spread = np.sqrt(np.maximum(rates, 0) / BIN_SECONDS / BLOCK_BINS) * _blocks(residuals)
-    top = max(rate, counts.mean() / BIN_SECONDS)
-    ahead = np.clip(ahead + spread, 0.0, MOST_CHANGE * top)
+    mean = float(counts.mean()) / BIN_SECONDS
+    # A rate near zero would make the simulated time endless.
+    ahead = np.clip(ahead + spread, FLOOR_SHARE * mean, MOST_CHANGE * max(rate, mean))
     return Forecast(
         float(rate), float(slope), horizon_seconds, np.sort(ahead), round(float(missing.sum()))
     )  # fmt: skip

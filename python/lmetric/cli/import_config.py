@@ -21,14 +21,16 @@ def command(
             "--from",
             metavar="KIND",
             help="The other router: sglang-router, smg, vllm-router, production-stack, llm-d, litellm or "
-            "nginx. Default: found out from the file.",
+            "nginx.",
+            show_default="found out from the file",
         ),
     ] = None,
 ) -> None:
-    """Translate the configuration of another router and print it as YAML.
+    """Translate the configuration of another router.
 
-    A comment names each setting without an equivalent. Save the output, and check it with
-    config --config FILE. Exit code 2: the file is not a configuration of a known router.
+    The output is YAML, with a comment for each setting without an equivalent. Save it, and
+    check it with config --config FILE. Exit code 2: the file is not a configuration of a known
+    router.
     """
     from lmetric.migrate import import_config
 

@@ -66,7 +66,11 @@ def home(front: Frontend, request: web.BaseRequest) -> web.Response:
         "tenant": models is not None,
         "admin": admin,
     }
-    pages = {path: page.link for path, page in HOME_LINKS.items() if open_to[page.access]}
+    pages = {
+        path: page.link
+        for path, page in HOME_LINKS.items()
+        if open_to[page.access] and (path != "/advice" or front.capacity is not None)
+    }
     state = summary(front.fleet, names=admin)
     shown: dict[str, Any] = {
         "name": "lmetric-router",
