@@ -31,7 +31,7 @@ def test_helm_finds_no_fault(variant: str) -> None:
 
 @pytest.mark.parametrize("version", ["1.27.0", "1.37.0"])
 def test_the_objects_fit_the_schemas_of_kubernetes(version: str, tmp_path: Path) -> None:
-    """kubeconform knows every field of the oldest and newest Kubernetes, and of custom resources."""
+    """kubeconform knows all fields of the oldest and newest Kubernetes and of custom resources."""
     schemas = TOOLS / "schemas"
     if not schemas.is_dir():
         pytest.skip("the schemas are missing: run scripts/chart_tools")

@@ -39,6 +39,8 @@ _REASONS = {
     "redis_password": _REDIS,
     "redis_url": _REDIS,
     "master_key": "keys are in a file: `auth.keys_file`",
+    "background_health_checks": "health checks are always on: `health.interval`",
+    "health_check_interval": "health checks are always on: `health.interval`",
     "drop_params": "requests reach the engine unchanged",
     "cache": "no cache of answers; the engines cache prefixes",
     "cache_params": "no cache of answers; the engines cache prefixes",
