@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -109,6 +110,21 @@ def write_schemas(folder: Path) -> None:
         for version in definition["spec"]["versions"]:
             schema = strict(version["schema"]["openAPIV3Schema"])
             (folder / f"{kind}_{version['name']}.json").write_text(json.dumps(schema))
+
+
+def on_pages() -> Objects:
+    """Returns the whole objects in the code blocks of the how-to pages."""
+    blocks = [
+        block
+        for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+        for block in re.findall(r"^ *```yaml\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    return [
+        each
+        for block in blocks
+        if block.lstrip().startswith("apiVersion: ")
+        for each in yaml.safe_load_all(block)
+    ]
 
 
 def router_yaml(found: Objects) -> str:

@@ -38,6 +38,9 @@ def test_the_objects_fit_the_schemas_of_kubernetes(version: str, tmp_path: Path)
     (rendered := tmp_path / "rendered").mkdir()
     for variant in VARIANTS:
         (rendered / f"{variant}.yaml").write_text(chart.rendered(variant))
+    shutil.copy(ROOT / "deploy" / "kubernetes.yaml", rendered)
+    assert {"PodMonitor", "ScaledObject"} <= {each["kind"] for each in chart.on_pages()}
+    (rendered / "pages.yaml").write_text(yaml.safe_dump_all(chart.on_pages()))
     chart.write_schemas(tmp_path)
     command = [chart.tool("kubeconform"), "-strict", "-summary", "-kubernetes-version", version]
     place = f"{schemas}/{{{{.NormalizedKubernetesVersion}}}}-local{{{{.StrictSuffix}}}}"
