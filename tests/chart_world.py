@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -77,6 +78,37 @@ def router(found: Objects) -> dict[str, Any]:
     (container,) = pod(found)["containers"]
     assert container["name"] == "router"
     return dict(container)
+
+
+def definitions() -> Objects:
+    """Returns the definitions of custom resources. Skips the test without scripts/chart_tools."""
+    files = sorted((TOOLS / "crds").glob("*.yaml"))
+    if not files:
+        pytest.skip("the definitions of custom resources are missing: run scripts/chart_tools")
+    return [yaml.safe_load(file.read_text()) for file in files]
+
+
+def write_schemas(folder: Path) -> None:
+    """Writes JSON schemas of the custom resources, in which unknown fields are errors."""
+
+    def strict(schema: dict[str, Any]) -> dict[str, Any]:
+        made = dict(schema)
+        for key in ("properties", "items", "additionalProperties"):
+            if isinstance(inner := schema.get(key), dict):
+                made[key] = (
+                    {name: strict(each) for name, each in inner.items()}
+                    if key == "properties"
+                    else strict(inner)
+                )
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            made["additionalProperties"] = False
+        return made
+
+    for definition in definitions():
+        kind = definition["spec"]["names"]["kind"].lower()
+        for version in definition["spec"]["versions"]:
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            (folder / f"{kind}_{version['name']}.json").write_text(json.dumps(schema))
 
 
 def router_yaml(found: Objects) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 import yaml
+from structlog.testing import capture_logs
 
 from discovery_world import ApiServer, following, pod
 from epp_world import PROMPT, exchange, picking, request_body, request_head
@@ -121,6 +122,22 @@ async def test_objectives_of_the_pool_are_priorities(path: str, tmp_path: Path) 
             await until(lambda: found == wanted, seen=lambda: found)
             api.custom[path] = {"items": items[:1]}
             await until(lambda: found == {"of-another-source": 3, "fast": 10}, seen=lambda: found)
+
+
+async def test_objectives_without_permission_are_logged_once(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+    async with ApiServer() as api:
+        api.custom[V1] = pool(8000)
+        api.put(pod("a"))
+        api.forbidden = {OBJECTIVES}
+        api.custom[NEW_OBJECTIVES] = {"items": [objective("fast", 10)]}
+        with capture_logs() as logs:
+            async with following(source(api, tmp_path, found)) as told:
+                await until(lambda: found == {"fast": 10}, seen=lambda: found)
+                api.custom[NEW_OBJECTIVES] = {"items": []}
+                await until(lambda: found == {}, seen=lambda: found)
+                assert not told.problems
+        assert [line["group"] for line in logs] == ["inference.networking.x-k8s.io"]
 
 
 async def test_a_picker_serves_an_inference_pool(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 from lmetric.cli.app import build
 from lmetric.config import ConfigError, load_config
 from lmetric.migrate import KINDS, import_config
-from lmetric.migrate.commands import Flags, commands
 from lmetric.server import check_config
 
 FOLDER = Path(__file__).parent / "data" / "other_routers"
@@ -214,42 +212,6 @@ def test_a_published_example(file: Path, tmp_path: Path) -> None:
     (tmp_path / "router.yaml").write_text(printed)
     check_config(load_config(tmp_path / "router.yaml", environ={}))
     assert import_config(file, kind).render() == printed
-
-
-# Flags whose value in an example is the other router's default.
-DEFAULTS = {
-    ("sglang_workers.sh", "--policy"),
-    ("sglang_workers.sh", "--port"),
-    ("sglang_pd.sh", "--prefill-policy"),
-    ("vllm_router_pd.sh", "--prefill-policy"),
-    ("smg_thresholds.sh", "--policy"),
-    ("vllm_router_mooncake.sh", "--host"),
-    ("vllm_router_mooncake.sh", "--intra-node-data-parallel-size"),
-    ("production_stack_static.sh", "--routing-logic"),
-    ("production_stack_static.sh", "--service-discovery"),
-}
-
-
-@pytest.mark.parametrize("file", [file for file in EXAMPLES if file.suffix == ".sh"], ids=lambda f: f.name)
-def test_no_flag_disappears(file: Path, tmp_path: Path) -> None:
-    """Without one of its flags, a command has other settings or other remarks."""
-    [command] = commands(file.read_text(), [])
-    program = f"python -m {command.program}" if "." in command.program else command.program
-
-    def imported(flags: Flags) -> tuple[Any, Any]:
-        words = [word for flag, given in flags.items() for values in given for word in (flag, *values)]
-        (tmp_path / file.name).write_text(shlex.join([*program.split(), *words]))
-        try:
-            draft = import_config(tmp_path / file.name, EXPECTED[file.name][0])
-        except ConfigError as error:
-            return str(error), None
-        return draft.settings, draft.remarks
-
-    whole = imported(command.flags)
-    assert len(command.flags) >= 3
-    for flag in command.flags:
-        rest = {other: given for other, given in command.flags.items() if other != flag}
-        assert (imported(rest) == whole) == ((file.name, flag) in DEFAULTS), flag
 
 
 def test_secrets_are_not_printed(tmp_path: Path) -> None:

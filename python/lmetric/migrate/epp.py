@@ -44,6 +44,17 @@ _PREFIX_SOURCES = {
     "token-producer",
     "tokenizer",
 }
+_WIRING = "part of the picker's wiring; the router has its own"
+_KEYS = {
+    "apiVersion",
+    "kind",
+    "metadata",
+    "plugins",
+    "schedulingProfiles",
+    "saturationDetector",
+    "flowControl",
+}
+_KEYS |= {"featureGates", "dataLayer", "data", "parser", "requestHandler"}
 _ROLE_LABEL = "llm-d.ai/role"
 _REASONS = {
     "session-affinity-scorer": "no score beside others; `session_affinity` is a policy of its own",
@@ -89,7 +100,9 @@ def translate(draft: Draft, config: dict[str, Any], documents: list[Any]) -> Non
             draft.remark(key, "requests wait only with `admission` (docs/how-to/overload.md)")
     for key in ("featureGates", "dataLayer", "data", "parser", "requestHandler"):
         if config.get(key):
-            draft.remark(key, "part of the picker's wiring; the router has its own")
+            draft.remark(key, _WIRING)
+    for key in sorted(config.keys() - _KEYS):
+        draft.remark(key, "no equivalent known", config[key])
     _pools(draft, documents, separate=splits or bool(_ROLE_FILTERS & set(types.values())))
 
 
@@ -182,6 +195,8 @@ def _plugin(draft: Draft, name: str, kind: str, parameters: Mapping[str, Any]) -
             )
     elif kind not in _STRUCTURE | _ROLE_FILTERS | used | _NEAR.keys():
         draft.remark(f"{name} ({kind})" if name != kind else name, _REASONS.get(kind, "no equivalent known"))
+    elif parameters and kind in _STRUCTURE:
+        draft.remark(f"{name}: {', '.join(parameters)}", _WIRING)
 
 
 def _pools(draft: Draft, documents: list[Any], *, separate: bool) -> None:
@@ -203,6 +218,8 @@ def _pools(draft: Draft, documents: list[Any], *, separate: bool) -> None:
         if separate:
             source["role_key"] = _ROLE_LABEL
         sources.append({"kubernetes": source})
+        for key in sorted(spec.keys() - {"selector", "targetPorts", "targetPortNumber"}):
+            draft.remark(f"InferencePool {key}", "clients connect to the router; `epp` serves a gateway")
         for port in ports[1:]:
             draft.remark(
                 f"InferencePool port {port}", "one port per source; write another `kubernetes` source"

@@ -39,6 +39,8 @@ _REASONS = {
     "redis_password": _REDIS,
     "redis_url": _REDIS,
     "master_key": "keys are in a file: `auth.keys_file`",
+    "background_health_checks": "health checks are always on: `health.interval`",
+    "health_check_interval": "health checks are always on: `health.interval`",
     "drop_params": "requests reach the engine unchanged",
     "cache": "no cache of answers; the engines cache prefixes",
     "cache_params": "no cache of answers; the engines cache prefixes",
@@ -145,6 +147,8 @@ def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict
         params.pop(key, None)
     for key, value in params.items():
         draft.remark(f"{where}.{key}", "clients send request parameters themselves", value)
+    for key in sorted(entry.keys() - {"model_name", "litellm_params", *_WEIGHTS}):
+        draft.remark(f"{where}.{key}", "the router asks the engines for their models")
     if engine not in (engines := pools.setdefault(served, [])):
         engines.append(engine)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from lmetric.migrate.draft import Draft
 
 _Block = list[dict[str, Any]]
 
+_NOT_NEEDED = "not needed: one process answers for every host name"
+_REPEATED = "another block has this setting, too; the first one counts"
 _PROXY = "the router sets its own headers and buffers"
-_SILENT = {"events", "http", "server", "location", "upstream", "proxy_pass", "server_name", "zone"}
-_SILENT |= {"worker_processes", "worker_connections", "proxy_http_version", "proxy_buffering"}
+_BLOCKS = {"events", "http", "server", "location", "upstream", "proxy_pass"}
+_OWN = {"server_name", "zone", "worker_processes", "worker_connections", "worker_rlimit_nofile"}
 
 
 def translate(draft: Draft, file: Path, text: str) -> None:
@@ -79,7 +81,9 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
             draft.remark(
                 " ".join([what, *args]), "the router keeps connections by itself: `limits.idle_seconds`"
             )
-        elif what not in _SILENT:
+        elif what in _OWN:
+            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+        elif what not in _BLOCKS:
             draft.remark(" ".join([what, *args]), "no equivalent known")
     draft.set("policy", policy, note)
     draft.note("policy", "The old rule. `lmetric` is this router's own.")
@@ -125,34 +129,60 @@ def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[A
 
 def _directives(draft: Draft, directives: _Block) -> None:
     """The settings of server and location blocks, the first of each name."""
-    seen: set[str] = set()
-    others: list[str] = []
+    seen: dict[str, list[str]] = {}
+    others: dict[str, None] = {}
     for each in directives:
         what, args = each["directive"], each["args"]
-        if what in seen or what in _SILENT:
+        if what == "location" and args != ["/"]:
+            draft.remark(" ".join([what, *args]), "the router serves the paths of engines, and only those")
+        if what in _BLOCKS:
             continue
-        seen.add(what)
-        if what == "listen":
-            port = re.search(r"(\d+)$", args[0])
-            draft.set("port", int(port[1]) if port else 80)
-            draft.set("host", args[0].rpartition(":")[0] or "0.0.0.0")
-        elif what == "proxy_connect_timeout":
-            draft.set("timeouts.connect", draft.seconds(what, args[0]))
-        elif what == "proxy_read_timeout":
-            seconds = draft.seconds(what, args[0])
-            draft.set("timeouts.first_byte", seconds)
-            draft.set("timeouts.between_chunks", seconds)
-        elif what == "client_max_body_size" and args[0] != "0":
-            draft.set("limits.max_body_bytes", draft.size_bytes(what, args[0]))
-        elif what == "proxy_next_upstream_tries" and args[0] != "0":
-            draft.set("retries.attempts", int(args[0]))
-        elif what == "ssl_certificate":
-            draft.set("tls.certificate_file", args[0])
-        elif what == "ssl_certificate_key":
-            draft.set("tls.key_file", args[0])
+        if what in _OWN:
+            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+        elif what in _SETTINGS and args[0] != "0" and what not in seen:
+            _SETTINGS[what](draft, what, args)
+        elif what in _SETTINGS and args != seen.get(what):
+            draft.remark(" ".join([what, *args]), "0 is no limit here" if args[0] == "0" else _REPEATED)
         elif what.startswith("proxy_"):
             draft.remark(what, _PROXY)
-        else:
-            others.append(what)
+        elif what not in _SETTINGS:
+            others[what] = None
+        seen.setdefault(what, args)
     if others:
         draft.remark(", ".join(others), "no equivalent known; check whether you need it")
+
+
+def _listen(draft: Draft, _: str, args: list[str]) -> None:
+    address = args[0]
+    if len(args) > 1:
+        draft.remark(f"listen {' '.join(args)}", "options of the socket; TLS is in `tls`, and HTTP is 1.1")
+    if address.startswith("unix:"):
+        draft.set("host", address)
+        return
+    parts = re.fullmatch(r"(?:(\[\S+\]|[^\s:\]]+):)?(\d+)", address)
+    host, port = (parts[1], int(parts[2])) if parts else (address, 80)
+    draft.set("port", port)
+    draft.set("host", "0.0.0.0" if host in (None, "*") else host.strip("[]"))
+
+
+def _read_timeout(draft: Draft, what: str, args: list[str]) -> None:
+    seconds = draft.seconds(what, args[0])
+    draft.set("timeouts.first_byte", seconds)
+    draft.set("timeouts.between_chunks", seconds)
+
+
+_SETTINGS: dict[str, Callable[[Draft, str, list[str]], None]] = {
+    "listen": _listen,
+    "proxy_connect_timeout": lambda draft, what, args: draft.set(
+        "timeouts.connect", draft.seconds(what, args[0])
+    ),
+    "proxy_read_timeout": _read_timeout,
+    "client_max_body_size": lambda draft, what, args: draft.set(
+        "limits.max_body_bytes", draft.size_bytes(what, args[0])
+    ),
+    "proxy_next_upstream_tries": lambda draft, what, args: draft.set(
+        "retries.attempts", int(draft.number(what, args[0], whole=True))
+    ),
+    "ssl_certificate": lambda draft, _, args: draft.set("tls.certificate_file", args[0]),
+    "ssl_certificate_key": lambda draft, _, args: draft.set("tls.key_file", args[0]),
+}

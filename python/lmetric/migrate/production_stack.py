@@ -75,13 +75,13 @@ def translate_values(draft: Draft, values: dict[str, Any], _: list[Any]) -> None
             "settings of the router's deployment; see deploy/kubernetes.yaml",
         )
     models = [each.get("name") for each in engines.get("modelSpec") or [] if isinstance(each, Mapping)]
-    if models:
-        named = ", ".join(str(name) for name in models)
+    if engines:
+        named = ", ".join(str(name) for name in models) or ", ".join(sorted(engines))
         draft.remark(
             f"servingEngineSpec ({named})", "keep the chart for the engines; they report their models"
         )
-    for key in ("cacheserverSpec", "loraController", "sharedPvcStorage"):
-        if values.get(key):
+    for key in sorted(values.keys() - {"routerSpec", "servingEngineSpec"}):
+        if values[key]:
             draft.remark(key, "not a part of the router")
 
 
@@ -91,9 +91,15 @@ def translate_dynamic(draft: Draft, values: dict[str, Any], _: list[Any]) -> Non
     for key, value in values.items():
         flag = "--" + key.replace("_", "-")
         if key == "static_models" and isinstance(value, Mapping):
-            backends = [
-                (str(url), str(model)) for model, each in value.items() for url in each["static_backends"]
-            ]
+            backends: list[tuple[str, str]] = []
+            for model, each in value.items():
+                urls = each.get("static_backends") if isinstance(each, Mapping) else None
+                if not isinstance(urls, list):
+                    raise draft.error(f"static_models.{model}", each, "a mapping with a list static_backends")
+                backends += [(str(url), str(model)) for url in urls]
+                for other in sorted(each.keys() - {"static_backends"}):
+                    why = _REASONS.get(f"--{other.replace('_', '-')}s", "no equivalent known")
+                    draft.remark(f"static_models.{model}.{other}", why, each[other])
             words.append("--static-backends=" + ",".join(url for url, _ in backends))
             words.append("--static-models=" + ",".join(model for _, model in backends))
         elif isinstance(value, Mapping):

@@ -71,3 +71,8 @@ fn main() -> Result<(), CoreError> {
     assert_eq!(router.in_flight(), 0);
     Ok(())
 }
+
+#[test]
+fn the_example_runs() -> Result<(), CoreError> {
+    main()
+}

@@ -96,10 +96,17 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $url := printf "http://%s-peers:8000" (include "lmetric.fullname" .) }}
 {{- $_ := set $config "replicas" (dict "urls" (list $url) "token_file" "/etc/lmetric-secrets/replicas-token") }}
 {{- end }}
+{{- if .Values.epp.tls.secret }}
+{{- $tls := dict "certificate_file" "/etc/lmetric-tls/tls.crt" "key_file" "/etc/lmetric-tls/tls.key" }}
+{{- $_ := set $config "epp" (dict "tls" $tls) }}
+{{- end }}
 {{- if include "lmetric.discovers" . }}
+{{- $pods := dict "inference_pool" (include "lmetric.pool" .) }}
+{{- if eq .Values.mode "router" }}
 {{- $labels := list }}
 {{- range $key, $value := .Values.engines.matchLabels }}{{ $labels = append $labels (printf "%s=%s" $key $value) }}{{ end }}
-{{- $pods := dict "selector" (join "," $labels) "port" .Values.engines.port }}
+{{- $pods = dict "selector" (join "," $labels) "port" .Values.engines.port }}
+{{- end }}
 {{- with .Values.engines.namespace }}{{ $_ := set $pods "namespace" . }}{{ end }}
 {{- with .Values.engines.modelKey }}{{ $_ := set $pods "model_key" . }}{{ end }}
 {{- with .Values.engines.roleKey }}{{ $_ := set $pods "role_key" . }}{{ end }}
@@ -127,6 +134,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if ne .Values.engines.namespace .Release.Namespace }}
 {{- fail (printf "engines.namespace is %q, but an InferencePool selects pods of its own namespace %q: install the release there" .Values.engines.namespace .Release.Namespace) }}
 {{- end }}
+{{- end }}
+{{- if and .Values.epp.tls.secret (eq .Values.mode "router") }}
+{{- fail "epp.tls.secret is set, but mode is router: set mode to epp, or remove epp.tls.secret" }}
 {{- end }}
 {{- if and .Values.serviceMonitor.adminToken (not .Values.admin.enabled) }}
 {{- fail "serviceMonitor.adminToken is true, but there is no admin token: set admin.enabled to true" }}

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import structlog
 
 from lmetric.config import DiscoverySource, KubernetesSource
 from lmetric.server.discovery.kubernetes import PATIENCE_SECONDS, Pods, load_credentials
@@ -21,6 +22,8 @@ from lmetric.server.discovery.source import Found, Sink, SourceError
 
 # The import of `kubernetes` has reported a missing package.
 from kubernetes_asyncio import client  # isort: skip
+
+log = structlog.get_logger("lmetric.discovery")
 
 POLL_SECONDS = 5.0
 POOLS = "inference.networking.k8s.io", "v1", "inferencepools"
@@ -44,6 +47,7 @@ class PoolEngines:
         self.defaults = defaults
         self._objectives = objectives
         self._own: set[str] = set()  # names in `objectives`
+        self._denied: set[str] = set()  # groups of InferenceObjectives without permission
 
     async def follow(self, sink: Sink) -> None:
         """Reports the engines to ``sink`` after each change, until canceled. Raises SourceError."""
@@ -83,12 +87,23 @@ class PoolEngines:
         return answer
 
     async def _read_objectives(self, api: Any, namespace: str) -> None:
-        """Replaces the priorities. A cluster without the kind has none."""
+        """Replaces the priorities. A cluster without the kind has none.
+
+        Without permission to read them, there are none either, and the log has one warning.
+        """
         found: dict[str, int] = {}
         for group, version, plural in OBJECTIVES:
             status, answer = await _get(api, f"/apis/{group}/{version}/namespaces/{namespace}/{plural}")
             if status not in (200, 403, 404):
                 raise SourceError(f"the InferenceObjectives of {namespace}: status {status}")
+            if status == 403 and group not in self._denied:
+                self._denied.add(group)
+                log.warning(
+                    "no permission to list InferenceObjectives, so they set no priorities; give the router's "
+                    "service account a Role that allows list on inferenceobjectives",
+                    group=group,
+                    namespace=namespace,
+                )
             for each in answer.get("items") or () if status == 200 else ():
                 spec = each.get("spec") or {}
                 if (spec.get("poolRef") or {}).get("name") == self._config.inference_pool:
