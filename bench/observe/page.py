@@ -149,7 +149,7 @@ async def memory(url: str, minutes: float) -> dict[str, Any]:
                 "heap_mib": round(metrics["JSHeapUsedSize"] / 2**20, 2),
                 "nodes": metrics["Nodes"],
                 "listeners": metrics["JSEventListeners"],
-                "cpu_seconds": round(sum(map(proc.cpu_seconds, proc.tree(os.getpid()))), 1),
+                "cpu_seconds": round(proc.cpu_seconds(proc.tree(os.getpid())), 1),
             }
             samples.append(sample)
             print(json.dumps(sample), file=sys.stderr, flush=True)
