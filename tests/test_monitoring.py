@@ -39,6 +39,8 @@ WITHOUT_SAMPLES = {
         "Waiting requests",
     ),
     *("Expected wait", "Index accuracy", "Healthy engines", "Spans"),
+    *("Records", "Shadow: choices", "Shadow: predicted TTFT", "Canary: TTFT", "Canary: TTFT difference"),
+    *("Wanted engines", "Rounds of the capacity twin", "Age of the capacity advice"),
 }
 SERIES = re.compile(r"\b(lmetric_[a-z_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import ROOT
+from common import ROOT, median_range
 
 PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
 NAMES = {
@@ -24,9 +24,8 @@ NAMES = {
     "traces, 1%": "traces of 1%",
     "traces, 100%": "traces of all requests",
     "page": "live page open",
-    "capacity twin": "capacity twin",
+    "capacity twin": "records and capacity twin",
 }
-PARTS = {"real": "live", "hour": "an hour of updates, faster"}
 
 
 def newest(what: str) -> dict[str, Any]:
@@ -43,27 +42,24 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
-def source(*results: dict[str, Any]) -> str:
-    """Returns the machine, its load, the commits and the raw files."""
-    machine = results[0]["machine"]
-    worst = max(each[0] for result in results for each in result["load_average"])
+def source(result: dict[str, Any]) -> str:
+    """Returns the machine, its load, the commit and the raw file."""
+    machine, name = result["machine"], result["name"]
+    worst = max(each[0] for each in result["load_average"])
     busy = f" Other work ran on it meanwhile (load average {worst:.0f}): times are upper bounds."
-    files = ", ".join(
-        f"[{each['name']}](../../bench/results/{each['name']}) (commit {each['commit']})" for each in results
-    )
-    return (
-        f"{machine['cpu']}, {machine['cores_total']} cores.{busy if worst > 2.5 else ''} Raw files: {files}."
-    )
+    file = f"[{name}](../../bench/results/{name}) (commit {result['commit']})"
+    return f"{machine['cpu']}, {machine['cores_total']} cores.{busy if worst > 2.5 else ''} Raw file: {file}."
+
+
+def spread(figure: list[float], sign: str = "") -> str:
+    """Returns a median with its range."""
+    middle, low, high, _ = figure
+    form = f"{sign}.{0 if abs(middle) >= 20 or max(abs(low), abs(high)) >= 20 else 2}f"
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def cost(result: dict[str, Any]) -> str:
     """Returns the table of CPU times."""
-
-    def spread(figure: list[float], sign: str = "") -> str:
-        middle, low, high, _ = figure
-        form = f"{sign}.{0 if abs(middle) >= 20 or max(abs(low), abs(high)) >= 20 else 2}f"
-        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
     rows = []
     for name, cell in result["cells"].items():
         more = (
@@ -75,30 +71,69 @@ def cost(result: dict[str, Any]) -> str:
     return table(["on", "per request, µs", "more", "per chunk, µs", "more"], rows)
 
 
-def page(result: dict[str, Any]) -> str:
-    """Returns the tables of the live page: memory of its parts, and frames at its real rate."""
-    parts = {name: part for name, part in result["parts"].items() if part is not None}
-    memory = []
-    for name, part in parts.items():
-        heap = [f"{each['heap_mib']:.1f}" for each in part["memory"]]
-        nodes = [f"{each['nodes']:,}" for each in part["memory"]]
-        memory.append([PARTS[name], f"{part['memory'][-1]['seconds'] / 60:.0f}", f"{part['updates']:,}"])
-        memory[-1] += [f"{each[0]}, {each[len(each) // 2]}, {each[-1]}" for each in (heap, nodes)]
-    times = []
-    for title, key in (("between two frames", "frame_ms"), ("script of an update", "draw_ms")):
-        figures = parts["real"][key]
-        times.append([title, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
-    head = ["page", "minutes", "updates", "heap at start, middle, end, MiB", "nodes of the document"]
-    return f"{table(head, memory)}\n\n{table(['time, ms', 'p50', 'p99', 'max'], times)}"
+def twin(result: dict[str, Any]) -> str:
+    """Returns the sentences about the capacity twin."""
+    rounds = [run["twin_cpu_seconds_per_round"] for run in result["runs"]]
+    over = {
+        key: median_range([row["capacity twin"][key] - row["records"][key] for row in result["rounds"]])
+        for key in ("request_us", "chunk_us")
+    }
+    return (
+        f"A round of the twin took {max(rounds):.1f} s of CPU time in its own process, for "
+        f"{result['twin_requests']:,} requests and four engines. While its process computed, a request "
+        f"cost the router {spread(over['request_us'], '+')} µs more than with records alone, and a chunk "
+        f"{spread(over['chunk_us'], '+')} µs."
+    )
+
+
+def scrape(result: dict[str, Any]) -> str:
+    """Returns the table of /metrics."""
+    cells, rows = result["cells"], []
+    for name, title in (("text", "Prometheus' text"), ("openmetrics", "OpenMetrics")):
+        cell = cells[name]
+        size = [f"{cell['samples'][0]:,.0f}", f"{cell['bytes'][0] / 1e6:.1f}"]
+        times = [f"{spread([1e3 * each for each in cell['cpu_seconds'][:3]] + [0])}", spread(cell["stop_ms"])]
+        rows.append([title, *size, *times])
+    rows.append(["without a scrape", "", "", "", spread(cells["idle"]["stop_ms"])])
+    return table(["format", "samples", "MB", "CPU, ms", "longest stop of the event loop, ms"], rows)
+
+
+def memory(result: dict[str, Any]) -> str:
+    """Returns the table of the live page's memory."""
+    rows = []
+    for each in result["samples"]:
+        row = [f"{each['seconds'] / 60:.0f}", f"{each['updates']:,}"]
+        rows.append([*row, f"{each['heap_mib']:.2f}", f"{each['nodes']:,}", f"{each['listeners']:,}"])
+    return table(["minutes", "updates", "heap, MiB", "nodes", "event listeners"], rows)
+
+
+def frames(result: dict[str, Any]) -> str:
+    """Returns the table of frame times."""
+    rows = []
+    for title, key in (
+        ("between two frames", "frame_ms"),
+        ("between two frames of an empty document", "idle_ms"),
+        ("script of an update", "draw_ms"),
+    ):
+        figures = result[key]
+        rows.append([title, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
+    share = f"{result['frames_above_50_ms']} of {result['frames']:,} frames took more than 50 ms."
+    return f"{table(['time, ms', 'p50', 'p99', 'max'], rows)}\n\n{share}"
 
 
 def main() -> None:
     """Renders the page, or checks it."""
-    observe, live = newest("observe"), newest("page")
-    parts = {
-        "cost": f"{cost(observe)}\n\n{source(observe)}",
-        "page": f"{page(live)}\n\n{source(live)}",
+    made = {
+        "cost": ("observe", cost),
+        "twin": ("observe", twin),
+        "scrape": ("metrics", scrape),
+        "memory": ("page-memory", memory),
+        "frames": ("page-frames", frames),
     }
+    parts = {}
+    for name, (what, render) in made.items():
+        result = newest(what)
+        parts[name] = f"{render(result)}\n\n{source(result)}"
     old = text = PAGE.read_text()
     for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)

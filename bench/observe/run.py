@@ -1,20 +1,21 @@
 """Measures the router's CPU time per request and per streamed chunk with metrics, records, traces,
 the live page and the capacity twin.
 
-    python bench/observe/run.py [--rounds 9] [--seconds 1.5] [--twin FILE] [--out FILE]
+    python bench/observe/run.py [--rounds 5] [--seconds 1.5] [--add] [--out FILE]
 
 Each variant is a router of its own, and all run all the time. A round measures each variant in
 turn: 200 requests per second of 1 KB bodies, then 40 streams with a token each 5 ms. All routers
-share four mock engines, which cost almost nothing (bench/http/mock.py).
+share four mock engines, which cost almost nothing (bench/http/mock.py). ``--add`` adds the rounds
+to those in ``--out``.
 
-CPU time is that of the router's process, its threads and its children, in nanoseconds from
+CPU time is that of the router's process and its threads, in nanoseconds from
 /proc/PID/task/TID/schedstat. So it contains threads that write records or send spans, and the share
 of work that comes once a second, such as an update of the page.
 
 `metrics`: a client reads /metrics each second. `records`: each request. `traces`: spans of 1% or
-all requests go to a collector. `page`: a client receives the events of /ui. `capacity twin`: with
-the configuration in ``--twin FILE`` (YAML, `{folder}` is an empty folder); without it, this variant
-is left out.
+all requests go to a collector. `page`: a client receives the events of /ui. `capacity twin`:
+records of each request, and the twin's process computes. First it gets two minutes of traffic. It
+is stopped while other variants are measured. Its own CPU time is counted per round of advice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,7 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,8 +54,12 @@ ENGINES = [18310, 18311, 18312, 18313]
 COLLECTOR, FIRST_PORT = 18320, 18330
 RATE, REQUEST_BYTES, STREAMS = 200, 1024, 40
 SCRAPE_SECONDS = 1.0
-OFF = "off"
+OFF, TWIN = "off", "capacity twin"
+TWIN_RATE, TWIN_SECONDS = 20, 130  # traffic before its first advice
+ADVICE_SECONDS, TWIN_ROUNDS = 90, 3  # time for these rounds after that traffic
+ADVICE = re.compile(r'lmetric_capacity_rounds_total{model="mock",outcome="advice"} (\S+)')
 TRACING = {"endpoint": f"http://127.0.0.1:{COLLECTOR}"}
+Round = dict[str, dict[str, float]]  # the figures of each variant
 SERVE = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
 # Name: the configuration beyond engines and port.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,7 +69,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "traces, 1%": {"tracing": TRACING | {"sample_ratio": 0.01}},
     "traces, 100%": {"tracing": TRACING | {"sample_ratio": 1.0}},
     "page": {},
-    "capacity twin": {},  # from --twin
+    TWIN: {
+        "records": {"path": "{folder}/records"},
+        # Any error of the fit will do: these engines are no real ones, and the work is the same.
+        "capacity": {"slo": "ttft_p99=2s,tpot_p95=50ms", "interval": 5, "window": 300, "max_error": 1e9},
+    },
 }
 
 
@@ -96,8 +108,8 @@ class Collector(BaseHTTPRequestHandler):
 class Routers:
     """The engines, the collector, and a router for each variant."""
 
-    def __init__(self, variants: dict[str, dict[str, Any]], folder: Path) -> None:
-        self.ports = {name: FIRST_PORT + number for number, name in enumerate(variants)}
+    def __init__(self, folder: Path) -> None:
+        self.ports = {name: FIRST_PORT + number for number, name in enumerate(VARIANTS)}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all = ExitStack()
         for port in [*ENGINES, COLLECTOR, *self.ports.values()]:
@@ -107,7 +119,7 @@ class Routers:
         self._start("mock", [str(MOCK), *map(str, ENGINES)], folder)
         self._start("collector", [__file__, "--collector"], folder)
         answers(ENGINES[0])
-        for name, settings in variants.items():
+        for name, settings in VARIANTS.items():
             (own := folder / name.replace(" ", "-")).mkdir()
             config = own / "router.yaml"
             engines = [{"url": f"http://127.0.0.1:{port}"} for port in ENGINES]
@@ -124,13 +136,62 @@ class Routers:
         self._all.callback(process.send_signal, signal.SIGTERM)
         return process
 
-    def pids(self, name: str) -> list[int]:
-        """Returns the processes of a variant."""
-        return proc.tree(self.processes[name].pid)
+    def twin(self) -> int:
+        """Returns the process of the capacity twin."""
+        (_, twin) = proc.tree(self.processes[TWIN].pid)
+        return twin
+
+    def advice(self) -> int:
+        """Returns the number of the twin's rounds that gave advice."""
+        client = http.client.HTTPConnection("127.0.0.1", self.ports[TWIN], timeout=30)
+        client.request("GET", "/metrics")
+        text = client.getresponse().read().decode()
+        client.close()
+        return int(float(ADVICE.search(text)[1]))  # type: ignore[index]
 
     def close(self) -> None:
         """Ends all processes."""
         self._all.close()
+
+
+async def twin_traffic(port: int) -> None:
+    """Sends streams of 16 tokens in a fixed rhythm."""
+    loop = asyncio.get_running_loop()
+
+    async def one(number: int) -> None:
+        data = load.request(REQUEST_BYTES, "twin", number, '"stream":true,"max_tokens":16,')
+        transport, client = await loop.create_connection(load.Client, "127.0.0.1", port)
+        if not (await client.ask(data)).startswith(b"HTTP/1.1 200"):
+            sys.exit("run.py: a request of the twin's traffic failed")
+        transport.close()
+
+    start = loop.time()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(TWIN_RATE * TWIN_SECONDS):
+            await asyncio.sleep(start + number / TWIN_RATE - loop.time())
+            tasks.create_task(one(number))
+
+
+def twin_cpu(routers: Routers) -> float:
+    """Returns the CPU time of the twin's process per round, after its traffic.
+
+    Exits if there is no advice.
+    """
+    asyncio.run(twin_traffic(routers.ports[TWIN]))
+    end = time.monotonic() + ADVICE_SECONDS
+
+    def at(advice: int) -> float:
+        while routers.advice() < advice:
+            if time.monotonic() > end:
+                sys.exit(
+                    "run.py: the capacity twin gives no advice; GET /advice of its router has the reason"
+                )
+            time.sleep(0.05)
+        return cpu_seconds([routers.twin()])
+
+    first = routers.advice() + 1
+    begun = at(first)
+    return (at(first + TWIN_ROUNDS) - begun) / TWIN_ROUNDS
 
 
 class Viewer(threading.Thread):
@@ -176,8 +237,9 @@ class Scraper(threading.Thread):
         return self.scrapes
 
 
-def measured(port: int, pids: list[int], seconds: float, nonce: str) -> dict[str, float]:
+def measured(routers: Routers, name: str, seconds: float, nonce: str) -> dict[str, float]:
     """Returns µs of CPU time per request and per chunk. Exits if a request failed."""
+    port, pids = routers.ports[name], [routers.processes[name].pid]
     requests = asyncio.run(load.open_loop(port, REQUEST_BYTES, RATE, seconds, nonce, pids))
     chunks = asyncio.run(load.streams(port, STREAMS, seconds, nonce, pids))
     if requests["errors"] or chunks["errors"]:
@@ -186,30 +248,46 @@ def measured(port: int, pids: list[int], seconds: float, nonce: str) -> dict[str
     return found | {"chunks_per_second": chunks["chunks_per_second"], "ttlb_p50_us": requests["p50_us"]}
 
 
-def rounds_of(routers: Routers, rounds: int, seconds: float) -> list[dict[str, dict[str, float]]]:
-    """Measures all variants in each round, in another order each time."""
+@contextmanager
+def use(routers: Routers, name: str) -> Iterator[None]:
+    """Reads /metrics of the variant that has it read, and lets the twin's process run."""
+    scraper = Scraper(routers.ports[name]) if name == "metrics" else None
+    if name == TWIN:
+        os.kill(routers.twin(), signal.SIGCONT)
+    yield
+    if name == TWIN:
+        os.kill(routers.twin(), signal.SIGSTOP)
+    if scraper is not None and not scraper.stop():
+        sys.exit("run.py: /metrics was not read")
+
+
+def rounds_of(routers: Routers, rounds: int, seconds: float) -> tuple[list[Round], float]:
+    """Measures all variants in each round, in another order each time.
+
+    Also returns the CPU time of the twin's process per round.
+    """
     names = list(routers.processes)
     viewer = Viewer(routers.ports["page"])
+    twin = twin_cpu(routers)
+    os.kill(routers.twin(), signal.SIGSTOP)
     for name in names:  # until the interpreters have specialized their bytecode
-        measured(routers.ports[name], routers.pids(name), 1.0, f"warm {name}")
+        measured(routers, name, 1.0, f"warm {name}")
     found = []
     for number in range(rounds):
         shift = number % len(names)
         row = {}
         for name in [*names[shift:], *names[:shift]]:
-            scraper = Scraper(routers.ports[name]) if name == "metrics" else None
-            row[name] = measured(routers.ports[name], routers.pids(name), seconds, f"{number} {name}")
-            if scraper is not None:
-                row[name]["scrapes"] = scraper.stop()
+            with use(routers, name):
+                row[name] = measured(routers, name, seconds, f"{number} {name}")
         found.append(row)
         shown = ", ".join(f"{name} {cell['request_us']:.0f}" for name, cell in row.items())
         print(f"round {number + 1}: us per request: {shown}", file=sys.stderr, flush=True)
     if not viewer.updates:
         sys.exit("run.py: the viewer of the page received no update")
-    return found
+    return found, twin
 
 
-def cells(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def cells(rounds: list[Round]) -> dict[str, Any]:
     """Returns medians and ranges, and those of the differences to `off` in the same round."""
     result: dict[str, Any] = {}
     for name in rounds[0]:
@@ -226,34 +304,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each part of a measurement")
-    parser.add_argument("--twin", type=Path, metavar="FILE", help="configuration of the capacity twin")
+    parser.add_argument("--add", action="store_true", help="to the rounds in the file")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-observe.json")
     parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.collector:
         ThreadingHTTPServer(("127.0.0.1", COLLECTOR), Collector).serve_forever()
-    variants = dict(VARIANTS)
-    if given.twin is None:
-        del variants["capacity twin"]
-    else:
-        variants["capacity twin"] = yaml.safe_load(given.twin.read_text())
-    before = os.getloadavg()
+    start, before = about(None, []), os.getloadavg()
+    earlier = json.loads(given.out.read_text()) if given.add else {"runs": [], "rounds": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        routers = Routers(variants, Path(folder))
+        routers = Routers(Path(folder))
         stack.callback(routers.close)
-        found = rounds_of(routers, given.rounds, given.seconds)
-        written = sum(path.stat().st_size for path in Path(folder).glob("records/records/*"))
-        if not written:
+        found, twin = rounds_of(routers, given.rounds, given.seconds)
+        if not any(path.stat().st_size for path in Path(folder).glob("records/records/*")):
             sys.exit("run.py: no record was written")
+    rounds = earlier["rounds"] + found
+    run = {"date": start["date"], "commit": start["commit"], "load_average": [before, os.getloadavg()]}
+    runs = [*earlier["runs"], run | {"rounds": len(found), "twin_cpu_seconds_per_round": twin}]
     result = {
-        **about(None, []),
-        "load_average": [before, os.getloadavg()],
+        **start,
+        "load_average": [each for run in runs for each in run["load_average"]],
         "unit": "us of CPU: median, least, greatest, rounds",
-        "twin": None if given.twin is None else variants["capacity twin"],
-        "cells": cells(found),
-        "rounds": found,
+        "twin_requests": TWIN_RATE * TWIN_SECONDS,
+        "runs": runs,
+        "cells": cells(rounds),
+        "rounds": rounds,
     }
     print("| variant | CPU per request | more | CPU per chunk | more |\n| --- | --- | --- | --- | --- |")
     for name, cell in result["cells"].items():

@@ -1,0 +1,158 @@
+"""Measures `/metrics` with 1,000 engines: size, CPU time, and the longest stop of the event loop.
+
+    python bench/observe/metrics.py [--rounds 10] [--out FILE]
+
+The router runs in this process, the engines and the client in processes of their own. First, 2,000
+requests of 1 KB give the histograms values. A round reads /metrics in each format. Meanwhile the
+event loop wakes up each millisecond; a stop is the time beyond that. `idle` is a second without
+/metrics in the same round: the router reads the load of its engines in both. The CPU time is that
+of the process during the read, less the CPU time of an idle period of the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import ROOT, about, median_range, write_result
+
+ENGINES, FIRST_ENGINE, PORT = 1000, 25000, 24999
+REQUESTS_PER_SECOND, REQUEST_SECONDS = 200, 10
+TICK_SECONDS, IDLE_SECONDS = 0.001, 1.0
+ACCEPT = {"text": "text/plain", "openmetrics": "application/openmetrics-text"}
+HTTP = ROOT / "bench" / "http"
+
+
+def client() -> None:
+    """Reads /metrics in the format of each line of the input. Prints the bytes and samples."""
+    for line in sys.stdin:
+        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
+        connection.request("GET", "/metrics", headers={"accept": ACCEPT[line.strip()]})
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        if answer.status != 200:
+            sys.exit(f"metrics.py: /metrics answered {answer.status}: {body[:200]!r}")
+        samples = sum(bool(row) and not row.startswith(b"#") for row in body.split(b"\n"))
+        print(json.dumps({"bytes": len(body), "samples": samples}), flush=True)
+
+
+async def watched(work: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+    """Returns the time of the work, the CPU time of the process, and the longest stop meanwhile."""
+    stops: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            stops.append(now - last - TICK_SECONDS)
+            last = now
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0.02)
+    stops.clear()
+    began, cpu = time.monotonic(), time.process_time()
+    found = await work()
+    took, used = time.monotonic() - began, time.process_time() - cpu
+    ticking.cancel()
+    with suppress(asyncio.CancelledError):
+        await ticking
+    return {"seconds": took, "cpu_seconds": used, "stop_ms": max(stops) * 1e3, "found": found}
+
+
+async def measured(rounds: int) -> list[dict[str, dict[str, float]]]:
+    """Returns the figures of each round: idle, and of each format."""
+    from lmetric.config import ServerConfig
+    from lmetric.server.app import Server
+
+    ports = [FIRST_ENGINE + number for number in range(ENGINES)]
+    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{n}"} for n, port in enumerate(ports)]
+    mock = await asyncio.create_subprocess_exec(sys.executable, HTTP / "mock.py", *map(str, ports))
+    await asyncio.sleep(3)
+    server = Server(ServerConfig.model_validate({"port": PORT, "model": "mock", "engines": engines}))
+    await server.start()
+    pipe = asyncio.subprocess.PIPE
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--client", stdin=pipe, stdout=pipe
+    )
+    try:
+        load = [HTTP / "load.py", "open", PORT, 1024, REQUESTS_PER_SECOND, REQUEST_SECONDS, "warm", "-"]
+        loading = await asyncio.create_subprocess_exec(sys.executable, *map(str, load), stdout=pipe)
+        sent = json.loads((await loading.communicate())[0])
+        if sent["errors"]:
+            sys.exit(f"metrics.py: requests failed: {sent}")
+
+        async def read(accept: str) -> dict[str, int]:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            reader.stdin.write(f"{accept}\n".encode())
+            found: dict[str, int] = json.loads(await reader.stdout.readline())
+            return found
+
+        result = []
+        for number in range(rounds + 1):
+            idle = await watched(lambda: asyncio.sleep(IDLE_SECONDS))
+            row = {"idle": {key: idle[key] for key in ("cpu_seconds", "stop_ms")}}
+            for accept in ACCEPT:
+                got = await watched(lambda accept=accept: read(accept))
+                got["cpu_seconds"] -= idle["cpu_seconds"] / idle["seconds"] * got["seconds"]
+                row[accept] = got.pop("found") | got
+            if number:  # the first round warms up
+                result.append(row)
+        return result
+    finally:
+        reader.terminate()
+        await reader.wait()
+        await server.stop()
+        mock.terminate()
+        await mock.wait()
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="default: bench/results/DATE-metrics.json")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.client:
+        client()
+        return
+    before = os.getloadavg()
+    rounds = uvloop.run(measured(given.rounds))
+    cells = {
+        name: {key: median_range([row[name][key] for row in rounds]) for key in rounds[0][name]}
+        for name in rounds[0]
+    }
+    for name, cell in cells.items():
+        shown = ", ".join(
+            f"{key} {m:.4g} ({low:.4g} to {high:.4g})" for key, (m, low, high, _) in cell.items()
+        )
+        print(f"{name}: {shown}")
+    result: dict[str, Any] = {
+        **about(None, []),
+        "load_average": [before, os.getloadavg()],
+        "engines": ENGINES,
+        "unit": "median, least, greatest, rounds",
+        "cells": cells,
+    }
+    print(write_result(result, "metrics", given.out))
+
+
+if __name__ == "__main__":
+    main()
