@@ -73,16 +73,16 @@ def cost(result: dict[str, Any]) -> str:
 
 def twin(result: dict[str, Any]) -> str:
     """Returns the sentences about the capacity twin."""
-    rounds = [run["twin_cpu_seconds_per_round"] for run in result["runs"]]
+    run = result["runs"][-1]["twin"]
     over = {
         key: median_range([row["capacity twin"][key] - row["records"][key] for row in result["rounds"]])
         for key in ("request_us", "chunk_us")
     }
     return (
-        f"A round of the twin took {max(rounds):.1f} s of CPU time in its own process, for "
-        f"{result['twin_requests']:,} requests and four engines. While its process computed, a request "
-        f"cost the router {spread(over['request_us'], '+')} µs more than with records alone, and a chunk "
-        f"{spread(over['chunk_us'], '+')} µs."
+        f"A round of the twin took {run['cpu_seconds_per_round']:.1f} s of CPU time in its own process, for "
+        f"{run['requests']:,} requests of {run['seconds']:.0f} s and four engines. While it computed, "
+        f"a request cost the router {spread(over['request_us'], '+')} µs more than with records "
+        f"alone, and a chunk {spread(over['chunk_us'], '+')} µs."
     )
 
 

@@ -1,7 +1,7 @@
 """Measures the router's CPU time per request and per streamed chunk with metrics, records, traces,
 the live page and the capacity twin.
 
-    python bench/observe/run.py [--rounds 5] [--seconds 1.5] [--add] [--out FILE]
+    python bench/observe/run.py [--rounds 5] [--seconds 1.5] [--wait] [--add] [--out FILE]
 
 Each variant is a router of its own, and all run all the time. A round measures each variant in
 turn: 200 requests per second of 1 KB bodies, then 40 streams with a token each 5 ms. All routers
@@ -25,7 +25,6 @@ import asyncio
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -55,9 +54,8 @@ COLLECTOR, FIRST_PORT = 18320, 18330
 RATE, REQUEST_BYTES, STREAMS = 200, 1024, 40
 SCRAPE_SECONDS = 1.0
 OFF, TWIN = "off", "capacity twin"
-TWIN_RATE, TWIN_SECONDS = 20, 130  # traffic before its first advice
-ADVICE_SECONDS, TWIN_ROUNDS = 90, 3  # time for these rounds after that traffic
-ADVICE = re.compile(r'lmetric_capacity_rounds_total{model="mock",outcome="advice"} (\S+)')
+TWIN_RATE = 20  # requests per second before the rounds
+ADVICE_SECONDS, TWIN_ROUNDS = 240, 2
 TRACING = {"endpoint": f"http://127.0.0.1:{COLLECTOR}"}
 Round = dict[str, dict[str, float]]  # the figures of each variant
 SERVE = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
@@ -141,57 +139,76 @@ class Routers:
         (_, twin) = proc.tree(self.processes[TWIN].pid)
         return twin
 
-    def advice(self) -> int:
-        """Returns the number of the twin's rounds that gave advice."""
+    def advice(self) -> dict[str, Any]:
+        """Returns the last advice of the twin; empty if there is none."""
         client = http.client.HTTPConnection("127.0.0.1", self.ports[TWIN], timeout=30)
-        client.request("GET", "/metrics")
-        text = client.getresponse().read().decode()
+        client.request("GET", "/advice")
+        models = json.loads(client.getresponse().read())["models"]
         client.close()
-        return int(float(ADVICE.search(text)[1]))  # type: ignore[index]
+        return (models.get("mock") or {}).get("advice") or {}
 
     def close(self) -> None:
         """Ends all processes."""
         self._all.close()
 
 
-async def twin_traffic(port: int) -> None:
-    """Sends streams of 16 tokens in a fixed rhythm."""
-    loop = asyncio.get_running_loop()
+class TwinTraffic(threading.Thread):
+    """Sends streams of 16 tokens to the twin's router in a fixed rhythm, until it is stopped."""
 
-    async def one(number: int) -> None:
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.failed = 0
+        self._port, self._over = port, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Sends."""
+        asyncio.run(self._send())
+
+    async def _send(self) -> None:
+        loop, number = asyncio.get_running_loop(), 0
+        start = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._over.is_set():
+                tasks.create_task(self._one(number))
+                number += 1
+                await asyncio.sleep(start + number / TWIN_RATE - loop.time())
+
+    async def _one(self, number: int) -> None:
         data = load.request(REQUEST_BYTES, "twin", number, '"stream":true,"max_tokens":16,')
-        transport, client = await loop.create_connection(load.Client, "127.0.0.1", port)
-        if not (await client.ask(data)).startswith(b"HTTP/1.1 200"):
-            sys.exit("run.py: a request of the twin's traffic failed")
+        loop = asyncio.get_running_loop()
+        transport, client = await loop.create_connection(load.Client, "127.0.0.1", self._port)
+        self.failed += not (await client.ask(data)).startswith(b"HTTP/1.1 200")
         transport.close()
 
-    start = loop.time()
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(TWIN_RATE * TWIN_SECONDS):
-            await asyncio.sleep(start + number / TWIN_RATE - loop.time())
-            tasks.create_task(one(number))
+    def stop(self) -> None:
+        """Ends it. Exits if a request failed."""
+        self._over.set()
+        self.join()
+        if self.failed:
+            sys.exit(f"run.py: {self.failed} requests of the twin's traffic failed")
 
 
-def twin_cpu(routers: Routers) -> float:
-    """Returns the CPU time of the twin's process per round, after its traffic.
+def next_advice(routers: Routers, before: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Returns the advice after another one. Exits if there is none within these seconds."""
+    end = time.monotonic() + seconds
+    while (advice := routers.advice()).get("at") == before.get("at"):
+        if time.monotonic() > end:
+            sys.exit("run.py: the capacity twin gives no advice; GET /advice of its router has the reason")
+        time.sleep(0.05)
+    return advice
 
-    Exits if there is no advice.
-    """
-    asyncio.run(twin_traffic(routers.ports[TWIN]))
-    end = time.monotonic() + ADVICE_SECONDS
 
-    def at(advice: int) -> float:
-        while routers.advice() < advice:
-            if time.monotonic() > end:
-                sys.exit(
-                    "run.py: the capacity twin gives no advice; GET /advice of its router has the reason"
-                )
-            time.sleep(0.05)
-        return cpu_seconds([routers.twin()])
-
-    first = routers.advice() + 1
-    begun = at(first)
-    return (at(first + TWIN_ROUNDS) - begun) / TWIN_ROUNDS
+def twin_rounds(routers: Routers) -> dict[str, float]:
+    """Measures the CPU time of the twin's process in its next rounds."""
+    pids = [routers.twin()]
+    os.kill(routers.twin(), signal.SIGCONT)  # whoever made the machine idle may have stopped it
+    advice = next_advice(routers, routers.advice(), ADVICE_SECONDS)
+    cpu = cpu_seconds(pids)
+    for _ in range(TWIN_ROUNDS):
+        advice = next_advice(routers, advice, ADVICE_SECONDS)
+    used = (cpu_seconds(pids) - cpu) / TWIN_ROUNDS
+    return {"cpu_seconds_per_round": used, "requests": advice["requests"], "seconds": advice["seconds"]}
 
 
 class Viewer(threading.Thread):
@@ -261,17 +278,28 @@ def use(routers: Routers, name: str) -> Iterator[None]:
         sys.exit("run.py: /metrics was not read")
 
 
-def rounds_of(routers: Routers, rounds: int, seconds: float) -> tuple[list[Round], float]:
-    """Measures all variants in each round, in another order each time.
+def prepared(routers: Routers, wait: bool) -> dict[str, float]:
+    """Warms all routers, and brings the twin to its first advice. Returns the twin's figures.
 
-    Also returns the CPU time of the twin's process per round.
+    ``wait``: for a line of the input, when everything is ready.
     """
+    traffic = TwinTraffic(routers.ports[TWIN])
+    for name in routers.processes:  # until the interpreters have specialized their bytecode
+        measured(routers, name, 1.0, f"warm {name}")
+    next_advice(routers, {}, ADVICE_SECONDS)
+    if wait:
+        print("run.py: ready; send a line to begin", file=sys.stderr, flush=True)
+        sys.stdin.readline()
+    found = twin_rounds(routers)
+    traffic.stop()
+    os.kill(routers.twin(), signal.SIGSTOP)
+    return found
+
+
+def rounds_of(routers: Routers, rounds: int, seconds: float) -> list[Round]:
+    """Measures all variants in each round, in another order each time."""
     names = list(routers.processes)
     viewer = Viewer(routers.ports["page"])
-    twin = twin_cpu(routers)
-    os.kill(routers.twin(), signal.SIGSTOP)
-    for name in names:  # until the interpreters have specialized their bytecode
-        measured(routers, name, 1.0, f"warm {name}")
     found = []
     for number in range(rounds):
         shift = number % len(names)
@@ -284,7 +312,7 @@ def rounds_of(routers: Routers, rounds: int, seconds: float) -> tuple[list[Round
         print(f"round {number + 1}: us per request: {shown}", file=sys.stderr, flush=True)
     if not viewer.updates:
         sys.exit("run.py: the viewer of the page received no update")
-    return found, twin
+    return found
 
 
 def cells(rounds: list[Round]) -> dict[str, Any]:
@@ -306,28 +334,30 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each part of a measurement")
+    parser.add_argument("--wait", action="store_true", help="for a line of the input before the rounds")
     parser.add_argument("--add", action="store_true", help="to the rounds in the file")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-observe.json")
     parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.collector:
         ThreadingHTTPServer(("127.0.0.1", COLLECTOR), Collector).serve_forever()
-    start, before = about(None, []), os.getloadavg()
+    start = about(None, [])
     earlier = json.loads(given.out.read_text()) if given.add else {"runs": [], "rounds": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         routers = Routers(Path(folder))
         stack.callback(routers.close)
-        found, twin = rounds_of(routers, given.rounds, given.seconds)
+        twin = prepared(routers, given.wait)
+        before = os.getloadavg()
+        found = rounds_of(routers, given.rounds, given.seconds)
         if not any(path.stat().st_size for path in Path(folder).glob("records/records/*")):
             sys.exit("run.py: no record was written")
     rounds = earlier["rounds"] + found
     run = {"date": start["date"], "commit": start["commit"], "load_average": [before, os.getloadavg()]}
-    runs = [*earlier["runs"], run | {"rounds": len(found), "twin_cpu_seconds_per_round": twin}]
+    runs = [*earlier["runs"], run | {"rounds": len(found), "twin": twin}]
     result = {
         **start,
         "load_average": [each for run in runs for each in run["load_average"]],
         "unit": "us of CPU: median, least, greatest, rounds",
-        "twin_requests": TWIN_RATE * TWIN_SECONDS,
         "runs": runs,
         "cells": cells(rounds),
         "rounds": rounds,
