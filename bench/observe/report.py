@@ -1,4 +1,4 @@
-"""Renders the newest results of this folder into `docs/how-to/monitoring.md`.
+"""Renders the newest results into `docs/how-to/monitoring.md` and `docs/how-to/canary.md`.
 
     python bench/observe/report.py [--check]
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import ROOT, median_range
 
-PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
+PAGES = ROOT / "docs" / "how-to"
 NAMES = {
     "off": "nothing",
     "metrics": "`/metrics` each second",
@@ -45,10 +46,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def source(result: dict[str, Any]) -> str:
     """Returns the machine, its load, the commit and the raw file."""
     machine, name = result["machine"], result["name"]
-    worst = max(each[0] for each in result["load_average"])
-    busy = f" Other work ran on it meanwhile (load average {worst:.0f}): times are upper bounds."
+    load = result["load_average"][-1][0]  # of the last minute
+    busy = f" Other work ran on it meanwhile (load average {load:.0f}): times are upper bounds."
     file = f"[{name}](../../bench/results/{name}) (commit {result['commit']})"
-    return f"{machine['cpu']}, {machine['cores_total']} cores.{busy if worst > 2.5 else ''} Raw file: {file}."
+    return f"{machine['cpu']}, {machine['cores_total']} cores.{busy if load > 2.5 else ''} Raw file: {file}."
 
 
 def spread(figure: list[float], sign: str = "") -> str:
@@ -121,30 +122,48 @@ def frames(result: dict[str, Any]) -> str:
     return f"{table(['time, ms', 'p50', 'p99', 'max'], rows)}\n\n{share}"
 
 
-def main() -> None:
-    """Renders the page, or checks it."""
-    made = {
+def trials(result: dict[str, Any]) -> str:
+    """Returns the table of the cost of policies on trial (bench/canary/cost.py)."""
+    rows = []
+    for engines, cell in result["cells"].items():
+        more = [spread(cell[name]["more_us"], "+") for name in ("shadow", "canary")]
+        rows.append([engines, spread(cell["off"]["request_us"]), *more])
+    return table(["engines", "neither, µs", "with a shadow", "with a canary"], rows)
+
+
+PARTS: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+    "monitoring.md": {
         "cost": ("observe", cost),
         "twin": ("observe", twin),
         "scrape": ("metrics", scrape),
         "memory": ("page-memory", memory),
         "frames": ("page-frames", frames),
-    }
-    parts = {}
-    for name, (what, render) in made.items():
+    },
+    "canary.md": {"trials": ("canary-cost", trials)},
+}
+
+
+def rendered(page: str, text: str) -> str:
+    """Returns a page with the newest figures."""
+    for name, (what, render) in PARTS[page].items():
         result = newest(what)
-        parts[name] = f"{render(result)}\n\n{source(result)}"
-    old = text = PAGE.read_text()
-    for name, part in parts.items():
+        part = f"{render(result)}\n\n{source(result)}"
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         text, count = pattern.subn(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
         if count != 1:
-            sys.exit(
-                f"report.py: {PAGE.relative_to(ROOT)} needs one pair of <!-- {name} --> marks, has {count}"
-            )
-    if "--check" in sys.argv:
-        sys.exit(f"report.py: {PAGE.relative_to(ROOT)} is stale: run report.py" if text != old else 0)
-    PAGE.write_text(text)
+            sys.exit(f"report.py: docs/how-to/{page} needs one pair of <!-- {name} --> marks, has {count}")
+    return text
+
+
+def main() -> None:
+    """Renders the pages, or checks them."""
+    for page in PARTS:
+        old = (PAGES / page).read_text()
+        text = rendered(page, old)
+        if "--check" not in sys.argv:
+            (PAGES / page).write_text(text)
+        elif text != old:
+            sys.exit(f"report.py: docs/how-to/{page} is stale: run report.py")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def of_engines(metric: str, function: str = "max") -> str:
 
 
 def wanted(metric: str) -> str:
-    """Returns the query of wanted engines: the most that a router wants."""
+    """Returns the query of a metric of wanted engines: the largest value of all routers."""
     return f"max by (role, type) ({metric}{{{MODEL}}})"
 
 
