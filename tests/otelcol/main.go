@@ -28,7 +28,7 @@ func main() {
 		BuildInfo: component.BuildInfo{Command: "otelcol", Description: "OTLP to OTLP over HTTP", Version: "tests"},
 		Factories: factories,
 		ConfigProviderSettings: otelcol.ConfigProviderSettings{
-			ResolverSettings: confmap.ResolverSettings{ProviderFactories: files},
+			ResolverSettings: confmap.ResolverSettings{ProviderFactories: files, DefaultScheme: "file"},
 		},
 	}
 	if err := otelcol.NewCommand(settings).Execute(); err != nil {
