@@ -10,6 +10,7 @@ requests each, and "more" compares with `off` of the same round.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import about, median_range, write_result
@@ -93,6 +95,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-canary-cost.json")
     given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     before = os.getloadavg()
     cells = {str(engines): measured(engines, given.rounds) for engines in (4, 256)}
     for engines, variants in cells.items():

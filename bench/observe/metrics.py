@@ -3,18 +3,22 @@
     python bench/observe/metrics.py [--rounds 10] [--out FILE]
 
 The router runs in this process, the engines and the client in processes of their own. First, 2,000
-requests of 1 KB give the histograms values. A round reads /metrics in each format. Meanwhile the
-event loop wakes up each millisecond; a stop is the time beyond that. `idle` is a second without
-/metrics in the same round: the router reads the load of its engines in both. The CPU time is that
-of the process during the read, less the CPU time of an idle period of the same length.
+requests of 1 KB give the histograms values. A round reads /metrics in each format. The router reads
+load and health of the engines once a minute only: that work is no part of /metrics.
+
+All times are CPU time of the event loop's thread, so other work on the machine does not count. A
+stop is the time between two turns of a task that is always ready. `idle` is half a second without
+/metrics in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
+import logging
 import os
 import sys
 import time
@@ -23,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import structlog
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -30,7 +35,7 @@ from common import ROOT, about, median_range, write_result
 
 ENGINES, FIRST_ENGINE, PORT = 1000, 25000, 24999
 REQUESTS_PER_SECOND, REQUEST_SECONDS = 200, 10
-TICK_SECONDS, IDLE_SECONDS = 0.001, 1.0
+TICK_SECONDS, IDLE_SECONDS = 0.001, 0.5
 ACCEPT = {"text": "text/plain", "openmetrics": "application/openmetrics-text"}
 HTTP = ROOT / "bench" / "http"
 
@@ -50,27 +55,25 @@ def client() -> None:
 
 
 async def watched(work: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
-    """Returns the time of the work, the CPU time of the process, and the longest stop meanwhile."""
-    stops: list[float] = []
+    """Returns what the work returns, its CPU time and the longest stop meanwhile."""
+    longest, last = 0.0, time.thread_time()
 
-    async def tick() -> None:
-        last = time.monotonic()
+    async def turn() -> None:
+        nonlocal longest, last
         while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            longest, last = max(longest, now - last), now
             await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            stops.append(now - last - TICK_SECONDS)
-            last = now
 
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0.02)
-    stops.clear()
-    began, cpu = time.monotonic(), time.process_time()
+    turning = asyncio.create_task(turn())
+    began = time.thread_time()
     found = await work()
-    took, used = time.monotonic() - began, time.process_time() - cpu
-    ticking.cancel()
+    used = time.thread_time() - began
+    turning.cancel()
     with suppress(asyncio.CancelledError):
-        await ticking
-    return {"seconds": took, "cpu_seconds": used, "stop_ms": max(stops) * 1e3, "found": found}
+        await turning
+    return {"cpu_ms": used * 1e3, "stop_ms": longest * 1e3, "found": found}
 
 
 async def measured(rounds: int) -> list[dict[str, dict[str, float]]]:
@@ -82,8 +85,10 @@ async def measured(rounds: int) -> list[dict[str, dict[str, float]]]:
     engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{n}"} for n, port in enumerate(ports)]
     mock = await asyncio.create_subprocess_exec(sys.executable, HTTP / "mock.py", *map(str, ports))
     await asyncio.sleep(3)
-    server = Server(ServerConfig.model_validate({"port": PORT, "model": "mock", "engines": engines}))
-    await server.start()
+    quiet = {"load": {"interval": 60}, "health": {"interval": 60}}
+    server = Server(ServerConfig.model_validate({"port": PORT, "model": "mock", "engines": engines} | quiet))
+    gc.collect()
+    await server.start(gc.freeze)  # as `lmetric-router serve`
     pipe = asyncio.subprocess.PIPE
     reader = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--client", stdin=pipe, stdout=pipe
@@ -104,12 +109,12 @@ async def measured(rounds: int) -> list[dict[str, dict[str, float]]]:
 
         result = []
         for number in range(rounds + 1):
-            idle = await watched(lambda: asyncio.sleep(IDLE_SECONDS))
-            row = {"idle": {key: idle[key] for key in ("cpu_seconds", "stop_ms")}}
+            row = {"idle": await watched(lambda: asyncio.sleep(IDLE_SECONDS))}
             for accept in ACCEPT:
                 got = await watched(lambda accept=accept: read(accept))
-                got["cpu_seconds"] -= idle["cpu_seconds"] / idle["seconds"] * got["seconds"]
-                row[accept] = got.pop("found") | got
+                row[accept] = got["found"] | got
+            for each in row.values():
+                del each["found"]
             if number:  # the first round warms up
                 result.append(row)
         return result
@@ -133,6 +138,7 @@ def main() -> None:
     if given.client:
         client()
         return
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     before = os.getloadavg()
     rounds = uvloop.run(measured(given.rounds))
     cells = {

@@ -93,9 +93,8 @@ def scrape(result: dict[str, Any]) -> str:
     for name, title in (("text", "Prometheus' text"), ("openmetrics", "OpenMetrics")):
         cell = cells[name]
         size = [f"{cell['samples'][0]:,.0f}", f"{cell['bytes'][0] / 1e6:.1f}"]
-        times = [f"{spread([1e3 * each for each in cell['cpu_seconds'][:3]] + [0])}", spread(cell["stop_ms"])]
-        rows.append([title, *size, *times])
-    rows.append(["without a scrape", "", "", "", spread(cells["idle"]["stop_ms"])])
+        rows.append([title, *size, spread(cell["cpu_ms"]), spread(cell["stop_ms"])])
+    rows.append(["no request", "", "", spread(cells["idle"]["cpu_ms"]), spread(cells["idle"]["stop_ms"])])
     return table(["format", "samples", "MB", "CPU, ms", "longest stop of the event loop, ms"], rows)
 
 
