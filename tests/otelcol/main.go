@@ -12,6 +12,7 @@ import (
 	"go.opentelemetry.io/collector/otelcol"
 	"go.opentelemetry.io/collector/receiver"
 	"go.opentelemetry.io/collector/receiver/otlpreceiver"
+	"go.opentelemetry.io/collector/service/telemetry/otelconftelemetry"
 )
 
 func factories() (otelcol.Factories, error) {
@@ -19,6 +20,7 @@ func factories() (otelcol.Factories, error) {
 	return otelcol.Factories{
 		Receivers: map[component.Type]receiver.Factory{in.Type(): in},
 		Exporters: map[component.Type]exporter.Factory{out.Type(): out},
+		Telemetry: otelconftelemetry.NewFactory(),
 	}, nil
 }
 
