@@ -29,9 +29,8 @@ import numpy as np
 import orjson
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import about  # noqa: E402
-
-from lmetric.record_files import read_records  # noqa: E402
+from common import about
+from lmetric.record_files import read_records
 
 POLICIES = ("lmetric", "vllm", "round_robin", "session_affinity")
 RUN = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
@@ -97,6 +96,7 @@ async def serve(policy: str, seed: int, engines: int, replay_words: list[str], f
             sys.exit(f"{policy}, seed {seed}: the replay failed")
         router.terminate()
         await reader
+        await router.wait()
     finally:
         if router.returncode is None:
             router.kill()
