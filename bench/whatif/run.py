@@ -7,6 +7,9 @@ overlap.
 
 python bench/whatif/run.py --out /tmp/whatif.json
 python bench/whatif/run.py --engines 8 --trace slice --speed 2 --out /tmp/overload.json
+
+With `--folder`, a later call reuses the finished runs of an earlier one, so `--seeds 1`, then 2,
+then 3 does the work in pieces.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 from itertools import combinations
@@ -24,7 +28,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from lmetric.machine import machine
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import about
 from lmetric.record_files import read_records
 
 POLICIES = ("lmetric", "vllm", "round_robin", "session_affinity")
@@ -91,6 +96,7 @@ async def serve(policy: str, seed: int, engines: int, replay_words: list[str], f
             sys.exit(f"{policy}, seed {seed}: the replay failed")
         router.terminate()
         await reader
+        await router.wait()
     finally:
         if router.returncode is None:
             router.kill()
@@ -154,10 +160,14 @@ async def main() -> None:
     parser.add_argument("--trace", help="a trace of replay, instead of the made one")
     parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps the records, and reuses those of finished runs; default: a new one"
+    )
     flags = parser.parse_args()
     policies = flags.policies.split(",")
     with tempfile.TemporaryDirectory(prefix="lmetric-") as name:
-        folder = Path(name)
+        folder = flags.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         trace = flags.trace or str(folder / "trace.jsonl")
         if not flags.trace:
             write_trace(Path(trace), flags.requests, flags.rate, flags.trace_seed)
@@ -166,17 +176,19 @@ async def main() -> None:
         for seed in range(flags.seeds):
             for policy in policies:
                 own = folder / f"{policy}-{seed}"
-                await serve(policy, seed, flags.engines, words, own)
+                if not own.exists():
+                    await serve(policy, seed, flags.engines, words, begun := Path(name) / own.name)
+                    shutil.move(begun, own)
                 scores.setdefault(policy, []).append(score(own))
                 print(f"{policy}, seed {seed}: {scores[policy][-1] * 1e3:.1f} ms", file=sys.stderr)
         real = relative(scores)
         whatifs = {}
-        for recorded in flags.recorded.split(","):
+        for recorded in filter(None, flags.recorded.split(",")):
             told = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
             whatifs[recorded] = compared(recorded, real, told)
     if flags.out:
         made = {
-            "machine": machine(),
+            **about(None, []),
             "command": f"python bench/whatif/run.py {' '.join(sys.argv[1:])}",
             "score": "geometric mean of mean TTFT and mean TPOT, s; real and whatif are relative to the best",
             "real": real,

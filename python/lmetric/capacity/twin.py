@@ -33,6 +33,7 @@ class Twin:
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
     cache_blocks: int | None = None
+    kv_bytes_per_token: int | None = None
     check_seeds: int = 2
     fit: EngineFit | None = None
     check: FitCheck | None = None
@@ -121,6 +122,7 @@ class Twin:
                 max_batch_tokens=self.max_batch_tokens,
                 max_sequences=self.max_sequences,
                 cache_blocks=self.cache_blocks,
+                kv_bytes_per_token=self.kv_bytes_per_token,
             )
             new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
             if new.good:
