@@ -87,9 +87,11 @@ async def test_why_a_request_went_to_its_engine() -> None:
             assert "new prefill tokens x batch size" in await page.inner_text("#because")
             label = (await page.evaluate("location.hash")).removeprefix("#request=")
             _, body = await it.get(f"/debug/decisions/{label}")
-            await shows_alternatives(page, orjson.loads(body))
+            record = orjson.loads(body)
+            await shows_alternatives(page, record)
             kinds = "[...document.querySelectorAll('#timeline rect')].map((box) => box.getAttribute('class'))"
-            assert await page.evaluate(kinds) == ["prefill", "decode"]
+            assert await page.evaluate(kinds) == [part["kind"] for part in record["timeline"]]
+            assert record["timeline"][0]["kind"] == "prefill"
             await page.keyboard.press("Escape")
             assert not await page.evaluate("document.getElementById('details').open")
             assert await page.evaluate("location.hash") == ""
