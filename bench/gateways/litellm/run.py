@@ -31,10 +31,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("bench/whatif", "bench", "examples/litellm")]
 
-from common import commit  # noqa: E402
 from proxy import Proxy  # noqa: E402
 from run import RUN, write_trace  # noqa: E402
 
+from common import commit  # noqa: E402
 from lmetric.engines.embedded import EmbeddedEngines  # noqa: E402
 from lmetric.engines.emulated.options import EngineOptions  # noqa: E402
 
@@ -144,9 +144,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the trace")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
     parser.add_argument("--out", type=Path, default=HERE / "litellm.csv")
     parser.add_argument("--table", action="store_true", help="print the stored results and stop")
     given = parser.parse_args()

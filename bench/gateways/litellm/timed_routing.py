@@ -16,7 +16,7 @@ from litellm.integrations.custom_logger import CustomLogger
 
 from lmetric.gateways.litellm import LmetricStrategy
 
-_times = Path(os.environ["LMETRIC_TIMES"]).open("w", buffering=1)
+_times = Path(os.environ["LMETRIC_TIMES"])
 
 
 def _timed(choose: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -24,7 +24,9 @@ def _timed(choose: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
     async def run(*args: Any, **kwargs: Any) -> Any:
         begun = time.perf_counter()
         chosen = await choose(*args, **kwargs)
-        _times.write(f"{time.perf_counter() - begun:.7f}\n")
+        seconds = time.perf_counter() - begun
+        with _times.open("a") as file:
+            file.write(f"{seconds:.7f}\n")
         return chosen
 
     return run
