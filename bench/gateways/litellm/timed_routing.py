@@ -19,14 +19,17 @@ from lmetric.gateways.litellm import LmetricStrategy
 _times = Path(os.environ["LMETRIC_TIMES"])
 
 
+def _write(seconds: float) -> None:
+    with _times.open("a") as file:
+        file.write(f"{seconds:.7f}\n")
+
+
 def _timed(choose: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(choose)
     async def run(*args: Any, **kwargs: Any) -> Any:
         begun = time.perf_counter()
         chosen = await choose(*args, **kwargs)
-        seconds = time.perf_counter() - begun
-        with _times.open("a") as file:
-            file.write(f"{seconds:.7f}\n")
+        _write(time.perf_counter() - begun)
         return chosen
 
     return run
