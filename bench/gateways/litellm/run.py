@@ -1,11 +1,10 @@
 """Routing inside a LiteLLM proxy: this router's strategy beside LiteLLM's own, on one trace.
 
-Each arm gets fresh emulated engines and a fresh proxy, in turn, and serves the same replayed trace.
-The order of the arms changes with the seed. Each run adds its seed to `litellm.csv`:
+Each arm has emulated engines and a proxy of its own, and serves the same replayed traces, one arm at
+a time. The order of the arms changes with the seed. The texts change, too, so a run finds nothing in
+the caches that an earlier run left there. The figures go to `litellm.csv`:
 
-    for seed in 0 1 2; do
-      PYTHONPATH=python .cache/litellm/bin/python bench/gateways/litellm/run.py --seed $seed
-    done
+    PYTHONPATH=python .cache/litellm/bin/python bench/gateways/litellm/run.py
 
 `examples/litellm/run --install-only` makes the environment. ``--table`` prints the stored results.
 """
@@ -18,6 +17,9 @@ import csv
 import os
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -63,11 +65,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def replay(proxy: Proxy, trace: Path) -> dict[str, Any]:
+async def replay(proxy: Proxy, trace: Path, seed: int) -> dict[str, Any]:
     """The report of a replay against the proxy."""
     words = ["replay", "--trace", str(trace), "--target", proxy.url, "--model", "emulated", "--chat"]
     done = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RUN, *words, "--json"),
+        *(sys.executable, "-c", RUN, *words, "--seed", str(seed), "--json"),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"OPENAI_API_KEY": proxy.headers["authorization"].removeprefix("Bearer ")},
     )
@@ -78,33 +80,46 @@ async def replay(proxy: Proxy, trace: Path) -> dict[str, Any]:
     return report
 
 
-async def measure(arm: str, trace: Path, engines: int) -> dict[str, float]:
-    """The figures of an arm: seconds, microseconds per decision, CPU milliseconds per request."""
-    strategy, env = ARMS[arm]
-    with tempfile.TemporaryDirectory() as name:
-        times = Path(name) / "times"
-        env = env | {"LMETRIC_TIMES": str(times)}
-        async with (
-            EmbeddedEngines(engines, EngineOptions(port=0), kv_events=True) as embedded,
-            Proxy(embedded.urls, Path(name), strategy=strategy, callback=CALLBACK, env=env) as proxy,
-        ):
-            await warm_up(proxy)
-            skip, used = len(times.read_text().split()), cpu_seconds(proxy.pid)
-            report = await replay(proxy, trace)
-            used = cpu_seconds(proxy.pid) - used
-            taken = [1e6 * float(line) for line in times.read_text().split()[skip:]]
-    return {
-        "requests": report["requests"],
-        "failed": report["failed"],
-        "ttft_mean_seconds": report["ttft_seconds"]["mean"],
-        "ttft_p50_seconds": report["ttft_seconds"]["p50"],
-        "ttft_p99_seconds": report["ttft_seconds"]["p99"],
-        "tpot_mean_seconds": report["tpot_seconds"]["mean"],
-        "hit_rate": report["hit_rate"],
-        "decision_p50_us": median(taken),
-        "decision_p99_us": quantiles(taken, n=100, method="inclusive")[98],
-        "proxy_cpu_ms": 1e3 * used / report["requests"],
-    }
+@dataclass(frozen=True)
+class Arm:
+    """A running proxy over engines of its own, and the file with the times of its choices."""
+
+    proxy: Proxy
+    times: Path
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, name: str, engines: int) -> AsyncIterator[Arm]:
+        """Starts the engines and the proxy of an arm."""
+        strategy, env = ARMS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            times = Path(folder) / "times"
+            env = env | {"LMETRIC_TIMES": str(times)}
+            async with (
+                EmbeddedEngines(engines, EngineOptions(port=0), kv_events=True) as embedded,
+                Proxy(embedded.urls, Path(folder), strategy=strategy, callback=CALLBACK, env=env) as proxy,
+            ):
+                await warm_up(proxy)
+                yield cls(proxy, times)
+
+    async def measure(self, trace: Path, seed: int) -> dict[str, float]:
+        """The figures of a run: seconds, microseconds per decision, CPU milliseconds per request."""
+        skip, used = len(self.times.read_text().split()), cpu_seconds(self.proxy.pid)
+        report = await replay(self.proxy, trace, seed)
+        used = cpu_seconds(self.proxy.pid) - used
+        taken = [1e6 * float(line) for line in self.times.read_text().split()[skip:]]
+        return {
+            "requests": report["requests"],
+            "failed": report["failed"],
+            "ttft_mean_seconds": report["ttft_seconds"]["mean"],
+            "ttft_p50_seconds": report["ttft_seconds"]["p50"],
+            "ttft_p99_seconds": report["ttft_seconds"]["p99"],
+            "tpot_mean_seconds": report["tpot_seconds"]["mean"],
+            "hit_rate": report["hit_rate"],
+            "decision_p50_us": median(taken),
+            "decision_p99_us": quantiles(taken, n=100, method="inclusive")[98],
+            "proxy_cpu_ms": 1e3 * used / report["requests"],
+        }
 
 
 async def warm_up(proxy: Proxy) -> None:
@@ -116,14 +131,6 @@ async def warm_up(proxy: Proxy) -> None:
                 answer.raise_for_status()
                 await answer.read()
             await asyncio.sleep(pause)
-
-
-def stored(file: Path) -> list[dict[str, str]]:
-    """The rows of the results so far."""
-    if not file.exists():
-        return []
-    with file.open(newline="") as lines:
-        return list(csv.DictReader(lines))
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -138,37 +145,50 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+async def run(given: argparse.Namespace) -> None:
+    """Runs each seed through all arms, and stores the figures after each seed."""
+    about = {"rate": given.rate, "litellm": version("litellm"), "commit": commit()}
+    about["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
+    async with AsyncExitStack() as stack:
+        arms = {name: await stack.enter_async_context(Arm.started(name, given.engines)) for name in ARMS}
+        trace = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace.jsonl"
+        names, rows = list(arms), []
+        for seed in range(given.seeds):
+            write_trace(trace, given.requests, given.rate, seed)
+            if given.wait:
+                print("ready", flush=True)
+                await asyncio.to_thread(sys.stdin.readline)
+            for name in names[seed:] + names[:seed]:
+                found = await arms[name].measure(trace, seed)
+                print(name, found, flush=True)
+                shown = {figure: f"{value:.6g}" for figure, value in found.items()}
+                rows.append({"arm": name, "seed": str(seed)} | shown | about)
+            write(given.out, rows)
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> None:
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the trace")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3, help="traces")
     parser.add_argument("--engines", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=125)
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
+    parser.add_argument("--wait", action="store_true", help="read a line from the input before each seed")
     parser.add_argument("--out", type=Path, default=HERE / "litellm.csv")
     parser.add_argument("--table", action="store_true", help="print the stored results and stop")
     given = parser.parse_args()
-    if given.table:
-        print(table(stored(given.out)))
-        return
-    first = given.seed % len(given.arms)
-    about = {"rate": given.rate, "litellm": version("litellm"), "commit": commit()}
-    about["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
-    rows = [row for row in stored(given.out) if row["seed"] != str(given.seed)]
-    with tempfile.TemporaryDirectory() as name:
-        trace = Path(name) / "trace.jsonl"
-        write_trace(trace, given.requests, given.rate, given.seed)
-        for arm in given.arms[first:] + given.arms[:first]:
-            found = asyncio.run(measure(arm, trace, given.engines))
-            print(arm, found, flush=True)
-            shown = {figure: f"{value:.6g}" for figure, value in found.items()}
-            rows.append({"arm": arm, "seed": str(given.seed)} | shown | about)
-    with given.out.open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: (int(row["seed"]), list(ARMS).index(row["arm"]))))
+    if not given.table:
+        asyncio.run(run(given))
+    with given.out.open(newline="") as lines:
+        print(table(list(csv.DictReader(lines))))
 
 
 if __name__ == "__main__":
