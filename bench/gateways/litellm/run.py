@@ -1,8 +1,8 @@
 """Routing inside a LiteLLM proxy: this router's strategy beside LiteLLM's own, on one trace.
 
-Each arm has emulated engines and a proxy of its own, and serves the same replayed traces, one arm at
-a time. The order of the arms changes with the seed. The texts change, too, so a run finds nothing in
-the caches that an earlier run left there. The figures go to `litellm.csv`:
+Each arm has emulated engines and a proxy of its own, and serves the same replayed traces, one arm
+at a time. The order of the arms and the texts change with the seed, so a run finds no prefix of an
+earlier run in the caches. The figures go to `litellm.csv`:
 
     PYTHONPATH=python .cache/litellm/bin/python bench/gateways/litellm/run.py
 
@@ -48,11 +48,12 @@ ARMS: dict[str, tuple[str, dict[str, str]]] = {
     "least-busy": ("least-busy", {}),
     "latency-based-routing": ("latency-based-routing", {}),
     "lmetric": ("simple-shuffle", {"LMETRIC_POLICY": "lmetric"}),
-    "lmetric, KV events": (
+    "lmetric with KV events": (
         "simple-shuffle",
         {"LMETRIC_POLICY": "lmetric", "LMETRIC_TOKENIZER": str(TOKENIZER)},
     ),
 }
+ORDER = list(ARMS)
 FIGURES = {
     "ttft_mean_seconds": 3, "ttft_p99_seconds": 3, "tpot_mean_seconds": 4, "hit_rate": 3,
     "decision_p50_us": 0, "proxy_cpu_ms": 1,
@@ -63,6 +64,12 @@ def cpu_seconds(pid: int) -> float:
     """CPU time of a process until now."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_seconds() -> tuple[int, int]:
+    """Idle and total time of all cores until now, in ticks."""
+    ticks = [int(cell) for cell in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 async def replay(proxy: Proxy, trace: Path, seed: int) -> dict[str, Any]:
@@ -103,10 +110,12 @@ class Arm:
                 yield cls(proxy, times)
 
     async def measure(self, trace: Path, seed: int) -> dict[str, float]:
-        """The figures of a run: seconds, microseconds per decision, CPU milliseconds per request."""
+        """Replays a trace and returns the figures of the run."""
+        idle, total = machine_seconds()
         skip, used = len(self.times.read_text().split()), cpu_seconds(self.proxy.pid)
         report = await replay(self.proxy, trace, seed)
         used = cpu_seconds(self.proxy.pid) - used
+        idle, total = (now - before for now, before in zip(machine_seconds(), (idle, total), strict=True))
         taken = [1e6 * float(line) for line in self.times.read_text().split()[skip:]]
         return {
             "requests": report["requests"],
@@ -119,6 +128,7 @@ class Arm:
             "decision_p50_us": median(taken),
             "decision_p99_us": quantiles(taken, n=100, method="inclusive")[98],
             "proxy_cpu_ms": 1e3 * used / report["requests"],
+            "machine_busy": 1 - idle / total,
         }
 
 
@@ -150,33 +160,47 @@ async def run(given: argparse.Namespace) -> None:
     about = {"rate": given.rate, "litellm": version("litellm"), "commit": commit()}
     about["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
     async with AsyncExitStack() as stack:
-        arms = {name: await stack.enter_async_context(Arm.started(name, given.engines)) for name in ARMS}
+        arms = {
+            name: await stack.enter_async_context(Arm.started(name, given.engines)) for name in given.arms
+        }
         trace = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace.jsonl"
-        names, rows = list(arms), []
-        for seed in range(given.seeds):
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
             write_trace(trace, given.requests, given.rate, seed)
             if given.wait:
                 print("ready", flush=True)
                 await asyncio.to_thread(sys.stdin.readline)
-            for name in names[seed:] + names[:seed]:
+            first = seed % len(arms)
+            for name in given.arms[first:] + given.arms[:first]:
                 found = await arms[name].measure(trace, seed)
                 print(name, found, flush=True)
                 shown = {figure: f"{value:.6g}" for figure, value in found.items()}
-                rows.append({"arm": name, "seed": str(seed)} | shown | about)
-            write(given.out, rows)
+                store(given.out, {"arm": name, "seed": str(seed)} | shown | about)
 
 
-def write(file: Path, rows: list[dict[str, str]]) -> None:
+def store(file: Path, row: dict[str, str]) -> None:
+    """Adds a row to the results, in place of one of the same arm and seed."""
+    rows = {(int(each["seed"]), ORDER.index(each["arm"])): each for each in stored(file)}
+    rows[int(row["seed"]), ORDER.index(row["arm"])] = row
     with file.open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+        writer = csv.DictWriter(out, row, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def stored(file: Path) -> list[dict[str, str]]:
+    """The rows of the results so far."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--arms", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3, help="traces")
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--requests", type=int, default=125)
@@ -187,8 +211,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.table:
         asyncio.run(run(given))
-    with given.out.open(newline="") as lines:
-        print(table(list(csv.DictReader(lines))))
+    print(table(stored(given.out)))
 
 
 if __name__ == "__main__":
