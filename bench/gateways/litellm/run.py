@@ -146,7 +146,7 @@ async def warm_up(proxy: Proxy) -> None:
 def table(rows: list[dict[str, str]]) -> str:
     """The mean of each figure with its range over the seeds, as Markdown."""
     lines = ["| strategy | " + " | ".join(FIGURES) + " |", "| --- |" + " ---: |" * len(FIGURES)]
-    for arm in ARMS:
+    for arm in [name for name in ARMS if any(row["arm"] == name for row in rows)]:
         cells = []
         for figure, digits in FIGURES.items():
             values = [float(row[figure]) for row in rows if row["arm"] == arm]
