@@ -118,8 +118,8 @@ async def ranking(folder: Path, policies: list[str], seeds: int) -> dict[str, An
         sys.executable, "-c", RUN, *words, stdout=asyncio.subprocess.PIPE
     )
     out, _ = await done.communicate()
-    told: dict[str, Any] = orjson.loads(out)
-    return told
+    found: dict[str, Any] = orjson.loads(out)
+    return found
 
 
 def relative(scores: dict[str, list[float]]) -> dict[str, Span]:
@@ -184,8 +184,8 @@ async def main() -> None:
         real = relative(scores)
         whatifs = {}
         for recorded in filter(None, flags.recorded.split(",")):
-            told = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
-            whatifs[recorded] = compared(recorded, real, told)
+            found = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
+            whatifs[recorded] = compared(recorded, real, found)
     if flags.out:
         made = {
             **about(None, []),
@@ -198,9 +198,9 @@ async def main() -> None:
         flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def compared(recorded: str, real: dict[str, Span], told: dict[str, Any]) -> dict[str, Any]:
+def compared(recorded: str, real: dict[str, Span], found: dict[str, Any]) -> dict[str, Any]:
     """Prints one ranking of `whatif` next to the real runs, and returns it."""
-    simulated = {place["policy"]: tuple(place["score"]) for place in told.get("ranking", [])}
+    simulated = {place["policy"]: tuple(place["score"]) for place in found.get("ranking", [])}
     print(f"\n{f'records of {recorded}':24} {'really run':>22} {'whatif':>22}")
     for policy in sorted(real, key=lambda name: real[name][0]):
         texts = [
@@ -208,9 +208,9 @@ def compared(recorded: str, real: dict[str, Span], told: dict[str, Any]) -> dict
             for span in (real[policy], simulated.get(policy))
         ]
         print(f"{policy:24} {texts[0]:>22} {texts[1]:>22}")
-    for figure in told["fit"]["figures"]:
+    for figure in found["fit"]["figures"]:
         print(f"fit: {figure['name']} {figure['error']:+.1%}")
-    result: dict[str, Any] = {"policies": simulated, "fit": told["fit"]}
+    result: dict[str, Any] = {"policies": simulated, "fit": found["fit"]}
     if simulated:
         same, wrong = agreement(real, simulated)
         print(f"same best policy: {'yes' if same else 'no'}; pairs in another order: {wrong or 'none'}")
