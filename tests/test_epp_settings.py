@@ -20,7 +20,7 @@ def made(**values: Any) -> ServerConfig:
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"prefix_fetch": "auto"}, "prefix_fetch is not possible in `epp`: a gateway cannot fetch prefixes"),
+        ({"prefix_fetch": "on"}, "prefix_fetch is not possible in `epp`: a gateway cannot fetch prefixes"),
         ({"hedging": {"after_seconds": 1.0}}, "hedging.after_seconds is not possible"),
         ({"upgrade_socket": "/run/router.sock"}, "upgrade_socket is not possible"),
         ({"host": "unix:/run/router.sock"}, "host is a unix socket"),

@@ -98,10 +98,10 @@ async def test_prefill_and_decode_are_in_the_subset() -> None:
                 assert (place, fields["x-prefiller-host-port"]) == (world.places[2], world.places[1])
                 await answered(stream)
         async with exchange(world.target) as stream:
-            place, fields, _ = await stream.ask(head=with_subset(request_head(), [world.places[3]]))
-            assert place == world.places[3], "a decode engine alone takes the whole request"
-            assert "x-prefiller-host-port" not in fields
-            await answered(stream)
+            head = with_subset(request_head(), [world.places[3]])
+            await stream.send(head, request_body(orjson.dumps(PROMPT), True))
+            status, _, error = await stream.refused()
+            assert (status, error["code"]) == (503, "no_engine"), "a subset needs engines of both roles"
         await world.settled()
 
 
@@ -137,7 +137,7 @@ async def test_a_stored_response_is_fetched_only_in_the_subset() -> None:
 
 
 def test_a_set_without_scores_takes_the_fewest_requests() -> None:
-    router = lm.Router("bs / 0")
+    router = lm.Router("bs / (bs - bs)")
     for name in "abcd":
         router.add_instance(name)
     tickets = [router.route(lm.Request(prompt_tokens=8, instances=[name]))[1] for name in "abb"]

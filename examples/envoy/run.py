@@ -24,7 +24,7 @@ from pathlib import Path
 CONFIG = Path(__file__).with_name("envoy.yaml")
 PLACE = "{endpoint: {address: {socket_address: {address: %s, port_value: %s}}}}"
 LMETRIC = [sys.executable, "-m", "lmetric.cli"]
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 class StartError(Exception):
