@@ -4,8 +4,9 @@ python bench/gateways/envoy_latency.py: writes envoy_decision.csv and envoy_over
 
 Decision: the time from the end of a request's body to the pick, seen from the gateway's gRPC
 stream. Prompts have 100,000 tokens; ten emulated engines; a request begins every 0.1 s, unless the
-last one takes longer. Modes: exact (KV events; the picker tokenizes) and approximate (it matches
-text). Prompts: new texts, or turns of one chat, each with a new message of about 500 tokens.
+last one takes longer. Match: tokens (the picker tokenizes) or text. Prompts: new texts, or turns of
+one chat, each with a new message of about 500 tokens. No request goes to an engine, so the index
+learns from the picks.
 
 Overhead: the time of whole requests to one engine that answers at once, direct, through `serve`,
 and through Envoy with and without the picker. The arms take turns.
@@ -99,19 +100,19 @@ async def decisions(target: str, asked: list[tuple[str, bytes]]) -> list[float]:
 def measure_decisions(number: int) -> list[dict[str, Any]]:
     """Returns the rows of envoy_decision.csv."""
     rows = []
-    for mode in ("exact", "approximate"):
+    for match in ("tokens", "text"):
         for kind in ("texts", "chat"):
             with ExitStack() as stack:
                 urls = example.emulated_engines(stack, 10)
                 ports = example.free_ports(2)
                 words = ["--policy", "lmetric", "--log-json"]
-                words += [] if mode == "exact" else ["--set", "tokenizer=off"]
+                words += [] if match == "tokens" else ["--set", "tokenizer=off"]
                 example.start_router(stack, "epp", urls, ports, *words)
                 # The first requests find no cache, neither ours nor the processor's.
                 asked = list(bodies(kind, number + 2, seed=1))
                 taken = asyncio.run(decisions(f"127.0.0.1:{ports[1]}", asked))[2:]
             prompts = "turns of a chat" if kind == "chat" else "new texts"
-            rows.append({"mode": mode, "prompts": prompts} | shown(taken))
+            rows.append({"match": match, "prompts": prompts} | shown(taken))
             print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
