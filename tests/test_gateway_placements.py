@@ -66,7 +66,7 @@ def test_a_second_try_replaces_the_first(placements: Placements) -> None:
 def test_requests_end_with_their_instance(placements: Placements) -> None:
     first, _ = placements.place("k", request())
     placements.sent("k", first)
-    placements.place("other", lm.Request(text="x", instance="b" if first == "a" else "a"))
+    placements.place("other", lm.Request(text="x", instances=["b" if first == "a" else "a"]))
     placements.lose(first)
     placements.router.remove_instance(first)
     assert len(placements) == placements.router.in_flight() == 1

@@ -109,5 +109,5 @@ def _for(request: Request, instance: str) -> Request:
         request_id=request.request_id,
         lora_name=request.lora_name,
         cache_salt=request.cache_salt,
-        instance=instance,
+        instances=[instance],
     )

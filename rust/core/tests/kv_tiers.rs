@@ -377,11 +377,12 @@ fn the_cost_of_loads_is_learned_from_first_tokens() {
             // Every prompt has 100 more tokens to compute; those of even prompts load the others.
             let mut chain = Vec::new();
             hash_tokens(bed.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+            let only = ["b".into()].into();
             let request = Request {
                 chain: &chain,
                 prompt_tokens: (blocks * BLOCK + 100 + prompt * 13 % 200) as u32,
                 tokens_per_block: BLOCK as f64,
-                instance: Some("b"),
+                instances: Some(&only),
                 ..Request::default()
             };
             let mut router = bed.feed.router().lock();
