@@ -50,7 +50,11 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 def flags(folder: Path, url: str, **further: Any) -> list[str]:
     values = {"slo": SLO, "interval": 5, "stale_after": 600, "max_batch_tokens": PROFILE.max_batch_tokens}
-    values |= {"prices": "{H100: 4}", "max_error": 5}  # the stand-in reports no cache size
+    values |= {
+        "prices": "{H100: 4, L40S: 1}",
+        "types": "{L40S: x0.5}",
+        "max_error": 5,
+    }  # the stand-in reports no cache size
     made = ["--engine", url, "--records", str(folder)]
     for name, value in (values | further).items():
         made += ["--set", f"capacity.{name}={value}"]
@@ -95,8 +99,9 @@ async def test_a_router_publishes_advice_and_outlives_its_twin(
             return (await page(client, r))["models"].get("tiny", {}).get("advice")
 
         advice = await until(advised)
-        (wanted,) = advice["wanted"]
-        assert wanted["type"] == "H100"
+        wanted, other = advice["wanted"]
+        assert (wanted["type"], other["type"], other["replicas"]) == ("H100", "L40S", 0)
+        assert advice["cheapest"]["running_cost_per_hour"] >= advice["cheapest"]["cost_per_hour"]
         assert wanted["low"] <= wanted["replicas"] <= wanted["high"]
         assert advice["candidates"][0]["cost_per_hour"] == 4.0 * advice["candidates"][0]["engines"]
         assert advice["removals"]
@@ -105,6 +110,7 @@ async def test_a_router_publishes_advice_and_outlives_its_twin(
         assert f"lmetric_wanted_replicas{labels} {float(wanted['replicas'])}" in text
         assert f"lmetric_wanted_replicas_low{labels} {float(wanted['low'])}" in text
         assert f"lmetric_wanted_replicas_high{labels} {float(wanted['high'])}" in text
+        assert 'lmetric_wanted_replicas{model="tiny",role="both",type="L40S"} 0.0' in text
         assert 'lmetric_capacity_advice_age_seconds{model="tiny"}' in text
         first = worker_of(r)
         assert first is not None

@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -187,9 +187,12 @@ async def main() -> None:
             found = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
             whatifs[recorded] = compared(recorded, real, found)
     if flags.out:
+        local = ("--out", "--folder")
+        pairs = pairwise(["", *sys.argv[1:]])
+        words_of_command = [word for before, word in pairs if word not in local and before not in local]
         made = {
             **about(None, []),
-            "command": f"python bench/whatif/run.py {' '.join(sys.argv[1:])}",
+            "command": f"python bench/whatif/run.py {' '.join(words_of_command)}",
             "score": "geometric mean of mean TTFT and mean TPOT, s; real and whatif are relative to the best",
             "real": real,
             "whatif": whatifs,
