@@ -99,7 +99,7 @@ class Run:
 
     def draw(self, request: Request) -> CanaryRequest | None:
         """Returns the arm of a request; None: no policy decides it."""
-        if request.instance is not None:
+        if request.instances is not None and len(request.instances) == 1:
             return None
         session = request.session
         if session is not None:

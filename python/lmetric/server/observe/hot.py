@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ HOT_MORE = 4.0  # and at least this many requests more than the mean
 HOT_SHOWN = 5
 
 
-def hot_spots(engines: dict[str, Sequence[Any]], batch: NDArray[np.float64]) -> dict[str, Any]:
+def hot_spots(engines: Mapping[str, Sequence[Any]], batch: NDArray[np.float64]) -> dict[str, Any]:
     """Returns the hot engines and the busiest engine, by their batch above the mean of their role.
 
     Only usable engines of the same model and role are compared, and only if there are several.
