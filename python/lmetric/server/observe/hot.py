@@ -42,7 +42,7 @@ def hot_spots(engines: Mapping[str, Sequence[Any]], batch: NDArray[np.float64]) 
     return {"hot": [described(index) for index in shown.tolist()], "busiest": busiest}
 
 
-def _means(engines: dict[str, Sequence[Any]], batch: NDArray[np.float64]) -> NDArray[np.float64]:
+def _means(engines: Mapping[str, Sequence[Any]], batch: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the mean batch of each engine's group; NaN: it has no group to compare with."""
     codes: dict[tuple[Any, Any], int] = {}
     states = zip(engines["model"], engines["role"], engines["state"], strict=True)
