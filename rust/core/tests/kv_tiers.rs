@@ -5,7 +5,7 @@ use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::request::Request;
+use lmetric_core::request::{Allowed, Request};
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{Decision, IndexFeed, PullConfig, Router, RouterConfig, SharedRouter, TierConfig};
 use proptest::prelude::*;
@@ -81,12 +81,13 @@ impl Bed {
     ) -> T {
         let mut chain = Vec::new();
         hash_tokens(self.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+        let only = pin.map(|name| -> Allowed { [name.into()].into() });
         let request = Request {
             chain: &chain,
             // One token more: engines compute the last token.
             prompt_tokens: (blocks * BLOCK) as u32 + 1,
             tokens_per_block: BLOCK as f64,
-            instance: pin,
+            instances: only.as_ref(),
             ..Request::default()
         };
         let mut router = self.feed.router().lock();
