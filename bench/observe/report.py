@@ -8,7 +8,6 @@ A table is between `<!-- NAME -->` and `<!-- /NAME -->`. `--check` compares only
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -146,11 +145,11 @@ def rendered(page: str, text: str) -> str:
     """Returns a page with the newest figures."""
     for name, (what, render) in PARTS[page].items():
         result = newest(what)
-        part = f"{render(result)}\n\n{source(result)}"
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
-        text, count = pattern.subn(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-        if count != 1:
-            sys.exit(f"report.py: docs/how-to/{page} needs one pair of <!-- {name} --> marks, has {count}")
+        before, found, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not found or not end:
+            sys.exit(f"report.py: docs/how-to/{page} needs one pair of <!-- {name} --> marks")
+        text = f"{before}{found}\n{render(result)}\n\n{source(result)}\n\n{end}{after}"
     return text
 
 
