@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,6 @@ from world import (
     Lease,
     Sight,
     attainment,
-    kept,
     played,
     trace_of,
 )  # fmt: skip
@@ -140,18 +139,15 @@ class P90Rule:
         return current, ()
 
 
-def static(seed: int) -> tuple[Fleet, Run]:
-    """The smallest constant fleet that meets the SLO in each quarter of an hour of the day."""
-    number = 16
+def static(seed: int, judged: Callable[[Run], float]) -> tuple[Fleet, Run]:
+    """The smallest constant fleet with ``judged`` of at least `TARGET`."""
+    number = 14
     fits: dict[int, tuple[Fleet, Run]] = {}
 
     def enough(engines: int) -> bool:
         fleet = Fleet(0.0, [Lease(each, 0.0, 0.0) for each in range(engines)])
-        run = played(seed, fleet)
-        fits[engines] = fleet, run
-        good, at = kept(run), run.arrival_seconds
-        edges = np.arange(START_SECONDS, END_SECONDS, 900.0)
-        return all(good[(at >= edge) & (at < edge + 900.0)].mean() >= TARGET for edge in edges)
+        fits[engines] = fleet, played(seed, fleet)
+        return judged(fits[engines][1]) >= TARGET
 
     while not enough(number):
         number += 2
@@ -222,7 +218,7 @@ def _tried(seed: int, delay: float, schedule: Schedule) -> tuple[float, float]:
     return seen[schedule]
 
 
-def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
+def oracle(seed: int, delay: float, steps: int) -> tuple[Fleet, Run]:
     """The cheapest schedule found that meets the SLO over the day. It knows all arrivals.
 
     It starts with the best of fleets in proportion to the true load, for several smoothings and
@@ -260,10 +256,3 @@ def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
             best = cost, schedule
     fleet = best[1].fleet(delay)
     return fleet, played(seed, fleet)
-
-
-def tuned(policy: QueueHpa | P90Rule) -> QueueHpa | P90Rule:
-    """A fresh copy of a rule: policies keep a history."""
-    if isinstance(policy, QueueHpa):
-        return replace(policy, history=[])
-    return replace(policy, changed=-math.inf, calm=math.inf)

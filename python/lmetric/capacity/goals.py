@@ -80,12 +80,15 @@ class Goal:
             good &= ~(times[each.metric] > each.seconds)
         return good
 
+    def shares(self, times: dict[Metric, Floats]) -> tuple[float, ...]:
+        """The share of the requests within the bound of each objective. Unknown times (NaN) are
+        within it."""
+        return tuple(float((~(times[each.metric] > each.seconds)).mean()) for each in self.objectives)
+
     def margin(self, times: dict[Metric, Floats]) -> float:
         """The smallest distance of a share to its target, from -1 to 1; 0 or more: all are met."""
-        shares = [
-            float((~(times[each.metric] > each.seconds)).mean()) - each.share for each in self.objectives
-        ]
-        return min(shares)
+        found = zip(self.shares(times), self.objectives, strict=True)
+        return min(share - each.share for share, each in found)
 
 
 @dataclass(frozen=True, slots=True)

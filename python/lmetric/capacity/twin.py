@@ -14,7 +14,7 @@ from lmetric.whatif.check import FitCheck, Limits, check_fit
 from lmetric.whatif.fit import EngineFit, fit_engine
 from lmetric.whatif.recording import Recording, WhatIfError, recording_of
 
-REFIT_SECONDS = 300.0  # between two fits while the last one is trusted
+REFIT_SECONDS = 300.0  # between two fits while the last one is trusted; doubled by each poor fit
 TRUST_SECONDS = 1800.0  # after a fit was last good on records of its time
 
 
@@ -40,6 +40,7 @@ class Twin:
     _previous: int | None = None
     _good_at: float = -inf
     _fitted_at: float = -inf
+    _pause: float = REFIT_SECONDS
 
     def advise(self, records: Records, now: float, *, running: int | None = None) -> Advice:
         """The advice from the records of one model (`Records.of`).
@@ -110,10 +111,10 @@ class Twin:
         if self.fit is not None and self.fit.profile.block_tokens == recording.block_tokens:
             check = check_fit(recording, self.fit, seeds=self.check_seeds, limits=self.limits)
             if check.good:
-                self._good_at = at
+                self._good_at, self._pause = at, REFIT_SECONDS
                 return self.fit, check, None
         trusted = self.fit is not None and at - self._good_at <= TRUST_SECONDS
-        if check is None or at - self._fitted_at >= REFIT_SECONDS or not trusted:
+        if check is None or at - self._fitted_at >= self._pause or not trusted:
             self._fitted_at = at
             self.fits += 1
             fit = fit_engine(
@@ -124,8 +125,9 @@ class Twin:
             )
             new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
             if new.good:
-                self.fit, self._good_at = fit, at
+                self.fit, self._good_at, self._pause = fit, at, REFIT_SECONDS
                 return fit, new, None
+            self._pause = min(2 * self._pause, TRUST_SECONDS)
             if check is None or not trusted:
                 self.fit = None
                 raise WhatIfError(new.reason())
