@@ -87,32 +87,33 @@ def stabilized(history: list[tuple[float, int]], now: float, wanted: int, second
 
 @dataclass
 class QueueHpa:
-    """KEDA on the number of waiting requests, with an HPA's behavior.
+    """KEDA on the number of requests in engines, with an HPA's behavior.
 
-    Replicas = waiting requests / threshold, rounded up (`AverageValue`), at least ``least``. The
-    HPA at most doubles the fleet or adds 4 pods in 15 s, and scales down to the highest
-    recommendation of 300 s.
+    Replicas = requests / threshold, rounded up (`AverageValue`), at least ``least``. ``running``:
+    whether running requests count, besides waiting ones. The HPA at most doubles the fleet or adds
+    4 pods in 15 s, and scales down to the highest recommendation of 300 s.
     """
 
-    threshold: float = 5.0
+    threshold: float
     least: int = 1
+    running: bool = False
     every_seconds: float = 30.0
     history: list[tuple[float, int]] = field(default_factory=list)
 
     def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
         current = len(sight.fleet.at(sight.now))
-        ideal = max(self.least, math.ceil(sight.queued() / self.threshold))
+        ideal = max(self.least, math.ceil(sight.in_engines(running=self.running) / self.threshold))
         number = stabilized(self.history, sight.now, ideal, 300.0)
         return min(number, max(2 * current, current + 4)), ()
 
 
 @dataclass
 class P90Rule:
-    """One more engine (or a tenth) while P90 of TTFT is above a share of its bound, one engine less
-    after it was below another share for ``calm_seconds``."""
+    """A tenth more engines, at least one, while P90 of a latency is above the share ``up`` of its
+    bound; one engine less after all were below ``down`` for ``calm_seconds``."""
 
-    up: float = 0.8
-    down: float = 0.5
+    up: float
+    down: float
     calm_seconds: float = 300.0
     every_seconds: float = 30.0
     changed: float = -math.inf
@@ -120,16 +121,15 @@ class P90Rule:
 
     def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
         current, now = len(sight.fleet.at(sight.now)), sight.now
-        bound = GOAL.objectives[0].seconds
-        p90 = sight.p90_ttft(60.0)
-        if p90 is not None and p90 > self.up * bound:
+        p90 = sight.p90(60.0)
+        if p90 > self.up:
             self.calm = math.inf
             # Engines that start count as ordered: the rule waits for them.
             if now - self.changed < sight.fleet.delay_seconds:
                 return current, ()
             self.changed = now
             return current + max(1, round(0.1 * current)), ()
-        if p90 is None or p90 < self.down * bound:
+        if p90 < self.down:
             self.calm = min(self.calm, now)
             if now - self.calm >= self.calm_seconds:
                 self.calm = now

@@ -32,8 +32,12 @@ ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
 STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
 DELAYS = (60.0, 120.0, 300.0)
 ORACLE_STEPS = 24
-QUEUE_GRID = [{"threshold": a, "least": b} for a, b in product((0.5, 1.0, 2.0), (4, 8))]
-P90_GRID = [{"up": a, "down": b} for a, b in ((0.4, 0.2), (0.6, 0.3), (0.6, 0.5), (0.8, 0.4), (0.8, 0.6))]
+LOAD = "in-flight HPA"
+GRIDS: dict[str, list[dict[str, float]]] = {
+    QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 0.5, 1.0), (8, 12))],
+    LOAD: [{"threshold": a} for a in (3.0, 4.0, 5.0, 6.0)],
+    P90: [{"up": a, "down": b} for a, b in ((0.7, 0.65), (0.8, 0.65), (0.8, 0.75), (0.9, 0.75), (1.0, 0.75))],
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,12 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     }
     if rival.name in whole:
         return outcome(*whole[rival.name](**parameters))
-    makers = {QUEUE: QueueHpa, P90: P90Rule, TWIN: partial(TwinPolicy, stage.delay_seconds)}
+    makers = {
+        QUEUE: QueueHpa,
+        LOAD: partial(QueueHpa, running=True),
+        P90: P90Rule,
+        TWIN: partial(TwinPolicy, stage.delay_seconds),
+    }
     return outcome(*closed_loop(makers[rival.name](**parameters), stage.delay_seconds, seed))
 
 
@@ -113,8 +122,9 @@ def stages(world: Pool) -> list[Stage]:
 
 @figure("tuning", "Rules with several parameters, on the seed of the tuning")
 def tuning(world: Pool) -> Row:
-    rivals = [Rival.of(QUEUE, each) for each in QUEUE_GRID] + [Rival.of(P90, each) for each in P90_GRID]
-    rivals = rivals[::5] if world.quick else rivals
+    rivals = [
+        Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
+    ]
     return {"base": "", "rows": list(rows(world, product(stages(world), rivals)))}
 
 
@@ -127,13 +137,13 @@ def convergence(world: Pool) -> Row:
 @figure("closed_loop", "Capacity advice in a closed loop")
 def day(world: Pool) -> Row:
     stored = read_figure(RERUN.folder / "results", "tuning")["rows"]
-    best = {stage: [chosen(stored, stage.label, name) for name in (QUEUE, P90)] for stage in stages(world)}
+    best = {stage: [chosen(stored, stage.label, name) for name in GRIDS] for stage in stages(world)}
     usual = [Rival(ORACLE), Rival(TWIN)]
     cases: list[tuple[Stage, Rival]] = []
     for stage in stages(world):
         rules = [
             each
-            for name, grid in ((QUEUE, QUEUE_GRID), (P90, P90_GRID))
+            for name, grid in GRIDS.items()
             for each in (Rival.of(name, parameters) for parameters in grid)
             if each.label in best[stage]
         ]

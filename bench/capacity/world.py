@@ -239,16 +239,23 @@ class Sight:
     fleet: Fleet
     now: float
 
-    def queued(self) -> float:
-        """Requests that wait in engines, mean of the last tick."""
+    def in_engines(self, *, running: bool) -> float:
+        """Requests that wait in engines, and with ``running`` those that run; mean of a tick."""
         bucket = int(self.now / TICK_SECONDS) - 1
-        return float(self.run.timeline.queued[:, bucket].sum())
+        load = self.run.timeline.queued[:, bucket].sum()
+        return float(load + self.run.timeline.running[:, bucket].sum() if running else load)
 
-    def p90_ttft(self, seconds: float) -> float | None:
-        """P90 of TTFT over first tokens of the last seconds; None: there was none."""
-        first = self.run.first_token_seconds
-        recent = (first > self.now - seconds) & (first <= self.now)
-        return float(np.percentile(self.run.ttft_seconds[recent], 90)) if recent.any() else None
+    def p90(self, seconds: float) -> float:
+        """The largest P90 of an objective, relative to its bound; 0 without a request.
+
+        TTFT is of first tokens, and TPOT of ends, in the last seconds."""
+        run, found = self.run, [0.0]
+        for each, at in zip(GOAL.objectives, (run.first_token_seconds, run.finished_seconds), strict=True):
+            times = getattr(run, f"{each.metric}_seconds")
+            recent = times[(at > self.now - seconds) & (at <= self.now) & ~np.isnan(times)]
+            if len(recent):
+                found.append(float(np.percentile(recent, 90)) / each.seconds)
+        return max(found)
 
     def running(self) -> int:
         """Requests that have arrived and not ended, as the router counts them."""
