@@ -31,7 +31,7 @@ from lmetric.capacity import EngineType, Question, Twin
 from lmetric.sim.run import Run
 from lmetric.whatif import Limits
 
-WINDOW_SECONDS = 600.0  # of records that the twin reads
+WINDOW_SECONDS = 900.0  # of records that the twin reads
 
 
 @dataclass

@@ -16,6 +16,7 @@ from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Floats, Recording
 
 WARM_UP = 0.25  # share of the requests that fill the caches
+COOL_DOWN = 0.1  # share of the last requests, which decode on an emptying fleet: not counted
 RATE_STEP = 1.02  # rates are rounded up to such steps, so that plays are reused
 FINISH = np.inf  # time of a request that never ends
 
@@ -126,7 +127,7 @@ class Plays:
         ]
 
     def _outcome(self, run: Run, slack: float) -> tuple[float, float]:
-        kept = slice(round(WARM_UP * len(run)), None)
+        kept = slice(round(WARM_UP * len(run)), round((1 - COOL_DOWN) * len(run)))
         lost = np.isnan(run.finished_seconds)
         outside = self.fit.request_seconds
         times: dict[Metric, Floats] = {

@@ -14,7 +14,7 @@ from lmetric.whatif.check import FitCheck, Limits, check_fit
 from lmetric.whatif.fit import EngineFit, fit_engine
 from lmetric.whatif.recording import Recording, WhatIfError, recording_of
 
-REFIT_SECONDS = 300.0  # between two fits while the last one is trusted; doubled by each poor fit
+REFIT_SECONDS = 300.0  # between two fits while the last one is trusted
 TRUST_SECONDS = 1800.0  # after a fit was last good on records of its time
 
 
@@ -40,7 +40,6 @@ class Twin:
     _previous: int | None = None
     _good_at: float = -inf
     _fitted_at: float = -inf
-    _pause: float = REFIT_SECONDS
 
     def advise(self, records: Records, now: float, *, running: int | None = None) -> Advice:
         """The advice from the records of one model (`Records.of`).
@@ -87,7 +86,7 @@ class Twin:
             shift = float(arrivals[arrivals >= first][0])
         check_covers(made, now_seconds - shift)
         ended = settled_seconds(made, now_seconds - shift)
-        fit, check, note = self._calibrated(part(made, 0.0, ended), at or now_seconds)
+        fit, check, note = self._calibrated(made, ended, at or now_seconds)
         advice = advise(
             made, fit, check, self.question, model=model, at=at, now_seconds=now_seconds - shift,
             running=running, usable=usable, previous=self._previous, alternatives=alternatives,
@@ -97,8 +96,10 @@ class Twin:
         notes = recording.notes + advice.notes
         return replace(advice, notes=notes if note is None else (*notes, note))
 
-    def _calibrated(self, recording: Recording, at: float) -> tuple[EngineFit, FitCheck, str | None]:
-        """The fit to use, its errors on the recording, and a note.
+    def _calibrated(
+        self, recording: Recording, ended: float, at: float
+    ) -> tuple[EngineFit, FitCheck, str | None]:
+        """The fit to use, its errors on requests that arrived before ``ended``, and a note.
 
         The last fit stays while it is good on the recording. If a new fit is no better, the last
         one is trusted for `TRUST_SECONDS`: an overload alone makes records hard to simulate, and
@@ -109,12 +110,14 @@ class Twin:
         """
         check = None
         if self.fit is not None and self.fit.profile.block_tokens == recording.block_tokens:
-            check = check_fit(recording, self.fit, seeds=self.check_seeds, limits=self.limits)
+            check = check_fit(
+                recording, self.fit, seeds=self.check_seeds, limits=self.limits, until_seconds=ended
+            )
             if check.good:
-                self._good_at, self._pause = at, REFIT_SECONDS
+                self._good_at = at
                 return self.fit, check, None
         trusted = self.fit is not None and at - self._good_at <= TRUST_SECONDS
-        if check is None or at - self._fitted_at >= self._pause or not trusted:
+        if check is None or at - self._fitted_at >= REFIT_SECONDS or not trusted:
             self._fitted_at = at
             self.fits += 1
             fit = fit_engine(
@@ -123,11 +126,10 @@ class Twin:
                 max_sequences=self.max_sequences,
                 cache_blocks=self.cache_blocks,
             )
-            new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
+            new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits, until_seconds=ended)
             if new.good:
-                self.fit, self._good_at, self._pause = fit, at, REFIT_SECONDS
+                self.fit, self._good_at = fit, at
                 return fit, new, None
-            self._pause = min(2 * self._pause, TRUST_SECONDS)
             if check is None or not trusted:
                 self.fit = None
                 raise WhatIfError(new.reason())
