@@ -80,9 +80,9 @@ def test_the_best_parameters_are_the_cheapest_that_meet_the_slo(world: ModuleTyp
     import tables
 
     def row(policy: str, attainment: float, cost: float) -> dict[str, Any]:
-        return {"stage": "s", "policy": policy, "attainment": [attainment], "cost": [cost]}
+        return {"policy": policy, "attainment": [attainment], "cost": [cost]}
 
     rows = [row("a (x 1)", 0.96, 5), row("a (x 2)", 0.95, 4), row("a (x 3)", 0.94, 3), row("b (x 1)", 0.9, 1)]
     rows += [row("b (x 2)", 0.94, 9)]
-    assert tables.chosen(rows, "s", "a") == "a (x 2)"
-    assert tables.chosen(rows, "s", "b") == "b (x 2)"
+    assert tables.chosen(rows, "a") == "a (x 2)"
+    assert tables.chosen(rows, "b") == "b (x 2)"

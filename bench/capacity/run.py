@@ -30,13 +30,13 @@ figure = RERUN.figure
 
 ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
 STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
-DELAYS = (60.0, 120.0, 300.0)
+DELAYS, TUNED_DELAY = (60.0, 120.0, 300.0), 120.0
 ORACLE_STEPS = 24
 LOAD = "in-flight HPA"
 GRIDS: dict[str, list[dict[str, float]]] = {
-    QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 0.5, 1.0), (8, 12))],
-    LOAD: [{"threshold": a} for a in (3.0, 4.0, 5.0, 6.0)],
-    P90: [{"up": a, "down": b} for a, b in ((0.7, 0.65), (0.8, 0.65), (0.8, 0.75), (0.9, 0.75), (1.0, 0.75))],
+    QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
+    LOAD: [{"threshold": a} for a in (3.0, 4.0, 5.0)],
+    P90: [{"up": a, "down": b} for a, b in ((0.8, 0.65), (0.9, 0.65), (0.9, 0.75), (1.0, 0.75))],
 }
 
 
@@ -116,38 +116,29 @@ def rows(world: Pool, cases: Iterable[tuple[Stage, Rival]]) -> Iterator[Row]:
         yield row
 
 
-def stages(world: Pool) -> list[Stage]:
-    return [Stage(each) for each in (DELAYS[1:2] if world.quick else DELAYS)]
-
-
 @figure("tuning", "Rules with several parameters, on the seed of the tuning")
 def tuning(world: Pool) -> Row:
     rivals = [
         Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
     ]
-    return {"base": "", "rows": list(rows(world, product(stages(world), rivals)))}
+    return {"base": "", "rows": list(rows(world, product([Stage(TUNED_DELAY)], rivals)))}
 
 
 @figure("convergence", "The oracle with more and more steps, on the seed of the tuning")
 def convergence(world: Pool) -> Row:
-    found = [Rival.of(ORACLE, {"steps": each}) for each in ((0, 4) if world.quick else (0, 24, 100, 300))]
-    return {"base": found[0].label, "rows": list(rows(world, product([Stage(DELAYS[1])], found)))}
+    found = [Rival.of(ORACLE, {"steps": each}) for each in ((0, 4) if world.quick else (0, 24, 100))]
+    return {"base": found[0].label, "rows": list(rows(world, product([Stage(TUNED_DELAY)], found)))}
 
 
 @figure("closed_loop", "Capacity advice in a closed loop")
 def day(world: Pool) -> Row:
     stored = read_figure(RERUN.folder / "results", "tuning")["rows"]
-    best = {stage: [chosen(stored, stage.label, name) for name in GRIDS] for stage in stages(world)}
-    usual = [Rival(ORACLE), Rival(TWIN)]
-    cases: list[tuple[Stage, Rival]] = []
-    for stage in stages(world):
-        rules = [
-            each
-            for name, grid in GRIDS.items()
-            for each in (Rival.of(name, parameters) for parameters in grid)
-            if each.label in best[stage]
-        ]
-        cases += [(stage, each) for each in (*usual, *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY))]
+    best = [chosen(stored, name) for name in GRIDS]
+    grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
+    rules = [each for each in grid if each.label in best]
+    rivals = [Rival(ORACLE), Rival(TWIN), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
+    stages = [Stage(each) for each in (DELAYS[1:2] if world.quick else DELAYS)]
+    cases = product(stages, rivals)
     return {"base": ORACLE, "rows": list(rows(world, cases))}
 
 

@@ -13,10 +13,10 @@ from rerun import grouped, markdown, spread
 Row = dict[str, Any]
 
 
-def chosen(rows: Sequence[Row], stage: str, name: str) -> str:
+def chosen(rows: Sequence[Row], name: str) -> str:
     """The policy with the best parameters: the cheapest that meets the SLO, else the one with the
     highest attainment."""
-    own = [row for row in rows if row["stage"] == stage and row["policy"].startswith(f"{name} (")]
+    own = [row for row in rows if row["policy"].startswith(f"{name} (")]
     meets = [row for row in own if row["attainment"][0] >= TARGET]
     best = (
         min(meets, key=lambda row: row["cost"][0])
