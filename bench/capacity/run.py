@@ -35,7 +35,7 @@ ORACLE_STEPS = 24
 LOAD = "in-flight HPA"
 GRIDS: dict[str, list[dict[str, float]]] = {
     QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
-    LOAD: [{"threshold": a} for a in (3.0, 4.0, 5.0)],
+    LOAD: [{"threshold": a} for a in (4.0, 6.0, 8.0)],
     P90: [{"up": a, "down": b} for a, b in ((0.8, 0.65), (0.9, 0.65), (0.9, 0.75), (1.0, 0.75))],
 }
 

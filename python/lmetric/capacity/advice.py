@@ -137,7 +137,7 @@ def advise(
         recording,
         fit,
         question.goal,
-        prepare(steady(base, demand, settled), fit.profile),
+        prepare(steady(base, settled), fit.profile),
         question.seeds,
     )
     low, rate, high = (demand.at(each) for each in (INTERVAL[0], question.confidence, INTERVAL[1]))
