@@ -43,8 +43,8 @@ class TwinPolicy:
     """
 
     delay_seconds: float
-    confidence: float = 0.8
-    calm_confidence: float = 0.95
+    confidence: float
+    calm_confidence: float
     every_seconds: float = 60.0
     refused: list[str] = field(default_factory=list)
 

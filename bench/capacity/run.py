@@ -33,6 +33,7 @@ STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
 DELAYS, TUNED_DELAY = (60.0, 120.0, 300.0), 120.0
 ORACLE_STEPS = 24
 LOAD = "in-flight HPA"
+SETTINGS = {"confidence": 0.8, "calm_confidence": 0.8}  # of the twin
 GRIDS: dict[str, list[dict[str, float]]] = {
     QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
     LOAD: [{"threshold": a} for a in (4.0, 6.0, 8.0)],
@@ -136,7 +137,7 @@ def day(world: Pool) -> Row:
     best = [chosen(stored, name) for name in GRIDS]
     grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
     rules = [each for each in grid if each.label in best]
-    rivals = [Rival(ORACLE), Rival(TWIN), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
     stages = [Stage(each) for each in (DELAYS[1:2] if world.quick else DELAYS)]
     cases = product(stages, rivals)
     return {"base": ORACLE, "rows": list(rows(world, cases))}
