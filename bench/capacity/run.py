@@ -122,7 +122,7 @@ def tuning(world: Pool) -> Row:
     rivals = [
         Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
     ]
-    return {"base": "", "rows": list(rows(world, product([Stage(TUNED_DELAY)], rivals)))}
+    return {"rows": list(rows(world, product([Stage(TUNED_DELAY)], rivals)))}
 
 
 @figure("convergence", "The oracle with more and more steps, on the seed of the tuning")

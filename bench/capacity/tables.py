@@ -29,10 +29,10 @@ def chosen(rows: Sequence[Row], name: str) -> str:
 def rendered(told: Row) -> str:
     """Returns a figure's part of the page."""
     stages = grouped(told["rows"], "stage")
-    return "\n\n".join(f"{stage}:\n\n{table(rows, told['base'])}" for stage, rows in stages.items())
+    return "\n\n".join(f"{stage}:\n\n{table(rows, told.get('base'))}" for stage, rows in stages.items())
 
 
-def table(rows: Sequence[Row], base: str) -> str:
+def table(rows: Sequence[Row], base: str | None) -> str:
     """Returns all policies of a stage. With a base, the last column has the cost against it, seed
     by seed."""
     against = next((row for row in rows if row["policy"] == base), None)
