@@ -36,24 +36,18 @@ def table(rows: Sequence[Row], base: str | None) -> str:
     """Returns all policies of a stage. With a base, the last column has the cost against it, seed
     by seed."""
     against = next((row for row in rows if row["policy"] == base), None)
+    several = len(rows[0]["attainment"]) > 1
     lines = []
     for row in rows:
-        line = [
-            row["policy"],
-            spread(row["attainment"], 100, 1),
-            f"{min(row['attainment']):.1%}",
-            spread(row["joint"], 100, 1),
-            spread(row["worst"], 100, 1),
-            spread(row["cost"], 1, 1),
-            spread(row["starts"], 1, 0),
-        ]
+        line = [row["policy"], spread(row["attainment"], 100, 1)]
+        line += [f"{min(row['attainment']):.1%}"] if several else []
+        line += [spread(row[name], 100, 1) for name in ("joint", "worst")]
+        line += [spread(row["cost"], 1, 1), spread(row["starts"], 1, 0)]
         if against is not None:
             line.append("" if row is against else _over(row["cost"], against["cost"]))
         lines.append(line)
-    head = [
-        "policy", "SLO attainment, %", "worst seed", "requests within both bounds, %",
-        "worst quarter of an hour, %", "engine hours", "engines started",
-    ]  # fmt: skip
+    head = ["policy", "SLO attainment, %", *(["worst seed"] if several else [])]
+    head += ["within both bounds, %", "worst quarter of an hour, %", "engine hours", "engines started"]
     if against is not None:
         head.append(f"cost over {base}")
     return markdown(head, lines)
