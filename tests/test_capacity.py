@@ -22,6 +22,8 @@ from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, prepare, simulate
 from lmetric.sim.traces import Trace
 from lmetric.whatif import EngineFit, Limits, Recording, WhatIfError, recording_of
+from lmetric.whatif.check import check_fit
+from lmetric.whatif.fit import FIT_SHARE
 from lmetric.whatif.recording import changes_of
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 
@@ -201,14 +203,25 @@ def test_a_short_recording_has_no_forecast() -> None:
         forecast(recorded(np.linspace(0, 30, 200)), 30.0, 60.0)
 
 
-def test_the_played_workload_has_no_trend() -> None:
+def test_the_played_workload_has_no_trend_and_no_long_bursts() -> None:
     rate = np.linspace(2, 8, 900)
+    rate[400:550] *= 3
     arrivals = np.repeat(np.arange(900.0), np.random.default_rng(3).poisson(rate)) + 0.5
-    base = recorded(arrivals)
-    played = steady(base, forecast(base, 900.0, 60.0), 900.0)
-    halves = np.histogram(played.arrival_seconds, 2, (0, len(arrivals)))[0]
-    assert halves[0] == pytest.approx(halves[1], rel=0.1)
+    played = steady(recorded(arrivals), 900.0)
+    parts = np.histogram(played.arrival_seconds, 10, (0, len(arrivals)))[0]
+    assert parts == pytest.approx(len(arrivals) / 10, rel=0.2)  # with the burst: 1.9 times
     assert len(played) / played.arrival_seconds[-1] == pytest.approx(1.0, rel=0.02)
+    assert (np.diff(played.arrival_seconds) == 0).any()  # requests of one moment stay together
+
+
+def test_requests_after_the_last_settled_one_are_load_alone(folder: Path) -> None:
+    recording = recording_of(read_records(folder).of(None))
+    fit = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0)
+    until = float(recording.trace.arrival_seconds[400])
+    whole, part_of = (check_fit(recording, fit, seeds=1, until_seconds=each) for each in (np.inf, until))
+    assert whole.requests - part_of.requests == len(recording) - 401
+    chosen = slice(round(FIT_SHARE * len(recording)), 401)
+    assert part_of.figures[0].recorded == pytest.approx(float(recording.ttft_seconds[chosen].mean()))
 
 
 # -- parts of a recording

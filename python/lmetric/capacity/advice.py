@@ -168,7 +168,7 @@ def advise(
         recording,
         fit,
         question.goal,
-        prepare(steady(base, demand, settled), fit.profile),
+        prepare(steady(base, settled), fit.profile),
         question.seeds,
         question.transfer,
     )

@@ -79,14 +79,15 @@ class Goal:
             good &= ~(times[each.metric] > each.seconds)
         return good
 
-    def shares(self, times: dict[Metric, Floats]) -> list[float]:
-        """Share of the requests that keep the bound of each objective."""
-        return [float((~(times[each.metric] > each.seconds)).mean()) for each in self.objectives]
+    def shares(self, times: dict[Metric, Floats]) -> tuple[float, ...]:
+        """The share of the requests within the bound of each objective. Unknown times (NaN) are
+        within it."""
+        return tuple(float((~(times[each.metric] > each.seconds)).mean()) for each in self.objectives)
 
     def margin(self, times: dict[Metric, Floats]) -> float:
         """The smallest distance of a share to its target, from -1 to 1; 0 or more: all are met."""
-        shares = self.shares(times)
-        return min(share - each.share for share, each in zip(shares, self.objectives, strict=True))
+        found = zip(self.shares(times), self.objectives, strict=True)
+        return min(share - each.share for share, each in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
 
 WARM_UP = 0.25  # share of the requests that fill the caches
+COOL_DOWN = 0.1  # share of the last requests, which decode on an emptying fleet: not counted
 RATE_STEP = 1.02  # rates are rounded up to such steps, so that plays are reused
 
 
@@ -128,7 +129,7 @@ class Plays:
         ]
 
     def _outcome(self, run: Run, slack: float) -> tuple[float, float]:
-        kept = slice(round(WARM_UP * len(run)), None)
+        kept = slice(round(WARM_UP * len(run)), round((1 - COOL_DOWN) * len(run)))
         times = times_of(run, self.fit.request_seconds, slack)
         times = {name: each[kept] for name, each in times.items()}
         return float(self.goal.kept(times).mean()), self.goal.margin(times)

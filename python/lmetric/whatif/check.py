@@ -124,15 +124,23 @@ class FitCheck:
 
 
 def check_fit(
-    recording: Recording, fit: EngineFit, *, seeds: int = 3, limits: Limits | None = None
+    recording: Recording,
+    fit: EngineFit,
+    *,
+    seeds: int = 3,
+    limits: Limits | None = None,
+    until_seconds: float = np.inf,
 ) -> FitCheck:
     """Simulates the policy that ran, and compares the requests that the fit did not use.
+
+    ``until_seconds``: requests that arrived later are load and are not compared. Of a running
+    fleet, many of them have not ended, so the others are faster in the simulation.
 
     Raises LmetricError if the policy cannot be built here, such as a file that does not exist.
     """
     limits = limits or Limits()
     from_index = round(FIT_SHARE * len(recording))
-    late = np.arange(len(recording)) >= from_index
+    late = (np.arange(len(recording)) >= from_index) & (recording.trace.arrival_seconds <= until_seconds)
     setups, workloads = plan(recording, fit, [recording.policy], seeds, trace=None)
     runs: list[tuple[Run, Floats]] = []
     with saved(fit) as path:
