@@ -74,12 +74,15 @@ class GatewayStream:
                 if self._decided is not None:
                     await self._decided
                     self._decided = None
-                for answer in out:
-                    await context.write(answer)
+                try:
+                    for answer in out:
+                        await context.write(answer)
+                finally:
+                    if message.HasField("response_body"):
+                        # After the write, so that the client does not wait for the router's counts.
+                        # The gateway may end the stream during the write of the last part.
+                        self._answer_part(message.response_body.body, message.response_body.end_of_stream)
                 out.clear()
-                if message.HasField("response_body"):
-                    # After the write, so that the client does not wait for the router's counts.
-                    self._answer_part(message.response_body.body, message.response_body.end_of_stream)
         except asyncio.CancelledError:
             if self._task is not None:
                 self._task.uncancel()
