@@ -37,7 +37,8 @@ def environ(**more: str) -> dict[str, str]:
     folders = (ROOT / "python", ROOT / "examples" / "ray_serve", WORLD.parent)
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)), "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_metrics_report_interval_ms": "1000", **more,
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_metrics_report_interval_ms": "1000",
+        "RAY_raylet_start_wait_time_s": "300", **more,
     }  # fmt: skip
 
 
@@ -74,10 +75,10 @@ class RayServe:
             self._process.kill()
             self._process.wait()
 
-    def scale(self, replicas: int) -> None:
+    def scale(self, replicas: int, arm: str = "") -> None:
         """Changes the number of replicas, and waits until they serve."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{replicas}\n")
+        self._process.stdin.write(f"{arm} {replicas}\n")
         self._process.stdin.flush()
         self._answer("scaled")
 

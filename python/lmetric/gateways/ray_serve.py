@@ -26,7 +26,8 @@ class _Metrics:
     """Metrics of a router in Ray's own export."""
 
     def __init__(self, application: str, deployment: str) -> None:
-        tags = {"application": application, "deployment": deployment}
+        # Ray adds the tags application and deployment: those of the process that has the router.
+        tags = {"target_application": application, "target_deployment": deployment}
         names = tuple(tags)
         self.requests = Gauge("lmetric_requests_in_flight", "Requests between their decision and their end.", names)
         self.prompt_tokens = Counter("lmetric_prompt_tokens", "Prompt tokens of sent requests.", names)
