@@ -53,7 +53,10 @@ def play(serve: RayServe, arm: str, trace: Path, scale: tuple[int, float] | None
         replicas, seconds = scale
         time.sleep(seconds)
         serve.scale(replicas, arm)
-    report, _ = replay.communicate()
+    try:
+        report, _ = replay.communicate(timeout=120)
+    finally:
+        replay.kill()
     if replay.returncode != 0:
         sys.exit(f"{arm}: the replay failed")
     return orjson.loads(report)  # type: ignore[no-any-return]
@@ -63,6 +66,17 @@ def milliseconds(times: Path, what: str) -> float:
     """Returns the mean time of a router's step, from the file that it wrote."""
     rows = (line.split() for line in times.read_text().splitlines())
     return fmean(float(value) for name, value in rows if name == what)
+
+
+def write_row(row: dict[str, Any]) -> None:
+    """Appends a row to the results."""
+    fresh = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row, file=sys.stderr)
 
 
 def main() -> None:
@@ -102,7 +116,7 @@ def main() -> None:
                         "route_ms": round(milliseconds(times, "route"), 4),
                     }  # fmt: skip
                     rows.append(row)
-                    print(row, file=sys.stderr)
+                    write_row(row)
                     if scale is not None:
                         serve.scale(flags.replicas, arm)
     print(f"{'router':14}" + "".join(f"{name:>28}" for name in FIGURES))
@@ -112,12 +126,6 @@ def main() -> None:
             values = [row[figure] for row in rows if row["router"] == arm]
             cells.append(f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
         print(f"{arm:14}" + "".join(f"{cell:>28}" for cell in cells))
-    fresh = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":
