@@ -35,7 +35,7 @@ class _Metrics:
             "lmetric_predicted_cached_tokens", "Prompt tokens that the router expects in caches.", names
         )
         for metric in (self.requests, self.prompt_tokens, self.cached_tokens):
-            metric.set_default_tags(tags)
+            metric.set_default_tags(dict(tags))  # Ray adds to it
 
 
 class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
