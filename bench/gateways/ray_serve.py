@@ -45,21 +45,22 @@ def make_trace(path: Path, requests: int, rate: float, seed: int) -> None:
     path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
 
-def play(serve: RayServe, arm: str, trace: Path, scale: tuple[int, float] | None) -> dict[str, Any]:
-    """Returns the report of a replay. ``scale``: replicas, and seconds until then."""
+def play(
+    serve: RayServe, arm: str, trace: Path, seconds: float, scale_to: int | None
+) -> dict[str, Any] | None:
+    """Returns the report of a replay; None: it failed, or took much longer than its trace."""
     words = ["--trace", str(trace), "--target", f"{serve.url}/{arm}", "--json"]
     replay = subprocess.Popen([sys.executable, "-c", RUN, "replay", *words], stdout=subprocess.PIPE)
-    if scale is not None:
-        replicas, seconds = scale
-        time.sleep(seconds)
-        serve.scale(replicas, arm)
+    if scale_to is not None:
+        time.sleep(seconds / 2)
+        serve.scale(scale_to, arm)
     try:
-        report, _ = replay.communicate(timeout=120)
+        report, _ = replay.communicate(timeout=seconds + 20)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
         replay.kill()
-    if replay.returncode != 0:
-        sys.exit(f"{arm}: the replay failed")
-    return orjson.loads(report)  # type: ignore[no-any-return]
+    return orjson.loads(report) if replay.returncode == 0 else None
 
 
 def milliseconds(times: Path, what: str) -> float:
@@ -99,11 +100,14 @@ def main() -> None:
         with RayServe(flags.replicas, *words, RAY_ROUTER_TIMES=str(times)) as serve:
             for seed in range(flags.seeds):
                 make_trace(trace, flags.requests, flags.rate, seed)
-                scale = (flags.scale_to, flags.requests / flags.rate / 2) if flags.scale_to else None
+                seconds = flags.requests / flags.rate
                 turn = seed % len(flags.arms)
                 for arm in (*flags.arms[turn:], *flags.arms[:turn]):
                     times.write_text("")
-                    report = play(serve, arm, trace, scale)
+                    report = play(serve, arm, trace, seconds, flags.scale_to)
+                    if report is None:
+                        print(f"{arm}, trace {seed}: the replay failed", file=sys.stderr)
+                        continue
                     row = {
                         "date": datetime.now(UTC).date().isoformat(), "commit": version,
                         "router": arm, "replicas": flags.replicas, "scale_to": flags.scale_to or "",
@@ -117,10 +121,10 @@ def main() -> None:
                     }  # fmt: skip
                     rows.append(row)
                     write_row(row)
-                    if scale is not None:
+                    if flags.scale_to and seed + 1 < flags.seeds:
                         serve.scale(flags.replicas, arm)
     print(f"{'router':14}" + "".join(f"{name:>28}" for name in FIGURES))
-    for arm in flags.arms:
+    for arm in dict.fromkeys(row["router"] for row in rows):
         cells = []
         for figure in FIGURES:
             values = [row[figure] for row in rows if row["router"] == arm]

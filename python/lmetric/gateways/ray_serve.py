@@ -29,7 +29,9 @@ class _Metrics:
         # Ray adds the tags application and deployment: those of the process that has the router.
         tags = {"target_application": application, "target_deployment": deployment}
         names = tuple(tags)
-        self.requests = Gauge("lmetric_requests_in_flight", "Requests between their decision and their end.", names)
+        self.requests = Gauge(
+            "lmetric_requests_in_flight", "Requests between their decision and their end.", names
+        )
         self.prompt_tokens = Counter("lmetric_prompt_tokens", "Prompt tokens of sent requests.", names)
         self.cached_tokens = Counter(
             "lmetric_predicted_cached_tokens", "Prompt tokens that the router expects in caches.", names
