@@ -145,7 +145,7 @@ class KvAware(_Timed, _KvAware):
 
 
 class _Publishing(Replica.func_or_class):  # type: ignore[misc,name-defined]
-    """The example's replica. Its engine publishes KV events, and the replica names their address."""
+    """The example's replica. Its engine publishes KV events; the replica names their address."""
 
     async def __init__(self, cache_blocks: int) -> None:
         self._cache_blocks = cache_blocks

@@ -27,9 +27,10 @@ import orjson
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / name) for name in ("bench", "bench/whatif", "tests/real")]
 
+from run import RUN, write_trace  # noqa: E402
+
 from common import commit  # noqa: E402
 from ray_process import RayServe  # noqa: E402
-from run import RUN, write_trace  # noqa: E402
 
 ARMS = ("Lmetric", "PowerOfTwo", "PrefixAware", "KvAware")
 RESULTS = Path(__file__).with_suffix(".csv")

@@ -1,7 +1,7 @@
-"""Serves Ray Serve LLM with emulated engines and the request router, in an environment that has both.
+"""Serves Ray Serve LLM with emulated engines and the request router.
 
-Prints ``ready PORT``, and serves until the end of the input. Ray LLM creates `EmulatedEngine` because
-RAYLLM_VLLM_ENGINE_CLS names it.
+Prints ``ready PORT``, and serves until the end of the input. Ray LLM creates `EmulatedEngine`
+because RAYLLM_VLLM_ENGINE_CLS names it.
 """
 
 from __future__ import annotations

@@ -57,26 +57,31 @@ async def metric(session: aiohttp.ClientSession, serve: RayServe, name: str) -> 
     return sum(map(float, values))
 
 
-async def test_the_example_serves_with_one_command(tmp_path: Path) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (tmp_path / "log").open("w") as log:
-        example = subprocess.Popen(
+        process = subprocess.Popen(
             [ROOT / "examples" / "ray_serve" / "run"],
             env=environ(VENV=str(ray_venv())), start_new_session=True, stdout=log, stderr=log,
         )  # fmt: skip
-    try:
-        async with aiohttp.ClientSession() as session:
-            for _ in range(300):
-                assert example.poll() is None, (tmp_path / "log").read_text()
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get("http://127.0.0.1:8000/v1/models") as answer:
-                        if answer.status == 200:
-                            break
-                await asyncio.sleep(1)
-            usage = await ask(session, "http://127.0.0.1:8000", prompt(0, 0))
-        assert usage["prompt_tokens"] > 300
-    finally:
-        os.killpg(example.pid, signal.SIGINT)
-        example.wait(90)
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(90)
+    print((tmp_path / "log").read_text())
+
+
+async def test_the_example_serves_with_one_command(example: subprocess.Popen[bytes]) -> None:
+    async with aiohttp.ClientSession() as session:
+        for _ in range(300):
+            assert example.poll() is None
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get("http://127.0.0.1:8000/v1/models") as answer:
+                    if answer.status == 200:
+                        break
+            await asyncio.sleep(1)
+        usage = await ask(session, "http://127.0.0.1:8000", prompt(0, 0))
+    assert usage["prompt_tokens"] > 300
 
 
 async def test_turns_find_their_prefix_and_counts_return_to_zero(ray_serve: RayServe) -> None:

@@ -38,7 +38,7 @@ class Placement:
         return self._ticket.open
 
     def send(self, instance: str | None = None) -> None:
-        """Counts the request as sent. ``instance``: where, if the gateway did not follow the choice.
+        """Counts the request as sent, to ``instance`` if the gateway did not follow the choice.
 
         Raises NoInstanceError: that instance accepts no requests. The placement has ended.
         """

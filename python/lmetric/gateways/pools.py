@@ -68,7 +68,7 @@ class Pool:
         self._keeper: asyncio.Task[None] | None = None
 
     def fields(self, path: str, body: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """Returns the fields of `lmetric.Request` for a JSON body. Prompts match as in `serve`.
+        """Returns the fields of `lmetric.Request` for a body. Prompts match as in `serve`.
 
         Args:
             path: "chat", "completion" or "input" (embeddings).

@@ -144,7 +144,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in order]
 
     def _dropper(self, key: _Key) -> Callable[[Any], None]:
-        """Returns a callback that ends the placement if Ray gives up before it sends the request."""
+        """Returns a callback that ends the placement if Ray gives up before it sends it."""
 
         def drop(future: Any) -> None:
             if future.cancelled() or future.exception() is not None:
