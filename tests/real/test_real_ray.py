@@ -66,7 +66,7 @@ def example(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         )  # fmt: skip
     yield process
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(90)
     print((tmp_path / "log").read_text())
 

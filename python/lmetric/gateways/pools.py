@@ -89,7 +89,7 @@ class Pool:
         return {"max_tokens": most, "session": session, **prompt, **more}
 
     def _tokens(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Returns the prompt's tokens; None if the tokenizer is not known or cannot predict them."""
+        """Returns the prompt's tokens; None if no tokenizer can predict them."""
         if self._tokenizer is None:
             return None
         with contextlib.suppress(NotPredictable):
