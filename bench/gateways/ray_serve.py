@@ -61,7 +61,7 @@ def play(
         return None
     finally:
         replay.kill()
-    return orjson.loads(report) if replay.returncode == 0 else None
+    return orjson.loads(report)["report"] if replay.returncode == 0 else None
 
 
 def milliseconds(times: Path, what: str) -> float:

@@ -157,8 +157,9 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         """Counts a request as sent to the replica that accepted it."""
         key = _key(pending_request)
         cached, prompt = self._placements.send(key, replica_id.unique_id)
-        self._metrics.prompt_tokens.inc(prompt)
-        self._metrics.cached_tokens.inc(cached)
+        for counter, tokens in ((self._metrics.prompt_tokens, prompt), (self._metrics.cached_tokens, cached)):
+            if tokens:  # Ray raises an error for 0
+                counter.inc(tokens)
         if getattr(result, "_is_streaming", False):
             _at_first_part(result, lambda: self._placements.first_token(key))
 
