@@ -62,16 +62,24 @@ class Placement:
         elif self._ticket.open:
             self._ticket.tokens(1)
 
-    def done(self, **usage: int | None) -> None:
+    def done(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         """Ends the request: the answer is complete, or the gateway does not know how it ended.
 
-        ``usage``: token counts, as in `lmetric.Ticket.done`.
+        The counts are those of the engine; None: not reported.
         """
         if not self._sent:
             self.fail("cancelled")
         elif self._ticket.open:
             self.first_token()
-            self._ticket.done(**usage)
+            self._ticket.done(
+                prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens
+            )
 
     def fail(self, failure: Failure) -> None:
         """Ends the request without an answer."""
