@@ -67,4 +67,4 @@ async def test_a_new_user_finds_the_hot_engine_the_reason_and_a_better_policy(tm
     out, _ = await asyncio.wait_for(whatif.communicate(), 900)
     assert whatif.returncode == 0
     ranking = orjson.loads(out)["ranking"]
-    assert sorted(each["policy"] for each in ranking) == ["lmetric", "vllm"]
+    assert sorted(each["policy"] for each in ranking) == ["lmetric", "new_tokens", "vllm"]
