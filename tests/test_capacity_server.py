@@ -50,7 +50,11 @@ def write(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 def flags(folder: Path, url: str, **further: Any) -> list[str]:
     values = {"slo": SLO, "interval": 5, "stale_after": 600, "max_batch_tokens": PROFILE.max_batch_tokens}
-    values |= {"prices": "{H100: 4}", "max_error": 5}  # the stand-in reports no cache size
+    values |= {
+        "prices": "{H100: 4, L40S: 1}",
+        "types": "{L40S: x0.5}",
+        "max_error": 5,
+    }  # the stand-in reports no cache size
     made = ["--engine", url, "--records", str(folder)]
     for name, value in (values | further).items():
         made += ["--set", f"capacity.{name}={value}"]
@@ -95,8 +99,9 @@ async def test_a_router_publishes_advice_and_outlives_its_twin(
             return (await page(client, r))["models"].get("tiny", {}).get("advice")
 
         advice = await until(advised)
-        (wanted,) = advice["wanted"]
-        assert wanted["type"] == "H100"
+        wanted, other = advice["wanted"]
+        assert (wanted["type"], other["type"], other["replicas"]) == ("H100", "L40S", 0)
+        assert advice["cheapest"]["running_cost_per_hour"] >= advice["cheapest"]["cost_per_hour"]
         assert wanted["low"] <= wanted["replicas"] <= wanted["high"]
         assert advice["candidates"][0]["cost_per_hour"] == 4.0 * advice["candidates"][0]["engines"]
         assert advice["removals"]
@@ -105,6 +110,7 @@ async def test_a_router_publishes_advice_and_outlives_its_twin(
         assert f"lmetric_wanted_replicas{labels} {float(wanted['replicas'])}" in text
         assert f"lmetric_wanted_replicas_low{labels} {float(wanted['low'])}" in text
         assert f"lmetric_wanted_replicas_high{labels} {float(wanted['high'])}" in text
+        assert 'lmetric_wanted_replicas{model="tiny",role="both",type="L40S"} 0.0' in text
         assert 'lmetric_capacity_advice_age_seconds{model="tiny"}' in text
         first = worker_of(r)
         assert first is not None
@@ -236,6 +242,46 @@ def test_files_that_the_tail_cannot_read(tmp_path: Path, lines: list[dict[str, A
         Tail(tmp_path / "missing", 60.0).read(0.0)
     with pytest.raises(RecordError, match="no record file yet"):
         Tail(tmp_path, 60.0).read(0.0)
-    write(tmp_path / "r", [lines[0] | {"schema": 99}])
-    with pytest.raises(RecordError, match="schema version 99"):
-        Tail(tmp_path / "r", 60.0).read(0.0)
+    path = write(tmp_path / "r", [lines[0] | {"schema": 99}])
+    tail = Tail(tmp_path / "r", 60.0)
+    for line in lines[1:3]:  # a line that follows is no header
+        with pytest.raises(RecordError, match="schema version 99"):
+            tail.read(0.0)
+        with path.open("ab") as file:
+            file.write(orjson.dumps(line) + b"\n")
+
+
+@pytest.mark.parametrize("first", [b'{"type":"header","schema":99}\n', b"no JSON\n"])
+def test_a_foreign_file_costs_its_own_lines_alone(
+    tmp_path: Path, lines: list[dict[str, Any]], first: bytes
+) -> None:
+    now = float(lines[-1]["at"]) + 1.0
+    write(tmp_path / "r", lines)
+    tail = Tail(tmp_path / "r", 600.0)
+    foreign = tmp_path / "r" / "records-0.jsonl"
+    foreign.write_bytes(first)
+    notes = []
+    for _ in range(2):
+        found = tail.read(now)
+        assert found.requests == lines[2:]
+        assert len(found.headers) == 1
+        notes.append(found.notes)
+        with foreign.open("ab") as file:
+            file.write(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert notes[0] == notes[1]
+    assert notes[0][0].startswith(f"1 files are skipped: {foreign}: ")
+    foreign.unlink()
+    assert tail.read(now).notes == []
+
+
+def test_lines_with_wrong_types_are_skipped_and_counted(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    now = float(lines[-1]["at"]) + 1.0
+    path = write(tmp_path / "r", lines)
+    wrong = [lines[2] | {"at": "today"}, lines[2] | {"ttft_seconds": []}, lines[1] | {"engines": [1]}]
+    tail = Tail(tmp_path / "r", 600.0)
+    for rounds in (1, 2):
+        with path.open("ab") as file:
+            file.write(b"".join(orjson.dumps(line) + b"\n" for line in wrong))
+        found = tail.read(now)
+        assert found.requests == lines[2:]
+        assert found.notes == [f"{3 * rounds} lines of records are not valid and are skipped"]

@@ -299,7 +299,7 @@ def test_commands_for_clusters_containers_and_gpus_have_known_flags() -> None:
         syntax = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, check=False)
         assert syntax.returncode == 0, f"{page}: {line}: {syntax.stderr}"
         command = bare(line).partition(" -- ")[0]  # behind it stands a command of the container
-        if not re.match(r"docker|kubectl|vllm|python -m (vllm|sglang)", command):
+        if not re.match(r"(docker|kubectl|vllm|python -m (vllm|sglang))(?![\w-])", command):
             continue
         known = [entry for start, entry in TREATMENT["flags"].items() if command.startswith(f"{start} ")]
         assert known, f"{page}: {line}: no list of flags for this command in docs_commands.yaml"

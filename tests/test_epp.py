@@ -15,9 +15,10 @@ import pytest
 from epp_world import (
     DESTINATION,
     PROMPT,
-    Exchange,
+    WHOLE,
     answer_body,
     answer_head,
+    answered,
     changed,
     exchange,
     picking,
@@ -25,25 +26,11 @@ from epp_world import (
     request_head,
     request_trailers,
     with_modes,
-    with_subset,
 )
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
-from server_world import event, token, usage
+from server_world import event, token
 from waiting import until
-
-WHOLE = orjson.dumps(
-    {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "usage": usage(12, 7, 4)}
-)
-
-
-async def answered(stream: Exchange, body: bytes = WHOLE, **fields: str) -> dict[str, str]:
-    """Sends an engine's whole answer. Returns the fields that the picker adds to it."""
-    await stream.send(answer_head(200, content_type="application/json", **fields), answer_body(body, True))
-    head = await stream.next()
-    assert await stream.body("response_body") == body
-    await stream.end()
-    return changed(head.response_headers.response.header_mutation)
 
 
 async def test_a_pick_is_in_header_and_metadata_and_its_answer_is_counted() -> None:
@@ -132,47 +119,6 @@ async def test_a_mode_that_does_not_show_the_body_is_refused() -> None:
         status, _, error = await stream.refused()
         assert (status, error["code"]) == (500, "gateway_configuration")
         assert "FULL_DUPLEX_STREAMED" in error["message"]
-
-
-# -- subsets ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("as_text", [False, True])
-async def test_only_engines_of_the_subset_are_picked(as_text: bool) -> None:
-    async with picking(3, policy="least_requests") as world:
-        inside = world.places[1:]
-        for _ in range(4):
-            async with exchange(world.target) as stream:
-                head = with_subset(request_head(), ",".join(inside) if as_text else inside)
-                place, _, _ = await stream.ask(head=head)
-                assert place in inside, "no fallback is outside either"
-                await answered(stream)
-        await world.settled()
-
-
-async def test_a_subset_takes_the_best_of_its_engines() -> None:
-    async with picking(3, policy="least_requests") as world:
-        async with exchange(world.target) as first, exchange(world.target) as second:
-            head = with_subset(request_head(), world.places[1:])
-            one, _, _ = await first.ask(head=head)
-            other, _, _ = await second.ask(head=head)
-            assert {one, other} == set(world.places[1:])
-        await world.settled()
-
-
-@pytest.mark.parametrize("subset", [[], ["10.1.2.3:8000"], "dead"])
-async def test_a_subset_without_an_engine_is_503(subset: Any) -> None:
-    async with picking(2, health={"interval": 0.05, "down_after": 1}) as world:
-        if subset == "dead":
-            await world.engines[1].stop()
-            engines = world.server.fleet.pools[0].engines
-            await until(lambda: not engines["e1"].healthy)
-            subset = [world.places[1]]
-        async with exchange(world.target) as stream:
-            data = orjson.dumps(PROMPT)
-            await stream.send(with_subset(request_head(), subset), request_body(data, True))
-            status, fields, error = await stream.refused()
-            assert (status, error["code"], fields["retry-after"]) == (503, "no_engine", "2")
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -5,36 +5,25 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 
 import aiohttp
 import orjson
 import pytest
 
-from epp_world import PROMPT, envoy, envoy_binary, free_ports, picking
+from epp_world import EXAMPLE, PROMPT, envoy, free_ports, limit_to, needs_envoy, picking, post
 from server_world import FakeEngine, hang, plain, reset
 from waiting import until
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "envoy"
-TYPES = "type.googleapis.com/envoy.extensions"
 
 
 @pytest.fixture(autouse=True)
 def _needs_envoy() -> None:
-    envoy_binary()
+    needs_envoy()
 
 
-async def post(
-    client: aiohttp.ClientSession, url: str, body: object = PROMPT
-) -> tuple[int, bytes, dict[str, str]]:
-    async with client.post(f"{url}/v1/completions", data=orjson.dumps(body)) as answer:
-        return answer.status, await answer.read(), {k.lower(): v for k, v in answer.headers.items()}
-
-
-async def test_envoy_follows_the_picks_and_the_picker_follows_the_answers(tmp_path: Path) -> None:
+async def test_envoy_follows_the_picks_and_the_picker_follows_the_answers() -> None:
     async with (
         picking(3) as world,
-        envoy([world.target], world.places, tmp_path) as url,
+        envoy([world.target], world.places) as url,
         aiohttp.ClientSession() as client,
     ):
         for number in range(6):
@@ -54,10 +43,10 @@ async def test_envoy_follows_the_picks_and_the_picker_follows_the_answers(tmp_pa
         assert (await post(client, url, {**PROMPT, "model": "other"}))[0] == 404
 
 
-async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_ends_its_request() -> None:
     async with (
         picking([FakeEngine(behave=hang)]) as world,
-        envoy([world.target], world.places, tmp_path) as url,
+        envoy([world.target], world.places) as url,
         aiohttp.ClientSession() as client,
     ):
         task = asyncio.create_task(post(client, url))
@@ -68,10 +57,10 @@ async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
         await until(lambda: world.engines[0].left == 1)
 
 
-async def test_an_engine_that_breaks_ends_its_request(tmp_path: Path) -> None:
+async def test_an_engine_that_breaks_ends_its_request() -> None:
     async with (
         picking([FakeEngine(behave=reset)]) as world,
-        envoy([world.target], world.places, tmp_path) as url,
+        envoy([world.target], world.places) as url,
         aiohttp.ClientSession() as client,
     ):
         assert (await post(client, url))[0] == 503
@@ -79,10 +68,10 @@ async def test_an_engine_that_breaks_ends_its_request(tmp_path: Path) -> None:
         assert world.stats()["finished"] == 0
 
 
-async def test_envoy_tries_the_second_engine_and_it_gets_the_counts(tmp_path: Path) -> None:
+async def test_envoy_tries_the_second_engine_and_it_gets_the_counts() -> None:
     async with (
         picking(2, health={"interval": 30.0}) as world,
-        envoy([world.target], world.places, tmp_path) as url,
+        envoy([world.target], world.places) as url,
         aiohttp.ClientSession() as client,
     ):
         await world.engines[0].stop()
@@ -94,31 +83,22 @@ async def test_envoy_tries_the_second_engine_and_it_gets_the_counts(tmp_path: Pa
         assert not world.server.fleet.pools[0].engines["e0"].healthy, "the gateway's report is enough"
 
 
-async def test_subsets_come_from_envoy(tmp_path: Path) -> None:
-    async with picking(3) as world:
-        limit = (
-            "http_filters:\n"
-            "                  - name: envoy.filters.http.set_metadata\n"
-            "                    typed_config:\n"
-            f'                      "@type": {TYPES}.filters.http.set_metadata.v3.Config\n'
-            "                      metadata: [{metadata_namespace: envoy.lb.subset_hint, value: "
-            f"{{x-gateway-destination-endpoint-subset: ['{world.places[2]}']}}}}]"
-        )
-        more = {"http_filters:": limit}
-        async with (
-            envoy([world.target], world.places, tmp_path, **more) as url,
-            aiohttp.ClientSession() as client,
-        ):
-            for _ in range(3):
-                assert (await post(client, url))[2]["x-lmetric-instance"] == "e2"
+async def test_subsets_come_from_envoy() -> None:
+    async with (
+        picking(3) as world,
+        envoy([world.target], world.places, change=limit_to([world.places[2]])) as url,
+        aiohttp.ClientSession() as client,
+    ):
+        for _ in range(3):
+            assert (await post(client, url))[2]["x-lmetric-instance"] == "e2"
 
 
 @pytest.mark.parametrize("fail_open", [True, False])
-async def test_without_a_picker_envoy_fails_open_or_closed(fail_open: bool, tmp_path: Path) -> None:
+async def test_without_a_picker_envoy_fails_open_or_closed(fail_open: bool) -> None:
     async with picking(2) as world:
         (nobody,) = free_ports(1)
         async with (
-            envoy([f"127.0.0.1:{nobody}"], world.places, tmp_path, fail_open=fail_open) as url,
+            envoy([f"127.0.0.1:{nobody}"], world.places, fail_open=fail_open) as url,
             aiohttp.ClientSession() as client,
         ):
             status, _, fields = await post(client, url)
@@ -126,21 +106,21 @@ async def test_without_a_picker_envoy_fails_open_or_closed(fail_open: bool, tmp_
             assert "x-lmetric-instance" not in fields
 
 
-async def test_errors_of_engines_reach_the_client(tmp_path: Path) -> None:
+async def test_errors_of_engines_reach_the_client() -> None:
     async def refuses(_: object, __: object, writer: asyncio.StreamWriter) -> bool:
         writer.write(plain(400, {"error": {"message": "too long"}}))
         return True
 
     async with (
         picking([FakeEngine(behave=refuses)]) as world,
-        envoy([world.target], world.places, tmp_path) as url,
+        envoy([world.target], world.places) as url,
         aiohttp.ClientSession() as client,
     ):
         status, body, _ = await post(client, url)
         assert (status, orjson.loads(body)["error"]["message"]) == (400, "too long")
 
 
-async def test_several_pickers_behind_one_envoy_share_their_load(tmp_path: Path) -> None:
+async def test_several_pickers_behind_one_envoy_share_their_load() -> None:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     share = {"replicas": {"urls": urls, "interval": 0.02}, "policy": "least_requests"}
@@ -151,7 +131,7 @@ async def test_several_pickers_behind_one_envoy_share_their_load(tmp_path: Path)
             engine.start = engine.stop = nothing  # type: ignore[method-assign]
         async with (
             picking(own, port=ports[1], **share) as two,
-            envoy([one.target, two.target], one.places, tmp_path) as url,
+            envoy([one.target, two.target], one.places) as url,
             aiohttp.ClientSession() as client,
         ):
             await until(lambda: all(w.server.front.replicas.received for w in (one, two)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import lmetric as lm
-from lmetric.gateways.placements import Placements
+from lmetric.gateways.placements import Placement, Placements
 
 
 @pytest.fixture
@@ -22,14 +24,14 @@ def batch(placements: Placements) -> dict[str, float]:
     return dict(zip(router.instances(), map(float, sizes), strict=True))
 
 
-def request(text: str = "hello " * 100) -> lm.Request:
-    return lm.Request(text=text, max_tokens=8)
+def fields(**more: Any) -> dict[str, Any]:
+    return {"text": "hello " * 100, "max_tokens": 8, **more}
 
 
 def test_a_request_counts_until_its_end(placements: Placements) -> None:
-    first, second = placements.place("k", request())
+    first, second = placements.place("k", fields())
     assert batch(placements) == {first: 1, second: 0}
-    placements.sent("k", first)
+    placements.send("k", first)
     placements.first_token("k")
     placements.first_token("k")
     placements.done("k")
@@ -37,26 +39,51 @@ def test_a_request_counts_until_its_end(placements: Placements) -> None:
     assert batch(placements) == {"a": 0, "b": 0}
     assert placements.router.in_flight() == len(placements) == 0
     # The prompt counts as cached where it ran.
-    assert (
-        dict(zip(placements.router.instances(), placements.router.cached_tokens(request()), strict=True))[
-            first
-        ]
-        > 0
-    )
+    cached = placements.router.cached_tokens(lm.Request(**fields()))
+    assert dict(zip(placements.router.instances(), cached, strict=True))[first] > 0
 
 
 def test_the_gateway_may_choose_another_instance(placements: Placements) -> None:
-    first, second = placements.place("k", request())
-    assert placements.sent("k", second) == (0, 150)
+    first, second = placements.place("k", fields())
+    assert placements.send("k", second) == (0, 150)
     assert batch(placements) == {first: 0, second: 1}
     assert placements.instance("k") == second
     placements.done("k")
     assert placements.router.in_flight() == 0
 
 
+def test_another_instance_gets_the_whole_request(placements: Placements) -> None:
+    first, second = placements.place("k", fields(prompt_tokens=90, extra_tokens=7, request_id="r"))
+    assert placements.send("k", second) == (0, 97)
+    placements.done("k")
+    records: Any = [placements.router.explain(number) for number in (1, 2)]
+    assert [(each["instance"], each["outcome"]) for each in records] == [
+        (first, "cancelled"), (second, "finished"),
+    ]  # fmt: skip
+    assert [each["request_id"] for each in records] == ["r", "r"]
+
+
+def test_output_tokens_count_once() -> None:
+    router = lm.Router("lmetric")
+    router.add_instance("a")
+    placement = Placement(router, fields())
+    placement.add_token()  # before it was sent
+    placement.send()
+    for _ in range(3):
+        placement.add_token()
+    placement.first_token()
+    assert placement.open
+    placement.done(prompt_tokens=150, cached_tokens=0, output_tokens=3)
+    placement.add_token()
+    placement.fail("reset")
+    record: Any = router.explain(placement.decision.id)
+    assert (record["outcome"], record["output_tokens"]) == ("finished", 3)
+    assert not placement.open
+
+
 def test_a_second_try_replaces_the_first(placements: Placements) -> None:
-    placements.place("k", request())
-    placements.place("k", request())
+    placements.place("k", fields())
+    placements.place("k", fields())
     assert sum(batch(placements).values()) == len(placements) == 1
     placements.drop("k")
     placements.drop("k")
@@ -64,31 +91,31 @@ def test_a_second_try_replaces_the_first(placements: Placements) -> None:
 
 
 def test_requests_end_with_their_instance(placements: Placements) -> None:
-    first, _ = placements.place("k", request())
-    placements.sent("k", first)
-    placements.place("other", lm.Request(text="x", instance="b" if first == "a" else "a"))
-    placements.lose(first)
+    first, _ = placements.place("k", fields())
+    placements.send("k", first)
+    placements.place("other", fields(instances=["b" if first == "a" else "a"]))
+    placements.drop_instance(first)
     placements.router.remove_instance(first)
     assert len(placements) == placements.router.in_flight() == 1
     placements.done("k")
     placements.first_token("k")
-    placements.sent("k", first)
+    placements.send("k", first)
     assert len(placements) == 1
 
 
 def test_an_end_before_the_request_was_sent(placements: Placements) -> None:
-    placements.place("k", request())
+    placements.place("k", fields())
     placements.done("k")
     assert placements.router.in_flight() == len(placements) == 0
 
 
 def test_the_chosen_instance_left_in_the_meantime(placements: Placements) -> None:
-    _, second = placements.place("k", request())
+    _, second = placements.place("k", fields())
     placements.router.update_instance(second, draining=True)
-    placements.sent("k", second)
+    placements.send("k", second)
     assert placements.router.in_flight() == len(placements) == 0
 
 
 def test_no_instance() -> None:
     with pytest.raises(lm.NoInstanceError):
-        Placements(lm.Router("lmetric")).place("k", request())
+        Placements(lm.Router("lmetric")).place("k", fields())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from lmetric import Router
+from lmetric import Request, Router
 from lmetric.engines.emulated import options as emulated
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.server import EngineServer
+from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
 from lmetric.tokens.prompt import PromptTokenizer
 
@@ -17,11 +18,10 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello there. " *
 
 
 def route(pool: Pool) -> str:
-    decision, ticket = pool.router.route(pool.request("chat", CHAT))
-    ticket.sent()
-    ticket.first_token()
-    ticket.done(output_tokens=1)
-    return pool.id_of(decision.instance)
+    placement = Placement(pool.router, pool.fields("chat", CHAT))
+    placement.send()
+    placement.done(output_tokens=1)
+    return pool.id_of(placement.decision.instance)
 
 
 def test_only_usable_deployments_get_requests() -> None:
@@ -50,24 +50,24 @@ def test_a_repeated_prompt_goes_to_the_same_deployment() -> None:
     first = route(pool)
     assert {route(pool) for _ in range(4)} == {first}
     longer = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Yes?"}]}
-    cached = pool.router.cached_tokens(pool.request("chat", longer))
+    cached = pool.router.cached_tokens(Request(**pool.fields("chat", longer)))
     assert max(cached) > 100
 
 
 def test_prompts_of_all_kinds() -> None:
     pool = Pool(Router("lmetric"), PromptTokenizer.load(TOKENIZER))
-    chat = pool.request("chat", CHAT, session="s")
-    assert chat.token_ids is not None
-    assert (chat.max_tokens, chat.session) == (5, "s")
-    text = pool.request("completion", {"prompt": "Hello there"})
-    assert text.token_ids is not None
-    ids = pool.request("completion", {"prompt": [1, 2, 3]}).token_ids
-    assert ids is not None
-    assert ids.tolist() == [1, 2, 3]
-    assert pool.request("input", {"input": "An embedding"}) is not None
-    without = Pool(Router("lmetric"), None).request("chat", CHAT)
-    assert without.token_ids is None
-    assert b"Hello there" in bytes(without.text or b"")
+    chat = pool.fields("chat", CHAT, session="s")
+    assert len(chat["token_ids"]) > 100
+    assert (chat["max_tokens"], chat["session"]) == (5, "s")
+    assert len(pool.fields("completion", {"prompt": "Hello there"})["token_ids"]) > 0
+    ids = pool.fields("completion", {"prompt": [1, 2, 3], "cache_salt": "pepper"})
+    assert list(ids["token_ids"]) == [1, 2, 3]
+    assert ids["cache_salt"] == "pepper"
+    assert "token_ids" not in pool.fields("input", {"input": "An embedding"})
+    without = Pool(Router("lmetric"), None).fields("chat", CHAT)
+    assert b"Hello there" in bytes(without["text"])
+    for each in (chat, ids, without):
+        Request(**each)
 
 
 async def test_engines_report_their_features_and_load(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_an_adapter_is_loaded_until_max_loras_others_came() -> None:
         return [float(score) for score in router.score(request)]
 
     def serve(adapter: str) -> None:
-        _, ticket = router.route(lm.Request(prompt_tokens=32, lora_name=adapter, instance="gpu-1"))
+        _, ticket = router.route(lm.Request(prompt_tokens=32, lora_name=adapter, instances=["gpu-1"]))
         ticket.done(output_tokens=1)
 
     assert (loaded(), loaded("sql")) == ([1, 1, 1], [0, 0, 0])

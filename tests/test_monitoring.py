@@ -39,6 +39,8 @@ WITHOUT_SAMPLES = {
         "Waiting requests",
     ),
     *("Expected wait", "Index accuracy", "Healthy engines", "Spans"),
+    *("Shadow: predicted TTFT", "Canary: TTFT difference"),
+    *("Wanted engines", "Rounds of the capacity twin", "Age of the capacity advice"),
 }
 SERIES = re.compile(r"\b(lmetric_[a-z_]+|process_[a-z_]+)(?:\{([^}]*)\})?")
 
@@ -165,7 +167,14 @@ async def test_a_real_prometheus_reads_everything(tmp_path: Path) -> None:
     prometheus = program("prometheus")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    async with world(2, policy="lmetric", admission={"classes": {"fast": {}}}) as w:
+    async with world(
+        2,
+        policy="lmetric",
+        admission={"classes": {"fast": {}}},
+        records={"path": tmp_path / "records"},
+        shadow={"policy": "vllm"},
+        canary={"policy": "vllm", "share": 0.5, "warmup_seconds": 0},
+    ) as w:
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(RULES)],
@@ -205,8 +214,9 @@ async def test_a_real_prometheus_reads_everything(tmp_path: Path) -> None:
                 return list(answer["data"].get("result", ()))
 
             count = 0
-            for _ in range(60):
-                await w.post({"prompt": "hello", "stream": True}, headers={"x-slo-class": "fast"})
+            for number in range(60):
+                body = {"prompt": f"{number} hello", "stream": True}
+                await w.post(body, headers={"x-slo-class": "fast"})
                 found = await samples("count_over_time(up[1m])")
                 count = int(found[0]["value"][1]) if found else 0
                 if count >= 6:

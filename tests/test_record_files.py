@@ -174,6 +174,7 @@ async def test_an_unwritable_folder_costs_records_and_no_request(
         assert recorder is not None
         await until(lambda: recorder.writer.outcomes["disk"] == 3)
         assert b'lmetric_records_total{outcome="disk"} 3.0' in (await it.get("/metrics"))[1]
+    assert (caplog.text + "".join(capsys.readouterr())).count("records cannot be written") == 1
 
 
 def limit_files() -> None:
@@ -208,13 +209,23 @@ async def test_a_full_disk_costs_one_log_line_and_the_files_stay_readable(tmp_pa
 
 def writer_of(folder: Path, line: Any = None, **settings: Any) -> RecordWriter:
     config = RecordsConfig(path=folder, **settings)
-    head = [dict.fromkeys(HEADER, 0) | {"type": "header", "schema": 1, "sample": 1.0, "at": 1.0}]
+    head = [{"type": "header", "schema": 1, "router_version": "", "at": 1.0, "key_id": "", "sample": 1.0}]
     return RecordWriter(config, folder, lambda: head, line or (lambda item: item))
 
 
 def request_line(number: int) -> dict[str, Any]:
-    needed = {name: 0 for name, key in REQUEST.items() if key.always}
+    zeros: dict[str, Any] = {"integer": 0, "number": 0.0, "text": "", "true or false": False}
+    needed = {name: zeros[key.kind] for name, key in REQUEST.items() if key.always}
     return needed | {"type": "request", "at": float(number), "decision": number}
+
+
+ENGINE_LINE = {"name": "e0", "kind": "vllm", "role": "both", "mode": "exact", "usable": True}
+
+
+def fleet_line(*engines: Any) -> dict[str, Any]:
+    return {"type": "fleet", "at": 1.0, "model": "", "policy": "vllm", "knobs": {}, "block_tokens": 16} | {
+        "engines": engines
+    }
 
 
 def test_files_rotate_and_the_oldest_are_deleted(tmp_path: Path) -> None:
@@ -375,11 +386,31 @@ def test_a_truncated_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
         ([1], "line 2: expected an object, got list"),
         ({"type": "other"}, "line 2: type 'other' is unknown"),
         ({"type": "request", "at": 1.0}, "line 2: the request has no 'model'"),
+        (request_line(1) | {"at": "today"}, "line 2: the request has 'at': 'today'; expected number"),
+        (request_line(1) | {"at": None}, "line 2: the request has no 'at'"),
+        (request_line(1) | {"status": True}, "the request has 'status': True; expected integer"),
+        (request_line(1) | {"load": [1]}, r"the request has 'load': \[1\]; expected mapping"),
+        (fleet_line({}), "line 2: an engine has no 'name'"),
+        (fleet_line("e0"), "line 2: the fleet has the engine 'e0'; expected a mapping"),
+        (fleet_line(ENGINE_LINE | {"usable": 1}), "an engine has 'usable': 1; expected true or false"),
     ],
 )
 def test_an_invalid_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         read_records(file_of(tmp_path, line, request_line(3)))
+
+
+def test_null_is_like_an_absent_key(tmp_path: Path) -> None:
+    line = fleet_line(ENGINE_LINE | {"block_tokens": None})
+    records = read_records(file_of(tmp_path, line, request_line(1) | {"score": None}))
+    assert records.requests == [request_line(1)]
+    assert len(records.fleets) == 1
+
+
+@pytest.mark.parametrize("hashes", ["a", "AAAA"])
+def test_invalid_hashes_are_named(hashes: str) -> None:
+    with pytest.raises(RecordError, match=r"the request at 3\.0: hashes are not valid"):
+        hashes_of(request_line(3) | {"hashes": hashes})
 
 
 def test_files_that_are_no_records(tmp_path: Path) -> None:

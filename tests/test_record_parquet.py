@@ -87,9 +87,9 @@ def test_a_failed_conversion_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     out.write_bytes(b"an earlier file")
     lines = path.read_bytes().splitlines()
-    line = orjson.loads(lines[-1]) | {"output_tokens": "many"}
+    line = orjson.loads(lines[-1]) | {"load": {"bs": "many"}}
     path.write_bytes(b"\n".join([*lines, orjson.dumps(line)]) + b"\n")
-    with pytest.raises(RecordError, match="invalid 'output_tokens'; expected integer"):
+    with pytest.raises(RecordError, match="invalid 'load'; expected mapping"):
         convert_records([path], out)
     assert out.read_bytes() == b"an earlier file"
     assert sorted(each.name for each in tmp_path.iterdir()) == [out.name, path.name]

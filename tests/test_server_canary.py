@@ -307,6 +307,8 @@ async def test_a_slow_canary_is_rolled_back(mine: dict[str, Any], monkeypatch: p
 
 async def rolled_back(w: World) -> None:
     """Sends traffic to a canary with a slow engine until it is rolled back."""
+    text = (await w.get("/metrics"))[1].decode()
+    assert 'lmetric_canary_rollbacks_total{cause="ttft",model="tiny"} 0.0' in text
     await command(w, "start", **QUICK, min_requests=40)
     for round_ in range(10):
         await asyncio.gather(*(send(w, f"{round_} {i}") for i in range(25)))

@@ -8,14 +8,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from browser_world import browser, large_world, load_engines, needs_browser, open_page, shown
+from lmetric.why import number
 from server_world import World, world
 
 pytestmark = needs_browser
 UPDATED = "Number(document.documentElement.dataset.updates || 0) >= 2"
 SIZES = [(1920, 1080), (1280, 800), (768, 1024), (390, 844)]
+ALTERNATIVES = """() => [...document.querySelectorAll('#alternatives tbody tr')].map((row) => ({
+  name: row.firstChild.textContent, chosen: row.classList.contains('chosen'),
+  bars: [...row.querySelectorAll('b')].map((bar) => Number(bar.style.transform.slice(7, -1))),
+  texts: [...row.querySelectorAll('em')].map((text) => text.textContent),
+}))"""
 
 
 @contextlib.asynccontextmanager
@@ -45,6 +52,24 @@ async def fits(page: Any) -> None:
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+async def shows_alternatives(page: Any, record: dict[str, Any]) -> None:
+    """The open dialog has the record's best engines, with bars in proportion to their values."""
+    rows = await page.evaluate(ALTERNATIVES)
+    best = record["best"]
+    assert len(best) == 4
+    chosen = [each["name"] for each in rows if each["chosen"]]
+    assert chosen == [f"{record['instance']} ✓"]
+    assert [each["name"].removesuffix(" ✓") for each in rows] == [each["instance"] for each in best]
+    values = [[each["score"], *each["terms"].values()] for each in best]
+    assert len(values[0]) >= 3
+    for column in range(len(values[0])):
+        most = max(abs(row[column]) for row in values) or 1.0
+        for row, drawn in zip(values, rows, strict=True):
+            assert drawn["bars"][column] == pytest.approx(abs(row[column]) / most, abs=0.001)
+            assert drawn["texts"][column] == number(row[column])
+    assert max(row["bars"][0] for row in rows) == 1
+
+
 async def test_why_a_request_went_to_its_engine() -> None:
     async with browser() as chromium, world(4, policy="lmetric") as it, traffic(it):
         load_engines(it)
@@ -60,8 +85,13 @@ async def test_why_a_request_went_to_its_engine() -> None:
             await page.keyboard.press("Enter")
             await shown(page, "document.getElementById('because').textContent.startsWith('Because e')")
             assert "new prefill tokens x batch size" in await page.inner_text("#because")
-            assert await page.locator("#alternatives tr.chosen").count() == 1
-            assert await page.locator("#timeline rect").count() >= 1
+            label = (await page.evaluate("location.hash")).removeprefix("#request=")
+            _, body = await it.get(f"/debug/decisions/{label}")
+            record = orjson.loads(body)
+            await shows_alternatives(page, record)
+            kinds = "[...document.querySelectorAll('#timeline rect')].map((box) => box.getAttribute('class'))"
+            assert await page.evaluate(kinds) == [part["kind"] for part in record["timeline"]]
+            assert record["timeline"][0]["kind"] == "prefill"
             await page.keyboard.press("Escape")
             assert not await page.evaluate("document.getElementById('details').open")
             assert await page.evaluate("location.hash") == ""

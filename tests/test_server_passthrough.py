@@ -636,9 +636,9 @@ def _router() -> lm.Router:
 
 def test_a_pinned_request_goes_to_its_instance_or_nowhere() -> None:
     router = _router()
-    request = lm.Request(prompt_tokens=10, instance="b")
-    assert request.instance == "b"
-    assert "instance='b'" in repr(request)
+    request = lm.Request(prompt_tokens=10, instances=["b"])
+    assert request.instances == ["b"]
+    assert 'instances=["b"]' in repr(request)
     for _ in range(4):
         decision, ticket = router.route(request, now=1.0)
         assert decision.instance == "b"
@@ -647,7 +647,6 @@ def test_a_pinned_request_goes_to_its_instance_or_nowhere() -> None:
     refused: list[tuple[str, Callable[[], object]]] = [
         ("is not healthy", lambda: router.update_instance("b", healthy=False)),
         ("is draining", lambda: router.update_instance("b", healthy=True, draining=True)),
-        ("has the role prefill", lambda: router.update_instance("b", draining=False, role="prefill")),
         ("is not in the router", lambda: router.remove_instance("b")),
     ]
     for why, change in refused:

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from lmetric.top import RouterUnavailableError, engines, ordered, read_once, screen, watch
+from lmetric.top import RouterUnavailableError, engines, ordered, read_decision, read_once, watch
+from lmetric.top_screen import screen, why
 from server_world import world
 
 
@@ -48,8 +49,12 @@ async def test_once_prints_engines_and_rates() -> None:
     assert "7" in next(line for line in lines if line[0] == "e2")
     assert "25%" in out
     assert "2 of 3 engines usable" in out
-    assert "TTFT" in out
-    assert orjson.loads(state)["access"] == "admin"
+    assert "TTFT p50, p95" in out
+    assert "Busiest: e2 with batch 7 (2.0x the mean of its role)" in out
+    shown = orjson.loads(state)
+    assert shown["access"] == "admin"
+    # The list of requests has the id for --why.
+    assert shown["requests"][0]["id"] in out
 
 
 async def test_credentials(tmp_path: Path) -> None:
@@ -62,9 +67,9 @@ async def test_credentials(tmp_path: Path) -> None:
         own = await read_once(it.url, "sk-alice")
         assert own["access"] == "tenant"
         assert engines(own) == []
-        console = Console(width=100, record=True, file=io.StringIO())
-        console.print(screen(own))
-        assert "2 of 2 engines usable" in console.export_text()
+        shown = text(screen(own))
+        assert "2 of 2 engines usable" in shown
+        assert "hot" not in shown  # engines are the administrator's
         code, out, _ = await top(it.url, "--once", LMETRIC_ADMIN__TOKEN="root-token")
         assert code == 0
         assert "e1" in out
@@ -74,15 +79,100 @@ async def test_credentials(tmp_path: Path) -> None:
         assert "wrong" not in said
 
 
+def text(shown: Any, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_text()
+
+
+async def test_why_prints_the_reason_the_engines_and_the_alternatives() -> None:
+    async with world(3, policy="lmetric") as it:
+        for name in ("e0", "e2"):
+            it.server.fleet.pools[0].router.report_load(name, waiting=2, running=5)
+        _, headers, _ = await it.post({"model": "tiny", "prompt": "a" * 500, "stream": True})
+        label = headers["x-lmetric-decision"]
+        (code, out, _), (json_code, raw, _), (missing, _, said) = await asyncio.gather(
+            top(it.url, "--why", label),
+            top(it.url, "--why", label, "--json"),
+            top(it.url, "--why", "99-00000000000000aa"),
+        )
+        record = await read_decision(it.url, label)
+    assert (code, json_code, missing) == (0, 0, 1)
+    assert "Because e1 had the least new prefill tokens x batch size" in " ".join(out.split())
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("e")}
+    assert "✓" in lines["e1"]
+    assert lines.keys() >= {"e0", "e1", "e2"}
+    assert "score (lowest wins)" in out
+    assert "p_token" in out
+    assert "to first token" in out
+    assert orjson.loads(raw)["timeline"] == record["timeline"] != []
+    assert "no record of decision 99-00000000000000aa" in said
+
+
+def test_why_draws_each_part_of_a_request_where_it_was() -> None:
+    times = [("e0", "prefill", 0.0, 1.0), (None, "wait", -1.0, 0.0), ("e1", "decode", 1.0, 3.0)]
+    keys = ("engine", "kind", "from_seconds", "to_seconds")
+    timeline = [dict(zip(keys, each, strict=True)) for each in times]
+    record = {"id": "1-a", "because": "because e0 was free.", "outcome": "finished", "timeline": timeline}
+    lines = text(why(record)).splitlines()
+    assert lines[:2] == ["Request 1-a: finished", "Because e0 was free."]
+    bars = {line.split()[0]: (line.find("█"), line.count("█")) for line in lines if "█" in line}
+    start = bars["router"][0]
+    assert bars == {"router": (start, 8), "e0": (start + 8, 7), "e1": (start + 15, 15)}
+
+
+async def test_rates_of_the_last_minutes() -> None:
+    async with world(2) as it:
+        await it.post({"model": "tiny", "prompt": "a", "stream": True})
+        state = await read_once(it.url)
+    fields = state["history"]["fields"]
+
+    def point(at: float, **values: float | None) -> list[float | None]:
+        return [at, *(values.get(name, 0.0) for name in fields[1:])]
+
+    # 4 minutes with 2 requests per second, then 1 minute with 10; hits count by prompt tokens.
+    early = {"requests_per_second": 2.0, "ttft_p50": 0.1, "ttft_p95": 0.2, "hit_rate": 1.0}
+    late = {"requests_per_second": 10.0, "ttft_p50": 0.3, "ttft_p95": None, "hit_rate": 0.5}
+    points = [point(float(at), **early, prompt_tokens_per_second=10.0) for at in range(1, 241)]
+    points += [point(float(at), **late, prompt_tokens_per_second=120.0) for at in range(241, 301)]
+    state["history"]["points"] = points
+    lines = {line[:15].strip(): line for line in text(screen(state)).splitlines()}
+    assert "300 ms, –" in lines["TTFT p50, p95"]
+    assert "100 ms, 200 ms" in lines["TTFT p50, p95"]
+    assert lines["requests/s"].split()[-3:-1] == ["10.0", "3.6"]
+    assert lines["requests/s"].split()[-1] == "▂" * 12 + "█" * 3
+    assert lines["hit rate"].split()[-3:-1] == ["50%", "62%"]  # (240 x 10 + 60 x 60) / (240 x 10 + 60 x 120)
+
+
+async def test_the_screen_fits_the_terminal() -> None:
+    async with world(40) as it:
+        for _ in range(30):
+            await it.post()
+        pool = it.server.fleet.pools[0]
+        for number in range(9):
+            pool.activity.note(0.0, "handoff", number, "", "e0", "e1", "placed")
+        state = await read_once(it.url)
+    for height in (24, 40, 60):
+        shown = text(screen(state, height=height))
+        assert len(shown.splitlines()) <= height, shown
+        assert "more engines" in shown
+        assert "handoff e0 -> e1" in shown
+    assert text(screen(state)).count("e39") == 1
+
+
 async def test_watch_yields_an_update_each_second() -> None:
     async with world(2) as it:
         states = []
         async for state in watch(it.url):
-            states.append((state["tick"], len(engines(state))))
-            if len(states) == 2:
+            times = [point[0] for point in state["history"]["points"]]
+            states.append((state["tick"], len(engines(state)), times))
+            if len(states) == 3:
                 break
-        assert states[1][0] == states[0][0] + 1
-        assert [count for _, count in states] == [2, 2]
+        assert [tick for tick, _, _ in states] == list(range(states[0][0], states[0][0] + 3))
+        assert [count for _, count, _ in states] == [2, 2, 2]
+        # Each update adds its second to the history once.
+        assert [len(times) for _, _, times in states] == [tick for tick, _, _ in states]
+        assert states[2][2] == sorted(set(states[2][2]))
 
 
 async def test_errors_say_what_to_do() -> None:

@@ -17,6 +17,7 @@ TRACES = ROOT.parent / "shared" / "traces"  # what drivers read if nothing else 
 FIGURES = {
     Study("reproduce"): "7", Study("libra"): "9", Study("sibyl"): "independent", Study("star"): "10",
     Study("planner"): "hot", Study("planner", "goal.py"): "goal_hour", Study("uniboost"): "t2",
+    Study("capacity"): "closed_loop",
 }  # fmt: skip
 every = pytest.mark.parametrize("study", FIGURES, ids=lambda study: f"{study.name}-{study.script}")
 

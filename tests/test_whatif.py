@@ -18,6 +18,7 @@ from lmetric.record_files import read_records
 from lmetric.sim.run import Run, simulate
 from lmetric.sim.traces import Trace
 from lmetric.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
+from lmetric.whatif.check import _score_error
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 from test_server_process import router
 
@@ -108,10 +109,31 @@ def test_the_ranking_is_the_true_one(tmp_path: Path, trace: Trace, run: Run) -> 
     order = [place["policy"] for place in told["ranking"]]
     assert order[0] == min(truth, key=lambda name: np.mean(truth[name]))
     spans = {place["policy"]: place["score"] for place in told["ranking"]}
+    # An interval: the range over the seeds, widened by the error of the fit. It has the truth.
+    error = told["fit"]["score_error"]
+    assert 0 < error < 0.3
+    ran = sorted(POLICIES, key=lambda name: name != "round_robin")  # the recorded one first
+    runs = [run["ttft_seconds"]["mean"] * run["tpot_seconds"]["mean"] for run in told["runs"]]
+    scores = {name: np.sqrt(runs[3 * index : 3 * index + 3]) for index, name in enumerate(ran)}
+    best, true_best = np.mean(scores[order[0]]), np.mean(truth[order[0]])
+    for name, (mean, low, high) in spans.items():
+        assert mean == pytest.approx(np.mean(scores[name]) / best)
+        assert low == pytest.approx(scores[name].min() / best / (1 + error))
+        assert high == pytest.approx(scores[name].max() / best * (1 + error))
+        assert low < np.mean(truth[name]) / true_best < high
     for better in POLICIES:
         for worse in POLICIES:
             if max(truth[better]) < min(truth[worse]) and spans[better][1] > spans[worse][2]:
                 pytest.fail(f"{better} beats {worse}, and whatif says the opposite: {spans}")
+
+
+def test_the_error_of_a_score_has_the_difference_and_its_noise() -> None:
+    real = np.full(100, 2.0)
+    assert _score_error([(real, 1.21 * real), (real, real)]) == pytest.approx(0.1)
+    assert _score_error([(real, real / 1.21), (real, real)]) == pytest.approx(0.1)
+    burst = np.where(np.arange(100) < 10, 4.0, real)  # of one block, with the same mean of the rest
+    found = _score_error([(real, burst), (real, real)])
+    assert found > 2 * (np.sqrt(burst.mean() / 2.0) - 1)
 
 
 def test_a_poor_fit_is_refused_with_its_numbers(

@@ -22,8 +22,9 @@ import aiohttp
 import numpy as np
 import orjson
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import about, write_result
 from lmetric.canary import METRICS, Comparison, Outcome, Splitter
-from lmetric.machine import machine
 from lmetric.record_files import read_records
 from lmetric.replay import Client, Player
 from lmetric.sim.prompts import PromptWriter
@@ -174,7 +175,8 @@ async def main() -> None:
     parser.add_argument("--salts", type=int, default=1000)
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     flags = parser.parse_args()
-    made: dict[str, Any] = {"machine": machine(), "equal": [], "worse": {}, "rollback": {}}
+    settings = {name: value for name, value in vars(flags).items() if name != "out"}
+    made: dict[str, Any] = about(None, []) | {"settings": settings, "equal": [], "worse": {}, "rollback": {}}
 
     def trace(seed: int) -> Trace:
         return conversations(flags.conversations, flags.turns, flags.rate, seed)
@@ -214,7 +216,7 @@ async def main() -> None:
         found = sum(state["canary"]["metrics"]["ttft_seconds"]["clear"] for state in states)
         print(f"{policy}: found in {found} of {len(states)} runs")
     if flags.out:
-        flags.out.write_bytes(orjson.dumps(made) + b"\n")
+        print(write_result(made, "canary", flags.out))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,6 @@ from world import (
     Lease,
     Sight,
     attainment,
-    kept,
     played,
     trace_of,
 )  # fmt: skip
@@ -32,7 +31,7 @@ from lmetric.capacity import EngineType, Question, Twin
 from lmetric.sim.run import Run
 from lmetric.whatif import Limits
 
-WINDOW_SECONDS = 600.0  # of records that the twin reads
+WINDOW_SECONDS = 900.0  # of records that the twin reads
 
 
 @dataclass
@@ -44,8 +43,8 @@ class TwinPolicy:
     """
 
     delay_seconds: float
-    confidence: float = 0.8
-    calm_confidence: float = 0.95
+    confidence: float
+    calm_confidence: float
     every_seconds: float = 60.0
     refused: list[str] = field(default_factory=list)
 
@@ -88,32 +87,33 @@ def stabilized(history: list[tuple[float, int]], now: float, wanted: int, second
 
 @dataclass
 class QueueHpa:
-    """KEDA on the number of waiting requests, with an HPA's behavior.
+    """KEDA on the number of requests in engines, with an HPA's behavior.
 
-    Replicas = waiting requests / threshold, rounded up (`AverageValue`), at least ``least``. The
-    HPA at most doubles the fleet or adds 4 pods in 15 s, and scales down to the highest
-    recommendation of 300 s.
+    Replicas = requests / threshold, rounded up (`AverageValue`), at least ``least``. ``running``:
+    whether running requests count, besides waiting ones. The HPA at most doubles the fleet or adds
+    4 pods in 15 s, and scales down to the highest recommendation of 300 s.
     """
 
-    threshold: float = 5.0
+    threshold: float
     least: int = 1
+    running: bool = False
     every_seconds: float = 30.0
     history: list[tuple[float, int]] = field(default_factory=list)
 
     def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
         current = len(sight.fleet.at(sight.now))
-        ideal = max(self.least, math.ceil(sight.queued() / self.threshold))
+        ideal = max(self.least, math.ceil(sight.in_engines(running=self.running) / self.threshold))
         number = stabilized(self.history, sight.now, ideal, 300.0)
         return min(number, max(2 * current, current + 4)), ()
 
 
 @dataclass
 class P90Rule:
-    """One more engine (or a tenth) while P90 of TTFT is above a share of its bound, one engine less
-    after it was below another share for ``calm_seconds``."""
+    """A tenth more engines, at least one, while P90 of a latency is above the share ``up`` of its
+    bound; one engine less after all were below ``down`` for ``calm_seconds``."""
 
-    up: float = 0.8
-    down: float = 0.5
+    up: float
+    down: float
     calm_seconds: float = 300.0
     every_seconds: float = 30.0
     changed: float = -math.inf
@@ -121,16 +121,15 @@ class P90Rule:
 
     def wanted(self, sight: Sight) -> tuple[int, Sequence[int]]:
         current, now = len(sight.fleet.at(sight.now)), sight.now
-        bound = GOAL.objectives[0].seconds
-        p90 = sight.p90_ttft(60.0)
-        if p90 is not None and p90 > self.up * bound:
+        p90 = sight.p90(60.0)
+        if p90 > self.up:
             self.calm = math.inf
             # Engines that start count as ordered: the rule waits for them.
             if now - self.changed < sight.fleet.delay_seconds:
                 return current, ()
             self.changed = now
             return current + max(1, round(0.1 * current)), ()
-        if p90 is None or p90 < self.down * bound:
+        if p90 < self.down:
             self.calm = min(self.calm, now)
             if now - self.calm >= self.calm_seconds:
                 self.calm = now
@@ -140,18 +139,15 @@ class P90Rule:
         return current, ()
 
 
-def static(seed: int) -> tuple[Fleet, Run]:
-    """The smallest constant fleet that meets the SLO in each quarter of an hour of the day."""
-    number = 16
+def static(seed: int, judged: Callable[[Run], float]) -> tuple[Fleet, Run]:
+    """The smallest constant fleet with ``judged`` of at least `TARGET`."""
+    number = 14
     fits: dict[int, tuple[Fleet, Run]] = {}
 
     def enough(engines: int) -> bool:
         fleet = Fleet(0.0, [Lease(each, 0.0, 0.0) for each in range(engines)])
-        run = played(seed, fleet)
-        fits[engines] = fleet, run
-        good, at = kept(run), run.arrival_seconds
-        edges = np.arange(START_SECONDS, END_SECONDS, 900.0)
-        return all(good[(at >= edge) & (at < edge + 900.0)].mean() >= TARGET for edge in edges)
+        fits[engines] = fleet, played(seed, fleet)
+        return judged(fits[engines][1]) >= TARGET
 
     while not enough(number):
         number += 2
@@ -222,7 +218,7 @@ def _tried(seed: int, delay: float, schedule: Schedule) -> tuple[float, float]:
     return seen[schedule]
 
 
-def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
+def oracle(seed: int, delay: float, steps: int) -> tuple[Fleet, Run]:
     """The cheapest schedule found that meets the SLO over the day. It knows all arrivals.
 
     It starts with the best of fleets in proportion to the true load, for several smoothings and
@@ -260,10 +256,3 @@ def oracle(seed: int, delay: float, steps: int = 24) -> tuple[Fleet, Run]:
             best = cost, schedule
     fleet = best[1].fleet(delay)
     return fleet, played(seed, fleet)
-
-
-def tuned(policy: QueueHpa | P90Rule) -> QueueHpa | P90Rule:
-    """A fresh copy of a rule: policies keep a history."""
-    if isinstance(policy, QueueHpa):
-        return replace(policy, history=[])
-    return replace(policy, changed=-math.inf, calm=math.inf)

@@ -1,36 +1,44 @@
-"""The study of capacity advice: the twin, two usual rules, a static fleet and an oracle scale a
+"""The study of capacity advice: the twin, two usual rules, static fleets and an oracle scale a
 fleet over a day with bursts.
 
-The twin was developed on seed 0; the figures are of other seeds. No parameter of a rule is tuned.
+Rules are tuned, and the twin was developed, on seed 0; `closed_loop` has other seeds.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from policies import P90Rule, QueueHpa, TwinPolicy, oracle, static
-from tables import rendered
-from world import END_SECONDS, START_SECONDS, Fleet, attainment, closed_loop, kept
+from tables import chosen, rendered
+from world import Fleet, attainment, closed_loop, day_of, joint, quarters, shares
 
 from lmetric.sim.run import Run
 from rerun import Pool, Rerun, columns
+from result_files import read_figure
 
 Row = dict[str, Any]
 RERUN = Rerun(Path(__file__).parent, "capacity.md", rendered)
 figure = RERUN.figure
 
-ORACLE = "oracle"
-QUEUE, P90 = {"threshold": 1.0, "least": 4}, {"up": 0.8, "down": 0.6}
-CONFIDENCE = 0.8
+ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
+STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
+DELAYS, TUNED_DELAY = (60.0, 120.0, 300.0), 120.0
+ORACLE_STEPS = 24
+LOAD = "in-flight HPA"
+SETTINGS = {"confidence": 0.8, "calm_confidence": 0.8}  # of the twin
+GRIDS: dict[str, list[dict[str, float]]] = {
+    QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
+    LOAD: [{"threshold": a} for a in (4.0, 6.0, 8.0)],
+    P90: [{"up": a, "down": b} for a, b in ((0.8, 0.65), (0.9, 0.65), (0.9, 0.75), (1.0, 0.75))],
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,10 @@ class Rival:
     name: str
     parameters: tuple[tuple[str, float], ...] = ()
 
+    @classmethod
+    def of(cls, name: str, parameters: dict[str, float]) -> Rival:
+        return cls(name, tuple(parameters.items()))
+
     @property
     def label(self) -> str:
         if not self.parameters:
@@ -60,61 +72,76 @@ class Rival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of a day."""
+    """Figures of a day. Shares are of the day's requests."""
 
-    within: float  # share of requests within all bounds
-    worst: float  # of a quarter of an hour
+    attainment: float  # the smallest share of an objective
+    ttft: float
+    tpot: float
+    joint: float  # within all bounds
+    worst: float  # attainment of the worst quarter of an hour
     cost: float  # engine hours
     starts: float  # engines started
 
 
 def outcome(fleet: Fleet, run: Run) -> Outcome:
     """The figures of a run."""
-    good, at = kept(run), run.arrival_seconds
-    edges = np.arange(START_SECONDS, END_SECONDS, 900.0)
-    worst = min(float(good[(at >= edge) & (at < edge + 900.0)].mean()) for edge in edges)
     starts = sum(each.ordered > 0 or each.ready > 0 for each in fleet.leases)
-    return Outcome(attainment(run), worst, fleet.cost(run), starts)
+    ttft, tpot = shares(run, day_of(run))
+    return Outcome(attainment(run), ttft, tpot, joint(run), min(quarters(run)), fleet.cost(run), starts)
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """Runs a day."""
     parameters: dict[str, Any] = dict(rival.parameters)
-    if rival.name == "static peak":
-        return outcome(*static(seed))
-    if rival.name == ORACLE:
-        return outcome(*oracle(seed, stage.delay_seconds))
+    whole: dict[str, Callable[..., tuple[Fleet, Run]]] = {
+        STATIC_PEAK: partial(static, seed, lambda run: min(quarters(run))),
+        STATIC_DAY: partial(static, seed, attainment),
+        ORACLE: partial(oracle, seed, stage.delay_seconds, steps=ORACLE_STEPS),
+    }
+    if rival.name in whole:
+        return outcome(*whole[rival.name](**parameters))
     makers = {
-        "queue HPA": QueueHpa,
-        "P90 rule": P90Rule,
-        "twin": partial(TwinPolicy, stage.delay_seconds),
+        QUEUE: QueueHpa,
+        LOAD: partial(QueueHpa, running=True),
+        P90: P90Rule,
+        TWIN: partial(TwinPolicy, stage.delay_seconds),
     }
     return outcome(*closed_loop(makers[rival.name](**parameters), stage.delay_seconds, seed))
 
 
-def rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival], base: str = ORACLE) -> Row:
-    """Runs all policies with all delays, each figure one number per seed."""
-    return {"base": base, "rows": list(_rows(world, stages, rivals))}
-
-
-def _rows(world: Pool, stages: Sequence[Stage], rivals: Sequence[Rival]) -> Iterator[Row]:
-    for stage, rival, found in world.all(play, stages, rivals):
+def rows(world: Pool, cases: Iterable[tuple[Stage, Rival]]) -> Iterator[Row]:
+    """Runs policies, each figure one number per seed."""
+    for (stage, rival), found in world.each(play, cases):
         row = {"stage": stage.label, "policy": rival.label, **columns(found, digits=5)}
-        print(f"{stage.label}: {rival.label}: {row['within']} {row['cost']}", file=sys.stderr, flush=True)
+        print(f"{stage.label}: {rival.label}: {row['attainment']} {row['cost']}", file=sys.stderr, flush=True)
         yield row
+
+
+@figure("tuning", "Rules with several parameters, on the seed of the tuning")
+def tuning(world: Pool) -> Row:
+    rivals = [
+        Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
+    ]
+    return {"rows": list(rows(world, product([Stage(TUNED_DELAY)], rivals)))}
+
+
+@figure("convergence", "The oracle with more and more steps, on the seed of the tuning")
+def convergence(world: Pool) -> Row:
+    found = [Rival.of(ORACLE, {"steps": each}) for each in ((0, 4) if world.quick else (0, 24, 100))]
+    return {"base": found[0].label, "rows": list(rows(world, product([Stage(TUNED_DELAY)], found)))}
 
 
 @figure("closed_loop", "Capacity advice in a closed loop")
 def day(world: Pool) -> Row:
-    rivals = [
-        Rival(ORACLE),
-        Rival("twin", (("confidence", CONFIDENCE),)),
-        Rival("queue HPA", tuple(QUEUE.items())),
-        Rival("P90 rule", tuple(P90.items())),
-        Rival("static peak"),
-    ]
-    return rows(world, [Stage(each) for each in ((120.0,) if world.quick else (60.0, 120.0, 300.0))], rivals)
+    stored = read_figure(RERUN.folder / "results", "tuning")["rows"]
+    best = [chosen(stored, name) for name in GRIDS]
+    grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
+    rules = [each for each in grid if each.label in best]
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
+    stages = [Stage(each) for each in (DELAYS[1:2] if world.quick else DELAYS)]
+    cases = product(stages, rivals)
+    return {"base": ORACLE, "rows": list(rows(world, cases))}
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, Pool, seeds=3, traces="no files")
+    RERUN.main_of_pool(__doc__, Pool, seeds=1, traces="no files")

@@ -1,136 +1,137 @@
 """Compares request routers inside Ray Serve: lmetric-router's and Ray's own.
 
-Each router serves the same trace with the same emulated engines as replicas, once per seed, in an
-application of its own. With ``--scale-to``, the number of replicas changes in the middle.
+One Ray serves all routers, each with emulated engines as replicas of its own. The routers play the
+same traces in turn, in another order for each trace. With ``--scale-to``, replicas are added in the
+middle of each trace. A row per trace and router goes to ray_serve.csv.
 
-RAY_VENV=/path/of/the/environment python bench/gateways/ray_serve.py --out /tmp/ray.json
+The environment TEST_RAY_VENV needs this package's dependencies, ray[serve] and ai-dynamo-runtime:
+
+    TEST_RAY_VENV=DIR PYTHONPATH=python python bench/gateways/ray_serve.py --scale-to 5
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
+import csv
+import subprocess
 import sys
 import tempfile
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import orjson
 
-from lmetric.machine import machine
-
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench" / "whatif"))
+sys.path[:0] = [str(ROOT / name) for name in ("bench", "bench/whatif", "tests/real")]
 
 from run import RUN, write_trace  # noqa: E402
 
-ROUTERS = {
-    "lmetric": ("lmetric.gateways.ray_serve.LmetricRequestRouter", "lmetric"),
-    "power_of_two": ("ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter", None),
-    "prefix_aware": (
-        "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter",
-        None,
-    ),
-}
-FIGURES = ("ttft_mean", "ttft_p99", "tpot_mean", "hit_ratio")
+from common import commit  # noqa: E402
+from ray_process import RayServe  # noqa: E402
+
+ARMS = ("Lmetric", "PowerOfTwo", "PrefixAware", "KvAware")
+RESULTS = Path(__file__).with_suffix(".csv")
+FIGURES = ("ttft_mean_seconds", "ttft_p99_seconds", "tpot_mean_seconds", "hit_rate", "choose_ms", "route_ms")
 
 
-async def serve(
-    router: str, trace: Path, replicas: int, scale_to: int | None, seconds: float
-) -> dict[str, Any]:
-    """The report of a replay against one router."""
-    path, policy = ROUTERS[router]
-    words = ["--router", path, "--replicas", str(replicas), *(["--policy", policy] if policy else [])]
-    folders = (ROOT / "python", ROOT / "examples" / "ray_serve")
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, folders)), "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
-    }  # fmt: skip
-    world = await asyncio.create_subprocess_exec(
-        str(Path(os.environ["RAY_VENV"]) / "bin" / "python"), str(ROOT / "bench/gateways/ray_world.py"),
-        *words,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environ,
-    )  # fmt: skip
-    assert world.stdin is not None
-    assert world.stdout is not None
+def make_trace(path: Path, requests: int, rate: float, seed: int) -> None:
+    """Writes a trace whose prompts differ from those of other seeds."""
+    write_trace(path, requests, rate, seed)
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        line["hash_ids"] = [seed * 1_000_000 + block for block in line["hash_ids"]]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def play(
+    serve: RayServe, arm: str, trace: Path, seconds: float, scale_to: int | None
+) -> dict[str, Any] | None:
+    """Returns the report of a replay; None: it failed, or took much longer than its trace."""
+    words = ["--trace", str(trace), "--target", f"{serve.url}/{arm}", "--json"]
+    replay = subprocess.Popen([sys.executable, "-c", RUN, "replay", *words], stdout=subprocess.PIPE)
+    if scale_to is not None:
+        time.sleep(seconds / 2)
+        serve.scale(scale_to, arm)
     try:
-        port = (await _line(world.stdout, "ready")).split()[1]
-        target = f"http://127.0.0.1:{port}"
-        replay = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RUN, "replay", "--trace", str(trace), "--target", target, "--json",
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        if scale_to is not None:
-            await asyncio.sleep(seconds / 2)
-            world.stdin.write(f"{scale_to}\n".encode())
-            await _line(world.stdout, "scaled")
-        told, _ = await replay.communicate()
-        if replay.returncode != 0:
-            sys.exit(f"{router}: the replay failed")
-        world.stdin.close()
-        await world.wait()
+        report, _ = replay.communicate(timeout=seconds + 20)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
-        if world.returncode is None:
-            world.kill()
-            await world.wait()
-    return orjson.loads(told)  # type: ignore[no-any-return]
+        replay.kill()
+    return orjson.loads(report)["report"] if replay.returncode == 0 else None
 
 
-async def _line(stream: asyncio.StreamReader, word: str) -> str:
-    while line := (await stream.readline()).decode():
-        if line.startswith(word):
-            return line
-    sys.exit(f"Ray ended before it was {word}")
+def milliseconds(times: Path, what: str) -> float:
+    """Returns the mean time of a router's step, from the file that it wrote."""
+    rows = (line.split() for line in times.read_text().splitlines())
+    return fmean(float(value) for name, value in rows if name == what)
 
 
-def figures(report: dict[str, Any]) -> dict[str, float]:
-    """The figures of a report: seconds, and the share of cached prompt tokens."""
-    return {
-        "ttft_mean": report["ttft_seconds"]["mean"], "ttft_p99": report["ttft_seconds"]["p99"],
-        "tpot_mean": report["tpot_seconds"]["mean"], "hit_ratio": report["hit_rate"],
-        "failed": report["failed"],
-    }  # fmt: skip
+def write_row(row: dict[str, Any]) -> None:
+    """Appends a row to the results."""
+    fresh = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+    print(row, file=sys.stderr)
 
 
-async def main() -> None:
+def main() -> None:
     """Runs all routers and prints the comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3, help="traces")
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--scale-to", type=int, help="replicas from the middle of the trace")
-    parser.add_argument("--requests", type=int, default=220)
-    parser.add_argument("--rate", type=float, default=7.0, help="requests per second")
-    parser.add_argument("--out", type=Path, help="file for the results as JSON")
+    parser.add_argument("--requests", type=int, default=110)
+    parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
+    parser.add_argument("--cache-blocks", type=int, default=6_000, help="KV blocks of a replica")
     flags = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {}
+    version, rows = commit(), []
     with tempfile.TemporaryDirectory(prefix="lmetric-") as name:
-        for seed in range(flags.seeds):
-            trace = Path(name) / f"{seed}.jsonl"
-            write_trace(trace, flags.requests, flags.rate, seed)
-            for router in ROUTERS:
+        times, trace = Path(name) / "times", Path(name) / "trace.jsonl"
+        words = ("--cache-blocks", str(flags.cache_blocks), "--arms", *flags.arms)
+        with RayServe(flags.replicas, *words, RAY_ROUTER_TIMES=str(times)) as serve:
+            for seed in range(flags.seeds):
+                make_trace(trace, flags.requests, flags.rate, seed)
                 seconds = flags.requests / flags.rate
-                report = await serve(router, trace, flags.replicas, flags.scale_to, seconds)
-                found.setdefault(router, []).append(figures(report))
-                print(f"{router}, trace {seed}: {found[router][-1]}", file=sys.stderr)
+                turn = seed % len(flags.arms)
+                for arm in (*flags.arms[turn:], *flags.arms[:turn]):
+                    times.write_text("")
+                    report = play(serve, arm, trace, seconds, flags.scale_to)
+                    if report is None:
+                        print(f"{arm}, trace {seed}: the replay failed", file=sys.stderr)
+                        continue
+                    row = {
+                        "date": datetime.now(UTC).date().isoformat(), "commit": version,
+                        "router": arm, "replicas": flags.replicas, "scale_to": flags.scale_to or "",
+                        "seed": seed, "requests": flags.requests, "failed": report["failed"],
+                        "ttft_mean_seconds": round(report["ttft_seconds"]["mean"], 4),
+                        "ttft_p99_seconds": round(report["ttft_seconds"]["p99"], 4),
+                        "tpot_mean_seconds": round(report["tpot_seconds"]["mean"], 5),
+                        "hit_rate": round(report["hit_rate"], 4),
+                        "choose_ms": round(milliseconds(times, "choose"), 4),
+                        "route_ms": round(milliseconds(times, "route"), 4),
+                    }  # fmt: skip
+                    rows.append(row)
+                    write_row(row)
+                    if flags.scale_to and seed + 1 < flags.seeds:
+                        serve.scale(flags.replicas, arm)
     print(f"{'router':14}" + "".join(f"{name:>28}" for name in FIGURES))
-    for router, runs in found.items():
+    for arm in dict.fromkeys(row["router"] for row in rows):
         cells = []
         for figure in FIGURES:
-            values = [run[figure] for run in runs]
+            values = [row[figure] for row in rows if row["router"] == arm]
             cells.append(f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
-        print(f"{router:14}" + "".join(f"{cell:>28}" for cell in cells))
-    if flags.out:
-        made = {
-            "machine": machine(),
-            "command": f"python bench/gateways/ray_serve.py {' '.join(sys.argv[1:])}",
-            "routers": found,
-        }
-        flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
+        print(f"{arm:14}" + "".join(f"{cell:>28}" for cell in cells))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

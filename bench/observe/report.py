@@ -1,4 +1,4 @@
-"""Renders the newest results of this folder into `docs/how-to/monitoring.md`.
+"""Renders the newest results into `docs/how-to/monitoring.md` and `docs/how-to/canary.md`.
 
     python bench/observe/report.py [--check]
 
@@ -8,15 +8,15 @@ A table is between `<!-- NAME -->` and `<!-- /NAME -->`. `--check` compares only
 from __future__ import annotations
 
 import json
-import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import ROOT
+from common import ROOT, median_range
 
-PAGE = ROOT / "docs" / "how-to" / "monitoring.md"
+PAGES = ROOT / "docs" / "how-to"
 NAMES = {
     "off": "nothing",
     "metrics": "`/metrics` each second",
@@ -24,9 +24,8 @@ NAMES = {
     "traces, 1%": "traces of 1%",
     "traces, 100%": "traces of all requests",
     "page": "live page open",
-    "capacity twin": "capacity twin",
+    "capacity twin": "records and capacity twin",
 }
-PARTS = {"real": "live", "hour": "an hour of updates, faster"}
 
 
 def newest(what: str) -> dict[str, Any]:
@@ -43,27 +42,24 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
-def source(*results: dict[str, Any]) -> str:
-    """Returns the machine, its load, the commits and the raw files."""
-    machine = results[0]["machine"]
-    worst = max(each[0] for result in results for each in result["load_average"])
-    busy = f" Other work ran on it meanwhile (load average {worst:.0f}): times are upper bounds."
-    files = ", ".join(
-        f"[{each['name']}](../../bench/results/{each['name']}) (commit {each['commit']})" for each in results
-    )
-    return (
-        f"{machine['cpu']}, {machine['cores_total']} cores.{busy if worst > 2.5 else ''} Raw files: {files}."
-    )
+def source(result: dict[str, Any]) -> str:
+    """Returns the machine, its load, the commit and the raw file."""
+    machine, name = result["machine"], result["name"]
+    load = result["load_average"][-1][0]  # of the last minute
+    busy = f" Other work ran on it meanwhile (load average {load:.0f}): times are upper bounds."
+    file = f"[{name}](../../bench/results/{name}) (commit {result['commit']})"
+    return f"{machine['cpu']}, {machine['cores_total']} cores.{busy if load > 2.5 else ''} Raw file: {file}."
+
+
+def spread(figure: list[float], sign: str = "") -> str:
+    """Returns a median with its range."""
+    middle, low, high, _ = figure
+    form = f"{sign}.{0 if abs(middle) >= 20 or max(abs(low), abs(high)) >= 20 else 2}f"
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def cost(result: dict[str, Any]) -> str:
     """Returns the table of CPU times."""
-
-    def spread(figure: list[float], sign: str = "") -> str:
-        middle, low, high, _ = figure
-        form = f"{sign}.{0 if abs(middle) >= 20 or max(abs(low), abs(high)) >= 20 else 2}f"
-        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
     rows = []
     for name, cell in result["cells"].items():
         more = (
@@ -75,41 +71,97 @@ def cost(result: dict[str, Any]) -> str:
     return table(["on", "per request, µs", "more", "per chunk, µs", "more"], rows)
 
 
-def page(result: dict[str, Any]) -> str:
-    """Returns the tables of the live page: memory of its parts, and frames at its real rate."""
-    parts = {name: part for name, part in result["parts"].items() if part is not None}
-    memory = []
-    for name, part in parts.items():
-        heap = [f"{each['heap_mib']:.1f}" for each in part["memory"]]
-        nodes = [f"{each['nodes']:,}" for each in part["memory"]]
-        memory.append([PARTS[name], f"{part['memory'][-1]['seconds'] / 60:.0f}", f"{part['updates']:,}"])
-        memory[-1] += [f"{each[0]}, {each[len(each) // 2]}, {each[-1]}" for each in (heap, nodes)]
-    times = []
-    for title, key in (("between two frames", "frame_ms"), ("script of an update", "draw_ms")):
-        figures = parts["real"][key]
-        times.append([title, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
-    head = ["page", "minutes", "updates", "heap at start, middle, end, MiB", "nodes of the document"]
-    return f"{table(head, memory)}\n\n{table(['time, ms', 'p50', 'p99', 'max'], times)}"
+def twin(result: dict[str, Any]) -> str:
+    """Returns the sentences about the capacity twin."""
+    run = result["runs"][-1]["twin"]
+    over = {
+        key: median_range([row["capacity twin"][key] - row["records"][key] for row in result["rounds"]])
+        for key in ("request_us", "chunk_us")
+    }
+    return (
+        f"A round of the twin took {run['cpu_seconds_per_round']:.1f} s of CPU time in its own process, for "
+        f"{run['requests']:,} requests of {run['seconds']:.0f} s and four engines. While it computed, "
+        f"a request cost the router {spread(over['request_us'], '+')} µs more than with records "
+        f"alone, and a chunk {spread(over['chunk_us'], '+')} µs."
+    )
+
+
+def scrape(result: dict[str, Any]) -> str:
+    """Returns the table of /metrics."""
+    cells, rows = result["cells"], []
+    for name, title in (("text", "Prometheus' text"), ("openmetrics", "OpenMetrics")):
+        cell = cells[name]
+        size = [f"{cell['samples'][0]:,.0f}", f"{cell['bytes'][0] / 1e6:.1f}"]
+        rows.append([title, *size, spread(cell["cpu_ms"]), spread(cell["stop_ms"])])
+    rows.append(["no request", "", "", spread(cells["idle"]["cpu_ms"]), spread(cells["idle"]["stop_ms"])])
+    return table(["format", "samples", "MB", "CPU, ms", "longest stop of the event loop, ms"], rows)
+
+
+def memory(result: dict[str, Any]) -> str:
+    """Returns the table of the live page's memory."""
+    rows = []
+    for each in result["samples"][::2]:
+        row = [f"{each['seconds'] / 60:.0f}", f"{each['updates']:,}"]
+        rows.append([*row, f"{each['heap_mib']:.2f}", f"{each['nodes']:,}", f"{each['listeners']:,}"])
+    return table(["minutes", "updates", "heap, MiB", "nodes", "event listeners"], rows)
+
+
+def frames(result: dict[str, Any]) -> str:
+    """Returns the table of frame times."""
+    rows = []
+    for title, key in (
+        ("between two frames", "frame_ms"),
+        ("between two frames of an empty document", "idle_ms"),
+        ("script of an update", "draw_ms"),
+    ):
+        figures = result[key]
+        rows.append([title, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}", f"{figures['max']:.1f}"])
+    share = f"{result['frames_above_50_ms']} of {result['frames']:,} frames took more than 50 ms."
+    return f"{table(['time, ms', 'p50', 'p99', 'max'], rows)}\n\n{share}"
+
+
+def trials(result: dict[str, Any]) -> str:
+    """Returns the table of the cost of policies on trial (bench/canary/cost.py)."""
+    rows = []
+    for engines, cell in result["cells"].items():
+        more = [spread(cell[name]["more_us"], "+") for name in ("shadow", "canary")]
+        rows.append([engines, spread(cell["off"]["request_us"]), *more])
+    return table(["engines", "neither, µs", "with a shadow", "with a canary"], rows)
+
+
+PARTS: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+    "monitoring.md": {
+        "cost": ("observe", cost),
+        "twin": ("observe", twin),
+        "scrape": ("metrics", scrape),
+        "memory": ("page-memory", memory),
+        "frames": ("page-frames", frames),
+    },
+    "canary.md": {"trials": ("canary-cost", trials)},
+}
+
+
+def rendered(page: str, text: str) -> str:
+    """Returns a page with the newest figures."""
+    for name, (what, render) in PARTS[page].items():
+        result = newest(what)
+        before, found, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not found or not end:
+            sys.exit(f"report.py: docs/how-to/{page} needs one pair of <!-- {name} --> marks")
+        text = f"{before}{found}\n{render(result)}\n\n{source(result)}\n\n{end}{after}"
+    return text
 
 
 def main() -> None:
-    """Renders the page, or checks it."""
-    observe, live = newest("observe"), newest("page")
-    parts = {
-        "cost": f"{cost(observe)}\n\n{source(observe)}",
-        "page": f"{page(live)}\n\n{source(live)}",
-    }
-    old = text = PAGE.read_text()
-    for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
-        text, count = pattern.subn(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-        if count != 1:
-            sys.exit(
-                f"report.py: {PAGE.relative_to(ROOT)} needs one pair of <!-- {name} --> marks, has {count}"
-            )
-    if "--check" in sys.argv:
-        sys.exit(f"report.py: {PAGE.relative_to(ROOT)} is stale: run report.py" if text != old else 0)
-    PAGE.write_text(text)
+    """Renders the pages, or checks them."""
+    for page in PARTS:
+        old = (PAGES / page).read_text()
+        text = rendered(page, old)
+        if "--check" not in sys.argv:
+            (PAGES / page).write_text(text)
+        elif text != old:
+            sys.exit(f"report.py: docs/how-to/{page} is stale: run report.py")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """Measures the router's CPU time per request and per streamed chunk with metrics, records, traces,
 the live page and the capacity twin.
 
-    python bench/observe/run.py [--rounds 9] [--seconds 1.5] [--twin FILE] [--out FILE]
+    python bench/observe/run.py [--rounds 5] [--seconds 1.5] [--wait] [--add] [--out FILE]
 
 Each variant is a router of its own, and all run all the time. A round measures each variant in
 turn: 200 requests per second of 1 KB bodies, then 40 streams with a token each 5 ms. All routers
-share four mock engines, which cost almost nothing (bench/http/mock.py).
+share four mock engines, which cost almost nothing (bench/http/mock.py). ``--add`` adds the rounds
+to those in ``--out``.
 
-CPU time is that of the router's process, its threads and its children, in nanoseconds from
+CPU time is that of the router's process and its threads, in nanoseconds from
 /proc/PID/task/TID/schedstat. So it contains threads that write records or send spans, and the share
 of work that comes once a second, such as an update of the page.
 
 `metrics`: a client reads /metrics each second. `records`: each request. `traces`: spans of 1% or
-all requests go to a collector. `page`: a client receives the events of /ui. `capacity twin`: with
-the configuration in ``--twin FILE`` (YAML, `{folder}` is an empty folder); without it, this variant
-is left out.
+all requests go to a collector. `page`: a client receives the events of /ui. `capacity twin`:
+records of each request, and the twin's process computes. First it gets two minutes of traffic. It
+is stopped while other variants are measured. Its own CPU time is counted per round of advice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import json
 import os
 import signal
 import socket
@@ -30,7 +32,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,8 +53,11 @@ ENGINES = [18310, 18311, 18312, 18313]
 COLLECTOR, FIRST_PORT = 18320, 18330
 RATE, REQUEST_BYTES, STREAMS = 200, 1024, 40
 SCRAPE_SECONDS = 1.0
-OFF = "off"
+OFF, TWIN = "off", "capacity twin"
+TWIN_RATE = 20  # requests per second before the rounds
+ADVICE_SECONDS, TWIN_ROUNDS = 240, 2
 TRACING = {"endpoint": f"http://127.0.0.1:{COLLECTOR}"}
+Round = dict[str, dict[str, float]]  # the figures of each variant
 SERVE = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
 # Name: the configuration beyond engines and port.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,7 +67,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "traces, 1%": {"tracing": TRACING | {"sample_ratio": 0.01}},
     "traces, 100%": {"tracing": TRACING | {"sample_ratio": 1.0}},
     "page": {},
-    "capacity twin": {},  # from --twin
+    TWIN: {
+        "records": {"path": "{folder}/records"},
+        # Any error of the fit will do: these engines are no real ones, and the work is the same.
+        "capacity": {"slo": "ttft_p99=2s,tpot_p95=50ms", "interval": 5, "window": 300, "max_error": 1e9},
+    },
 }
 
 
@@ -96,8 +106,8 @@ class Collector(BaseHTTPRequestHandler):
 class Routers:
     """The engines, the collector, and a router for each variant."""
 
-    def __init__(self, variants: dict[str, dict[str, Any]], folder: Path) -> None:
-        self.ports = {name: FIRST_PORT + number for number, name in enumerate(variants)}
+    def __init__(self, folder: Path) -> None:
+        self.ports = {name: FIRST_PORT + number for number, name in enumerate(VARIANTS)}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all = ExitStack()
         for port in [*ENGINES, COLLECTOR, *self.ports.values()]:
@@ -107,7 +117,7 @@ class Routers:
         self._start("mock", [str(MOCK), *map(str, ENGINES)], folder)
         self._start("collector", [__file__, "--collector"], folder)
         answers(ENGINES[0])
-        for name, settings in variants.items():
+        for name, settings in VARIANTS.items():
             (own := folder / name.replace(" ", "-")).mkdir()
             config = own / "router.yaml"
             engines = [{"url": f"http://127.0.0.1:{port}"} for port in ENGINES]
@@ -124,13 +134,81 @@ class Routers:
         self._all.callback(process.send_signal, signal.SIGTERM)
         return process
 
-    def pids(self, name: str) -> list[int]:
-        """Returns the processes of a variant."""
-        return proc.tree(self.processes[name].pid)
+    def twin(self) -> int:
+        """Returns the process of the capacity twin."""
+        (_, twin) = proc.tree(self.processes[TWIN].pid)
+        return twin
+
+    def advice(self) -> dict[str, Any]:
+        """Returns the last advice of the twin; empty if there is none."""
+        client = http.client.HTTPConnection("127.0.0.1", self.ports[TWIN], timeout=30)
+        client.request("GET", "/advice")
+        models = json.loads(client.getresponse().read())["models"]
+        client.close()
+        return (models.get("mock") or {}).get("advice") or {}
 
     def close(self) -> None:
         """Ends all processes."""
         self._all.close()
+
+
+class TwinTraffic(threading.Thread):
+    """Sends streams of 16 tokens to the twin's router in a fixed rhythm, until it is stopped."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.failed = 0
+        self._port, self._over = port, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Sends."""
+        asyncio.run(self._send())
+
+    async def _send(self) -> None:
+        loop, number = asyncio.get_running_loop(), 0
+        start = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._over.is_set():
+                tasks.create_task(self._one(number))
+                number += 1
+                await asyncio.sleep(start + number / TWIN_RATE - loop.time())
+
+    async def _one(self, number: int) -> None:
+        data = load.request(REQUEST_BYTES, "twin", number, '"stream":true,"max_tokens":16,')
+        loop = asyncio.get_running_loop()
+        transport, client = await loop.create_connection(load.Client, "127.0.0.1", self._port)
+        self.failed += not (await client.ask(data)).startswith(b"HTTP/1.1 200")
+        transport.close()
+
+    def stop(self) -> None:
+        """Ends it. Exits if a request failed."""
+        self._over.set()
+        self.join()
+        if self.failed:
+            sys.exit(f"run.py: {self.failed} requests of the twin's traffic failed")
+
+
+def next_advice(routers: Routers, before: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Returns the advice after another one. Exits if there is none within these seconds."""
+    end = time.monotonic() + seconds
+    while (advice := routers.advice()).get("at") == before.get("at"):
+        if time.monotonic() > end:
+            sys.exit("run.py: the capacity twin gives no advice; GET /advice of its router has the reason")
+        time.sleep(0.05)
+    return advice
+
+
+def twin_rounds(routers: Routers) -> dict[str, float]:
+    """Measures the CPU time of the twin's process in its next rounds."""
+    pids = [routers.twin()]
+    os.kill(routers.twin(), signal.SIGCONT)  # whoever made the machine idle may have stopped it
+    advice = next_advice(routers, routers.advice(), ADVICE_SECONDS)
+    cpu = cpu_seconds(pids)
+    for _ in range(TWIN_ROUNDS):
+        advice = next_advice(routers, advice, ADVICE_SECONDS)
+    used = (cpu_seconds(pids) - cpu) / TWIN_ROUNDS
+    return {"cpu_seconds_per_round": used, "requests": advice["requests"], "seconds": advice["seconds"]}
 
 
 class Viewer(threading.Thread):
@@ -176,8 +254,9 @@ class Scraper(threading.Thread):
         return self.scrapes
 
 
-def measured(port: int, pids: list[int], seconds: float, nonce: str) -> dict[str, float]:
+def measured(routers: Routers, name: str, seconds: float, nonce: str) -> dict[str, float]:
     """Returns µs of CPU time per request and per chunk. Exits if a request failed."""
+    port, pids = routers.ports[name], [routers.processes[name].pid]
     requests = asyncio.run(load.open_loop(port, REQUEST_BYTES, RATE, seconds, nonce, pids))
     chunks = asyncio.run(load.streams(port, STREAMS, seconds, nonce, pids))
     if requests["errors"] or chunks["errors"]:
@@ -186,21 +265,48 @@ def measured(port: int, pids: list[int], seconds: float, nonce: str) -> dict[str
     return found | {"chunks_per_second": chunks["chunks_per_second"], "ttlb_p50_us": requests["p50_us"]}
 
 
-def rounds_of(routers: Routers, rounds: int, seconds: float) -> list[dict[str, dict[str, float]]]:
+@contextmanager
+def use(routers: Routers, name: str) -> Iterator[None]:
+    """Reads /metrics of the variant that has it read, and lets the twin's process run."""
+    scraper = Scraper(routers.ports[name]) if name == "metrics" else None
+    if name == TWIN:
+        os.kill(routers.twin(), signal.SIGCONT)
+    yield
+    if name == TWIN:
+        os.kill(routers.twin(), signal.SIGSTOP)
+    if scraper is not None and not scraper.stop():
+        sys.exit("run.py: /metrics was not read")
+
+
+def prepared(routers: Routers, wait: bool) -> dict[str, float]:
+    """Warms all routers, and brings the twin to its first advice. Returns the twin's figures.
+
+    ``wait``: for a line of the input, when everything is ready.
+    """
+    traffic = TwinTraffic(routers.ports[TWIN])
+    for name in routers.processes:  # until the interpreters have specialized their bytecode
+        measured(routers, name, 1.0, f"warm {name}")
+    next_advice(routers, {}, ADVICE_SECONDS)
+    if wait:
+        print("run.py: ready; send a line to begin", file=sys.stderr, flush=True)
+        sys.stdin.readline()
+    found = twin_rounds(routers)
+    traffic.stop()
+    os.kill(routers.twin(), signal.SIGSTOP)
+    return found
+
+
+def rounds_of(routers: Routers, rounds: int, seconds: float) -> list[Round]:
     """Measures all variants in each round, in another order each time."""
     names = list(routers.processes)
     viewer = Viewer(routers.ports["page"])
-    for name in names:  # until the interpreters have specialized their bytecode
-        measured(routers.ports[name], routers.pids(name), 1.0, f"warm {name}")
     found = []
     for number in range(rounds):
         shift = number % len(names)
         row = {}
         for name in [*names[shift:], *names[:shift]]:
-            scraper = Scraper(routers.ports[name]) if name == "metrics" else None
-            row[name] = measured(routers.ports[name], routers.pids(name), seconds, f"{number} {name}")
-            if scraper is not None:
-                row[name]["scrapes"] = scraper.stop()
+            with use(routers, name):
+                row[name] = measured(routers, name, seconds, f"{number} {name}")
         found.append(row)
         shown = ", ".join(f"{name} {cell['request_us']:.0f}" for name, cell in row.items())
         print(f"round {number + 1}: us per request: {shown}", file=sys.stderr, flush=True)
@@ -209,7 +315,7 @@ def rounds_of(routers: Routers, rounds: int, seconds: float) -> list[dict[str, d
     return found
 
 
-def cells(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+def cells(rounds: list[Round]) -> dict[str, Any]:
     """Returns medians and ranges, and those of the differences to `off` in the same round."""
     result: dict[str, Any] = {}
     for name in rounds[0]:
@@ -226,34 +332,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each part of a measurement")
-    parser.add_argument("--twin", type=Path, metavar="FILE", help="configuration of the capacity twin")
+    parser.add_argument("--wait", action="store_true", help="for a line of the input before the rounds")
+    parser.add_argument("--add", action="store_true", help="to the rounds in the file")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-observe.json")
     parser.add_argument("--collector", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.collector:
         ThreadingHTTPServer(("127.0.0.1", COLLECTOR), Collector).serve_forever()
-    variants = dict(VARIANTS)
-    if given.twin is None:
-        del variants["capacity twin"]
-    else:
-        variants["capacity twin"] = yaml.safe_load(given.twin.read_text())
-    before = os.getloadavg()
+    start = about(None, [])
+    earlier = json.loads(given.out.read_text()) if given.add else {"runs": [], "rounds": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        routers = Routers(variants, Path(folder))
+        routers = Routers(Path(folder))
         stack.callback(routers.close)
+        twin = prepared(routers, given.wait)
+        before = os.getloadavg()
         found = rounds_of(routers, given.rounds, given.seconds)
-        written = sum(path.stat().st_size for path in Path(folder).glob("records/records/*"))
-        if not written:
+        if not any(path.stat().st_size for path in Path(folder).glob("records/records/*")):
             sys.exit("run.py: no record was written")
+    rounds = earlier["rounds"] + found
+    run = {"date": start["date"], "commit": start["commit"], "load_average": [before, os.getloadavg()]}
+    runs = [*earlier["runs"], run | {"rounds": len(found), "twin": twin}]
     result = {
-        **about(None, []),
-        "load_average": [before, os.getloadavg()],
+        **start,
+        "load_average": [each for run in runs for each in run["load_average"]],
         "unit": "us of CPU: median, least, greatest, rounds",
-        "twin": None if given.twin is None else variants["capacity twin"],
-        "cells": cells(found),
-        "rounds": found,
+        "runs": runs,
+        "cells": cells(rounds),
+        "rounds": rounds,
     }
     print("| variant | CPU per request | more | CPU per chunk | more |\n| --- | --- | --- | --- | --- |")
     for name, cell in result["cells"].items():

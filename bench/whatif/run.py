@@ -7,6 +7,9 @@ overlap.
 
 python bench/whatif/run.py --out /tmp/whatif.json
 python bench/whatif/run.py --engines 8 --trace slice --speed 2 --out /tmp/overload.json
+
+With `--folder`, a later call reuses the finished runs of an earlier one, so `--seeds 1`, then 2,
+then 3 does the work in pieces.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +28,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from lmetric.machine import machine
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from common import about
 from lmetric.record_files import read_records
 
 POLICIES = ("lmetric", "vllm", "round_robin", "session_affinity")
@@ -91,6 +96,7 @@ async def serve(policy: str, seed: int, engines: int, replay_words: list[str], f
             sys.exit(f"{policy}, seed {seed}: the replay failed")
         router.terminate()
         await reader
+        await router.wait()
     finally:
         if router.returncode is None:
             router.kill()
@@ -112,8 +118,8 @@ async def ranking(folder: Path, policies: list[str], seeds: int) -> dict[str, An
         sys.executable, "-c", RUN, *words, stdout=asyncio.subprocess.PIPE
     )
     out, _ = await done.communicate()
-    told: dict[str, Any] = orjson.loads(out)
-    return told
+    found: dict[str, Any] = orjson.loads(out)
+    return found
 
 
 def relative(scores: dict[str, list[float]]) -> dict[str, Span]:
@@ -154,10 +160,14 @@ async def main() -> None:
     parser.add_argument("--trace", help="a trace of replay, instead of the made one")
     parser.add_argument("--speed", type=float, default=1.0, help="of the replay")
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps the records, and reuses those of finished runs; default: a new one"
+    )
     flags = parser.parse_args()
     policies = flags.policies.split(",")
     with tempfile.TemporaryDirectory(prefix="lmetric-") as name:
-        folder = Path(name)
+        folder = flags.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         trace = flags.trace or str(folder / "trace.jsonl")
         if not flags.trace:
             write_trace(Path(trace), flags.requests, flags.rate, flags.trace_seed)
@@ -166,18 +176,23 @@ async def main() -> None:
         for seed in range(flags.seeds):
             for policy in policies:
                 own = folder / f"{policy}-{seed}"
-                await serve(policy, seed, flags.engines, words, own)
+                if not own.exists():
+                    await serve(policy, seed, flags.engines, words, begun := Path(name) / own.name)
+                    shutil.move(begun, own)
                 scores.setdefault(policy, []).append(score(own))
                 print(f"{policy}, seed {seed}: {scores[policy][-1] * 1e3:.1f} ms", file=sys.stderr)
         real = relative(scores)
         whatifs = {}
-        for recorded in flags.recorded.split(","):
-            told = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
-            whatifs[recorded] = compared(recorded, real, told)
+        for recorded in filter(None, flags.recorded.split(",")):
+            found = await ranking(folder / f"{recorded}-0", policies, flags.seeds)
+            whatifs[recorded] = compared(recorded, real, found)
     if flags.out:
+        local = ("--out", "--folder")
+        pairs = pairwise(["", *sys.argv[1:]])
+        words_of_command = [word for before, word in pairs if word not in local and before not in local]
         made = {
-            "machine": machine(),
-            "command": f"python bench/whatif/run.py {' '.join(sys.argv[1:])}",
+            **about(None, []),
+            "command": f"python bench/whatif/run.py {' '.join(words_of_command)}",
             "score": "geometric mean of mean TTFT and mean TPOT, s; real and whatif are relative to the best",
             "real": real,
             "whatif": whatifs,
@@ -186,9 +201,9 @@ async def main() -> None:
         flags.out.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def compared(recorded: str, real: dict[str, Span], told: dict[str, Any]) -> dict[str, Any]:
+def compared(recorded: str, real: dict[str, Span], found: dict[str, Any]) -> dict[str, Any]:
     """Prints one ranking of `whatif` next to the real runs, and returns it."""
-    simulated = {place["policy"]: tuple(place["score"]) for place in told.get("ranking", [])}
+    simulated = {place["policy"]: tuple(place["score"]) for place in found.get("ranking", [])}
     print(f"\n{f'records of {recorded}':24} {'really run':>22} {'whatif':>22}")
     for policy in sorted(real, key=lambda name: real[name][0]):
         texts = [
@@ -196,9 +211,9 @@ def compared(recorded: str, real: dict[str, Span], told: dict[str, Any]) -> dict
             for span in (real[policy], simulated.get(policy))
         ]
         print(f"{policy:24} {texts[0]:>22} {texts[1]:>22}")
-    for figure in told["fit"]["figures"]:
+    for figure in found["fit"]["figures"]:
         print(f"fit: {figure['name']} {figure['error']:+.1%}")
-    result: dict[str, Any] = {"policies": simulated, "fit": told["fit"]}
+    result: dict[str, Any] = {"policies": simulated, "fit": found["fit"]}
     if simulated:
         same, wrong = agreement(real, simulated)
         print(f"same best policy: {'yes' if same else 'no'}; pairs in another order: {wrong or 'none'}")

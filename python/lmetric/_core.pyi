@@ -157,7 +157,7 @@ class Request:
         allow_fetch: bool = True,
         fetch_reason: str | None = None,
         priority: float | None = None,
-        instance: str | None = None,  # the only instance that may take the request
+        instances: Sequence[str] | None = None,  # the only instances that may take the request
         session_final: bool = False,  # the last request of its session
         ttft_slo_seconds: float | None = None,
         whole_answer: bool = False,
@@ -197,7 +197,7 @@ class Request:
     @property
     def tenant(self) -> str | None: ...
     @property
-    def instance(self) -> str | None: ...
+    def instances(self) -> list[str] | None: ...
     @property
     def tenant_weight(self) -> float: ...
     @property

@@ -126,6 +126,16 @@ REQUEST = {
     "fetched_tokens": Key("integer", "prompt tokens fetched from another engine", "tokens"),
 }  # fmt: skip
 LINES = {"header": HEADER, "fleet": FLEET, "request": REQUEST}
+KINDS: dict[str, tuple[type, ...]] = {
+    "number": (float, int),
+    "integer": (int,),
+    "text": (str,),
+    "true or false": (bool,),
+    "mapping": (dict,),
+    "text or mapping": (str, dict),
+    "list of texts": (list,),
+    "list of mappings": (list,),
+}
 
 
 class RecordError(LmetricError):
@@ -194,8 +204,14 @@ class Records:
 
 
 def hashes_of(request: Mapping[str, Any]) -> NDArray[np.uint64]:
-    """The block hashes of a request's prompt, shape (blocks,); empty without hashes."""
-    return np.frombuffer(base64.b64decode(request.get("hashes", "")), dtype="<u8").astype(np.uint64)
+    """The block hashes of a request's prompt, shape (blocks,); empty without hashes.
+
+    Raises RecordError if they are not valid.
+    """
+    try:
+        return np.frombuffer(base64.b64decode(request.get("hashes", "")), dtype="<u8").astype(np.uint64)
+    except ValueError as error:
+        raise RecordError(f"the request at {request['at']}: hashes are not valid: {error}") from None
 
 
 def read_records(paths: str | Path | Iterable[str | Path]) -> Records:
@@ -239,23 +255,20 @@ def record_paths(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _read_file(path: Path, read: Records) -> None:
-    header: dict[str, Any] | None = None
     for number, (text, whole) in enumerate(_lines(path), start=1):
-        try:
-            line = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            if not whole:
-                read.notes.append(f"{path}, line {number}: skipped: it is truncated ({len(text)} bytes)")
-                return
-            raise RecordError(f"{path}, line {number}: no JSON: {error}; remove the line") from None
-        if not isinstance(line, dict):
-            raise RecordError(f"{path}, line {number}: expected an object, got {type(line).__name__}")
-        if header is None:
-            header = check_header(f"{path}, line 1", line)
-            read.headers.append(header)
-            continue
-        check_line(f"{path}, line {number}", line)
-        (read.fleets if line["type"] == "fleet" else read.requests).append(line)
+        if not whole and _truncated(text):
+            read.notes.append(f"{path}, line {number}: skipped: it is truncated ({len(text)} bytes)")
+            return
+        line = parse_line(f"{path}, line {number}", text, header=number == 1)
+        {"header": read.headers, "fleet": read.fleets, "request": read.requests}[line["type"]].append(line)
+
+
+def _truncated(text: bytes) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return True
+    return False
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
@@ -269,13 +282,32 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
             yield b"{", False  # a truncated archive
 
 
+def parse_line(place: str, text: bytes, *, header: bool) -> dict[str, Any]:
+    """Returns a line of a file, checked. ``header``: whether it must be one. Raises RecordError."""
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise RecordError(f"{place}: no JSON: {error}; remove the line") from None
+    if not isinstance(line, dict):
+        raise RecordError(f"{place}: expected an object, got {type(line).__name__}")
+    return check_header(place, line) if header else check_line(place, line)
+
+
 def check_line(place: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line of a request or of the fleet. ``place``: for errors. Raises RecordError."""
+    """Returns a line of a request or of the fleet without its null keys.
+
+    ``place``: for errors. Raises RecordError, also for a value of another type.
+    """
     kind = line.get("type")
     if kind not in ("fleet", "request"):
         raise RecordError(f"{place}: type {kind!r} is unknown; expected fleet or request")
-    if missing := [name for name, key in LINES[kind].items() if key.always and name not in line]:
-        raise RecordError(f"{place}: the {kind} has no {missing[0]!r}")
+    if None in line.values():
+        line = {name: value for name, value in line.items() if value is not None}
+    _check_keys(f"{place}: the {kind}", line, LINES[kind])
+    for engine in line["engines"] if kind == "fleet" else ():
+        if not isinstance(engine, dict):
+            raise RecordError(f"{place}: the fleet has the engine {engine!r}; expected a mapping")
+        _check_keys(f"{place}: an engine", engine, ENGINE)
     return line
 
 
@@ -288,6 +320,15 @@ def check_header(place: str, line: dict[str, Any]) -> dict[str, Any]:
             f"{place}: schema version {version!r}; this release reads version {SCHEMA_VERSION}. Use the "
             f"release that wrote the file: {line.get('router_version', 'unknown')}"
         )
-    if missing := [name for name, key in HEADER.items() if key.always and name not in line]:
-        raise RecordError(f"{place}: the header has no {missing[0]!r}")
+    _check_keys(f"{place}: the header", line, HEADER)
     return line
+
+
+def _check_keys(what: str, line: Mapping[str, Any], table: Mapping[str, Key]) -> None:
+    """Raises RecordError for a missing key, or a value of another type. ``what``: for errors."""
+    for name, key in table.items():
+        if name not in line:
+            if key.always:
+                raise RecordError(f"{what} has no {name!r}")
+        elif type(value := line[name]) not in KINDS[key.kind] and (value is not None or key.always):
+            raise RecordError(f"{what} has {name!r}: {value!r:.80}; expected {key.kind}")

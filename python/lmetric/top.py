@@ -1,19 +1,16 @@
-"""The state of a running router in a terminal, from its page /debug/live.
+"""The state of a running router, from its pages /debug/live and /debug/decisions/ID.
 
-`watch` yields states; `screen` turns a state into tables of `rich`.
+`watch` yields states. `lmetric.top_screen` turns them into tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from lmetric._core import LmetricError
 
@@ -21,7 +18,7 @@ PATH = "/debug/live"
 SILENT_SECONDS = 10.0  # without an update, the connection counts as lost
 MAX_LINE_BYTES = 1 << 26
 COLUMNS = ("batch", "queue", "queued_tokens", "cache", "hit_rate", "age_seconds")
-_COLORS = {"usable": "green", "full": "yellow", "draining": "dim", "warming": "dim"}
+POINTS_KEPT = 900  # seconds of history
 
 State = dict[str, Any]
 
@@ -41,7 +38,7 @@ def _unreachable(url: str, error: Exception) -> RouterUnavailableError:
     return RouterUnavailableError(f"{url}: no answer from a router ({why}); check its URL, and that it runs")
 
 
-async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
+async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.status == 200:
         return
     body = await answer.read()
@@ -50,7 +47,18 @@ async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = "the answer is not from lmetric-router"
     hint = "; give --token" if answer.status in (401, 403) else ""
-    raise RouterUnavailableError(f"{url}{PATH}: status {answer.status}: {message}{hint}")
+    raise RouterUnavailableError(f"{answer.url}: status {answer.status}: {message}{hint}")
+
+
+async def _read(url: str, path: str, token: str | None) -> dict[str, Any]:
+    url = url.rstrip("/")
+    try:
+        async with _session(token) as session, session.get(url + path) as answer:
+            await _check(answer)
+            value: dict[str, Any] = orjson.loads(await answer.read())
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        raise _unreachable(url, error) from None
+    return value
 
 
 async def read_once(url: str, token: str | None = None) -> State:
@@ -63,14 +71,16 @@ async def read_once(url: str, token: str | None = None) -> State:
     Raises:
         RouterUnavailableError: no answer, or another status than 200.
     """
-    url = url.rstrip("/")
-    try:
-        async with _session(token) as session, session.get(url + PATH) as answer:
-            await _check(url, answer)
-            state: State = orjson.loads(await answer.read())
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise _unreachable(url, error) from None
-    return state
+    return await _read(url, PATH, token)
+
+
+async def read_decision(url: str, decision: str, token: str | None = None) -> dict[str, Any]:
+    """Returns a decision record with ``because`` and ``timeline``.
+
+    ``decision``: the value of the header ``x-lmetric-decision``. Other arguments and errors are as
+    for `read_once`.
+    """
+    return await _read(url, f"/debug/decisions/{quote(decision, safe='')}", token)
 
 
 async def watch(url: str, token: str | None = None) -> AsyncIterator[State]:
@@ -83,7 +93,7 @@ async def watch(url: str, token: str | None = None) -> AsyncIterator[State]:
     try:
         headers = {"accept": "text/event-stream"}
         async with _session(token) as session, session.get(url + PATH, headers=headers) as answer:
-            await _check(url, answer)
+            await _check(answer)
             name = ""
             async for raw in answer.content:
                 line = raw.rstrip(b"\n")
@@ -98,9 +108,17 @@ async def watch(url: str, token: str | None = None) -> AsyncIterator[State]:
                     else:
                         state |= value
                     if name == "update":
+                        _extend(state["history"]["points"], state["points"])
                         yield state
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise _unreachable(url, error) from None
+
+
+def _extend(history: list[list[Any]], points: list[list[Any]]) -> None:
+    """Adds points that are not in the history yet; the first value of each is its time."""
+    last = history[-1][0] if history else 0.0
+    history += [point for point in points if point[0] > last]
+    del history[:-POINTS_KEPT]
 
 
 def engines(state: State) -> list[dict[str, Any]]:
@@ -116,99 +134,3 @@ def engines(state: State) -> list[dict[str, Any]]:
 def ordered(rows: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Returns the engines by a column, highest first, engines that are not usable before them."""
     return sorted(rows, key=lambda row: (row["state"] == "usable", -(row[by] or 0), row["name"]))
-
-
-def screen(state: State, *, by: str = "batch", rows: int | None = None) -> RenderableType:
-    """Returns the tables of a state.
-
-    Args:
-        by: the column of `COLUMNS` that orders the engines.
-        rows: most engines shown; None: all.
-    """
-    parts: list[RenderableType] = [_head(state), _rates(state["now"])]
-    listed = ordered(engines(state), by)
-    if listed:
-        shown = listed[:rows]
-        parts.append(_engines(shown))
-        if len(listed) > len(shown):
-            parts.append(Text(f"and {len(listed) - len(shown)} more engines", style="dim"))
-    for event in state["events"][:5]:
-        parts.append(Text(_event(event), style="dim", no_wrap=True, overflow="ellipsis"))
-    return Group(*parts)
-
-
-def _head(state: State) -> Text:
-    summary = state["summary"]
-    modes = ", ".join(f"{count} {mode}" for mode, count in summary["modes"].items())
-    text = Text(f"{summary['usable']} of {summary['engines']} engines usable{f' ({modes})' if modes else ''}")
-    for model, guard in state.get("guard", {}).items():
-        on = f"{guard['suspected']} suspected, {guard['filtering']} filtered" if guard["on"] else "off"
-        text.append(f"; guard of {model}: {on}")
-    return text
-
-
-def _rates(now: dict[str, Any]) -> Text:
-    times = "   ".join(
-        f"{name} {seconds(now[f'{key}_p50'])} (p95 {seconds(now[f'{key}_p95'])})"
-        for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"))
-    )
-    in_flight = "" if now["in_flight"] is None else f"   {now['in_flight']:,.0f} in flight"
-    return Text(
-        f"{times}   hits {share(now['hit_rate'])}{in_flight}\n"
-        f"per second: {_rate(now['requests_per_second'])} requests, "
-        f"{_rate(now['errors_per_second'])} errors, "
-        f"{_rate(now['prompt_tokens_per_second'])} prompt tokens, "
-        f"{_rate(now['output_tokens_per_second'])} output tokens"
-    )
-
-
-def _engines(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("engine", overflow="fold")
-    for title in ("state", "role", "mode"):
-        table.add_column(title, no_wrap=True)
-    for title in ("batch", "queue", "queued tokens", "cache", "hits", "age"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        state = Text(row["state"], style=_COLORS.get(row["state"], "bold red"))
-        table.add_row(
-            row["name"],
-            state,
-            row["role"] or "–",
-            row["mode"] or "–",
-            _count(row["batch"]),
-            _count(row["queue"]),
-            _count(row["queued_tokens"]),
-            share(row["cache"]),
-            share(row["hit_rate"]),
-            seconds(row["age_seconds"]),
-        )
-    return table
-
-
-def _event(event: dict[str, Any]) -> str:
-    ends = " -> ".join(each for each in (event.get("source"), event.get("target")) if each)
-    tokens = f", {event['tokens']:,} tokens" if event.get("tokens") else ""
-    return f"{event['kind']} {ends}{': ' if ends else ''}{event['outcome']}{tokens}"
-
-
-def seconds(value: float | None) -> str:
-    """Returns a duration for people."""
-    if value is None:
-        return "–"
-    if value < 1:
-        return f"{value * 1000:.3g} ms"
-    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
-
-
-def share(value: float | None) -> str:
-    """Returns a fraction in percent."""
-    return "–" if value is None else f"{value:.0%}"
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"

@@ -5,103 +5,23 @@ from __future__ import annotations
 import json
 from typing import Any
 
-WIDTH = 24  # columns of Grafana's grid
-HEIGHT = 8
-
-# Filters by the variables. Prometheus uses `instance` for the router, `exported_instance` for the
-# engine.
-ROUTER = 'job=~"$job",instance=~"$router"'
-MODEL = f'{ROUTER},model=~"$model"'
-ENGINE = f'{MODEL},exported_instance=~"$engine"'
-
-
-def rate(metric: str, filters: str, *by: str) -> str:
-    """Returns the rate of a counter, summed over all labels but ``by``."""
-    over = f"sum by ({', '.join(by)})" if by else "sum"
-    return f"{over} (rate({metric}{{{filters}}}[$__rate_interval]))"
-
-
-def quantile(share: float, metric: str, filters: str, *by: str) -> str:
-    """Returns a quantile of a histogram."""
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', filters, *by, 'le')})"
-
-
-def of_engines(metric: str, function: str = "max") -> str:
-    return f"{function} by (exported_instance) ({metric}{{{ENGINE}}})"
-
-
-TTFT, TPOT, E2E = (
-    "lmetric_time_to_first_token_seconds",
-    "lmetric_time_per_output_token_seconds",
-    "lmetric_request_seconds",
+from reference._panels import (
+    E2E,
+    ENGINE,
+    MODEL,
+    ROUTER,
+    TPOT,
+    TTFT,
+    WIDTH,
+    latency,
+    of_engines,
+    panel,
+    quantile,
+    rate,
+    stat,
+    variable,
+    wanted,
 )
-
-
-def latency(title: str, metric: str) -> dict[str, Any]:
-    """Returns a panel with the median and two high quantiles of a latency, by class."""
-    return panel(
-        title,
-        "s",
-        {
-            f"p{round(share * 100)} {{{{slo_class}}}}": quantile(share, metric, MODEL, "slo_class")
-            for share in (0.5, 0.95, 0.99)
-        },
-        exemplars=metric == TTFT,
-    )
-
-
-def panel(
-    title: str,
-    unit: str,
-    queries: dict[str, str],
-    *,
-    about: str = "",
-    kind: str = "timeseries",
-    width: int = 8,
-    stacked: bool = False,
-    exemplars: bool = False,
-    most: float | None = None,
-) -> dict[str, Any]:
-    """Returns a panel. ``queries``: expressions by legend. ``most``: end of the axis."""
-    defaults: dict[str, Any] = {"unit": unit, "min": 0}
-    if most is not None:
-        defaults["max"] = most
-    if kind == "timeseries":
-        fill = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if stacked else {"fillOpacity": 0}
-        defaults["custom"] = {"lineWidth": 1, "showPoints": "never", **fill}
-    targets = [
-        {
-            "refId": chr(ord("A") + index),
-            "datasource": {"type": "prometheus", "uid": "$datasource"},
-            "editorMode": "code",
-            "expr": expression,
-            "legendFormat": legend,
-            "range": True,
-            **({"exemplar": True} if exemplars else {}),
-        }
-        for index, (legend, expression) in enumerate(queries.items())
-    ]
-    options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}}
-    if kind == "timeseries":
-        options = {
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        }
-    return {
-        "type": kind,
-        "title": title,
-        "description": about,
-        "datasource": {"type": "prometheus", "uid": "$datasource"},
-        "fieldConfig": {"defaults": defaults, "overrides": []},
-        "options": options,
-        "targets": targets,
-        "gridPos": {"w": width, "h": HEIGHT if kind == "timeseries" else 4},
-    }
-
-
-def stat(title: str, unit: str, query: str, about: str) -> dict[str, Any]:
-    return panel(title, unit, {"": query}, about=about, kind="stat", width=4)
-
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "Overview": [
@@ -391,25 +311,89 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             {"{{model}}": f"max by (model) (lmetric_admission_expected_wait_seconds{{{MODEL}}})"},
         ),
     ],
+    "Records, canary and capacity": [
+        panel(
+            "Records",
+            "short",
+            {
+                "{{outcome}}": rate("lmetric_records_total", ROUTER, "outcome"),
+                "waiting {{instance}}": f"lmetric_records_waiting{{{ROUTER}}}",
+            },
+            about="Records per second by outcome, and records that wait for the writer.",
+        ),
+        panel(
+            "Shadow: choices",
+            "reqps",
+            {"{{outcome}}": rate("lmetric_shadow_requests_total", MODEL, "outcome")},
+            about="Whether the shadow's policy chose the engine that the router chose.",
+            stacked=True,
+        ),
+        panel(
+            "Shadow: predicted TTFT",
+            "s",
+            {
+                "{{choice}}": f"{rate('lmetric_shadow_predicted_ttft_seconds_total', MODEL, 'choice')} "
+                f"/ ignoring (choice) group_left () {rate('lmetric_shadow_predicted_ttft_requests_total', MODEL)}"
+            },
+            about="Mean predicted time to first token on the router's engine and on the shadow's engine.",
+        ),
+        panel(
+            "Canary: requests",
+            "short",
+            {
+                "{{arm}}": f"sum by (arm) (lmetric_canary_requests{{{MODEL}}})",
+                "{{arm}}, failed": f"sum by (arm) (lmetric_canary_errors{{{MODEL}}})",
+                "rollbacks: {{cause}}": "sum by (cause) "
+                f"(increase(lmetric_canary_rollbacks_total{{{MODEL}}}[$__rate_interval]))",
+            },
+            about="Compared requests of the last canary by arm, and rollbacks.",
+        ),
+        panel(
+            "Canary: TTFT",
+            "s",
+            {
+                "{{model}}, {{arm}}": f'avg by (model, arm) (lmetric_canary_value{{{MODEL},metric="ttft_seconds"}})'
+            },
+            about="Mean time to first token by arm.",
+        ),
+        panel(
+            "Canary: TTFT difference",
+            "s",
+            {
+                "{{model}}, {{bound}}": "avg by (model, bound) "
+                f'(lmetric_canary_difference{{{MODEL},metric="ttft_seconds"}})'
+            },
+            about="Canary minus stable arm, with the bounds of the 95% interval. Above zero: the canary is slower.",
+            least=None,
+        ),
+        panel(
+            "Wanted engines",
+            "short",
+            {
+                "{{role}} {{type}}": wanted("lmetric_wanted_replicas"),
+                "{{role}} {{type}}, low": wanted("lmetric_wanted_replicas_low"),
+                "{{role}} {{type}}, high": wanted("lmetric_wanted_replicas_high"),
+                "healthy": f"sum(min by (model, exported_instance) (lmetric_instance_healthy{{{ENGINE}}}))",
+            },
+            about="Engines that meet the SLO, with their interval, and the healthy engines. Without fresh advice, "
+            "no line is shown.",
+        ),
+        panel(
+            "Rounds of the capacity twin",
+            "short",
+            {
+                "{{outcome}}": "sum by (outcome) "
+                f"(increase(lmetric_capacity_rounds_total{{{MODEL}}}[$__rate_interval]))",
+                "restarts": f"sum(increase(lmetric_capacity_restarts_total{{{ROUTER}}}[$__rate_interval]))",
+            },
+        ),
+        panel(
+            "Age of the capacity advice",
+            "s",
+            {"{{model}}": f"max by (model) (lmetric_capacity_advice_age_seconds{{{MODEL}}})"},
+        ),
+    ],
 }
-
-
-def variable(name: str, label: str, query: str) -> dict[str, Any]:
-    """Returns a variable with the values of a label."""
-    return {
-        "name": name,
-        "label": label,
-        "type": "query",
-        "datasource": {"type": "prometheus", "uid": "$datasource"},
-        "query": {"query": query, "refId": name},
-        "definition": query,
-        "refresh": 2,
-        "includeAll": True,
-        "allValue": ".*",
-        "multi": True,
-        "current": {"text": "All", "value": "$__all"},
-        "sort": 1,
-    }
 
 
 def dashboard() -> dict[str, Any]:

@@ -42,10 +42,12 @@ $ lmetric-router records convert records --out requests.parquet
 
 ## Cost
 
-The event loop keeps references to sampled requests and reads the load of the chosen engine. That takes about 20 µs with 4 engines and
-80 µs with 256. With more than 100 engines, it reads the load at most 100 times a second, and the other records have no `load`.
-A thread hashes prompts (about 0.3 µs per block), reads decision records (15 to 160 µs) and writes. While it hashes, the event loop runs:
-hashing does not hold the interpreter lock.
+[Monitor a router](../how-to/monitoring.md#cost) has the CPU time of a record. The event loop keeps references to sampled requests and
+reads the load of the chosen engine. In a tight loop, that takes about 20 µs with 4 engines and 80 µs with 256. In a router it takes
+several times as long, because other work uses the CPU's caches in between. With more than
+100 engines, the event loop reads the load at most 100 times a second, and the other records have no `load`. A thread hashes prompts
+(about 0.3 µs per block), reads decision records (15 to 160 µs) and writes. While it hashes, the event loop runs: hashing does not hold the
+interpreter lock.
 
 A queue connects the two. If it is full, or if the disk refuses a write, the router loses records, never requests.
 `lmetric_records_total` counts the records by outcome, and one log line reports the first failed write. After a failed write, the

@@ -1,5 +1,7 @@
-"""Ray Serve with emulated engines as replicas, for tests. TEST_RAY_VENV names an environment with
-Ray; else one is made."""
+"""Ray Serve with emulated engines as replicas, for tests and benchmarks.
+
+TEST_RAY_VENV names an environment with Ray. Without it, the example makes one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).parents[2]
-LMETRIC = "lmetric.gateways.ray_serve.LmetricRequestRouter"
+WORLD = ROOT / "bench" / "gateways" / "ray_world.py"
 
 
 def ray_venv() -> Path:
@@ -30,27 +32,34 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-class RayServe:
-    """A local Ray with the example's application."""
+def environ(**more: str) -> dict[str, str]:
+    """Returns the environment variables of processes with Ray, which find this source tree."""
+    folders = (ROOT / "python", ROOT / "examples" / "ray_serve", WORLD.parent)
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, folders)), "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_metrics_report_interval_ms": "1000",
+        "RAY_raylet_start_wait_time_s": "300", **more,
+    }  # fmt: skip
 
-    def __init__(self, replicas: int, router: str = LMETRIC, policy: str | None = "lmetric") -> None:
-        self._words = ["--router", router, "--replicas", str(replicas)]
-        self._words += ["--policy", policy] if policy else []
+
+class RayServe:
+    """A local Ray with the example's application.
+
+    Args:
+        flags: further flags of ray_world.py.
+        more: further environment variables.
+    """
+
+    def __init__(self, replicas: int, *flags: str, **more: str) -> None:
         self.metrics_port = free_port()
+        self._flags = ["--replicas", str(replicas), "--metrics-port", str(self.metrics_port), *flags]
+        self._environ = environ(**more)
         self.url = ""
 
     def __enter__(self) -> RayServe:
-        folders = (ROOT / "python", ROOT / "examples" / "ray_serve")
-        environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, folders)), "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_metrics_report_interval_ms": "1000",
-        }  # fmt: skip
         self._process = subprocess.Popen(
-            [
-                ray_venv() / "bin" / "python", ROOT / "bench" / "gateways" / "ray_world.py", *self._words,
-                "--metrics-port", str(self.metrics_port),
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True,
+            [ray_venv() / "bin" / "python", WORLD, *self._flags],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environ, text=True,
         )  # fmt: skip
         self.url = f"http://127.0.0.1:{self._answer('ready').split()[1]}"
         return self
@@ -66,10 +75,10 @@ class RayServe:
             self._process.kill()
             self._process.wait()
 
-    def scale(self, replicas: int) -> None:
+    def scale(self, replicas: int, arm: str = "") -> None:
         """Changes the number of replicas, and waits until they serve."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{replicas}\n")
+        self._process.stdin.write(f"{arm} {replicas}\n")
         self._process.stdin.flush()
         self._answer("scaled")
 

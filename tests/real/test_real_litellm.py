@@ -1,13 +1,11 @@
 """Our strategy in a running LiteLLM proxy, over emulated engines. TEST_LITELLM_VENV names an
-environment with litellm[proxy] and the dependencies of this package; else one is made in
-.cache/litellm."""
+environment with litellm[proxy] and the dependencies of this package; else the example makes one."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,19 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     venv = Path(os.environ.get("TEST_LITELLM_VENV") or ROOT / ".cache" / "litellm")
-    if not (venv / "bin" / "litellm").exists():
-        packages = ["litellm[proxy]>=1.100", str(ROOT)]
-        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-        subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "-q", *packages], check=True)
+    environment = {**os.environ, "LITELLM_VENV": str(venv)}
+    if "TEST_LITELLM_VENV" in os.environ:
+        if not (venv / "bin" / "litellm").exists():
+            raise FileNotFoundError(f"TEST_LITELLM_VENV={venv}: no LiteLLM there")
+    else:
+        subprocess.run([EXAMPLE / "run", "--install-only"], env=environment, check=True)
     path = os.pathsep.join([str(ROOT / "python"), str(EXAMPLE)])
-    return {**os.environ, "PYTHONPATH": path, "VENV": str(venv)}
+    return {**environment, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
 def found(environment: dict[str, str]) -> dict[str, Any]:
-    python = Path(environment["VENV"]) / "bin" / "python"
+    python = Path(environment["LITELLM_VENV"]) / "bin" / "python"
     program = Path(__file__).parent / "litellm_checks.py"
     done = subprocess.run([python, program], env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,19 +1,23 @@
-"""The router inside a real Ray Serve: prompts find their cache, counts return to zero, replicas
-come during the run."""
+"""The router inside a real Ray Serve: its example, cached prefixes, counts that return to zero,
+replicas that come and leave during the run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
 
-from ray_process import RayServe
+from ray_process import ROOT, RayServe, environ, ray_venv
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -51,6 +55,33 @@ async def metric(session: aiohttp.ClientSession, serve: RayServe, name: str) -> 
         page = await answer.text()
     values = re.findall(rf"^ray_{name}(?:_total)?{{[^}}]*Replica[^}}]*}} ([0-9.e+]+)$", page, re.MULTILINE)
     return sum(map(float, values))
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [ROOT / "examples" / "ray_serve" / "run"],
+            env=environ(VENV=str(ray_venv())), start_new_session=True, stdout=log, stderr=log,
+        )  # fmt: skip
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(90)
+    print((tmp_path / "log").read_text())
+
+
+async def test_the_example_serves_with_one_command(example: subprocess.Popen[bytes]) -> None:
+    async with aiohttp.ClientSession() as session:
+        for _ in range(300):
+            assert example.poll() is None
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get("http://127.0.0.1:8000/v1/models") as answer:
+                    if answer.status == 200:
+                        break
+            await asyncio.sleep(1)
+        usage = await ask(session, "http://127.0.0.1:8000", prompt(0, 0))
+    assert usage["prompt_tokens"] > 300
 
 
 async def test_turns_find_their_prefix_and_counts_return_to_zero(ray_serve: RayServe) -> None:

@@ -1,208 +1,217 @@
 """Routing inside a LiteLLM proxy: this router's strategy beside LiteLLM's own, on one trace.
 
-Each strategy gets fresh emulated engines and a fresh proxy, in turn, and plays the same
-conversations. Then it answers single requests, whose header says the time that LiteLLM spent. Run
-it in an environment with litellm[proxy] and this package:
+Each arm has emulated engines and a proxy of its own, and serves the same replayed traces, one arm
+at a time. The order of the arms and the texts change with the seed, so a run finds no prefix of an
+earlier run in the caches. The figures go to `litellm.csv`:
 
-    PYTHONPATH=python:examples/litellm:bench VENV/bin/python bench/gateways/litellm/run.py
+    PYTHONPATH=python .cache/litellm/bin/python bench/gateways/litellm/run.py
+
+`examples/litellm/run --install-only` makes the environment. ``--table`` prints the stored results.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
-import statistics
-import subprocess
+import csv
+import os
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import aiohttp
 import orjson
-from proxy import Proxy
 
-import result_files
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated.options import EngineOptions
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("bench/whatif", "bench", "examples/litellm")]
 
-ROOT = Path(__file__).parents[3]
-CALLBACK = ROOT / "examples" / "litellm" / "lmetric_routing.py"
+from proxy import Proxy  # noqa: E402
+from run import RUN, write_trace  # noqa: E402
+
+from common import commit  # noqa: E402
+from lmetric.engines.embedded import EmbeddedEngines  # noqa: E402
+from lmetric.engines.emulated.options import EngineOptions  # noqa: E402
+
+CALLBACK = HERE / "timed_routing.py"
 TOKENIZER = Path(sys.modules[EngineOptions.__module__].__file__ or "").parent
-ENGINES, PROFILE, CACHE_BLOCKS = 4, "qwen2.5-32b-a100", 3_000
-SINGLE_REQUESTS = 40
-# Name in the table: LiteLLM's strategy, or our policy and whether it has the tokenizer.
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "lmetric, KV events": {"policy": "lmetric", "tokenizer": True},
-    "lmetric, estimated caches": {"policy": "lmetric"},
-    "least-busy": {"strategy": "least-busy"},
-    "simple-shuffle": {"strategy": "simple-shuffle"},
+# Name in the table: the strategy of LiteLLM's configuration, and the settings of our callback.
+ARMS: dict[str, tuple[str, dict[str, str]]] = {
+    "simple-shuffle": ("simple-shuffle", {}),
+    "least-busy": ("least-busy", {}),
+    "latency-based-routing": ("latency-based-routing", {}),
+    "lmetric": ("simple-shuffle", {"LMETRIC_POLICY": "lmetric"}),
+    "lmetric with KV events": (
+        "simple-shuffle",
+        {"LMETRIC_POLICY": "lmetric", "LMETRIC_TOKENIZER": str(TOKENIZER)},
+    ),
 }
+ORDER = list(ARMS)
+FIGURES = {
+    "ttft_mean_seconds": 3, "ttft_p99_seconds": 3, "tpot_mean_seconds": 4, "hit_rate": 3,
+    "decision_p50_us": 0, "proxy_cpu_ms": 1,
+}  # fmt: skip
 
 
-@dataclass
-class Run:
-    """Measurements of one strategy: seconds, tokens and milliseconds."""
-
-    ttft_seconds: list[float] = field(default_factory=list)
-    e2e_seconds: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    failed: int = 0
-    overhead_ms: list[float] = field(default_factory=list)
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process until now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def conversations(seed: int, count: int, seconds: float) -> list[tuple[float, list[str]]]:
-    """Start time and the user's turns of each conversation. Eight applications share prefixes."""
-    rng = random.Random(seed)
-
-    def text(words: int) -> str:
-        return " ".join(f"{rng.randrange(16**4):04x}" for _ in range(words))
-
-    shared = [text(400) for _ in range(8)]
-    starts = sorted(rng.uniform(0, seconds) for _ in range(count))
-    return [
-        (start, [f"{rng.choice(shared)} {text(150)}", *(text(100) for _ in range(rng.randint(2, 4)))])
-        for start in starts
-    ]
+def machine_seconds() -> tuple[int, int]:
+    """Idle and total time of all cores until now, in ticks."""
+    ticks = [int(cell) for cell in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
-async def play(proxy: Proxy, http: aiohttp.ClientSession, trace: list[tuple[float, list[str]]]) -> Run:
-    run, begun = Run(), time.perf_counter()
+async def replay(proxy: Proxy, trace: Path, seed: int) -> dict[str, Any]:
+    """The report of a replay against the proxy."""
+    words = ["replay", "--trace", str(trace), "--target", proxy.url, "--model", "emulated", "--chat"]
+    done = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", RUN, *words, "--seed", str(seed), "--json"),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"OPENAI_API_KEY": proxy.headers["authorization"].removeprefix("Bearer ")},
+    )
+    out, _ = await done.communicate()
+    if done.returncode != 0:
+        sys.exit(f"the replay failed:\n{proxy.log[-2000:]}")
+    report: dict[str, Any] = orjson.loads(out)["report"]
+    return report
 
-    async def converse(start: float, turns: list[str]) -> None:
-        await asyncio.sleep(max(0.0, start - (time.perf_counter() - begun)))
-        messages: list[dict[str, str]] = []
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            messages.append({"role": "assistant", "content": await answer(proxy, http, messages, run)})
-            await asyncio.sleep(1.0)
 
-    await asyncio.gather(*(converse(start, turns) for start, turns in trace))
-    for number in range(SINGLE_REQUESTS):
-        body = {
-            "model": "emulated",
-            "messages": [{"role": "user", "content": f"{number} " * 500}],
-            "max_tokens": 2,
+@dataclass(frozen=True)
+class Arm:
+    """A running proxy over engines of its own, and the file with the times of its choices."""
+
+    proxy: Proxy
+    times: Path
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, name: str, engines: int) -> AsyncIterator[Arm]:
+        """Starts the engines and the proxy of an arm."""
+        strategy, env = ARMS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            times = Path(folder) / "times"
+            env = env | {"LMETRIC_TIMES": str(times)}
+            async with (
+                EmbeddedEngines(engines, EngineOptions(port=0), kv_events=True) as embedded,
+                Proxy(embedded.urls, Path(folder), strategy=strategy, callback=CALLBACK, env=env) as proxy,
+            ):
+                await warm_up(proxy)
+                yield cls(proxy, times)
+
+    async def measure(self, trace: Path, seed: int) -> dict[str, float]:
+        """Replays a trace and returns the figures of the run."""
+        idle, total = machine_seconds()
+        skip, used = len(self.times.read_text().split()), cpu_seconds(self.proxy.pid)
+        report = await replay(self.proxy, trace, seed)
+        used = cpu_seconds(self.proxy.pid) - used
+        idle, total = (now - before for now, before in zip(machine_seconds(), (idle, total), strict=True))
+        taken = [1e6 * float(line) for line in self.times.read_text().split()[skip:]]
+        return {
+            "requests": report["requests"],
+            "failed": report["failed"],
+            "ttft_mean_seconds": report["ttft_seconds"]["mean"],
+            "ttft_p50_seconds": report["ttft_seconds"]["p50"],
+            "ttft_p99_seconds": report["ttft_seconds"]["p99"],
+            "tpot_mean_seconds": report["tpot_seconds"]["mean"],
+            "hit_rate": report["hit_rate"],
+            "decision_p50_us": median(taken),
+            "decision_p99_us": quantiles(taken, n=100, method="inclusive")[98],
+            "proxy_cpu_ms": 1e3 * used / report["requests"],
+            "machine_busy": 1 - idle / total,
         }
-        async with http.post(f"{proxy.url}/v1/chat/completions", json=body) as got:
-            await got.read()
-            run.overhead_ms.append(float(got.headers["x-litellm-overhead-duration-ms"]))
-    return run
 
 
-async def answer(proxy: Proxy, http: aiohttp.ClientSession, messages: list[dict[str, str]], run: Run) -> str:
-    body = {
-        "model": "emulated",
-        "messages": messages,
-        "max_tokens": 60,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    sent, first, said = time.perf_counter(), None, ""
-    async with http.post(f"{proxy.url}/v1/chat/completions", json=body) as got:
-        if got.status != 200:
-            run.failed += 1
-            return "failed"
-        async for line in got.content:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk = orjson.loads(line[6:])
-            content = ((chunk.get("choices") or [{}])[0].get("delta") or {}).get("content")
-            if content:
-                first = first or time.perf_counter()
-                said += content
-            if usage := chunk.get("usage"):
-                run.prompt_tokens += usage["prompt_tokens"]
-                run.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    if first is None:
-        run.failed += 1
-        return "failed"
-    run.ttft_seconds.append(first - sent)
-    run.e2e_seconds.append(time.perf_counter() - sent)
-    return said
+async def warm_up(proxy: Proxy) -> None:
+    """Sends short requests. In the pause, the strategy asks the engines for their features."""
+    body = {"model": "emulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with aiohttp.ClientSession(headers=proxy.headers) as http:
+        for pause in (0, 0, 0, 0, 3):
+            async with http.post(f"{proxy.url}/v1/chat/completions", json=body) as answer:
+                answer.raise_for_status()
+                await answer.read()
+            await asyncio.sleep(pause)
 
 
-async def measure(name: str, trace: list[tuple[float, list[str]]]) -> Run:
-    how = STRATEGIES[name]
-    options = EngineOptions(port=0, profile=PROFILE, cache_blocks=CACHE_BLOCKS)
-    env = {"LMETRIC_POLICY": how.get("policy", ""), "LMETRIC_TOKENIZER": str(TOKENIZER)}
-    if not how.get("tokenizer"):
-        del env["LMETRIC_TOKENIZER"]
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            EmbeddedEngines(ENGINES, options, kv_events=True) as engines,
-            Proxy(
-                engines.urls,
-                Path(folder),
-                strategy=how.get("strategy", "simple-shuffle"),
-                callback=CALLBACK if "policy" in how else None,
-                env=env,
-            ) as proxy,
-            aiohttp.ClientSession(
-                headers=proxy.headers,
-                timeout=aiohttp.ClientTimeout(total=600),
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            ) as http,
-        ):
-            warm = {"model": "emulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            for _ in range(5):
-                async with http.post(f"{proxy.url}/v1/chat/completions", json=warm) as got:
-                    await got.read()
-            await asyncio.sleep(3)  # the strategy asks engines for their features
-            return await play(proxy, http, trace)
+def table(rows: list[dict[str, str]]) -> str:
+    """The mean of each figure with its range over the seeds, as Markdown."""
+    lines = ["| strategy | " + " | ".join(FIGURES) + " |", "| --- |" + " ---: |" * len(FIGURES)]
+    for arm in [name for name in ARMS if any(row["arm"] == name for row in rows)]:
+        cells = []
+        for figure, digits in FIGURES.items():
+            values = [float(row[figure]) for row in rows if row["arm"] == arm]
+            cells.append(f"{fmean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})")
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def row(name: str, runs: list[Run]) -> dict[str, Any]:
-    def each(value: Any) -> list[float]:
-        return [float(value(run)) for run in runs]
+async def run(given: argparse.Namespace) -> None:
+    """Runs each seed through all arms, and stores the figures after each seed."""
+    about = {"rate": given.rate, "litellm": version("litellm"), "commit": commit()}
+    about["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
+    async with AsyncExitStack() as stack:
+        arms = {
+            name: await stack.enter_async_context(Arm.started(name, given.engines)) for name in given.arms
+        }
+        trace = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "trace.jsonl"
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            write_trace(trace, given.requests, given.rate, seed)
+            if given.wait:
+                print("ready", flush=True)
+                await asyncio.to_thread(sys.stdin.readline)
+            first = seed % len(arms)
+            for name in given.arms[first:] + given.arms[:first]:
+                found = await arms[name].measure(trace, seed)
+                print(name, found, flush=True)
+                shown = {figure: f"{value:.6g}" for figure, value in found.items()}
+                store(given.out, {"arm": name, "seed": str(seed)} | shown | about)
 
-    return {
-        "strategy": name,
-        "ttft_mean_seconds": each(lambda run: statistics.fmean(run.ttft_seconds)),
-        "ttft_p50_seconds": each(lambda run: statistics.median(run.ttft_seconds)),
-        "ttft_p99_seconds": each(lambda run: statistics.quantiles(run.ttft_seconds, n=100)[98]),
-        "e2e_mean_seconds": each(lambda run: statistics.fmean(run.e2e_seconds)),
-        "cached_share": each(lambda run: run.cached_tokens / max(1, run.prompt_tokens)),
-        "overhead_p50_ms": each(lambda run: statistics.median(run.overhead_ms)),
-        "requests": each(lambda run: len(run.ttft_seconds)),
-        "failed": each(lambda run: run.failed),
-    }
+
+def store(file: Path, row: dict[str, str]) -> None:
+    """Adds a row to the results, in place of one of the same arm and seed."""
+    rows = {(int(each["seed"]), ORDER.index(each["arm"])): each for each in stored(file)}
+    rows[int(row["seed"]), ORDER.index(row["arm"])] = row
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, row, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def stored(file: Path) -> list[dict[str, str]]:
+    """The rows of the results so far."""
+    if not file.exists():
+        return []
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--conversations", type=int, default=70)
-    options.add_argument("--seconds", type=float, default=45.0)
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    given = options.parse_args()
-    names = list(STRATEGIES)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
-    for seed in range(given.rounds):
-        trace = conversations(seed, given.conversations, given.seconds)
-        for name in names[seed % len(names) :] + names[: seed % len(names)]:
-            run = asyncio.run(measure(name, trace))
-            runs[name].append(run)
-            print(seed, row(name, [run]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    load = Path("/proc/loadavg").read_text().split()[0]
-    told = {
-        "figure": "litellm",
-        "title": f"Inside LiteLLM {version('litellm')}, {ENGINES} engines {PROFILE}",
-        "commit": commit.stdout.strip(),
-        "seeds": given.rounds,
-        "first_seed": 0,
-        "quick": False,
-        "columns": ["ttft_mean_seconds", "cached_share", "overhead_p50_ms"],
-        "machine_load": load,
-        "rows": [row(name, runs[name]) for name in names],
-    }
-    result_files.write_figure(told, given.out)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="traces")
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=125)
+    parser.add_argument("--rate", type=float, default=5.0, help="requests per second")
+    parser.add_argument("--wait", action="store_true", help="read a line from the input before each seed")
+    parser.add_argument("--out", type=Path, default=HERE / "litellm.csv")
+    parser.add_argument("--table", action="store_true", help="print the stored results and stop")
+    given = parser.parse_args()
+    if not given.table:
+        asyncio.run(run(given))
+    print(table(stored(given.out)))
 
 
 if __name__ == "__main__":

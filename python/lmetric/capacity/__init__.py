@@ -4,7 +4,7 @@
 forecasts the demand, and plays fleets of several sizes. The result is an `Advice`.
 """
 
-from lmetric.capacity.advice import Advice, Candidate, Wanted, advise
+from lmetric.capacity.advice import Advice, Candidate, Cheapest, Wanted, advise
 from lmetric.capacity.demand import Forecast, forecast
 from lmetric.capacity.goals import EngineType, Goal, Objective, Question
 from lmetric.capacity.removal import Removal, removals
@@ -13,6 +13,7 @@ from lmetric.capacity.twin import Twin
 __all__ = [
     "Advice",
     "Candidate",
+    "Cheapest",
     "EngineType",
     "Forecast",
     "Goal",

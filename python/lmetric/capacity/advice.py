@@ -8,12 +8,13 @@ from typing import Any
 
 from lmetric._core import LmetricError
 from lmetric.capacity.demand import Forecast, forecast, part, settled_seconds, steady
-from lmetric.capacity.goals import EngineType, Metric, Question
+from lmetric.capacity.goals import EngineType, Question
 from lmetric.capacity.plays import Fleet, Played, Plays
 from lmetric.capacity.removal import Removal, removals
+from lmetric.sim.pools import Roles
 from lmetric.sim.run import prepare
 from lmetric.sim.setups import PolicyChoice
-from lmetric.whatif.check import FitCheck
+from lmetric.whatif.check import FitCheck, Metric
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import MIN_REQUESTS, Recording, WhatIfError
 
@@ -53,6 +54,33 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Cheapest:
+    """The cheapest fleet of all that were played and meet the SLO: a recommendation.
+
+    ``engines``: its engines by role and type. ``running_cost_per_hour``: of the smallest fleet of
+    the running type that meets the SLO with the recorded policy; None: no such fleet.
+    """
+
+    engines: tuple[Wanted, ...]
+    policy: str
+    cost_per_hour: float
+    running_cost_per_hour: float | None
+
+    def text(self) -> str:
+        """The recommendation in words."""
+        fleet = " and ".join(
+            f"{each.replicas} {'' if each.role == 'both' else each.role + ' '}engines of type {each.type}"
+            for each in self.engines
+        )
+        said = f"Cheapest fleet that meets the SLO: {fleet} under {self.policy}"
+        said += f", {self.cost_per_hour:,.2f} per hour"
+        saved = (self.running_cost_per_hour or 0.0) - self.cost_per_hour
+        return (
+            f"{said}, {saved:,.2f} less than with the running type and policy." if saved > 0 else f"{said}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """The answer of the twin at one moment. Rates are in requests per second."""
 
@@ -67,7 +95,8 @@ class Advice:
     rate_low: float
     rate_high: float
     horizon_seconds: float
-    wanted: tuple[Wanted, ...]
+    wanted: tuple[Wanted, ...]  # first the running type; then 0 of each other role and type
+    cheapest: Cheapest | None  # None: no prices, or no played fleet meets the SLO
     reached: bool  # whether the wanted fleet meets the SLO; false: the limit of engines is too low
     candidates: tuple[Candidate, ...]
     removals: tuple[Removal, ...]  # the first to remove first
@@ -88,6 +117,8 @@ class Advice:
                 f" Remove {worth.engine} first: {worth.only_here_tokens:,} tokens of recent prompts were in "
                 "its cache alone, the fewest of all engines."
             )
+        if self.cheapest is not None:
+            said += f" {self.cheapest.text()}"
         return said[0].upper() + said[1:]
 
 
@@ -137,29 +168,34 @@ def advise(
         recording,
         fit,
         question.goal,
-        prepare(steady(base, demand, settled), fit.profile),
+        prepare(steady(base, settled), fit.profile),
         question.seeds,
+        question.transfer,
     )
-    low, rate, high = (demand.at(each) for each in (INTERVAL[0], question.confidence, INTERVAL[1]))
+    rates = demand.at(INTERVAL[0]), demand.at(question.confidence), demand.at(INTERVAL[1])
+    low, rate, high = rates
     slack = 1.0 + max((abs(each.error) for each in check.figures if each.unit), default=0.0)
     own = question.types[0]
     bounds = (question.min_engines, question.max_engines)
     start = previous or max(1, round(len(names) * rate / max(demand.now_per_second, 1e-9)))
     fleet = Fleet(start, recording.policy, own)
-    number, reached = plays.smallest(fleet, rate, bounds)
+    fewest, reached = plays.smallest(fleet, rate, bounds)
+    number = fewest
     if previous is not None and number < previous <= question.max_engines:
         calm, _ = plays.smallest(replace(fleet, engines=number), demand.at(question.calm_confidence), bounds)
         number = min(previous, calm)
-    least = most = number
-    if interval:
-        near = [replace(fleet, engines=max(1, round(number * end / max(rate, 1e-9)))) for end in (low, high)]
-        least, _ = plays.smallest(near[0], low, bounds, 1 / slack)
-        most, _ = plays.smallest(near[1], high, bounds, slack)
-    wanted = Wanted("both", own.name, number, min(least, number), max(most, number))
+    fleet = replace(fleet, engines=number)
+    wanted = _wanted(plays, fleet, bounds, rates, slack) if interval else _fixed(fleet)
+    known = [Fleet(1, recording.policy, each) for each in question.types[1:]]
+    known += [Fleet(0, recording.policy, own, pools) for pools in question.roles]
+    others = {(each.role, each.type) for other in known for each in _fixed(other)} - {("both", own.name)}
     candidates: list[Candidate] = []
     notes: list[str] = []
+    cheapest = None
     if alternatives:
-        candidates, notes = _candidates(plays, question, recording.policy, number, rate)
+        played, notes = _candidates(plays, question, fleet, fewest, rate)
+        candidates = [each for _, each in played]
+        cheapest = _cheapest(plays, played, fleet, fewest, bounds, rates, slack)
     return Advice(
         at=at,
         model=model,
@@ -172,7 +208,8 @@ def advise(
         rate_low=low,
         rate_high=high,
         horizon_seconds=question.horizon_seconds,
-        wanted=(wanted,),
+        wanted=wanted + tuple(Wanted(role, name, 0, 0, 0) for role, name in sorted(others)),
+        cheapest=cheapest,
         reached=reached,
         candidates=tuple(candidates),
         removals=tuple(_removals(recording, fit, names)),
@@ -203,27 +240,82 @@ def _demand_notes(demand: Forecast, rate: float) -> tuple[str, ...]:
     return ()
 
 
+def _fixed(fleet: Fleet) -> tuple[Wanted, ...]:
+    """The engines of a fleet by role, without an interval."""
+    pools = fleet.roles or Roles(0, 0, fleet.engines)
+    counts = {"prefill": pools.prefill, "decode": pools.decode, "both": pools.both}
+    return tuple(
+        Wanted(role, fleet.type.name, count, count, count) for role, count in counts.items() if count
+    )
+
+
+def _wanted(
+    plays: Plays,
+    fleet: Fleet,
+    bounds: tuple[int, int],
+    rates: tuple[float, float, float],
+    slack: float,
+) -> tuple[Wanted, ...]:
+    """The engines of a fleet of whole engines with their interval: low and high demand, and times
+    shorter and longer by the error of the fit."""
+    low, rate, high = rates
+    number = fleet.engines
+    near = [replace(fleet, engines=max(1, round(number * end / max(rate, 1e-9)))) for end in (low, high)]
+    least, _ = plays.smallest(near[0], low, bounds, 1 / slack)
+    most, _ = plays.smallest(near[1], high, bounds, slack)
+    return (Wanted("both", fleet.type.name, number, min(least, number), max(most, number)),)
+
+
+def _cheapest(
+    plays: Plays,
+    played: list[tuple[Fleet, Candidate]],
+    running: Fleet,
+    fewest: int,
+    bounds: tuple[int, int],
+    rates: tuple[float, float, float],
+    slack: float,
+) -> Cheapest | None:
+    """The cheapest of the played fleets that meets the SLO. Equal costs: the running fleet, which
+    comes first. Pools have no interval: their sizes are given."""
+    smallest = replace(running, engines=fewest)
+    good = [
+        (each.cost_per_hour, fleet, each)
+        for fleet, each in played
+        if each.enough and each.cost_per_hour is not None and (each.change != "size" or fleet == smallest)
+    ]
+    if not good:
+        return None
+    cost, fleet, best = min(good, key=lambda each: each[0])
+    own = next((price for price, other, _ in good if other == smallest), None)
+    if fleet == smallest:
+        fleet, cost = running, cost / fewest * running.engines
+    engines = _wanted(plays, fleet, bounds, rates, slack) if fleet.roles is None else _fixed(fleet)
+    return Cheapest(engines, best.policy, cost, own)
+
+
 def _candidates(
-    plays: Plays, question: Question, policy: PolicyChoice, number: int, rate: float
-) -> tuple[list[Candidate], list[str]]:
-    """The rows of everything that was played at ``rate``, and notes of what could not run."""
-    own, notes = question.types[0], []
+    plays: Plays, question: Question, running: Fleet, fewest: int, rate: float
+) -> tuple[list[tuple[Fleet, Candidate]], list[str]]:
+    """All fleets that were played at ``rate`` with their rows, and notes of what could not run.
+
+    ``running``: the wanted fleet; ``fewest``: its smallest size that meets the SLO at ``rate``.
+    """
+    own, policy, number, notes = running.type, running.policy, running.engines, []
     bounds = (question.min_engines, question.max_engines)
-    made: list[Candidate] = []
+    made: list[tuple[Fleet, Candidate]] = []
 
     def add(change: str, fleet: Fleet, played: Played) -> None:
         price = fleet.type.price_per_hour
         count = fleet.engines if fleet.roles is None else fleet.roles.instances
-        made.append(
-            Candidate(
-                change, count, fleet.policy.label, fleet.type.name,
-                None if fleet.roles is None else str(fleet.roles),
-                played.within, played.margin, played.enough,
-                None if price is None else count * price,
-            )
+        row = Candidate(
+            change, count, fleet.policy.label, fleet.type.name,
+            None if fleet.roles is None else str(fleet.roles),
+            played.within, played.margin, played.enough,
+            None if price is None else count * price,
         )  # fmt: skip
+        made.append((fleet, row))
 
-    for count in sorted({max(bounds[0], number - 1), number, min(bounds[1], number + 1)}):
+    for count in sorted({max(bounds[0], number - 1), fewest, number, min(bounds[1], number + 1)}):
         fleet = Fleet(count, policy, own)
         add("size", fleet, plays.play(fleet, rate))
     others: list[tuple[str, PolicyChoice, EngineType]] = [
@@ -243,6 +335,9 @@ def _candidates(
             add("roles", fleet, plays.play(fleet, rate))
         except LmetricError as error:
             notes.append(f"roles {pools}: not played: {error}")
-    if question.roles:
-        notes.append("pools of prefill and decode engines are played with free KV transfers: an upper bound")
+    if question.roles and plays.fit.profile.kv_bytes_per_token is None:
+        notes.append(
+            "pools of prefill and decode engines are played with free KV transfers, an upper bound: set the "
+            "bytes of a token's KV for their time"
+        )
     return made, notes

@@ -165,21 +165,18 @@ def settled_seconds(recording: Recording, now_seconds: float) -> float:
     return now_seconds - min(usual, (now_seconds - begin) / 3)
 
 
-def steady(recording: Recording, found: Forecast, now_seconds: float) -> Trace:
-    """The recorded requests at one request per second on average, without the trend.
+def steady(recording: Recording, now_seconds: float) -> Trace:
+    """The recorded requests at one request per second in every minute. `Trace.faster` sets a rate.
 
-    The clock runs with the fitted line, so bursts stay. `Trace.faster` sets a rate.
+    The trend and longer bursts are gone: they are part of the forecast.
     """
     arrivals = recording.trace.arrival_seconds
-    slope, mean = (
-        found.slope_per_second,
-        max(len(arrivals) / max(now_seconds - float(arrivals[0]), 1e-9), 1e-9),
-    )
-    times = np.linspace(float(arrivals[0]), max(now_seconds, float(arrivals[-1])), 256)
-    rate = np.maximum(found.now_per_second + slope * (times - now_seconds), FLOOR_SHARE * mean)
-    clock = np.concatenate(([0.0], np.cumsum(np.diff(times) * (rate[1:] + rate[:-1]) / 2)))
-    warped = np.interp(arrivals, times, clock)
-    warped *= len(arrivals) / max(float(warped[-1]), 1e-9)
+    begin, end = float(arrivals[0]), max(now_seconds, float(arrivals[-1]))
+    minutes = max(1, round((end - begin) / (BLOCK_BINS * BIN_SECONDS)))
+    edges = np.linspace(begin, end, minutes + 1)
+    clock = np.searchsorted(arrivals, edges, side="right").astype(np.float64)
+    clock[0] = 0.0
+    warped = np.interp(arrivals, edges, clock)
     return replace(recording.trace.open_loop(), arrival_seconds=warped, sessions=None)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmetric._core import BadValueError
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.pools import Roles
+from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice
+from lmetric.whatif.check import Metric
 
 Floats = NDArray[np.float64]
-Metric = Literal["ttft", "tpot", "e2e"]
 
 DEFAULT_SHARE = 0.95
 DEFAULT_TYPE = "default"
@@ -80,12 +79,15 @@ class Goal:
             good &= ~(times[each.metric] > each.seconds)
         return good
 
+    def shares(self, times: dict[Metric, Floats]) -> tuple[float, ...]:
+        """The share of the requests within the bound of each objective. Unknown times (NaN) are
+        within it."""
+        return tuple(float((~(times[each.metric] > each.seconds)).mean()) for each in self.objectives)
+
     def margin(self, times: dict[Metric, Floats]) -> float:
         """The smallest distance of a share to its target, from -1 to 1; 0 or more: all are met."""
-        shares = [
-            float((~(times[each.metric] > each.seconds)).mean()) - each.share for each in self.objectives
-        ]
-        return min(shares)
+        found = zip(self.shares(times), self.objectives, strict=True)
+        return min(share - each.share for share, each in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Question:
     max_engines: int = 256
     policies: Sequence[PolicyChoice] = field(default_factory=tuple)  # besides the recorded one
     roles: Sequence[Roles] = field(default_factory=tuple)  # pools to play
+    transfer: str | None = None  # KV transfers of pools, as `lmetric.sim.pools.Transfer` reads them
     seeds: int = 1
 
     def __post_init__(self) -> None:
@@ -160,6 +163,7 @@ class Question:
                 f"confidence {self.confidence:g}, {self.calm_confidence:g} before engines are removed, is "
                 "not valid; expected 0.5 to below 1, and the first no larger than the second"
             )
+        Transfer.of(self.transfer or "none")  # raises for a text that it cannot read
         names = [each.name for each in self.types]
         if not names or len(set(names)) < len(names) or len(names) > MOST_TYPES:
             raise BadValueError(

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmetric.capacity.goals import EngineType, Goal, Metric
+from lmetric.capacity.goals import EngineType, Goal
 from lmetric.profiles import Profile
 from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, Workload, simulate
 from lmetric.sim.setups import PolicyChoice, Value
-from lmetric.whatif.check import fleet_settings
+from lmetric.whatif.check import fleet_settings, times_of
 from lmetric.whatif.fit import EngineFit
-from lmetric.whatif.recording import Floats, Recording
+from lmetric.whatif.recording import Recording
 
 WARM_UP = 0.25  # share of the requests that fill the caches
+COOL_DOWN = 0.1  # share of the last requests, which decode on an emptying fleet: not counted
 RATE_STEP = 1.02  # rates are rounded up to such steps, so that plays are reused
-FINISH = np.inf  # time of a request that never ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Plays:
     goal: Goal
     workload: Workload
     seeds: int = 1
+    transfer: str | None = None  # KV transfers of pools; None: the simulator's default
     done: dict[tuple[object, ...], list[Run]] = field(default_factory=dict)
 
     def play(self, fleet: Fleet, rate: float, slack: float = 1.0) -> Played:
@@ -111,6 +112,8 @@ class Plays:
             shape = {"roles": str(fleet.roles)}
             if profile.kv_bytes_per_token is None:
                 shape["transfer"] = "none"
+            elif self.transfer is not None:
+                shape["transfer"] = self.transfer
         return [
             simulate(
                 self.workload.faster(rate),
@@ -126,12 +129,7 @@ class Plays:
         ]
 
     def _outcome(self, run: Run, slack: float) -> tuple[float, float]:
-        kept = slice(round(WARM_UP * len(run)), None)
-        lost = np.isnan(run.finished_seconds)
-        outside = self.fit.request_seconds
-        times: dict[Metric, Floats] = {
-            "ttft": np.where(lost, FINISH, run.ttft_seconds * slack + outside)[kept],
-            "tpot": np.where(lost, FINISH, run.tpot_seconds * slack)[kept],
-            "e2e": np.where(lost, FINISH, run.e2e_seconds * slack + outside)[kept],
-        }
+        kept = slice(round(WARM_UP * len(run)), round((1 - COOL_DOWN) * len(run)))
+        times = times_of(run, self.fit.request_seconds, slack)
+        times = {name: each[kept] for name, each in times.items()}
         return float(self.goal.kept(times).mean()), self.goal.margin(times)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from lmetric.record_files import LINES, RecordError, Records, check_header
+from lmetric.record_files import RecordError, Records, parse_line
 
 SUFFIX = ".jsonl"  # compressed files are not of a running router
 KEPT_FLEETS = 2_000
@@ -19,6 +18,7 @@ KEPT_FLEETS = 2_000
 class _File:
     offset: int = 0
     header: dict[str, Any] | None = None
+    foreign: str | None = None  # why the file is not read
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Tail:
     """The records of the last ``window_seconds`` in a folder.
 
     `read` costs what is new. A line without its end is read when it is complete. Lines that are not
-    valid are counted in ``skipped``.
+    valid are counted in ``skipped``. Files of another version, or without a header, are not read.
     """
 
     folder: Path
@@ -37,10 +37,11 @@ class Tail:
     _fleets: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FLEETS))
 
     def read(self, now: float) -> Records:
-        """The records until ``now``, Unix time, ordered by arrival.
+        """The records until ``now``, Unix time, ordered by arrival, with notes of skipped files and
+        lines.
 
         Raises:
-            RecordError: no record file, or a file of another version.
+            RecordError: no record file, or none that can be read.
             OSError: the folder or a file cannot be read.
         """
         paths = sorted(path for path in self.folder.iterdir() if path.name.endswith(SUFFIX))
@@ -48,45 +49,46 @@ class Tail:
             raise RecordError(f"{self.folder}: no record file yet; send requests")
         begin = now - self.window_seconds
         for path in paths:
-            if path in self._files or path.stat().st_mtime >= begin:
-                self._read(path, begin)
+            with contextlib.suppress(FileNotFoundError):  # the router has deleted it
+                if path in self._files or path.stat().st_mtime >= begin:
+                    self._read(path, begin)
         self._files = {path: state for path, state in self._files.items() if path in set(paths)}
+        headers = [state.header for state in self._files.values() if state.header is not None]
+        foreign = [state.foreign for state in self._files.values() if state.foreign is not None]
+        if foreign and not headers:
+            raise RecordError(foreign[0])
         kept = sorted((each for each in self._requests if each["at"] >= begin), key=lambda each: each["at"])
         self._requests = deque(kept)
         self._drop_fleets(begin)
-        headers = [state.header for state in self._files.values() if state.header is not None]
-        return Records(headers, sorted(self._fleets, key=lambda each: each["at"]), kept)
+        notes = [f"{len(foreign)} files are skipped: {foreign[0]}"] if foreign else []
+        if self.skipped:
+            notes.append(f"{self.skipped} lines of records are not valid and are skipped")
+        return Records(headers, sorted(self._fleets, key=lambda each: each["at"]), kept, notes)
 
     def _read(self, path: Path, begin: float) -> None:
         state = self._files.setdefault(path, _File())
+        if state.foreign is not None:
+            return
         with path.open("rb") as file:
             file.seek(state.offset)
             for text in file:
                 if not text.endswith(b"\n"):
                     break
                 state.offset += len(text)
-                self._line(path, state, text, begin)
-
-    def _line(self, path: Path, state: _File, text: bytes, begin: float) -> None:
-        try:
-            line = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            line = None
-        if not isinstance(line, dict):
-            self.skipped += 1
-            return
-        if state.header is None:
-            state.header = check_header(f"{path}, line 1", line)
-            return
-        kind = line.get("type")
-        if kind not in ("fleet", "request") or any(
-            key.always and name not in line for name, key in LINES[kind].items()
-        ):
-            self.skipped += 1
-        elif kind == "fleet":
-            self._fleets.append(line)
-        elif line["at"] >= begin:
-            self._requests.append(line)
+                try:
+                    line = parse_line(str(path), text, header=state.header is None)
+                except RecordError as error:
+                    if state.header is None:
+                        state.foreign = str(error)
+                        return
+                    self.skipped += 1
+                    continue
+                if state.header is None:
+                    state.header = line
+                elif line["type"] == "fleet":
+                    self._fleets.append(line)
+                elif line["at"] >= begin:
+                    self._requests.append(line)
 
     def _drop_fleets(self, begin: float) -> None:
         """Keeps the states since ``begin``, and for each model the last one before."""

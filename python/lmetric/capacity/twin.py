@@ -33,6 +33,7 @@ class Twin:
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
     cache_blocks: int | None = None
+    kv_bytes_per_token: int | None = None
     check_seeds: int = 2
     fit: EngineFit | None = None
     check: FitCheck | None = None
@@ -86,7 +87,7 @@ class Twin:
             shift = float(arrivals[arrivals >= first][0])
         check_covers(made, now_seconds - shift)
         ended = settled_seconds(made, now_seconds - shift)
-        fit, check, note = self._calibrated(part(made, 0.0, ended), at or now_seconds)
+        fit, check, note = self._calibrated(made, ended, at or now_seconds)
         advice = advise(
             made, fit, check, self.question, model=model, at=at, now_seconds=now_seconds - shift,
             running=running, usable=usable, previous=self._previous, alternatives=alternatives,
@@ -96,8 +97,10 @@ class Twin:
         notes = recording.notes + advice.notes
         return replace(advice, notes=notes if note is None else (*notes, note))
 
-    def _calibrated(self, recording: Recording, at: float) -> tuple[EngineFit, FitCheck, str | None]:
-        """The fit to use, its errors on the recording, and a note.
+    def _calibrated(
+        self, recording: Recording, ended: float, at: float
+    ) -> tuple[EngineFit, FitCheck, str | None]:
+        """The fit to use, its errors on requests that arrived before ``ended``, and a note.
 
         The last fit stays while it is good on the recording. If a new fit is no better, the last
         one is trusted for `TRUST_SECONDS`: an overload alone makes records hard to simulate, and
@@ -108,7 +111,9 @@ class Twin:
         """
         check = None
         if self.fit is not None and self.fit.profile.block_tokens == recording.block_tokens:
-            check = check_fit(recording, self.fit, seeds=self.check_seeds, limits=self.limits)
+            check = check_fit(
+                recording, self.fit, seeds=self.check_seeds, limits=self.limits, until_seconds=ended
+            )
             if check.good:
                 self._good_at = at
                 return self.fit, check, None
@@ -121,8 +126,9 @@ class Twin:
                 max_batch_tokens=self.max_batch_tokens,
                 max_sequences=self.max_sequences,
                 cache_blocks=self.cache_blocks,
+                kv_bytes_per_token=self.kv_bytes_per_token,
             )
-            new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits)
+            new = check_fit(recording, fit, seeds=self.check_seeds, limits=self.limits, until_seconds=ended)
             if new.good:
                 self.fit, self._good_at = fit, at
                 return fit, new, None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,6 +45,7 @@ def question_of(settings: Mapping[str, Any]) -> Question:
         max_engines=settings["max_engines"],
         policies=tuple(choice for text in policies for choice in PolicyChoice.parse(text)),
         roles=tuple(map(Roles.of, settings["roles"])),
+        transfer=settings["transfer"],
     )  # fmt: skip
 
 
@@ -73,8 +75,7 @@ class Worker:
         except (LmetricError, OSError) as error:
             return {"models": {name: {"refused": str(error)} for name in running}}
         return {
-            "models": {name: self._model(name, records, now, int(count)) for name, count in running.items()},
-            "skipped_lines": self._tail.skipped,
+            "models": {name: self._model(name, records, now, int(count)) for name, count in running.items()}
         }
 
     def _model(self, name: str, records: Records, now: float, running: int) -> dict[str, Any]:
@@ -90,12 +91,14 @@ class Worker:
                 settings["max_batch_tokens"],
                 settings["max_sequences"],
                 settings["cache_blocks"],
+                settings["kv_bytes_per_token"],
             ),
         )
         try:
-            return {"advice": twin.advise(records.of(name), now, running=running)}
+            advice = twin.advise(records.of(name), now, running=running)
         except LmetricError as error:
-            return {"refused": str(error)}
+            return {"refused": "; ".join([str(error), *records.notes])}
+        return {"advice": replace(advice, notes=(*records.notes, *advice.notes))}
 
 
 def serve(source: BinaryIO, write: Callable[[bytes], Any]) -> None:

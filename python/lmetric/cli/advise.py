@@ -11,11 +11,14 @@ from lmetric.cli.options import check_file
 from lmetric.cli.whatif import (
     CacheBlocks,
     Json,
+    KvBytesPerToken,
     MaxBatchTokens,
     MaxError,
     MaxSequences,
     Model,
     RecordPaths,
+    SloText,
+    TransferRate,
     limits_of,
 )
 
@@ -25,14 +28,7 @@ if TYPE_CHECKING:
 
 def command(
     records: RecordPaths,
-    slo: Annotated[
-        str,
-        typer.Option(
-            metavar="ttft_p99=2s,…",
-            help="Bounds of ttft, tpot and e2e, each with a percentile.",
-            rich_help_panel=BASIC,
-        ),
-    ],
+    slo: SloText,
     price: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +66,8 @@ def command(
             rich_help_panel=BASIC,
         ),
     ] = None,
+    transfer: TransferRate = None,
+    kv_bytes_per_token: KvBytesPerToken = None,
     startup: Annotated[
         float, typer.Option(help="Start of an engine, seconds.", rich_help_panel=ENGINES)
     ] = 120.0,
@@ -123,6 +121,7 @@ def command(
                 choice for text in split_policies(policy or []) for choice in PolicyChoice.parse(text)
             ),
             roles=tuple(map(Roles.of, roles or [])),
+            transfer=transfer,
         )
     except BadValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -133,7 +132,8 @@ def command(
         note(f"note: {text}")
     one = found.of(model)
     now = max(float(each["at"]) + float(each["e2e_seconds"]) for each in one.requests)
-    twin = Twin(question, limits_of(max_error), window, max_batch_tokens, max_sequences, cache_blocks)
+    limits = limits_of(max_error)
+    twin = Twin(question, limits, window, max_batch_tokens, max_sequences, cache_blocks, kv_bytes_per_token)
     advice = twin.advise(one, now)
     for text in advice.notes:
         note(f"note: {text}")

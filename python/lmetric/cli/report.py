@@ -20,6 +20,7 @@ from lmetric.cli.whatif import (
     Model,
     RecordPaths,
     Seeds,
+    SloText,
     TransferRate,
     chosen,
     fitted,
@@ -29,17 +30,7 @@ from lmetric.cli.whatif import (
 
 def command(
     records: RecordPaths,
-    slo_ttft: Annotated[
-        float | None,
-        typer.Option(help="Maximum TTFT, seconds.", show_default="no SLO", rich_help_panel=BASIC),
-    ] = None,
-    slo_tpot: Annotated[
-        float | None,
-        typer.Option(help="Maximum TPOT, seconds.", show_default="no SLO", rich_help_panel=BASIC),
-    ] = None,
-    target: Annotated[
-        float, typer.Option(help="Share of the requests that must meet the SLO.", rich_help_panel=BASIC)
-    ] = 0.95,
+    slo: SloText,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,20 +77,18 @@ def command(
     """
     from dataclasses import replace
 
+    from lmetric._core import BadValueError
+    from lmetric.capacity import Goal
     from lmetric.cli.show import note, print_json, print_text, write_json
     from lmetric.record_files import read_records
-    from lmetric.sim.summary import Slo
     from lmetric.whatif import WhatIfError, recording_of
     from lmetric.whatif.report_page import page
     from lmetric.whatif.slo_report import simulate_options, slo_report
 
-    if slo_ttft is None and slo_tpot is None:
-        raise typer.BadParameter("set at least one of --slo-ttft and --slo-tpot")
-    for flag, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=flag)
-    if not 0 < target <= 1:
-        raise typer.BadParameter(f"{target:g} is not above 0 and at most 1", param_hint="--target")
+    try:
+        goal = Goal.of(slo)
+    except BadValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--slo") from None
     to_stdout = json_ is not None and str(json_) == "-"
     check_file("--html", html)
     check_file("--json", None if to_stdout else json_)
@@ -108,8 +97,8 @@ def command(
     for text in found.notes:
         note(f"note: {text}")
     one = found.of(model)
-    report, check = slo_report(one, Slo(slo_ttft, slo_tpot), target), None
-    if simulate and report.whole.met < target:
+    report, check = slo_report(one, goal), None
+    if simulate and not report.reached:
         try:
             recording = recording_of(one)
             choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
@@ -123,7 +112,7 @@ def command(
                 kv_bytes=kv_bytes_per_token,
             )
             report = simulate_options(
-                report, recording, fit, check, choices, fleets=pools, seeds=seeds, jobs=jobs
+                report, goal, recording, fit, check, choices, fleets=pools, seeds=seeds, jobs=jobs
             )
         except WhatIfError as error:
             report = replace(report, why_none=str(error))
@@ -146,11 +135,20 @@ def _print(report: Any) -> None:
     for title, rows in (("engine", report.engines), ("tenant", report.tenants), ("prompt", report.prompts)):
         body = [
             [row.name, f"{row.requests}", f"{row.met:.1%}", f"{row.ttft_missed:.1%}",
-             f"{row.tpot_missed:.1%}", f"{row.failed}",
+             f"{row.tpot_missed:.1%}", f"{row.e2e_missed:.1%}", f"{row.failed}",
              ", ".join(f"{name} {count}" for name, count in row.causes.items())]
             for row in rows
         ]  # fmt: skip
-        print_table([title, "requests", "within SLO", "TTFT missed", "TPOT missed", "failed", "causes"], body)
+        columns = [
+            "requests",
+            "within SLO",
+            "TTFT missed",
+            "TPOT missed",
+            "end to end missed",
+            "failed",
+            "causes",
+        ]
+        print_table([title, *columns], body)
     if report.options:
         body = [
             [

@@ -22,6 +22,14 @@ RecordPaths = Annotated[
 Model = Annotated[
     str | None, typer.Option(help="Model to read.", show_default="the only one", rich_help_panel=TRACE)
 ]
+SloText = Annotated[
+    str,
+    typer.Option(
+        metavar="ttft_p99=2s,…",
+        help="Bounds of ttft, tpot and e2e, each with a percentile.",
+        rich_help_panel=BASIC,
+    ),
+]
 Seeds = Annotated[
     int, typer.Option(min=1, help="Runs per policy, with seeds 0 to N - 1.", rich_help_panel=BASIC)
 ]
@@ -178,11 +186,11 @@ def command(
                 recording, fit, choices, seeds=seeds, fleet=fleet, slo=slo,
                 closed_loop=not open_loop, jobs=jobs, progress=lambda: shown.update(bar, advance=1),
             )  # fmt: skip
-        ranked = places(cells(results))
+        ranked = places(cells(results), check.score_error)
         told |= {"runs": [each.figures for each in results], "ranking": ranked}
         if not to_stdout:
             print_results(results, fleet)
-            print_text(_verdict(ranked))
+            print_text(_verdict(ranked, check.score_error))
     if to_stdout:
         print_json(told)
     elif json_ is not None:
@@ -321,14 +329,15 @@ def print_results(results: list[Result], fleet: Fleet) -> None:
     )
 
 
-def _verdict(ranked: Sequence[Any]) -> str:
-    """The ranking in words; a tie joins policies whose ranges overlap."""
+def _verdict(ranked: Sequence[Any], error: float) -> str:
+    """The ranking in words; a tie joins policies whose intervals overlap."""
     text = ranked[0].policy
     for place in ranked[1:]:
         text += f"{', then ' if place.apart else ' or '}{place.policy} ({place.score[0]:.2f})"
     return (
-        f"Ranking by TTFT and TPOT, best first: {text}. Numbers are relative to {ranked[0].policy}; "
-        '"or" joins policies whose ranges over the seeds overlap.'
+        f"Ranking by TTFT and TPOT, best first: {text}. Numbers are relative to {ranked[0].policy}. "
+        '"or" joins policies whose intervals overlap: the range over the seeds, and an error of the fit up '
+        f"to {error:.1%}."
     )
 
 
@@ -352,6 +361,7 @@ def _told(recording: Recording, fit: EngineFit, check: FitCheck) -> dict[str, An
             "request_seconds": fit.request_seconds,
             "cached_answers": fit.cached_answers,
             "figures": check.figures,
+            "score_error": check.score_error,
             "quantiles": check.quantiles,
         },
     }

@@ -61,7 +61,13 @@ class CapacityConfig(Strict):
     roles: list[str] = Field(
         default_factory=list,
         max_length=8,
-        description="pools to play, such as `2P6D`, with free KV transfers",
+        description="pools to play, such as `2P6D`",
+    )
+    transfer: str | None = Field(
+        None, description="with `roles`: bandwidth of KV transfers, such as `25 GB/s, layers`; null: 50 GB/s"
+    )
+    kv_bytes_per_token: Positive | None = Field(
+        None, description="with `roles`: bytes of a token's KV; null: KV transfers take no time"
     )
     max_error: float | None = Field(
         None,

@@ -31,7 +31,8 @@ import orjson
 from litellm.integrations.custom_logger import CustomLogger
 from litellm.types.router import CustomRoutingStrategyBase
 
-from lmetric._core import Decision, Router, Ticket
+from lmetric._core import Router
+from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
 from lmetric.options import Failure
 from lmetric.tokens.prompt import PromptTokenizer
@@ -41,14 +42,14 @@ _EXPLAINED = 10_000  # decisions that `explain` finds by the call's id
 _BODY_FIELDS = ("max_tokens", "max_completion_tokens", "tools", "user", "chat_template_kwargs")
 
 
-class _Call:
-    """A request between its decision and its end."""
+class _Call(Placement):
+    """A request between its decision and its end, and the pool that it runs on."""
 
-    __slots__ = ("decision", "pool", "streams", "ticket", "tokens")
+    __slots__ = ("pool", "streams")
 
-    def __init__(self, pool: Pool, decision: Decision, ticket: Ticket, *, streams: bool) -> None:
-        self.pool, self.decision, self.ticket, self.streams = pool, decision, ticket, streams
-        self.tokens = 0
+    def __init__(self, pool: Pool, fields: Mapping[str, Any], *, streams: bool) -> None:
+        super().__init__(pool.router, fields)
+        self.pool, self.streams = pool, streams
 
 
 class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
@@ -97,7 +98,10 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
 
     def install(self, router: Any) -> None:
         """Makes a `litellm.Router` use this strategy."""
-        getattr(router, "register_plugin", router.set_custom_routing_strategy)(self)
+        if hasattr(router, "register_plugin"):
+            router.register_plugin(self)
+        else:  # LiteLLM before 1.109
+            router.set_custom_routing_strategy(self)
         self._router = router
         if self not in litellm.callbacks:
             litellm.callbacks.append(self)
@@ -159,7 +163,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         body = {"model": model} | {name: kwargs[name] for name in _BODY_FIELDS if kwargs.get(name)}
         metadata = kwargs.get("metadata") or kwargs.get("litellm_metadata") or {}
         session = metadata.get("session_id") or kwargs.get("litellm_session_id")
-        fields = {"session": str(session)} if session else {}
+        more = {"session": str(session)} if session else {}
         route = str(metadata.get("user_api_key_request_route") or "")
         if messages and route.endswith("/completions") and "chat" not in route:
             # LiteLLM passes the prompt of a text completion as the only message.
@@ -168,19 +172,17 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             path, body["messages"] = "chat", messages
         else:
             path, body["input"] = "input", text or ""
-        request = pool.request(path, body, request_id=call_id[:256], allow_split=False, **fields)
-        decision, ticket = pool.router.route(request)
-        ticket.sent()
-        call = _Call(pool, decision, ticket, streams=bool(kwargs.get("stream")))
-        self._calls[call_id] = call
-        self._past[call_id] = (pool, decision.id)
+        fields = pool.fields(path, body, request_id=call_id[:256], allow_split=False, **more)
+        call = self._calls[call_id] = _Call(pool, fields, streams=bool(kwargs.get("stream")))
+        call.send()
+        self._past[call_id] = (pool, call.decision.id)
         while len(self._past) > _EXPLAINED:
             self._past.popitem(last=False)
         task = asyncio.current_task()
         if task is not None and not call.streams:
             task.add_done_callback(lambda done: self._task_ended(call_id, call, done))
         pool.keep()
-        return pool.id_of(decision.instance)
+        return pool.id_of(call.decision.instance)
 
     def _pool(self, model: str) -> Pool:
         if model not in self._pools:
@@ -224,12 +226,8 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         usage = None
         try:
             async for chunk in response:
-                if call.ticket.open and _has_token(chunk):
-                    call.tokens += 1
-                    if call.tokens == 1:
-                        call.ticket.first_token()
-                    else:
-                        call.ticket.tokens(1)
+                if _has_token(chunk):
+                    call.add_token()
                 usage = getattr(chunk, "usage", None) or usage
                 yield chunk
             self._finish(call_id, call, usage)
@@ -260,12 +258,10 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
             self._close(call_id, call, "cancelled")
 
     def _finish(self, call_id: str, call: _Call, usage: Any) -> None:
-        if not call.ticket.open:
+        if not call.open:
             return
-        if call.tokens == 0:
-            call.ticket.first_token()
         details = getattr(usage, "prompt_tokens_details", None)
-        call.ticket.done(
+        call.done(
             prompt_tokens=getattr(usage, "prompt_tokens", None) or None,
             cached_tokens=getattr(details, "cached_tokens", None),
             output_tokens=getattr(usage, "completion_tokens", None) or None,
@@ -273,8 +269,8 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
         self._closed(call_id, call)
 
     def _close(self, call_id: str, call: _Call, failure: Failure) -> None:
-        if call.ticket.open:
-            call.ticket.failed(failure, retry=False)
+        if call.open:
+            call.fail(failure)
             if failure != "cancelled":
                 self._failed.setdefault(call_id, set()).add(call.pool.id_of(call.decision.instance))
                 while len(self._failed) > _EXPLAINED:

@@ -1,4 +1,4 @@
-"""The routers of a gateway: one for each model, with the gateway's deployments as instances."""
+"""The router of a model inside a gateway. Its instances are the gateway's deployments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from lmetric._core import EventFeed, LmetricError, Request, Router, read_request
+from lmetric._core import EventFeed, LmetricError, Router, read_request
 from lmetric.engines.adapter import Adapter
 from lmetric.engines.http import EngineClient, Unanswered
 from lmetric.engines.identify import identify
@@ -32,7 +32,7 @@ class Deployment:
 
     Attributes:
         id: the gateway's own identifier.
-        url: base URL without /v1; None: a provider's model, about which nothing is asked.
+        url: base URL without /v1; None: a provider's model, which the pool asks for nothing.
         api_key: bearer token of the engine.
     """
 
@@ -42,12 +42,12 @@ class Deployment:
 
     @property
     def name(self) -> str:
-        """The instance's name: host:port, or the gateway's identifier."""
+        """Name of the instance: host:port, or the gateway's identifier."""
         return self.id if self.url is None else urlsplit(self.url).netloc
 
 
 class Pool:
-    """The router of one model, and what is known about its engines.
+    """The router of one model, and the features and load of its engines.
 
     Args:
         router: the router. The pool owns its instances.
@@ -67,28 +67,29 @@ class Pool:
         self._adapters: dict[str, Adapter] = {}
         self._keeper: asyncio.Task[None] | None = None
 
-    def request(self, path: str, body: Mapping[str, Any], **fields: Any) -> Request:
-        """The request of a JSON body for an engine. Its prompt is matched as by `serve`.
+    def fields(self, path: str, body: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """Returns the fields of `lmetric.Request` for a body. Prompts match as in `serve`.
 
         Args:
             path: "chat", "completion" or "input" (embeddings).
-            fields: further fields of `lmetric.Request`.
+            more: further fields.
         """
         if (tokens := self._tokens(path, body)) is not None:
-            return Request(token_ids=tokens, max_tokens=_whole(body.get("max_tokens")), **fields)
-        _, _, _, session, _, salt, most, prompt, ids, more_bytes, more, _ = read_request(
+            return {"token_ids": tokens, "max_tokens": _whole(body.get("max_tokens")), **more}
+        _, _, _, session, _, salt, most, text, ids, more_bytes, more_tokens, _ = read_request(
             path, orjson.dumps(body, default=str)
         )
-        fields.setdefault("session", session)
-        extra = more + more_bytes // 4
+        extra = more_tokens + more_bytes // 4
         if ids is not None:
-            return Request(token_ids=ids, max_tokens=most, cache_salt=salt, extra_tokens=extra, **fields)
-        if prompt:
-            return Request(text=prompt, max_tokens=most, cache_salt=salt, extra_tokens=extra, **fields)
-        return Request(prompt_tokens=max(1, extra), max_tokens=most, **fields)
+            prompt: dict[str, Any] = {"token_ids": ids, "cache_salt": salt, "extra_tokens": extra}
+        elif text:
+            prompt = {"text": text, "cache_salt": salt, "extra_tokens": extra}
+        else:
+            prompt = {"prompt_tokens": max(1, extra)}
+        return {"max_tokens": most, "session": session, **prompt, **more}
 
     def _tokens(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The prompt's tokens; None if the tokenizer is not known or cannot predict them."""
+        """Returns the prompt's tokens; None if no tokenizer can predict them."""
         if self._tokenizer is None:
             return None
         with contextlib.suppress(NotPredictable):
@@ -113,7 +114,7 @@ class Pool:
         self._usable = usable
 
     def id_of(self, instance: str) -> str:
-        """The gateway's identifier of an instance."""
+        """Returns the gateway's identifier of an instance."""
         return self._ids[instance]
 
     def keep(self) -> None:

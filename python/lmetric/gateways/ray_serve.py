@@ -1,7 +1,7 @@
 """A request router for Ray Serve: the core chooses the replica.
 
-Ray makes one object per deployment handle, so each proxy or ingress replica decides alone. It
-learns of the others' load from the queue lengths that Ray collects.
+Ray makes one router per deployment handle, so each proxy or ingress replica decides alone. Routers
+see each other's load in the queue lengths that Ray collects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.metrics import Counter, Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from lmetric._core import NoInstanceError, Request, Router
+from lmetric._core import NoInstanceError, Router
 from lmetric.gateways.placements import Placements
 
 __all__ = ["LmetricRequestRouter"]
@@ -23,26 +23,29 @@ _Key = tuple[str, int]
 
 
 class _Metrics:
-    """Metrics of a router, in Ray's own export."""
+    """Metrics of a router in Ray's own export."""
 
     def __init__(self, application: str, deployment: str) -> None:
-        tags = {"application": application, "deployment": deployment}
+        # Ray adds the tags application and deployment: those of the process that has the router.
+        tags = {"target_application": application, "target_deployment": deployment}
         names = tuple(tags)
-        self.requests = Gauge("lmetric_requests_in_flight", "Requests that this router counts.", names)
+        self.requests = Gauge(
+            "lmetric_requests_in_flight", "Requests between their decision and their end.", names
+        )
         self.prompt_tokens = Counter("lmetric_prompt_tokens", "Prompt tokens of sent requests.", names)
         self.cached_tokens = Counter(
             "lmetric_predicted_cached_tokens", "Prompt tokens that the router expects in caches.", names
         )
         for metric in (self.requests, self.prompt_tokens, self.cached_tokens):
-            metric.set_default_tags(tags)
+            metric.set_default_tags(dict(tags))  # Ray adds to it
 
 
 class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
-    """Chooses replicas by a policy of lmetric-router.
+    """A request router that chooses replicas by a policy of lmetric-router.
 
-    Set it as ``request_router_class`` of a `RequestRouterConfig`. The prompt is `prompt` or
-    `messages` of the first argument, an object or a mapping, as Ray's own LLM servers pass it.
-    ``request_router_kwargs`` are the arguments of `initialize_state`.
+    Set it as ``request_router_class`` of a `RequestRouterConfig`. The prompt is ``prompt`` or
+    ``messages`` of the call's first argument, which is an object or a mapping, as in Ray's own LLM
+    servers. ``request_router_kwargs`` are the arguments of `initialize_state`.
     """
 
     def initialize_state(
@@ -54,18 +57,24 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         block_size: int = 16,
         seed: int = 0,
     ) -> None:
-        """Makes the router's core.
+        """Creates the core. Ray calls it once.
 
-        ``policy``: a built-in policy or an expression. ``cache_blocks``: KV blocks of a replica,
-        of ``block_size`` tokens; None: unknown, so no prefix is ever forgotten by itself.
+        Args:
+            policy: a built-in policy or an expression.
+            `knobs`: parameters of the policy.
+            guard: the hot-spot guard; None: as the policy declares.
+            cache_blocks: KV blocks of a replica; None: unknown, so the index forgets no prefix.
+            block_size: tokens per block.
+            seed: of random choices.
 
-        Raises `lmetric.LmetricError` for an unknown policy or parameter.
+        Raises:
+            LmetricError: an unknown policy or parameter.
         """
         self._router = Router(policy, knobs=knobs, guard=guard, block_size=block_size, seed=seed)
         self._placements = Placements(self._router)
         self._cache_blocks = cache_blocks
         self._names: dict[str, RunningReplica] = {}
-        self._keys: dict[str, set[_Key]] = {}  # of open placements, by the id inside Ray
+        self._keys: dict[str, set[_Key]] = {}  # open placements by internal request id
         self._metrics = _Metrics(self._deployment_id.app_name, self._deployment_id.name)
         self._loop: asyncio.AbstractEventLoop | None = None
         for replica in self.curr_replicas.values():
@@ -73,11 +82,11 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
 
     @property
     def core(self) -> Router:
-        """The core, for `explain`, `stats` and `indicators`."""
+        """Core of the router, for `explain`, `stats` and `indicators`."""
         return self._router
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """The fleet changed. Requests on replicas that left end there."""
+        """Adds new replicas to the core, and removes replicas that left, with their requests."""
         super().update_replicas(replicas)
         if not hasattr(self, "_router"):  # before initialize_state
             return
@@ -96,12 +105,12 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         self._names[name] = replica
 
     def _remove(self, name: str) -> None:
-        self._placements.lose(name)
+        self._placements.drop_instance(name)
         self._router.remove_instance(name)
         del self._names[name]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica died."""
+        """Removes a replica that died, with its requests."""
         super().on_replica_actor_died(replica_id)
         if replica_id.unique_id in self._names:
             self._remove(replica_id.unique_id)
@@ -111,18 +120,19 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replicas, best first, each as a group of its own.
+        """Returns the replicas, best first, each as a group of its own.
 
-        A replica with the largest number of requests comes last, because Ray would ask it again.
+        Replicas with ``max_ongoing_requests`` requests come last: they would reject the request.
         """
         if pending_request is None:
             return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # else Ray asks full replicas in a loop
         self._loop = asyncio.get_running_loop()
         free = {each.replica_id.unique_id for each in self.select_available_replicas(candidate_replicas)}
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         key = _key(pending_request)
         try:
-            ranking = self._placements.place(key, _request_of(pending_request))
+            ranking = self._placements.place(key, _fields_of(pending_request))
         except NoInstanceError:
             return [candidate_replicas]
         self._keys.setdefault(key[0], set()).add(key)
@@ -134,7 +144,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in order]
 
     def _dropper(self, key: _Key) -> Callable[[Any], None]:
-        """Ends the placement of a request that Ray gives up before it is sent."""
+        """Returns a callback that ends the placement if Ray gives up before it sends it."""
 
         def drop(future: Any) -> None:
             if future.cancelled() or future.exception() is not None:
@@ -144,16 +154,17 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         return drop
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica accepted a request."""
+        """Counts a request as sent to the replica that accepted it."""
         key = _key(pending_request)
-        cached, prompt = self._placements.sent(key, replica_id.unique_id)
-        self._metrics.prompt_tokens.inc(prompt)
-        self._metrics.cached_tokens.inc(cached)
+        cached, prompt = self._placements.send(key, replica_id.unique_id)
+        for counter, tokens in ((self._metrics.prompt_tokens, prompt), (self._metrics.cached_tokens, cached)):
+            if tokens:  # Ray raises an error for 0
+                counter.inc(tokens)
         if getattr(result, "_is_streaming", False):
             _at_first_part(result, lambda: self._placements.first_token(key))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request ended on a replica, or the replica refused it. Ray calls this in any thread."""
+        """Ends a request that a replica completed or rejected. Ray calls it from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ended, replica_id.unique_id, internal_request_id)
 
@@ -173,21 +184,21 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
                 del self._keys[key[0]]
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
-        """A replica reported its requests: of this router, and of others."""
+        """Records a replica's number of requests, which includes requests of other routers."""
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         if replica_id.unique_id in self._names:
             self._router.report_load(replica_id.unique_id, running=num_ongoing_requests)
 
 
 def _key(pending: PendingRequest) -> _Key:
-    """Names a call of a handle: calls for one request share its id."""
+    """Identifies a call of a handle: calls for one request share its internal id."""
     return pending.metadata.internal_request_id, id(pending)
 
 
 def _at_first_part(result: Any, first: Callable[[], None]) -> None:
     """Calls ``first`` at the first part of a streamed answer.
 
-    Ray has no hook for it. Handles call `__anext__` of the result by name.
+    Ray has no hook for it, but handles look up ``__anext__`` on the result itself.
     """
     following = result.__anext__
 
@@ -201,23 +212,23 @@ def _at_first_part(result: Any, first: Callable[[], None]) -> None:
     result.__anext__ = anext_
 
 
-def _request_of(pending: PendingRequest) -> Request:
-    """The request in the core's terms."""
+def _fields_of(pending: PendingRequest) -> dict[str, Any]:
+    """Returns the fields of `lmetric.Request`."""
     body = pending.args[0] if pending.args else None
     prompt = _field(body, "prompt")
     if prompt is None:
         prompt = _field(body, "messages")
     tokens = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
     session = getattr(pending.metadata, "session_id", None)
-    return Request(
-        token_ids=tokens,
-        text="".join(_texts(prompt)) if tokens is None else None,
-        max_tokens=_field(body, "max_completion_tokens") or _field(body, "max_tokens"),
-        request_id=pending.metadata.request_id,
-        session=session if isinstance(session, str) and session else None,
-        lora_name=pending.metadata.multiplexed_model_id or None,
-        cache_salt=_field(body, "cache_salt"),
-    )
+    return {
+        "token_ids": tokens,
+        "text": "".join(_texts(prompt)) if tokens is None else None,
+        "max_tokens": _field(body, "max_completion_tokens") or _field(body, "max_tokens"),
+        "request_id": pending.metadata.request_id,
+        "session": session if isinstance(session, str) and session else None,
+        "lora_name": pending.metadata.multiplexed_model_id or None,
+        "cache_salt": _field(body, "cache_salt"),
+    }
 
 
 def _field(body: Any, name: str) -> Any:
@@ -225,7 +236,7 @@ def _field(body: Any, name: str) -> Any:
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """All text of a prompt or of messages, in order, with the roles: equal texts, equal prompts."""
+    """Yields the texts and roles of a prompt or of messages, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

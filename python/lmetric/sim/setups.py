@@ -325,17 +325,20 @@ class Result:
 
 
 def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
+    """The figures of `play`."""
+    return keep(setup, play(setup, trace), key)
+
+
+def play(setup: Setup, trace: Trace | Workload) -> Run:
     """Simulate `setup` on `trace`, and apply `setup.speed` to it."""
     from lmetric.sim.run import simulate
 
-    policy = setup.policy.build()
-    settings: dict[str, Any] = dict(setup.settings) | {"decode_profile": setup.decode_engine}
-    if setup.roles is not None:
-        settings["roles"] = setup.roles
+    policy, roles = setup.policy.build(), {} if setup.roles is None else {"roles": setup.roles}
+    settings: dict[str, Any] = dict(setup.settings) | roles | {"decode_profile": setup.decode_engine}
     if (second := setup.decode_policy) is not None:
         settings["decode_policy"] = chosen = second.build()
         settings["decode_knobs"] = dict(second.knobs) if isinstance(chosen, str) else None
-    played = simulate(
+    return simulate(
         trace if setup.speed == 1 else trace.faster(setup.speed),
         policy=policy,
         knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
@@ -346,7 +349,6 @@ def run(setup: Setup, trace: Trace | Workload, key: str = "") -> Result:
         seed=setup.seed,
         **settings,
     )
-    return keep(setup, played, key)
 
 
 def keep(setup: Setup, run: Run, key: str = "") -> Result:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
 from lmetric.sim.pools import Roles
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value
+from lmetric.sim.run import Run, Workload, prepare
+from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, play
 from lmetric.sim.summary import Slo
 from lmetric.whatif.fit import FIT_SHARE, EngineFit, engine_settings
 from lmetric.whatif.recording import Recording
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+BLOCKS = 10  # of the compared requests, for the standard error of the score
 BAR = 30  # characters of the longest bar
 JITTER_SECONDS = 0.01  # of arrivals, which differ between the seeds
 
 Floats = NDArray[np.float64]
+Metric = Literal["ttft", "tpot", "e2e"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,16 @@ class Figure:
 class FitCheck:
     """How well the simulation of the recorded policy agrees with the records.
 
-    ``requests``: number of compared requests, which the fit has not seen. ``quantiles``: by
-    quantity, the rows of `QUANTILES`, recorded and simulated, in seconds.
+    ``requests``: number of compared requests, which the fit has not seen. ``score_error``: largest
+    relative error of the score of a ranking that this comparison does not exclude, with a
+    confidence of 95%. ``quantiles``: by quantity, the rows of `QUANTILES`, recorded and simulated,
+    in seconds.
     """
 
     policy: str
     requests: int
     figures: tuple[Figure, ...]
+    score_error: float
     quantiles: dict[str, tuple[list[float], list[float]]]
 
     @property
@@ -119,20 +124,28 @@ class FitCheck:
 
 
 def check_fit(
-    recording: Recording, fit: EngineFit, *, seeds: int = 3, limits: Limits | None = None
+    recording: Recording,
+    fit: EngineFit,
+    *,
+    seeds: int = 3,
+    limits: Limits | None = None,
+    until_seconds: float = np.inf,
 ) -> FitCheck:
     """Simulates the policy that ran, and compares the requests that the fit did not use.
+
+    ``until_seconds``: requests that arrived later are load and are not compared. Of a running
+    fleet, many of them have not ended, so the others are faster in the simulation.
 
     Raises LmetricError if the policy cannot be built here, such as a file that does not exist.
     """
     limits = limits or Limits()
     from_index = round(FIT_SHARE * len(recording))
-    late = np.arange(len(recording)) >= from_index
+    late = (np.arange(len(recording)) >= from_index) & (recording.trace.arrival_seconds <= until_seconds)
     setups, workloads = plan(recording, fit, [recording.policy], seeds, trace=None)
     runs: list[tuple[Run, Floats]] = []
     with saved(fit) as path:
         for setup in setups:
-            run = simulated(replace(setup, profile=str(path)), workloads[setup.seed])
+            run = play(replace(setup, profile=str(path)), workloads[setup.seed])
             runs.append((run, run.ttft_seconds + fit.request_seconds))
     streams = late & ~np.isnan(recording.ttft_seconds)
     several = late & ~np.isnan(recording.tpot_seconds)
@@ -160,6 +173,15 @@ def check_fit(
         recording.policy.label,
         int(late.sum()),
         tuple(figures),
+        _score_error(
+            [
+                (waits[streams], np.mean([ttft[streams] for _, ttft in runs], axis=0)),
+                (
+                    recording.tpot_seconds[several],
+                    np.mean([run.tpot_seconds[several] for run, _ in runs], axis=0),
+                ),
+            ]
+        ),
         {
             "TTFT": (_quantiles(waits[streams]), _quantiles(ttft[streams])),
             "TPOT": (_quantiles(recording.tpot_seconds[several]), _quantiles(first.tpot_seconds[several])),
@@ -223,18 +245,17 @@ def fleet_settings(recording: Recording, fit: EngineFit) -> dict[str, Value]:
     }
 
 
-def simulated(setup: Setup, workload: Workload) -> Run:
-    """The run of a setup, with one entry per request."""
-    policy = setup.policy.build()
-    return simulate(
-        workload,
-        policy=policy,
-        knobs=dict(setup.policy.knobs) if isinstance(policy, str) else None,
-        instances=setup.instances,
-        profile=setup.engine,
-        seed=setup.seed,
-        **setup.settings,  # type: ignore[arg-type]
-    )
+def times_of(run: Run, request_seconds: float, slack: float = 1.0) -> dict[Metric, Floats]:
+    """TTFT, TPOT and duration of each request; infinite if it never ended.
+
+    ``request_seconds``: time of a request outside of the engine. ``slack``: factor on the others.
+    """
+    lost = np.isnan(run.finished_seconds)
+    return {
+        "ttft": np.where(lost, np.inf, run.ttft_seconds * slack + request_seconds),
+        "tpot": np.where(lost, np.inf, run.tpot_seconds * slack),
+        "e2e": np.where(lost, np.inf, run.e2e_seconds * slack + request_seconds),
+    }
 
 
 @contextmanager
@@ -264,6 +285,33 @@ def _figure(
     means = [float(np.average(each, weights=weights)) for each in simulated]
     mean = float(np.mean(means))
     return Figure(name, unit, real, mean, min(means), max(means), mean / real - 1.0, limit)
+
+
+def _score_error(pairs: Sequence[tuple[Floats, Floats]]) -> float:
+    """The error of the geometric mean of means, recorded and simulated, plus twice its standard
+    error: a jackknife over blocks of requests in the order of their arrival."""
+
+    def error(left_out: int) -> float:
+        logs = [
+            np.log(np.nanmean(_without(made, left_out)) / np.mean(_without(real, left_out)))
+            for real, made in pairs
+        ]
+        return float(np.mean(logs))
+
+    each = np.array([error(block) for block in range(BLOCKS)])
+    deviation = float(np.sqrt((BLOCKS - 1) * each.var()))
+    return float(np.expm1(abs(error(-1)) + 2 * deviation))
+
+
+def _without(values: Floats, block: int) -> Floats:
+    """The values without one of `BLOCKS`; -1: all."""
+    return (
+        values
+        if block < 0
+        else np.concatenate(
+            [part for index, part in enumerate(np.array_split(values, BLOCKS)) if index != block]
+        )
+    )
 
 
 def _quantiles(values: Floats) -> list[float]:

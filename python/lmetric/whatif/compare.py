@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf, prod
 from statistics import fmean
+from typing import TypeVar
 
 from lmetric.sim.backends import Threads
 from lmetric.sim.ranking import ranking
-from lmetric.sim.setups import PolicyChoice, Result, run
+from lmetric.sim.run import Workload
+from lmetric.sim.setups import PolicyChoice, Result, Setup, run
 from lmetric.sim.study import Cell, latency
 from lmetric.sim.summary import Slo, Spread
+from lmetric.sim.traces import Trace
 from lmetric.whatif.check import Fleet, plan, saved
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
+
+T = TypeVar("T")
 
 
 def compare(
@@ -34,16 +39,38 @@ def compare(
     ``fleet``: None: as recorded. ``closed_loop``: turns of named sessions
     follow the previous answer. Raises LmetricError for a policy that cannot run.
     """
+
+    def figures(setup: Setup, workload: Trace | Workload) -> Result:
+        return _with_requests(run(setup, workload), fit.request_seconds)
+
+    return each_run(
+        recording, fit, policies, figures, seeds=seeds, fleet=fleet, slo=_in_engine(slo, fit),
+        closed_loop=closed_loop, jobs=jobs, progress=progress,
+    )  # fmt: skip
+
+
+def each_run(
+    recording: Recording,
+    fit: EngineFit,
+    policies: list[PolicyChoice],
+    work: Callable[[Setup, Trace | Workload], T],
+    *,
+    seeds: int = 3,
+    fleet: Fleet | None = None,
+    slo: Slo | None = None,
+    closed_loop: bool = True,
+    jobs: int | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[T]:
+    """The results of ``work`` on the setup of each policy and seed, policy by policy."""
     trace = recording.closed_loop() if closed_loop else None
-    setups, workloads = plan(
-        recording, fit, policies, seeds, trace=trace, fleet=fleet, slo=_in_engine(slo, fit)
-    )
-    found: dict[int, Result] = {}
+    setups, workloads = plan(recording, fit, policies, seeds, trace=trace, fleet=fleet, slo=slo)
+    found: dict[int, T] = {}
     with saved(fit) as path:
         named = [replace(setup, profile=str(path)) for setup in setups]
         items = [(index, workloads[setup.seed]) for index, setup in enumerate(named)]
-        for index, result in Threads(jobs).map(lambda index, workload: run(named[index], workload), items):
-            found[index] = _with_requests(result, fit.request_seconds)
+        for index, result in Threads(jobs).map(lambda index, workload: work(named[index], workload), items):
+            found[index] = result
             progress()
     return [found[index] for index in range(len(named))]
 
@@ -66,7 +93,8 @@ class Place:
     """A policy in the ranking.
 
     ``score`` is the geometric mean of mean TTFT and mean TPOT, relative to the best policy's mean:
-    mean, least and most over the seeds. ``apart``: whether its range overlaps with no better one.
+    mean, low and high. The interval has the range over the seeds and the error of the fit.
+    ``apart``: whether its interval overlaps with no better one.
     """
 
     policy: str
@@ -74,16 +102,20 @@ class Place:
     apart: bool
 
 
-def places(cells: Sequence[Cell]) -> list[Place]:
-    """The policies, best first. Policies that cannot keep up with the load come last."""
+def places(cells: Sequence[Cell], error: float) -> list[Place]:
+    """The policies, best first. Policies that cannot keep up with the load come last.
+
+    ``error``: relative error of scores, as `FitCheck.score_error`.
+    """
     ranked = [standing.policy for standing in ranking(cells)]
     scores = {cell.policy: [_score(result) for result in cell.results] for cell in ranked}
     best = fmean(scores[ranked[0].policy])
     found: list[Place] = []
     for cell in ranked:
         own = [value / best for value in scores[cell.policy]]
+        low, high = min(own) / (1 + error), max(own) * (1 + error)
         most = max((place.score[2] for place in found), default=0.0)
-        found.append(Place(cell.policy, (fmean(own), min(own), max(own)), min(own) > most))
+        found.append(Place(cell.policy, (fmean(own), low, high), low > most))
     return found
 
 

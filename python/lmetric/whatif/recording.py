@@ -239,7 +239,7 @@ def _trace(requests: Sequence[Mapping[str, Any]], engine_block: int, notes: list
     if len(units) > 1:
         notes.append(f"prompts hashed in other units than {unit} share no prefix")
     hashed = [each for each in requests if each.get("hash_unit") == unit]
-    block = _common([each["hash_block"] for each in hashed]) or engine_block
+    block = _common([each.get("hash_block") for each in hashed]) or engine_block
     input_tokens = np.array([each["prompt_tokens"] for each in requests], np.int64)
     if unit == "bytes":
         blocks = sum(len(hashes_of(each)) for each in hashed)

@@ -6,32 +6,36 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lmetric.capacity.goals import Goal
 from lmetric.record_files import Records
-from lmetric.sim.setups import PolicyChoice, Result
-from lmetric.sim.study import cells
-from lmetric.sim.summary import Slo
-from lmetric.whatif.check import FitCheck, Fleet
-from lmetric.whatif.compare import compare
+from lmetric.sim.run import Workload
+from lmetric.sim.setups import PolicyChoice, Setup, play
+from lmetric.sim.traces import Trace
+from lmetric.whatif.check import FitCheck, Fleet, Floats, Metric, times_of
+from lmetric.whatif.compare import each_run
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
 
 PROMPT_CLASSES = (0, 512, 2_048, 8_192, 32_768)  # lower bounds, tokens
 MAX_TENANTS = 50  # rows; the others are one row
+WARM_UP = 0.1  # share of the simulated requests that fill the caches
 MAX_FLEET = 2.0  # largest fleet to try, relative to the recorded one
 MISSES = {
     "failed": "the request failed or was refused",
-    "held": "the request waited in the router for at least half of the TTFT SLO",
+    "held": "the request waited in the router for at least half of the bound of its TTFT",
     "retried": "an earlier engine failed",
     "queue": "the engine had more prompt tokens of other requests to compute than of this one",
     "prompt": "the engine had mostly this prompt to compute",
-    "decode": "the first token was in time, and the further tokens were slow",
+    "decode": "the first token was in time, and the further tokens were slow or many",
     "unknown": "the record has no load at the decision",
 }
+
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 
 Line = Mapping[str, Any]
 
@@ -40,8 +44,9 @@ Line = Mapping[str, Any]
 class Row:
     """The requests of an engine, a tenant or a class of prompts.
 
-    Shares are from 0 to 1. ``met``: requests that met all SLOs, over all. Requests without a TTFT
-    or TPOT, which are not streamed or have one token, count as within that SLO if they succeeded.
+    Shares are from 0 to 1. ``met``: requests within all bounds, over all. Failed requests are not.
+    Requests without a TTFT or TPOT, which are not streamed or have one token, count as within that
+    bound if they succeeded.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Row:
     met: float
     ttft_missed: float
     tpot_missed: float
+    e2e_missed: float
     ttft_p50_seconds: float | None
     ttft_p99_seconds: float | None
     tpot_mean_seconds: float | None
@@ -59,21 +65,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A simulated change: share of good requests, mean over seeds, with least and most."""
+    """A simulated change: share of requests within all bounds, mean over seeds, with least and
+    most."""
 
     policy: str
     fleet: str  # "8 engines", "8 engines (3P5D)"
     instances: int
     met: tuple[float, float, float]
-    enough: bool  # whether it meets the target with each seed
+    enough: bool  # whether it meets every objective with each seed
 
 
 @dataclass(frozen=True, slots=True)
 class SloReport:
     """A report over records. ``options`` is empty if the simulation does not fit (`why_none`)."""
 
-    slo: Slo
-    target: float  # share of requests that must meet the SLO
+    slo: str
+    objectives: dict[str, float]  # share of requests within each bound
+    reached: bool  # whether every objective is met
     whole: Row
     engines: list[Row]
     tenants: list[Row]
@@ -83,10 +91,11 @@ class SloReport:
     why_none: str | None = None
 
     def advice(self) -> str:
-        """The smallest change that meets the target, in words."""
-        if self.whole.met >= self.target:
-            return f"The records meet the target: {self.whole.met:.1%} of the requests are within the SLO."
-        missed = f"{self.whole.met:.1%} of the requests are within the SLO; the target is {self.target:.1%}."
+        """The smallest change that meets the SLO, in words."""
+        shares = ", ".join(f"{share:.1%} within {name}" for name, share in self.objectives.items())
+        if self.reached:
+            return f"The records meet the SLO: {shares}."
+        missed = f"The records miss the SLO: {shares}."
         if self.why_none is not None:
             return f"{missed} No change was simulated: {self.why_none}"
         if not self.options:
@@ -95,32 +104,41 @@ class SloReport:
         if not enough:
             best = max(self.options, key=lambda each: each.met[0])
             return (
-                f"{missed} No simulated change meets the target; the best is {best.policy} on "
-                f"{best.fleet}, with {best.met[0]:.1%}."
+                f"{missed} No simulated change meets it; the best is {best.policy} on {best.fleet}, with "
+                f"{best.met[0]:.1%} of the requests within all bounds."
             )
         best = min(enough, key=lambda each: (each.instances, -each.met[0]))
         return (
             f"{missed} {best.policy} on {best.fleet} would have met it: {best.met[0]:.1%} "
-            f"({best.met[1]:.1%} to {best.met[2]:.1%} over the seeds)."
+            f"({best.met[1]:.1%} to {best.met[2]:.1%} over the seeds) of the requests within all bounds."
         )
 
 
-def slo_report(records: Records, slo: Slo, target: float) -> SloReport:
+def slo_report(records: Records, goal: Goal) -> SloReport:
     """The misses in the records of one model, without simulated changes."""
     lines = records.requests
+    times = _times(lines)
     return SloReport(
-        slo,
-        target,
-        _row("all", lines, slo),
-        _rows(lines, slo, lambda line: str(line.get("instance", "none"))),
-        _most(_rows(lines, slo, lambda line: str(line.get("tenant", "none"))), lines, slo),
-        [row for row in map(_by_prompt(lines, slo), pairwise((*PROMPT_CLASSES, None))) if row.requests],
-        _rows(lines, slo, lambda line: str(line.get("policy", "none"))),
+        str(goal),
+        dict(zip(map(str, goal.objectives), goal.shares(times), strict=True)),
+        goal.margin(times) >= 0,
+        _row("all", lines, goal),
+        _rows(lines, goal, lambda line: str(line.get("instance", "none"))),
+        _most(_rows(lines, goal, lambda line: str(line.get("tenant", "none"))), lines, goal),
+        [row for row in map(_by_prompt(lines, goal), pairwise((*PROMPT_CLASSES, None))) if row.requests],
+        _rows(lines, goal, lambda line: str(line.get("policy", "none"))),
     )
+
+
+def _times(lines: Sequence[Line]) -> dict[Metric, Floats]:
+    """Times of requests; infinite if they failed."""
+    failed = np.array([line["status"] != 200 for line in lines], np.bool_)
+    return {name: np.where(failed, np.inf, _column(lines, f"{name}_seconds")) for name in METRICS}
 
 
 def simulate_options(
     report: SloReport,
+    goal: Goal,
     recording: Recording,
     fit: EngineFit,
     check: FitCheck,
@@ -140,8 +158,7 @@ def simulate_options(
     recorded, *larger = (Fleet(size) for size in _sizes(len(recording.engines)))
     for group in ([recorded, *fleets], *([fleet] for fleet in larger)):
         for fleet in group:
-            results = compare(recording, fit, policies, seeds=seeds, fleet=fleet, slo=report.slo, jobs=jobs)
-            options += _options(results, fleet, report.target)
+            options += _options(recording, fit, policies, fleet, goal, seeds, jobs)
         if any(option.enough for option in options):
             break
     return _with(report, options, None)
@@ -157,34 +174,51 @@ def _sizes(recorded: int) -> Iterable[int]:
     return sorted({recorded, *(int(size) for size in np.ceil(np.linspace(recorded + 1, most, 8)))})
 
 
-def _options(results: Sequence[Result], fleet: Fleet, target: float) -> list[Option]:
+def _options(
+    recording: Recording,
+    fit: EngineFit,
+    policies: list[PolicyChoice],
+    fleet: Fleet,
+    goal: Goal,
+    seeds: int,
+    jobs: int | None,
+) -> list[Option]:
+    def outcome(setup: Setup, workload: Trace | Workload) -> tuple[float, float]:
+        played = times_of(play(setup, workload), fit.request_seconds)
+        times = {name: each[round(WARM_UP * len(each)) :] for name, each in played.items()}
+        return float(goal.kept(times).mean()), goal.margin(times)
+
+    results = each_run(recording, fit, policies, outcome, seeds=seeds, fleet=fleet, jobs=jobs)
     found = []
-    for cell in cells(results):
-        share = cell.over_seeds(lambda result: result.figures.goodput.share)
-        if share is not None:
-            found.append(Option(cell.policy, str(fleet), fleet.instances, share, share[1] >= target))
+    for index, policy in enumerate(policies):
+        met, margins = zip(*results[index * seeds : (index + 1) * seeds], strict=True)
+        found.append(
+            Option(
+                policy.label, str(fleet), fleet.instances, (fmean(met), min(met), max(met)), min(margins) >= 0
+            )
+        )
     return found
 
 
-def _rows(lines: Sequence[Line], slo: Slo, name_of: Callable[[Line], str]) -> list[Row]:
+def _rows(lines: Sequence[Line], goal: Goal, name_of: Callable[[Line], str]) -> list[Row]:
     """The rows by name, the most missed requests first."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
         groups.setdefault(name_of(line), []).append(line)
-    rows = [_row(name, each, slo) for name, each in groups.items()]
+    rows = [_row(name, each, goal) for name, each in groups.items()]
     return sorted(rows, key=lambda row: (-row.requests * (1 - row.met), row.name))
 
 
-def _most(rows: list[Row], lines: Sequence[Line], slo: Slo) -> list[Row]:
+def _most(rows: list[Row], lines: Sequence[Line], goal: Goal) -> list[Row]:
     """The first `MAX_TENANTS` rows, and one for the others."""
     if len(rows) <= MAX_TENANTS:
         return rows
     shown = {row.name for row in rows[:MAX_TENANTS]}
     others = [line for line in lines if str(line.get("tenant", "none")) not in shown]
-    return [*rows[:MAX_TENANTS], _row(f"{len(rows) - MAX_TENANTS} others", others, slo)]
+    return [*rows[:MAX_TENANTS], _row(f"{len(rows) - MAX_TENANTS} others", others, goal)]
 
 
-def _by_prompt(lines: Sequence[Line], slo: Slo) -> Callable[[tuple[int | None, int | None]], Row]:
+def _by_prompt(lines: Sequence[Line], goal: Goal) -> Callable[[tuple[int | None, int | None]], Row]:
     def row(bounds: tuple[int | None, int | None]) -> Row:
         low, high = bounds[0] or 0, bounds[1]
         inside = [
@@ -193,20 +227,23 @@ def _by_prompt(lines: Sequence[Line], slo: Slo) -> Callable[[tuple[int | None, i
             if low <= line["prompt_tokens"] and (high is None or line["prompt_tokens"] < high)
         ]
         return _row(
-            f"{low:,} tokens and more" if high is None else f"{low:,} to {high - 1:,} tokens", inside, slo
+            f"{low:,} tokens and more" if high is None else f"{low:,} to {high - 1:,} tokens", inside, goal
         )
 
     return row
 
 
-def _row(name: str, lines: Sequence[Line], slo: Slo) -> Row:
-    ttft, tpot = _column(lines, "ttft_seconds"), _column(lines, "tpot_seconds")
-    failed = np.array([line["status"] != 200 for line in lines], np.bool_)
-    late = np.zeros(len(lines), np.bool_) if slo.ttft_seconds is None else ttft > slo.ttft_seconds
-    slow = np.zeros(len(lines), np.bool_) if slo.tpot_seconds is None else tpot > slo.tpot_seconds
-    missed = failed | late | slow
+def _row(name: str, lines: Sequence[Line], goal: Goal) -> Row:
+    recorded = {name: _column(lines, f"{name}_seconds") for name in METRICS}
+    ttft, tpot = recorded["ttft"], recorded["tpot"]
+    bounds = {each.metric: each.seconds for each in goal.objectives}
+    over = {name: recorded[name] > bounds.get(name, np.inf) for name in METRICS}
+    kept = goal.kept(_times(lines))
+    # A late first token; without a bound of TTFT, a first token after most of the duration.
+    late = over["ttft"] | (over["e2e"] & (ttft > recorded["e2e"] / 2))
+    longest_wait = bounds.get("ttft", bounds.get("e2e", np.inf)) / 2
     causes = Counter(
-        _cause(line, bool(late[index]), slo) for index, line in enumerate(lines) if missed[index]
+        _cause(line, bool(late[index]), longest_wait) for index, line in enumerate(lines) if not kept[index]
     )
     told = [line for line in lines if "cached_tokens" in line]
     tokens = sum(line["prompt_tokens"] for line in told)
@@ -215,10 +252,11 @@ def _row(name: str, lines: Sequence[Line], slo: Slo) -> Row:
     return Row(
         name,
         len(lines),
-        int(failed.sum()),
-        1 - float(missed.sum()) / n,
-        float(late.sum()) / n,
-        float(slow.sum()) / n,
+        sum(line["status"] != 200 for line in lines),
+        1 - float((~kept).sum()) / n,
+        float(over["ttft"].sum()) / n,
+        float(over["tpot"].sum()) / n,
+        float(over["e2e"].sum()) / n,
         float(np.percentile(known, 50)) if len(known) else None,
         float(np.percentile(known, 99)) if len(known) else None,
         float(np.nanmean(tpot)) if (~np.isnan(tpot)).any() else None,
@@ -227,13 +265,13 @@ def _row(name: str, lines: Sequence[Line], slo: Slo) -> Row:
     )
 
 
-def _cause(line: Line, late: bool, slo: Slo) -> str:
+def _cause(line: Line, late: bool, longest_wait: float) -> str:
     """The main cause of a miss: a key of `MISSES`."""
     if line["status"] != 200:
         return "failed"
     if not late:
         return "decode"
-    if slo.ttft_seconds is not None and line.get("held_seconds", 0.0) >= slo.ttft_seconds / 2:
+    if line.get("held_seconds", 0.0) >= longest_wait:
         return "held"
     if line.get("retries"):
         return "retried"
@@ -243,5 +281,5 @@ def _cause(line: Line, late: bool, slo: Slo) -> str:
     return "queue" if line["load"]["queued_prefill_tokens"] - own > own else "prompt"
 
 
-def _column(lines: Sequence[Line], name: str) -> NDArray[np.float64]:
+def _column(lines: Sequence[Line], name: str) -> Floats:
     return np.array([line.get(name, np.nan) for line in lines], np.float64)

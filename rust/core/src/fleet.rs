@@ -41,6 +41,13 @@ struct Slot {
     group: Option<Arc<str>>,
 }
 
+impl Slot {
+    /// Returns whether the instance accepts prompts, or with `decode` requests prefilled elsewhere.
+    fn takes(&self, decode: bool) -> bool {
+        self.live && self.healthy && !self.draining && (self.role == Role::Decode) == decode
+    }
+}
+
 /// The instances of one pool.
 #[derive(Clone, Debug, Default)]
 pub struct Fleet {
@@ -127,11 +134,16 @@ impl Fleet {
     /// # Errors
     /// `UnknownName` with the nearest name.
     pub fn find(&self, name: &str) -> Result<InstanceId, CoreError> {
-        self.by_name.get(name).map(|&slot| InstanceId(slot)).ok_or_else(|| CoreError::UnknownName {
+        self.get(name).ok_or_else(|| CoreError::UnknownName {
             kind: "instance".into(),
             name: name.into(),
             nearest: nearest(name, self.live_names()),
         })
+    }
+
+    /// Returns the instance with this name, if there is one.
+    pub fn get(&self, name: &str) -> Option<InstanceId> {
+        self.by_name.get(name).map(|&slot| InstanceId(slot))
     }
 
     /// Checks that the fleet has this slot.
@@ -326,6 +338,20 @@ impl Fleet {
         self.decoder_count
     }
 
+    /// Marks which of the named instances accept prompts, or with `decode` requests prefilled
+    /// elsewhere. Warming instances do if no other of them does.
+    pub fn mark_named(&self, names: &[Box<str>], decode: bool, marks: &mut Vec<bool>) {
+        marks.clear();
+        marks.resize(self.slots.len(), false);
+        let able = || {
+            let ids = names.iter().filter_map(|name| self.get(name)).map(InstanceId::index);
+            ids.filter(|slot| self.slots[*slot].takes(decode))
+        };
+        let ready = |slot: &usize| !self.slots[*slot].warming;
+        let none = !able().any(|slot| ready(&slot));
+        able().filter(|slot| none || ready(slot)).for_each(|slot| marks[slot] = true);
+    }
+
     /// Returns stable hashes of the names, by slot.
     #[inline]
     pub fn name_hashes(&self) -> &[u64] {
@@ -333,17 +359,14 @@ impl Fleet {
     }
 
     fn refresh(&mut self) {
-        let takes = |slot: &Slot| slot.live && slot.healthy && !slot.draining;
-        let by_role: [&dyn Fn(&Slot) -> bool; 2] =
-            [&|slot| slot.role != Role::Decode, &|slot| slot.role == Role::Decode];
         let columns = [&mut self.eligible, &mut self.decoders];
         let counts = [&mut self.eligible_count, &mut self.decoder_count];
-        for ((role, column), count) in by_role.into_iter().zip(columns).zip(counts) {
-            let ready = |slot: &Slot| takes(slot) && role(slot) && !slot.warming;
+        for ((decode, column), count) in [false, true].into_iter().zip(columns).zip(counts) {
+            let ready = |slot: &Slot| slot.takes(decode) && !slot.warming;
             // Warming instances help out if no other instance takes requests.
             let none = !self.slots.iter().any(ready);
             for (takes_it, slot) in column.iter_mut().zip(&self.slots) {
-                *takes_it = ready(slot) || none && takes(slot) && role(slot);
+                *takes_it = ready(slot) || none && slot.takes(decode);
             }
             *count = column.iter().filter(|takes_it| **takes_it).count();
         }

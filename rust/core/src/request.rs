@@ -2,6 +2,10 @@
 use crate::admission::ArrivalId;
 use crate::error::CoreError;
 use crate::ids::InstanceId;
+use std::sync::Arc;
+
+/// Names of the only instances that may take a request.
+pub type Allowed = Arc<[Box<str>]>;
 
 /// A request to place. All data is borrowed: a decision copies nothing.
 #[derive(Clone, Debug, Default)]
@@ -28,8 +32,8 @@ pub struct Request<'a> {
     /// Reason not to fetch a prefix, if there is one. The decision record shows it if prefix
     /// fetches are on.
     pub unpulled: Option<&'a str>,
-    /// Name of the only instance that may take the request, if there is one.
-    pub instance: Option<&'a str>,
+    /// The only instances that may take the request or a segment of it; `None`: all instances may.
+    pub instances: Option<&'a Allowed>,
     /// Arrival of the request, as [`Router::arrive`](crate::router::Router::arrive) returned it.
     pub arrival: Option<ArrivalId>,
     /// Deadline of the first token after the arrival, for admission by load; `None`: that of the

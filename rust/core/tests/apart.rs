@@ -63,7 +63,7 @@ const ASKED: Request<'static> = Request {
     session: None,
     uncut: None,
     unpulled: None,
-    instance: None,
+    instances: None,
     tenant: lmetric_core::request::Tenant::NOBODY,
     lora: None,
     priority: None,

@@ -5,7 +5,7 @@ use lmetric_core::kv::hash::hash_tokens;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Event, Usage};
-use lmetric_core::request::Request;
+use lmetric_core::request::{Allowed, Request};
 use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored};
 use lmetric_core::router::{Decision, IndexFeed, PullConfig, Router, RouterConfig, SharedRouter, TierConfig};
 use proptest::prelude::*;
@@ -81,12 +81,13 @@ impl Bed {
     ) -> T {
         let mut chain = Vec::new();
         hash_tokens(self.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+        let only = pin.map(|name| -> Allowed { [name.into()].into() });
         let request = Request {
             chain: &chain,
             // One token more: engines compute the last token.
             prompt_tokens: (blocks * BLOCK) as u32 + 1,
             tokens_per_block: BLOCK as f64,
-            instance: pin,
+            instances: only.as_ref(),
             ..Request::default()
         };
         let mut router = self.feed.router().lock();
@@ -377,11 +378,12 @@ fn the_cost_of_loads_is_learned_from_first_tokens() {
             // Every prompt has 100 more tokens to compute; those of even prompts load the others.
             let mut chain = Vec::new();
             hash_tokens(bed.feed.keys().tokens, BLOCK as usize, &tokens(prompt, 0..blocks), &mut chain);
+            let only = ["b".into()].into();
             let request = Request {
                 chain: &chain,
                 prompt_tokens: (blocks * BLOCK + 100 + prompt * 13 % 200) as u32,
                 tokens_per_block: BLOCK as f64,
-                instance: Some("b"),
+                instances: Some(&only),
                 ..Request::default()
             };
             let mut router = bed.feed.router().lock();

@@ -100,11 +100,13 @@ fn a_failover_stays_in_its_arm() {
     router.set_canary(Some((policy("lmetric"), true))).unwrap();
     let (prompt, other) = (chain(1, 50), chain(9000, 50));
     for name in ["e1", "e2"] {
-        let warm = router.route(&Request { instance: Some(name), ..request(&prompt) }, 0.0).unwrap();
+        let only = [name.into()].into();
+        let warm = router.route(&Request { instances: Some(&only), ..request(&prompt) }, 0.0).unwrap();
         router.advance(warm.ticket, Event::FirstToken, 0.1).unwrap();
         router.advance(warm.ticket, Event::Ended(Usage::default()), 0.2).unwrap();
     }
-    router.route(&Request { instance: Some("e2"), ..request(&other) }, 0.3).unwrap();
+    let only = ["e2".into()].into();
+    router.route(&Request { instances: Some(&only), ..request(&other) }, 0.3).unwrap();
     let decision = router.route(&Request { arm: Arm::Canary, ..request(&prompt) }, 0.4).unwrap();
     let name = |router: &Router, id| router.fleet().name(id).to_string();
     assert_eq!(name(&router, decision.segment.instance), "e1", "its cache is there, and it is idle");

@@ -4,7 +4,7 @@ use crate::errors::Result;
 use lmetric_core::CoreError;
 use lmetric_core::kv::hash::{self, Domain};
 use lmetric_core::kv::keys::Keys;
-use lmetric_core::request::{Arm, Request as CoreRequest, Tenant};
+use lmetric_core::request::{Allowed, Arm, Request as CoreRequest, Tenant};
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -69,9 +69,7 @@ pub struct Request {
     /// Why `allow_fetch` is false, for the decision record.
     #[pyo3(get)]
     fetch_reason: Text,
-    /// Name of the only instance that may take the request. None: any instance may.
-    #[pyo3(get)]
-    instance: Text,
+    instances: Option<Allowed>,
     /// Owner of the request, for `FairShares` (docs/explanation/priorities.md).
     #[pyo3(get)]
     tenant: Text,
@@ -162,7 +160,7 @@ impl Request {
         token_ids=None, text=None, block_hashes=None, prompt_tokens=None, max_tokens=None, session=None,
         request_id=None, lora_name=None, cache_salt=None, extra_tokens=0, tenant=None, tenant_weight=1.0,
         handicap_seconds=0.0, length_class=None, reasoning_tokens=None, allow_split=true,
-        split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instance=None,
+        split_reason=None, allow_fetch=true, fetch_reason=None, priority=None, instances=None,
         session_final=false, ttft_slo_seconds=None, whole_answer=false
     ))]
     fn new(
@@ -187,7 +185,7 @@ impl Request {
         allow_fetch: bool,
         fetch_reason: Text,
         priority: Option<f64>,
-        instance: Text,
+        instances: Option<Vec<String>>,
         session_final: bool,
         ttft_slo_seconds: Option<f64>,
         whole_answer: bool,
@@ -216,7 +214,7 @@ impl Request {
             split_reason,
             allow_fetch,
             fetch_reason,
-            instance,
+            instances: instances.map(|names| names.into_iter().map(Into::into).collect()),
             tenant,
             tenant_weight,
             handicap_seconds,
@@ -245,6 +243,12 @@ impl Request {
             Prompt::Bytes(text) => Some(text.bind(py).clone().into_any()),
             _ => None,
         }
+    }
+
+    /// Names of the only instances that may take the request. None: any instance may.
+    #[getter]
+    fn instances(&self) -> Option<Vec<&str>> {
+        self.instances.as_ref().map(|names| names.iter().map(|name| &**name).collect())
     }
 
     /// Block hashes of the prompt, uint64; None for a prompt of another kind.
@@ -278,11 +282,11 @@ impl Request {
             ("cache_salt", &self.cache_salt),
             ("request_id", &self.request_id),
             ("tenant", &self.tenant),
-            ("instance", &self.instance),
         ];
         let texts = texts.iter().filter_map(|(name, text)| {
             text.as_ref().map(|text| Ok(format!("{name}={}", text.bind(py).repr()?)))
         });
+        let among = self.instances.as_ref().map(|names| Ok(format!("instances={names:?}")));
         let allowed = [("allow_split", self.allow_split), ("allow_fetch", self.allow_fetch)];
         let denied = allowed.iter().filter(|(_, allowed)| !allowed).map(|(name, _)| format!("{name}=False"));
         let last = self.session_final.then(|| Ok("session_final=True".to_string()));
@@ -293,6 +297,7 @@ impl Request {
             .map(Ok)
             .chain(numbers.map(Ok))
             .chain(texts)
+            .chain(among)
             .chain(denied.map(Ok))
             .chain(last)
             .chain(slo)
@@ -327,7 +332,7 @@ impl Request {
             session_final: self.session_final,
             uncut: denied(self.allow_split, &self.split_reason)?,
             unpulled: denied(self.allow_fetch, &self.fetch_reason)?,
-            instance: of(py, &self.instance)?,
+            instances: self.instances.as_ref(),
             arrival: None,
             ttft_slo_seconds: self.ttft_slo_seconds,
             whole_answer: self.whole_answer,

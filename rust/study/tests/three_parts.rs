@@ -46,7 +46,7 @@ const THINKS: Request<'static> = Request {
     session: None,
     uncut: None,
     unpulled: None,
-    instance: None,
+    instances: None,
     tenant: Tenant::NOBODY,
     lora: None,
     priority: None,

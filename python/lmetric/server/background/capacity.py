@@ -204,7 +204,8 @@ class CapacityTwin:
         labels = ("model", "role", "type")
         wanted = GaugeMetricFamily(
             "lmetric_wanted_replicas",
-            "Engines that meet the SLO under the forecast demand; absent without fresh advice",
+            "Engines that meet the SLO under the forecast demand; 0 for types and roles that do not run; "
+            "absent without fresh advice",
             labels=labels,
         )
         low = GaugeMetricFamily(

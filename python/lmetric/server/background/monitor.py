@@ -12,6 +12,7 @@ from lmetric._core import LmetricError
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.errors import Unusable
 from lmetric.server.background.downloads import Downloads
+from lmetric.server.background.polls import Polls
 from lmetric.server.execution.exchange import SATURATED
 from lmetric.server.fleet import priority
 from lmetric.server.fleet.engine import Engine
@@ -35,30 +36,6 @@ log = structlog.get_logger("lmetric.health")
 CLOCK_SECONDS = 10.0
 
 
-class _Polls:
-    """Polls of one kind. Each engine has at most one poll in flight."""
-
-    def __init__(self, name: str, poll: Callable[[Engine], Awaitable[None]]) -> None:
-        self.running: dict[Engine, asyncio.Task[None]] = {}
-        self._name = name
-        self._poll = poll
-
-    def begin(self, engine: Engine) -> asyncio.Task[None]:
-        """Starts a poll of an engine, or returns the one in flight."""
-        task = self.running.get(engine)
-        if task is None:
-            task = self.running[engine] = asyncio.create_task(self._run(engine), name=self._name)
-        return task
-
-    async def _run(self, engine: Engine) -> None:
-        try:
-            await self._poll(engine)
-        except Exception:
-            log.exception("a poll failed", poll=self._name, engine=engine.name)
-        finally:
-            del self.running[engine]
-
-
 class Monitor:
     """The periodic tasks of a router."""
 
@@ -74,9 +51,9 @@ class Monitor:
         self.metrics = metrics
         self._certificates = certificates
         self._tasks: list[asyncio.Task[None]] = []
-        self._checks = _Polls("check", self._check)
-        self._reads = _Polls("load", self._load_of)
-        self._probes = _Polls("probe", self._probe_silent)
+        self._checks = Polls("check", self._check)
+        self._reads = Polls("load", self._load_of)
+        self._probes = Polls("probe", self._probe_silent)
         self._downloads = Downloads(fleet)
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
@@ -160,8 +137,7 @@ class Monitor:
         now = time.monotonic()
         self.fleet.forget_unserved(now)
         self._remind(now)
-        for engine in self.fleet.engines():
-            self._checks.begin(engine)
+        await self._checks.begin_all(list(self.fleet.engines()))
 
     async def _check(self, engine: Engine) -> None:
         health = self.config.health
@@ -240,10 +216,8 @@ class Monitor:
         """Starts to read the load of each healthy engine whose last read is over."""
         if self.config.load.interval is None:
             return
-        for pool in self.fleet.pools:
-            for engine in pool.engines.values():
-                if engine.healthy and engine.load_pages:
-                    self._reads.begin(engine)
+        engines = (engine for pool in self.fleet.pools for engine in pool.engines.values())
+        await self._reads.begin_all([each for each in engines if each.healthy and each.load_pages])
 
     async def _load_of(self, engine: Engine) -> None:
         for path in engine.load_pages:

@@ -41,21 +41,21 @@ class HeaderMap(_message.Message):
 
 class HeaderValueOption(_message.Message):
     __slots__ = ("header", "append_action")
-    class AppendAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    class HeaderAppendAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        APPEND_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.AppendAction]
-        ADD_IF_ABSENT: _ClassVar[HeaderValueOption.AppendAction]
-        OVERWRITE_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.AppendAction]
-        OVERWRITE_IF_EXISTS: _ClassVar[HeaderValueOption.AppendAction]
-    APPEND_IF_EXISTS_OR_ADD: HeaderValueOption.AppendAction
-    ADD_IF_ABSENT: HeaderValueOption.AppendAction
-    OVERWRITE_IF_EXISTS_OR_ADD: HeaderValueOption.AppendAction
-    OVERWRITE_IF_EXISTS: HeaderValueOption.AppendAction
+        APPEND_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        ADD_IF_ABSENT: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        OVERWRITE_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        OVERWRITE_IF_EXISTS: _ClassVar[HeaderValueOption.HeaderAppendAction]
+    APPEND_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction
+    ADD_IF_ABSENT: HeaderValueOption.HeaderAppendAction
+    OVERWRITE_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction
+    OVERWRITE_IF_EXISTS: HeaderValueOption.HeaderAppendAction
     HEADER_FIELD_NUMBER: _ClassVar[int]
     APPEND_ACTION_FIELD_NUMBER: _ClassVar[int]
     header: HeaderValue
-    append_action: HeaderValueOption.AppendAction
-    def __init__(self, header: _Optional[_Union[HeaderValue, _Mapping]] = ..., append_action: _Optional[_Union[HeaderValueOption.AppendAction, str]] = ...) -> None: ...
+    append_action: HeaderValueOption.HeaderAppendAction
+    def __init__(self, header: _Optional[_Union[HeaderValue, _Mapping]] = ..., append_action: _Optional[_Union[HeaderValueOption.HeaderAppendAction, str]] = ...) -> None: ...
 
 class Metadata(_message.Message):
     __slots__ = ("filter_metadata",)

@@ -37,6 +37,14 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
         raise ConfigError("upgrade_socket is not possible in `epp`: start a second picker instead; remove it")
     if config.host.startswith("unix:"):
         raise ConfigError("host is a unix socket; `epp` needs an IP address to listen on")
+    tls = config.epp.tls
+    if tls is not None and tls.client_ca_file is not None and tls.client_certificates == "optional":
+        raise ConfigError(
+            "epp.tls.client_certificates: optional is not possible: gRPC requires them or requests none; "
+            "set required, or remove client_ca_file"
+        )
+    if tls is not None and tls.min_version != "1.2":
+        raise ConfigError("epp.tls.min_version: gRPC accepts TLS 1.2 and 1.3; set '1.2'")
     for engine in (*config.engines, *(each for model in config.models for each in model.engines)):
         check_address(engine.url)
     pool_changes: dict[str, Any] = {"stream_failover": False, "handover": "sidecar"}

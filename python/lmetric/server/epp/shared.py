@@ -13,7 +13,6 @@ from lmetric.server.api.paths import stored_response
 from lmetric.server.epp.addresses import address_of
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap
 from lmetric.server.epp.request_fields import RequestFields
-from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.engine import Engine
@@ -86,23 +85,21 @@ class Shared:
         """Returns IP:PORT of an engine."""
         return address_of(engine)
 
-    def endpoints(self, engine: Engine, relay: InFlightRequest | None, subset: Subset | None) -> list[str]:
+    def endpoints(self, engine: Engine, relay: InFlightRequest | None) -> list[str]:
         """Returns IP:PORT of the chosen engine, and of the next ones that may replace it."""
         found = [address_of(engine)]
         more = self.front.config.epp.fallbacks
         if not more or not isinstance(relay, RequestRunner):
             return found
         execution = relay.execution
-        if execution.client_request.pinned_to is not None or execution.pool.disaggregates:
+        if execution.pool.disaggregates:
             return found
         engines = execution.pool.engines
         for name in execution.decision.ranking():
             other = engines.get(name)
             if len(found) > more:
                 break
-            if other is None or other is engine or other.unusable is not None:
-                continue
-            if subset is None or other in subset:
+            if other is not None and other is not engine and other.unusable is None:
                 found.append(address_of(other))
         return found
 

@@ -57,7 +57,6 @@ class GatewayStream:
         self._body = b""  # as the client sent it
         self._has_trailers = False
         self._deadline: asyncio.TimerHandle | None = None  # for the body
-        self._subset: Subset | None = None
         self._prefill: str | None = None  # address of the engine that computes the prompt
         self._link: EngineLink | None = None
         self._picks: list[str] = []  # IP:PORT, best first
@@ -75,12 +74,15 @@ class GatewayStream:
                 if self._decided is not None:
                     await self._decided
                     self._decided = None
-                for answer in out:
-                    await context.write(answer)
+                try:
+                    for answer in out:
+                        await context.write(answer)
+                finally:
+                    if message.HasField("response_body"):
+                        # After the write, so that the client does not wait for the router's counts.
+                        # The gateway may end the stream during the write of the last part.
+                        self._answer_part(message.response_body.body, message.response_body.end_of_stream)
                 out.clear()
-                if message.HasField("response_body"):
-                    # After the write, so that the client does not wait for the router's counts.
-                    self._answer_part(message.response_body.body, message.response_body.end_of_stream)
         except asyncio.CancelledError:
             if self._task is not None:
                 self._task.uncancel()
@@ -139,7 +141,6 @@ class GatewayStream:
             self._modes = [config.request_body_mode, config.response_body_mode]
         headers = message.request_headers
         fields = self._fields = self._shared.read_fields(headers.headers)
-        self._subset = Subset.of(message.metadata_context)
         front = self._front
         head = front.requests.sort(fields.target, fields.for_router)
         clients, sender = front.clients, front.forwarding.client(self.peer.address, head.forwarded_for)
@@ -149,8 +150,7 @@ class GatewayStream:
         client: Any = self  # with what the frontend reads of a connection
         request = self.request = ClientRequest(client, self.transport, head, True, True, self._answered)
         request.gateway = self
-        if self._subset is not None:
-            request.narrow = self._subset.narrow
+        request.subset = Subset.of(message.metadata_context)
         if not front.admits(request):
             return
         if (error := self._why_not(fields, headers)) is not None:
@@ -242,7 +242,7 @@ class GatewayStream:
         link, relay, request = self._link, self.relay, self.request
         assert link is not None
         assert request is not None
-        self._picks = self._shared.endpoints(link.engine, relay, self._subset)
+        self._picks = self._shared.endpoints(link.engine, relay)
         endpoints = ",".join(self._picks)
         streamed = self._modes[0] == BodySendMode.FULL_DUPLEX_STREAMED
         same = body == self._body

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lmetric._core import Peer, Request, RequestHead, ResponseReader
+from lmetric._core import Peer, RequestHead, ResponseReader
 from lmetric.config import ServerConfig, Timeouts
 from lmetric.server.api.eligibility import Ineligible
 from lmetric.server.api.errors import ApiError, last_events
@@ -17,6 +17,7 @@ from lmetric.server.execution.draft import Draft
 from lmetric.server.execution.trace import TraceContext
 from lmetric.server.execution.transcript import Transcript
 from lmetric.server.fleet.canary import CanaryRequest
+from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.upstream.connection import Connection
 
@@ -35,6 +36,15 @@ class Gateway(Protocol):
 
     def connection(self, step: Step) -> Connection:
         """Returns the connection to a step's engine. A request on it is one for the gateway."""
+
+
+class Subset(Protocol):
+    """The engines to which a gateway limits a request."""
+
+    def __contains__(self, engine: Engine) -> bool: ...
+
+    def no_engine_error(self, pool: Pool, reason: str) -> ApiError:
+        """Returns the error for a request that none of its engines can accept now."""
 
 
 class ClientPort(Protocol):
@@ -109,8 +119,7 @@ class ClientRequest:
     draft: Draft | None = None  # of its record on disk; None: it gets none
     trial: CanaryRequest | None = None  # its arm; None: no canary runs
     gateway: Gateway | None = None  # None: the router sends it to engines
-    # Called before routing, with the model, the request and the time: it may limit the engines.
-    narrow: Callable[[Pool, Request, float], Request] | None = None
+    subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
     # The reason why another engine cannot continue its stream; None: it can, or it is no stream.
     not_resumable: Ineligible | None = None

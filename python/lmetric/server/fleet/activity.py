@@ -14,6 +14,7 @@ class ActivityEvent(NamedTuple):
     """One event.
 
     Attributes:
+        sequence: number of the event in its model, from 1.
         at: seconds on the monotonic clock.
         number: the decision of the request; 0: none.
         tenant: the tenant of the request; "": none.
@@ -22,6 +23,7 @@ class ActivityEvent(NamedTuple):
         seconds: duration of a fetch.
     """
 
+    sequence: int
     at: float
     kind: Kind
     number: int
@@ -37,14 +39,16 @@ class ActivityEvent(NamedTuple):
 class Activity:
     """A bounded list of events, the newest last."""
 
-    __slots__ = ("events",)
+    __slots__ = ("events", "noted")
 
     def __init__(self) -> None:
         self.events: deque[ActivityEvent] = deque(maxlen=KEPT_EVENTS)
+        self.noted = 0  # events so far
 
     def note(self, *values: Any) -> None:
-        """Adds an event; ``values``: the fields of `ActivityEvent` in order."""
-        self.events.append(ActivityEvent(*values))
+        """Adds an event; ``values``: the fields of `ActivityEvent` from ``at`` on, in order."""
+        self.noted += 1
+        self.events.append(ActivityEvent(self.noted, *values))
 
     def of(self, number: int) -> list[ActivityEvent]:
         """Returns the events of a decision, oldest first."""

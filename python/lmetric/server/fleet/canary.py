@@ -29,6 +29,7 @@ MIN_ERRORS = 5  # failed requests of the canary before a rollback because of err
 CHECK_SECONDS = 5.0  # time between two looks of the automatic rollback
 # The automatic rollback reads two metrics, which share the chance of a false alarm.
 ALARM_CHANCE = 0.05 / 2
+CAUSES = ("command", "ttft", "errors")  # of a rollback
 # Above this share of the requests in one group of keys, the split is not fair.
 LARGEST_GROUP = 0.2
 
@@ -98,7 +99,7 @@ class Run:
 
     def draw(self, request: Request) -> CanaryRequest | None:
         """Returns the arm of a request; None: no policy decides it."""
-        if request.instance is not None:
+        if request.instances is not None and len(request.instances) == 1:
             return None
         session = request.session
         if session is not None:
@@ -215,7 +216,8 @@ class Canary:
         self.run: Run | None = None  # the last one; None: none was started
         self.built: Built | None = None  # policy of the last one
         self.reason = ""  # why it was rolled back
-        self.rollbacks: Counter[str] = Counter()  # by cause
+        # By cause. Each counter starts at 0: Prometheus does not see the increase of a new series.
+        self.rollbacks: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
         self.promotions = 0
         self._configured: CanaryConfig | None = None
         self._before: Policies | None = None  # of the promotion

@@ -501,7 +501,10 @@ class Frontend(web.Server):
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
         try:
-            client_request.pool, engine = self._holder(tenant, response_id)
+            pool, engine = self._holder(tenant, response_id)
+            client_request.pool = pool
+            if client_request.subset is not None and engine not in client_request.subset:
+                raise client_request.subset.no_engine_error(pool, f"the response is on {engine.name}")
             if method == "DELETE":
                 client_request.on_answer = lambda _: self.stored.forget(tenant, response_id)
             client_request.keep_alive &= self.phase is SERVING
@@ -650,7 +653,9 @@ class Frontend(web.Server):
             fetch_reason is None,
             fetch_reason,
             _priority(head, call) if policies.reads_priority else None,
-            client_request.pinned_to,
+            None
+            if client_request.pinned_to is None and client_request.subset is None
+            else _instances(client_request, pool),
             head.session_final,
             slo.ttft_seconds if slo is not None else None,
             not (call.stream and call.path.generates),  # whole_answer
@@ -735,8 +740,6 @@ class Frontend(web.Server):
     ) -> None:
         """Routes the request and starts its execution. Raises ApiError."""
         relay: RequestRunner | None = None
-        if client_request.narrow is not None:
-            asked = client_request.narrow(pool, asked, now)
         before = time.monotonic()
         try:
             if pool.trials.on:
@@ -750,6 +753,8 @@ class Frontend(web.Server):
                 model = asked.lora_name or pool.name
                 pool.changes.note(ticket.prompt_key, call.tokens, str(model), call.salt)
         except NoInstanceError as error:
+            if client_request.subset is not None:
+                raise client_request.subset.no_engine_error(pool, str(error)) from None
             if client_request.pinned_to is not None:
                 raise ApiError(
                     503,
@@ -861,6 +866,15 @@ def _hedge(
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     """Returns the weight and the handicap (s) of each tenant."""
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
+
+
+def _instances(client_request: ClientRequest, pool: Pool) -> list[str]:
+    """Returns the names of the only engines that may take a request."""
+    pinned, subset = client_request.pinned_to, client_request.subset
+    names = pool.engines if pinned is None else (pinned,)
+    return [
+        name for name in names if subset is None or (name in pool.engines and pool.engines[name] in subset)
+    ]
 
 
 def _length_class(client_request: ClientRequest) -> str:

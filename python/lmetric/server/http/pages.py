@@ -50,6 +50,7 @@ from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
 from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
+from lmetric.timeline import timeline
 from lmetric.why import because
 
 log = structlog.get_logger("lmetric.server")
@@ -310,6 +311,7 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown["because"] = because(record, pool.policies.formula)
             if events := pool.activity.of(number):
                 shown["events"] = [event_shown(event, record["at_seconds"]) for event in events]
+            shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
             return shown if full else {name: value for name, value in shown.items() if value is not None}

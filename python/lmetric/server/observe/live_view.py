@@ -21,6 +21,7 @@ from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.recent import SMALL
 from lmetric.server.fleet.summary import summary
+from lmetric.server.observe.hot import hot_spots
 from lmetric.server.observe.live import EndedRequest, Live, Point, point
 
 REQUESTS_SHOWN = 50
@@ -59,6 +60,7 @@ class LiveView:
         self._guard: dict[str, tuple[float, dict[str, Any]]] = {}
         self.fleet_version = 0
         self._fleet = b""
+        self._rows: Rows = {}  # of the engines, as in `_fleet`
 
     def history(self, tenant: str | None) -> dict[str, Any]:
         """Returns the points of the last minutes. A tenant's history begins when it looks."""
@@ -83,6 +85,7 @@ class LiveView:
             }
             for pool in pools
         ]
+        self._rows = rows
         body = encode({"models": models, "engines": rows})
         if body != self._fleet:
             self._fleet = body
@@ -113,7 +116,9 @@ class LiveView:
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
         shown["guard"] = {pool.name: self._guard_of(pool, now) for pool in pools}
-        shown["engines"] = _columns(pools, live.fleet.unplaced, live.within(MINUTE_SECONDS, now))
+        columns = _columns(pools, live.fleet.unplaced, live.within(MINUTE_SECONDS, now))
+        shown["engines"] = columns
+        shown["hot_spots"] = hot_spots(self._rows, columns["batch"])
         return shown
 
     def frames(self, tenant: str | None, known_fleet: int | None) -> tuple[int, bytes]:
@@ -213,6 +218,7 @@ class LiveView:
         found.sort(key=lambda each: each[1].at, reverse=True)
         return [
             {
+                "key": f"{pool.index}-{event.sequence}",
                 "at": round(time.time() - now + event.at, 2),
                 "id": self._label(pool.index, event.number, tenant),
                 "model": pool.name,
@@ -245,7 +251,7 @@ def event_shown(event: ActivityEvent, decided_at: float) -> dict[str, Any]:
 
 def _event(event: ActivityEvent) -> dict[str, Any]:
     shown = event._asdict()
-    for name in ("at", "number", "tenant"):
+    for name in ("sequence", "at", "number", "tenant"):
         del shown[name]
     return {name: value for name, value in shown.items() if value is not None}
 

@@ -1,4 +1,4 @@
-// Four charts of the last minutes (uPlot).
+// Charts of the last minutes (uPlot).
 import { clock, element, rate, seconds, share } from "./format.js";
 
 const KEPT = 900;

@@ -2,12 +2,14 @@
 import { element, number, seconds } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const PARTS = ["because", "timeline", "alternatives", "facts", "record"];
+const part = (name) => document.getElementById(name);
 
 export class Details {
   constructor(load) {
     this.load = load;
     this.dialog = document.getElementById("details");
-    this.dialog.addEventListener("close", () => { if (location.hash.startsWith("#request=")) history.replaceState(null, "", location.pathname + location.search); });
+    this.dialog.addEventListener("close", () => this.clear());
     this.dialog.addEventListener("click", (event) => { if (event.target === this.dialog) this.dialog.close(); });
     addEventListener("hashchange", () => this.open());
   }
@@ -15,13 +17,14 @@ export class Details {
   async open() {
     if (!location.hash.startsWith("#request=")) return;
     const id = decodeURIComponent(location.hash.slice("#request=".length));
-    const part = (name) => document.getElementById(name);
-    for (const name of ["timeline", "alternatives", "facts", "record"]) part(name).replaceChildren();
+    for (const name of PARTS) part(name).replaceChildren();
     part("details-title").textContent = `Request ${id}`;
     part("because").textContent = "Loading the decision record.";
     if (!this.dialog.open) this.dialog.showModal();
+    this.id = id;
     try {
       const record = await this.load(`debug/decisions/${encodeURIComponent(id)}`);
+      if (this.id !== id) return;
       part("details-title").textContent = `Request ${record.request_id ?? id}`;
       part("because").textContent = record.because[0].toUpperCase() + record.because.slice(1);
       part("timeline").replaceChildren(...timeline(record));
@@ -29,8 +32,15 @@ export class Details {
       part("facts").replaceChildren(...facts(record));
       part("record").textContent = JSON.stringify(record, null, 2);
     } catch (error) {
-      part("because").textContent = error.message;
+      if (this.id === id) part("because").textContent = error.message;
     }
+  }
+
+  // The last record of a closed dialog would stay in memory.
+  clear() {
+    this.id = null;
+    for (const name of PARTS) part(name).replaceChildren();
+    if (location.hash.startsWith("#request=")) history.replaceState(null, "", location.pathname + location.search);
   }
 }
 
@@ -41,37 +51,8 @@ function svg(tag, attributes, text) {
   return made;
 }
 
-// The parts of a request: engine, kind, and the seconds since the decision at which it starts and ends.
-export function segments(record) {
-  const moves = (record.events ?? []).filter((event) => event.target && ["handoff", "migration", "failover", "retry"].includes(event.kind));
-  if (!moves.length && record.decode_instance && record.handoff_seconds) {
-    moves.push({ kind: "handoff", source: record.tried[0], target: record.decode_instance, after_seconds: record.handoff_seconds });
-  }
-  const first = record.ttft_seconds ?? record.e2e_seconds ?? 0;
-  const end = Math.max(record.e2e_seconds ?? 0, first, ...moves.map((move) => move.after_seconds), 1e-6);
-  const parts = [];
-  let start = 0;
-  if (record.held_seconds) parts.push({ engine: "router", kind: "wait", from: -record.held_seconds, to: 0 });
-  if (record.fetch_instance && record.fetch_seconds) {
-    parts.push({ engine: record.fetch_instance, kind: "fetch", from: 0, to: record.fetch_seconds });
-    start = record.fetch_seconds;
-  }
-  let engine = record.tried?.[0] ?? record.instance;
-  const add = (from, to) => {
-    if (from < first) parts.push({ engine, kind: "prefill", from, to: Math.min(to, first) });
-    if (to > first) parts.push({ engine, kind: "decode", from: Math.max(from, first), to });
-  };
-  for (const move of moves) {
-    add(start, move.after_seconds);
-    start = Math.max(start, move.after_seconds);
-    engine = move.target;
-  }
-  add(start, end);
-  return parts.filter((part) => part.to > part.from);
-}
-
 function timeline(record) {
-  const parts = segments(record);
+  const parts = record.timeline.map((part) => ({ engine: part.engine ?? "router", kind: part.kind, from: part.from_seconds, to: part.to_seconds }));
   if (!parts.length) return [];
   const lanes = [...new Set(parts.map((part) => part.engine))];
   const from = Math.min(...parts.map((part) => part.from)), to = Math.max(...parts.map((part) => part.to));
@@ -95,7 +76,7 @@ function timeline(record) {
       image.append(svg("line", { class: "link", x1: x(part.from), x2: x(part.from), y1: top + lanes.indexOf(before.engine) * line + line / 2, y2: y + line / 2 - 3 }));
     }
   });
-  const names = { wait: "waits", fetch: "prefix fetch", prefill: "to the first token", decode: "decode" };
+  const names = { wait: "waits", fetch: "prefix fetch", prefill: "to the first token", decode: "decode", answer: "whole answer" };
   const legend = element("p", { class: "legend" }, ...[...new Set(parts.map((part) => part.kind))].map((kind) => element("span", {}, element("i", { class: kind }), names[kind])));
   return [image, legend];
 }

@@ -172,7 +172,8 @@ export class Fleet {
     }
     const unit = UNITS[this.measure] || count;
     document.getElementById("scale").replaceChildren("0", element("i"), `${unit(most)} · crossed: not usable`);
-    this.canvas.setAttribute("aria-label", `${total} engines as tiles. Arrow keys choose one.`);
+    this.canvas.setAttribute("aria-valuemax", total);
+    this.canvas.setAttribute("aria-valuenow", this.shown.indexOf(this.selected) + 1);
   }
 
   at(event) {
@@ -189,6 +190,7 @@ export class Fleet {
         `cache ${share(engine.cache)}, hits ${share(engine.hit_rate)}, report age ${age(engine.age_seconds)}`
       : "";
     setText(document.getElementById("tile-text"), text);
+    this.canvas.setAttribute("aria-valuetext", text || "none chosen");
   }
 
   select(engine, scroll = true) {
@@ -261,23 +263,6 @@ export class Fleet {
     }
   }
 
-  // Engines far above the mean batch of their role.
-  hot() {
-    const found = [];
-    const groups = new Map();
-    for (const each of this.engines) {
-      if (each.state !== "usable") continue;
-      const key = `${each.model} ${each.role}`;
-      if (!groups.has(key)) groups.set(key, []);
-      groups.get(key).push(each);
-    }
-    for (const members of groups.values()) {
-      const mean = members.reduce((sum, each) => sum + (each.batch || 0), 0) / members.length;
-      for (const each of members) if (members.length > 1 && each.batch >= mean + 4 && each.batch > 2 * mean) found.push({ engine: each, times: each.batch / mean });
-    }
-    return found.sort((a, b) => b.times - a.times).slice(0, 5);
-  }
-
   drawCounts(summary) {
     const states = {};
     for (const each of this.engines) if (each.state !== "usable") states[each.state] = (states[each.state] || 0) + 1;
@@ -286,9 +271,11 @@ export class Fleet {
     setText(document.getElementById("counts"), `${summary.usable} of ${summary.engines} usable${[...others, ...modes].length ? `: ${[...others, ...modes].join(", ")}` : ""}`);
   }
 
-  drawHot(guard) {
-    const hot = this.hot().map(({ engine, times }, i) => `${engine.name} with ${i ? "" : "batch "}${count(engine.batch)} (${rate(times)}x${i ? "" : " the mean of its role"})`);
-    const lines = hot.length ? [element("p", { class: "flag", text: `Hot: ${hot.join(", ")}` })] : [];
+  // `hot`: the hottest engines. `busiest`: the engine most above the mean of its role, or null.
+  drawHot({ hot, busiest }, guard) {
+    const shown = hot.map((each, i) => `${each.name} with ${i ? "" : "batch "}${count(each.batch)} (${rate(each.times)}x${i ? "" : " the mean of its role"})`);
+    const most = busiest ? ` Busiest: ${busiest.name} with batch ${count(busiest.batch)} (${rate(busiest.times)}x the mean of its role).` : "";
+    const lines = [hot.length ? element("p", { class: "flag", text: `Hot: ${shown.join(", ")}` }) : element("p", { class: "muted", text: `No engine is hot.${most}` })];
     for (const [model, state] of Object.entries(guard || {})) {
       const on = state.on ? `on, ${state.suspected} prefix${state.suspected === 1 ? "" : "es"} suspected, ${state.filtering} kept off their holders` : "off";
       lines.push(element("p", { class: state.filtering ? "flag" : "muted", text: `Hot-spot guard of ${model}: ${on}` }));

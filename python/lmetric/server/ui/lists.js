@@ -1,26 +1,39 @@
 // The lists of requests and of moves.
 import { clock, count, element, number, seconds, setText, share } from "./format.js";
 
-export class Requests {
-  constructor() {
-    this.body = document.querySelector("#list tbody");
-    this.rows = new Map();
+// Keeps the elements of known items, so that the focus stays where it is.
+class List {
+  constructor(body) {
+    this.body = body;
+    this.made = new Map();
   }
 
-  // Keeps the row elements of known requests, so that the focus stays where it is.
-  draw(requests) {
+  // `key`, `make` and `fill` get an item; `fill` also gets its element.
+  show(items, key, make, fill) {
     const known = new Set();
-    requests.forEach((request, place) => {
-      const key = request.id ?? `${request.request_id} ${request.at}`;
-      known.add(key);
-      let row = this.rows.get(key);
-      if (!row) this.rows.set(key, (row = this.row(request)));
-      this.fill(row, request);
-      if (this.body.children[place] !== row) this.body.insertBefore(row, this.body.children[place] ?? null);
+    items.forEach((item, place) => {
+      const name = key(item);
+      known.add(name);
+      let own = this.made.get(name);
+      if (!own) this.made.set(name, (own = make(item)));
+      if (fill) fill(own, item);
+      if (this.body.children[place] !== own) this.body.insertBefore(own, this.body.children[place] ?? null);
     });
-    for (const [key, row] of this.rows) {
-      if (!known.has(key)) { row.remove(); this.rows.delete(key); }
+    for (const [name, own] of this.made) {
+      if (!known.has(name)) { own.remove(); this.made.delete(name); }
     }
+  }
+}
+
+export class Requests {
+  constructor() {
+    this.list = new List(document.querySelector("#list tbody"));
+    this.empty = document.getElementById("no-requests");
+  }
+
+  draw(requests) {
+    this.empty.hidden = requests.length > 0;
+    this.list.show(requests, (each) => each.id ?? `${each.request_id} ${each.at}`, (each) => this.row(each), (row, each) => this.fill(row, each));
   }
 
   row(request) {
@@ -60,19 +73,21 @@ const WORDS = {
   guard: (e) => [e.outcome, ...Object.entries(e.details ?? {}).map(detail)].join(", "),
 };
 
-export function drawEvents(events) {
-  const list = document.getElementById("events");
-  const newest = events.length ? `${events[0].at} ${events.length}` : "none";
-  if (list.dataset.newest === newest) return;
-  list.dataset.newest = newest;
-  if (!events.length) {
-    list.replaceChildren(element("li", { class: "muted", text: "No fetch, handoff, migration or guard event yet." }));
-    return;
+export class Events {
+  constructor() {
+    this.list = new List(document.getElementById("events"));
+    this.empty = document.getElementById("no-events");
   }
-  list.replaceChildren(...events.map((event) => {
+
+  draw(events) {
+    this.empty.hidden = events.length > 0;
+    this.list.show(events, (each) => each.key, (each) => this.item(each));
+  }
+
+  item(event) {
     const failed = event.kind === "retry" || (event.kind === "failover" && event.outcome !== "continued");
     const item = element("li", { class: failed ? "bad" : "" }, element("time", { text: clock(event.at) }), element("span", { class: "kind", text: event.kind }), WORDS[event.kind](event));
     if (event.id) item.append(" ", element("a", { href: `#request=${encodeURIComponent(event.id)}`, text: "why" }));
     return item;
-  }));
+  }
 }

@@ -3,12 +3,13 @@ import { Charts } from "./charts.js";
 import { Details } from "./details.js";
 import { Fleet } from "./fleet.js";
 import { count, element, rate, seconds, setText, share } from "./format.js";
-import { Requests, drawEvents } from "./lists.js";
+import { Events, Requests } from "./lists.js";
 
 const part = (id) => document.getElementById(id);
 const charts = new Charts(part("charts"));
 const fleet = new Fleet();
 const requests = new Requests();
+const events = new Events();
 const KEY = "lmetric-token";
 const SILENT_MILLISECONDS = 10000;
 let token = sessionStorage.getItem(KEY) ?? "";
@@ -67,12 +68,12 @@ function draw() {
   const admin = latest.engines !== undefined;
   part("fleet").hidden = !admin;
   if (admin) {
-    fleet.drawHot(latest.guard);
+    fleet.drawHot(latest.hot_spots, latest.guard);
     fleet.draw();
   }
   fleet.drawCounts(latest.summary);
   requests.draw(latest.requests);
-  drawEvents(latest.events);
+  events.draw(latest.events);
   // For tests and for whoever looks: the time of this update.
   updates += 1;
   document.documentElement.dataset.updates = updates;

@@ -25,7 +25,7 @@ const REQUEST: Request<'static> = Request {
     session: None,
     uncut: None,
     unpulled: None,
-    instance: None,
+    instances: None,
     arrival: None,
     ttft_slo_seconds: None,
     whole_answer: false,

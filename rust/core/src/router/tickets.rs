@@ -6,7 +6,7 @@ use crate::estimate::Turn;
 use crate::ids::Seconds;
 use crate::plan::{Pull, Segment, Usage};
 use crate::priority::vtc::Place;
-use crate::request::{Arm, Request, Tenant};
+use crate::request::{Allowed, Arm, Request, Tenant};
 use slotmap::{DefaultKey, Key, KeyData, SlotMap};
 
 /// Key of a ticket: slot and generation.
@@ -108,8 +108,8 @@ pub struct TicketState {
     pub may_be_cut: bool,
     /// Whether its instance may fetch a prefix of its prompt.
     pub may_be_pulled_for: bool,
-    /// Name of the only instance that may take the request, if there is one.
-    pub pinned_to: Option<Box<str>>,
+    /// The only instances that may take the request; `None`: all instances may.
+    pub instances: Option<Allowed>,
     /// Hash of its session key, if it has one.
     pub session: Option<u64>,
     /// Tenant of the request.
@@ -146,7 +146,7 @@ impl TicketState {
             length_class: self.length_class,
             session: self.session,
             uncut: (!self.may_be_cut).then_some("it must not be split"),
-            instance: self.pinned_to.as_deref(),
+            instances: self.instances.as_ref(),
             unpulled: (!self.may_be_pulled_for).then_some("no prefix must be fetched for it"),
             arrival: self.arrival,
             ttft_slo_seconds: None, // it has been admitted

@@ -102,7 +102,7 @@ impl Router {
                 || !request.may_be_cut
                 || !request.later.is_empty()
                 || leg.segment.to_token.is_some()
-                || request.pinned_to.is_some()
+                || request.instances.is_some()
             {
                 continue;
             }

@@ -53,7 +53,7 @@ impl Lifecycle<'_> {
             length_class: request.length_class,
             may_be_cut: request.uncut.is_none(),
             may_be_pulled_for: request.unpulled.is_none(),
-            pinned_to: request.instance.map(Into::into),
+            instances: request.instances.cloned(),
             session: request.session,
             tenant: request.tenant,
             lora: request.lora,

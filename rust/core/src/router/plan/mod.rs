@@ -70,8 +70,15 @@ impl State {
         first: InstanceId,
         now: Seconds,
     ) -> Result<Rest, CoreError> {
-        if self.fleet.decoder_count() == 0 {
-            return if self.config.colocate { Ok(Rest::new()) } else { Err(self.nobody(Turn::Later)) };
+        let none = match request.instances {
+            None => self.fleet.decoder_count() == 0,
+            Some(_) => self.admit(context, request, Turn::Later, &[]) == 0,
+        };
+        if none {
+            return match self.config.colocate {
+                true => Ok(Rest::new()),
+                false => Err(self.nobody(request, Turn::Later, &[])),
+            };
         }
         let handoff = self.expected_handoff(context, request, first, now);
         let instance = match self.config.binding {

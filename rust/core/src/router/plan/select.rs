@@ -11,6 +11,9 @@ use crate::router::context::{DecisionContext, Selection};
 use crate::router::parts::Turn;
 use crate::router::state::{Selector, State};
 
+/// Number of instances that an error names.
+const SHOWN: usize = 4;
+
 impl State {
     /// Returns the policy of a turn for requests of an arm.
     fn selector(&self, turn: Turn, arm: Arm) -> &Selector {
@@ -32,12 +35,9 @@ impl State {
         now: Seconds,
     ) -> Result<InstanceId, CoreError> {
         let selector = self.selector(turn, request.arm);
-        let eligible_count = match request.instance {
-            Some(name) if turn == Turn::First => self.admit_only(context, name, failed)?,
-            _ => self.admit(context, turn, failed),
-        };
+        let eligible_count = self.admit(context, request, turn, failed);
         if eligible_count == 0 {
-            return Err(self.nobody(turn));
+            return Err(self.nobody(request, turn, failed));
         }
         let eligible_count = match turn {
             Turn::First if !context.roomy.is_empty() && failed.is_empty() => {
@@ -100,21 +100,34 @@ impl State {
         scores.score.copy_from_slice(snapshot.column(Indicator::Bs));
         leave_ineligible(scores, &snapshot);
         let best = select::best(scores, snapshot.eligible, rng);
-        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(turn))
+        best.map(|best| InstanceId(best as u32)).ok_or_else(|| self.nobody(request, turn, failed))
     }
 
     /// Marks the slots that can take a segment; returns their number. If no instance accepts
     /// prompts and `colocate` allows it, decode instances take whole requests.
-    pub fn admit(&self, context: &mut DecisionContext, turn: Turn, failed: &[u32]) -> usize {
+    pub fn admit(
+        &self,
+        context: &mut DecisionContext,
+        request: &Request<'_>,
+        turn: Turn,
+        failed: &[u32],
+    ) -> usize {
         let fleet = &self.fleet;
-        let (eligible, able, count) = match turn {
-            Turn::First => (&mut context.first.eligible, fleet.eligible(), fleet.eligible_count()),
-            Turn::Later => (&mut context.later.eligible, fleet.decoders(), fleet.decoder_count()),
-            Turn::Peer(_) => (&mut context.later.eligible, fleet.eligible(), fleet.eligible_count()),
+        let (eligible, decode) = match turn {
+            Turn::First => (&mut context.first.eligible, false),
+            Turn::Later => (&mut context.later.eligible, true),
+            Turn::Peer(_) => (&mut context.later.eligible, false),
         };
-        let mut mark = |able: &[bool], count: usize| {
+        let mut mark = |decode: bool| {
+            let (able, count) = match decode {
+                false => (fleet.eligible(), fleet.eligible_count()),
+                true => (fleet.decoders(), fleet.decoder_count()),
+            };
             eligible.clear();
-            eligible.extend_from_slice(able);
+            match request.instances {
+                None => eligible.extend_from_slice(able),
+                Some(names) => fleet.mark_named(names, decode, eligible),
+            }
             failed.iter().for_each(|slot| eligible[*slot as usize] = false);
             if let Turn::Peer(first) = turn {
                 // Engines of both instances must be able to transfer KV, and prefill-only instances
@@ -127,39 +140,23 @@ impl State {
                 }
                 return eligible.iter().filter(|e| **e).count();
             }
-            if failed.is_empty() { count } else { eligible.iter().filter(|e| **e).count() }
+            match request.instances {
+                None if failed.is_empty() => count,
+                _ => eligible.iter().filter(|e| **e).count(),
+            }
         };
-        match mark(able, count) {
-            0 if turn == Turn::First && self.config.colocate => mark(fleet.decoders(), fleet.decoder_count()),
+        match mark(decode) {
+            0 if turn == Turn::First && self.config.colocate => mark(true),
             count => count,
         }
     }
 
-    /// Marks the slot of the only instance that may take a request; returns 1.
-    fn admit_only(
-        &self,
-        context: &mut DecisionContext,
-        name: &str,
-        failed: &[u32],
-    ) -> Result<usize, CoreError> {
-        let refused = |why: &str| CoreError::NoInstance(format!("instance {name:?} {why}"));
-        let id = self.fleet.find(name).map_err(|_| refused("is not in the router"))?;
-        match self.fleet.state(id) {
-            _ if failed.contains(&id.0) => return Err(refused("has failed the request")),
-            (false, ..) => return Err(refused("is not healthy")),
-            (_, true, _) => return Err(refused("is draining; it accepts no new requests")),
-            (.., Role::Prefill) => return Err(refused("has the role prefill")),
-            (true, false, Role::Both | Role::Decode) => {}
-        }
-        let eligible = &mut context.first.eligible;
-        eligible.clear();
-        eligible.resize(self.fleet.slots(), false);
-        eligible[id.index()] = true;
-        Ok(1)
-    }
-
-    pub fn nobody(&self, turn: Turn) -> CoreError {
+    /// Returns the error of a segment that no instance can take.
+    pub fn nobody(&self, request: &Request<'_>, turn: Turn, failed: &[u32]) -> CoreError {
         let live = self.fleet.live_count();
+        if let Some(names) = request.instances.filter(|_| live > 0) {
+            return CoreError::NoInstance(self.none_of(names, turn, failed));
+        }
         CoreError::NoInstance(match (live, turn) {
             (0, _) => "the router has no instances".into(),
             (_, Turn::First) => {
@@ -172,6 +169,31 @@ impl State {
                 format!("none of the {live} instances is healthy, not draining and able to take over")
             }
         })
+    }
+
+    /// Says why none of these instances can take a segment.
+    fn none_of(&self, names: &[Box<str>], turn: Turn, failed: &[u32]) -> String {
+        if names.is_empty() {
+            return "the request allows no instance".into();
+        }
+        let why = |name: &str| {
+            let Some(id) = self.fleet.get(name) else { return "is not in the router" };
+            match (self.fleet.state(id), turn) {
+                _ if failed.contains(&id.0) => "has failed the request",
+                ((false, ..), _) => "is not healthy",
+                ((_, true, _), _) => "is draining; it accepts no new requests",
+                ((.., Role::Prefill), _) => "has the role prefill",
+                ((.., Role::Decode), _) => "has the role decode",
+                ((.., Role::Both), Turn::Peer(_)) => "cannot take over",
+                ((.., Role::Both), _) => "has the role both",
+            }
+        };
+        let mut each: Vec<_> =
+            names.iter().take(SHOWN).map(|name| format!("instance {name:?} {}", why(name))).collect();
+        if names.len() > SHOWN {
+            each.push(format!("and {} more", names.len() - SHOWN));
+        }
+        each.join(", ")
     }
 }
 

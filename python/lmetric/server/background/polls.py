@@ -1,0 +1,46 @@
+"""Periodic polls of engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from lmetric.server.fleet.engine import Engine
+
+log = structlog.get_logger("lmetric.health")
+
+# Polls that begin in one turn of the event loop. Each takes about 0.1 ms.
+POLLS_PER_TURN = 20
+
+
+class Polls:
+    """Polls of one kind. Each engine has at most one poll in flight."""
+
+    def __init__(self, name: str, poll: Callable[[Engine], Awaitable[None]]) -> None:
+        self.running: dict[Engine, asyncio.Task[None]] = {}
+        self._name = name
+        self._poll = poll
+
+    def begin(self, engine: Engine) -> asyncio.Task[None]:
+        """Starts a poll of an engine, or returns the one in flight."""
+        task = self.running.get(engine)
+        if task is None:
+            task = self.running[engine] = asyncio.create_task(self._run(engine), name=self._name)
+        return task
+
+    async def begin_all(self, engines: Sequence[Engine]) -> None:
+        """Starts polls of engines. In large fleets, other tasks run in between."""
+        for number, engine in enumerate(engines, 1):
+            self.begin(engine)
+            if number % POLLS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    async def _run(self, engine: Engine) -> None:
+        try:
+            await self._poll(engine)
+        except Exception:
+            log.exception("a poll failed", poll=self._name, engine=engine.name)
+        finally:
+            del self.running[engine]

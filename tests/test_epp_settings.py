@@ -1,0 +1,44 @@
+"""Settings that a gateway makes impossible are errors, not ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmetric.config import ConfigError, ServerConfig
+from lmetric.server.epp.settings import for_gateway
+
+FILES = {"certificate_file": "a.pem", "key_file": "a.key"}
+ENGINES = [{"url": "http://10.0.0.1:8000"}]
+
+
+def made(**values: Any) -> ServerConfig:
+    return for_gateway(ServerConfig.model_validate({"engines": ENGINES, "experimental": True, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"prefix_fetch": "on"}, "prefix_fetch is not possible in `epp`: a gateway cannot fetch prefixes"),
+        ({"hedging": {"after_seconds": 1.0}}, "hedging.after_seconds is not possible"),
+        ({"upgrade_socket": "/run/router.sock"}, "upgrade_socket is not possible"),
+        ({"host": "unix:/run/router.sock"}, "host is a unix socket"),
+        ({"engines": [{"url": "http://engine:8000"}]}, "engine"),
+        (
+            {"epp": {"tls": {**FILES, "client_ca_file": "ca.pem", "client_certificates": "optional"}}},
+            "epp.tls.client_certificates: optional is not possible",
+        ),
+        ({"epp": {"tls": {**FILES, "min_version": "1.3"}}}, "epp.tls.min_version: gRPC accepts TLS 1.2"),
+    ],
+)
+def test_impossible_settings_are_errors(values: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        made(**values)
+    assert error in str(raised.value)
+
+
+def test_only_a_refused_connection_leads_to_another_engine() -> None:
+    config = made(epp={"fallbacks": 2, "tls": {**FILES, "client_ca_file": "ca.pem"}}, stream_failover=True)
+    assert (config.retries.attempts, config.retries.failures, config.retries.statuses) == (3, ["refused"], [])
+    assert not config.stream_failover
