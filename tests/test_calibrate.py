@@ -207,7 +207,7 @@ async def test_an_engines_constants_are_found_over_sockets(slow: Path) -> None:
     for _ in range(4):
         made = await calibrate(options, budget_tokens=16_000, max_batch=6, clock_speed=2)
         errors = off(made.profile, truth)
-        if max(errors.values()) < 0.3:
+        if max(errors.values()) < 0.3 and made.fit.max_batch_tokens == truth.max_batch_tokens:
             break
     assert max(errors.values()) < 0.3, (errors, made.profile)
     assert made.fit.max_batch_tokens == truth.max_batch_tokens

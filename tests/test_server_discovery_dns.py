@@ -130,7 +130,7 @@ async def test_requests_reach_engines_by_their_address() -> None:
         ),
         ("{dns: {name: a, port: 1}, file: x}", "exactly one of file, dns and kubernetes"),
         ("{}", "exactly one of file, dns and kubernetes"),
-        ("{kubernetes: {port: http}}", "discovery[0].kubernetes.selector: missing"),
+        ("{kubernetes: {port: http}}", "set either inference_pool, or both selector and port"),
         ("{kubernetes: {selector: a, port: 0}}", "a port is a number from 1 to 65535"),
         ("{file: a}, {file: a}", "two discovery sources are named 'file:a'"),
         ("{file: a, name: admin}", "two discovery sources are named 'admin'"),

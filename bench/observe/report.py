@@ -134,8 +134,8 @@ PARTS: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
         "cost": ("observe", cost),
         "twin": ("observe", twin),
         "scrape": ("metrics", scrape),
-        "memory": ("page-memory", memory),
-        "frames": ("page-frames", frames),
+        "memory": ("live-page-hour", memory),
+        "frames": ("live-page-frames", frames),
     },
     "canary.md": {"trials": ("canary-cost", trials)},
 }
