@@ -97,8 +97,9 @@ async def test_turns_find_their_prefix_and_counts_return_to_zero(ray_serve: RayS
             return cached, total
 
         found = await asyncio.gather(*(conversation(family) for family in range(FAMILIES)))
-        # A turn repeats 50 to 75% of its prompt; random replicas find a third of that.
-        assert sum(cached for cached, _ in found) > 0.5 * sum(total for _, total in found)
+        # A turn repeats 50 to 75% of its prompt, and the policy also balances load. Random replicas
+        # find a third of the repeated part, about 20%.
+        assert sum(cached for cached, _ in found) > 0.4 * sum(total for _, total in found)
 
         # Clients that leave in the middle.
         async def leave() -> None:
