@@ -199,25 +199,34 @@ def slow(tmp_path: Path) -> Path:
     return path
 
 
-async def test_an_engines_constants_are_found_over_sockets(slow: Path) -> None:
-    # The other tests stretch some steps, so only large errors fail here. The nightly test below
-    # has narrow bounds. If the machine stalls in a wrong moment, calibrate once more.
+async def test_an_engine_is_probed_over_sockets(slow: Path) -> None:
+    # Other tests stretch some steps, so the constants themselves are for the nightly tests below.
     options = EngineOptions(profile=str(slow), clock_speed=2)
     truth = options.resolved_profile()
-    for _ in range(4):
-        made = await calibrate(options, budget_tokens=16_000, max_batch=6, clock_speed=2)
-        errors = off(made.profile, truth)
-        if max(errors.values()) < 0.3 and made.fit.max_batch_tokens == truth.max_batch_tokens:
-            break
-    assert max(errors.values()) < 0.3, (errors, made.profile)
-    assert made.fit.max_batch_tokens == truth.max_batch_tokens
-    assert made.fit.median_error < 0.2
+    made = await calibrate(options, budget_tokens=16_000, max_batch=6, clock_speed=2)
+    assert 0.5 * truth.fixed_seconds < made.profile.fixed_seconds < 4 * truth.fixed_seconds
     assert made.tokens_used <= 16_000
     assert (made.profile.block_tokens, made.profile.cache_blocks) == (truth.block_tokens, truth.cache_blocks)
     assert any(text.startswith("max_sequences") for text in made.assumed)
     assert {residual.kind for residual in made.fit.residuals} == set(KINDS)
     assert made.facts.engine.startswith("vllm ")
     assert "lmetric" in made.facts.engine
+
+
+@pytest.mark.nightly
+async def test_an_engines_constants_are_found_over_sockets(slow: Path) -> None:
+    # Step times are within 15%. The machine does other things as well; if it stalls in a wrong
+    # moment, calibrate once more.
+    options = EngineOptions(profile=str(slow), clock_speed=2)
+    truth = options.resolved_profile()
+    for _ in range(3):
+        made = await calibrate(options, budget_tokens=16_000, max_batch=6, clock_speed=2)
+        errors = off(made.profile, truth)
+        if max(errors.values()) < 0.15:
+            break
+    assert max(errors.values()) < 0.15, (errors, made.profile)
+    assert made.fit.max_batch_tokens == truth.max_batch_tokens
+    assert made.fit.median_error < 0.1
 
 
 @pytest.mark.nightly
