@@ -291,6 +291,7 @@ async def test_the_page_can_be_off() -> None:
             status, body = await it.get(path)
             assert status == 404
             assert "set ui.enabled: true" in orjson.loads(body)["error"]["message"]
+        assert "/ui" not in orjson.loads((await it.get("/"))[1])["pages"]
 
 
 async def test_a_retry_is_an_event_and_part_of_the_record() -> None:
