@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lmetric.profiles import load_profile
 from lmetric.record_files import SCHEMA_VERSION
 from lmetric.sim.run import Run, simulate
 from lmetric.sim.traces import Trace
+from lmetric.whatif import Recording
 
 PROFILE = load_profile("independent-sim").in_blocks_of(16)
 SETTINGS: dict[str, Any] = {
@@ -81,3 +83,16 @@ def write_records(
     path = folder / "records-test.jsonl"
     path.write_bytes(b"\n".join(map(orjson.dumps, lines)) + b"\n")
     return path
+
+
+def recorded(arrivals: Any, duration: float = 1.0) -> Recording:
+    """Requests of one engine at these times, which all take the same time."""
+    count = len(arrivals)
+    plain = make_trace(count)
+    full = np.full(count, 0.1)
+    return Recording(
+        trace=replace(plain, arrival_seconds=np.asarray(arrivals, np.float64)),
+        instance=np.zeros(count, np.int64), held_seconds=0 * full, ttft_seconds=full, tpot_seconds=full,
+        e2e_seconds=np.full(count, duration), cached_tokens=0 * full, engines=("e0",),
+        policy=None, block_tokens=16, cache_blocks=100, exact=True, sessions=False, notes=(),
+    )  # fmt: skip  # type: ignore[arg-type]

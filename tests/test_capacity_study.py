@@ -43,7 +43,7 @@ def test_the_study_counts_each_objective_as_the_twin_does(world: ModuleType) -> 
 def test_a_lazy_replay_shows_what_a_full_replay_shows(
     world: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "END_SECONDS", world.START_SECONDS + 900.0)
+    day = world.Day(0, 900.0)
     resize = world.Fleet.resize
 
     class Script:
@@ -67,9 +67,9 @@ def test_a_lazy_replay_shows_what_a_full_replay_shows(
         return now
 
     lazy, full = Script(), Script()
-    fleet, run = world.closed_loop(lazy, 120.0, 0)
+    fleet, run = world.closed_loop(lazy, 120.0, day)
     monkeypatch.setattr(world.Fleet, "resize", always)
-    again, _ = world.closed_loop(full, 120.0, 0)
+    again, _ = world.closed_loop(full, 120.0, day)
     assert lazy.seen == full.seen
     assert fleet.leases == again.leases
     assert len({each.instance for each in fleet.leases}) > world.FIRST_ENGINES

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lmetric.capacity import Goal
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
 from lmetric.sim.run import Run
 from lmetric.sim.traces import Trace
+from lmetric.slo import Goal
 from lmetric.whatif.slo_report import slo_report
 from record_world import make_trace, simulated, write_records
 

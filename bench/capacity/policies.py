@@ -9,14 +9,13 @@ from functools import lru_cache
 
 import numpy as np
 from world import (
-    DAY_SECONDS,
-    END_SECONDS,
     FIRST_ENGINES,
     GOAL,
     MOST_ENGINES,
     PROFILE,
     START_SECONDS,
     TARGET,
+    Day,
     Fleet,
     Floats,
     Lease,
@@ -31,7 +30,7 @@ from lmetric.capacity import EngineType, Question, Twin
 from lmetric.sim.run import Run
 from lmetric.whatif import Limits
 
-WINDOW_SECONDS = 900.0  # of records that the twin reads
+WINDOW_SECONDS = 1800.0  # of records that the twin reads
 
 
 @dataclass
@@ -43,15 +42,14 @@ class TwinPolicy:
     """
 
     delay_seconds: float
-    confidence: float
-    calm_confidence: float
+    headroom: float
     every_seconds: float = 60.0
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         question = Question(
             GOAL, (EngineType("h20"),), startup_seconds=self.delay_seconds, every_seconds=self.every_seconds,
-            confidence=self.confidence, calm_confidence=self.calm_confidence, max_engines=MOST_ENGINES,
+            headroom=self.headroom, max_engines=MOST_ENGINES,
         )  # fmt: skip
         self.twin = Twin(
             question, Limits(), WINDOW_SECONDS, max_batch_tokens=PROFILE.max_batch_tokens, check_seeds=1
@@ -139,14 +137,14 @@ class P90Rule:
         return current, ()
 
 
-def static(seed: int, judged: Callable[[Run], float]) -> tuple[Fleet, Run]:
+def static(day: Day, judged: Callable[[Run], float]) -> tuple[Fleet, Run]:
     """The smallest constant fleet with ``judged`` of at least `TARGET`."""
     number = 14
     fits: dict[int, tuple[Fleet, Run]] = {}
 
     def enough(engines: int) -> bool:
-        fleet = Fleet(0.0, [Lease(each, 0.0, 0.0) for each in range(engines)])
-        fits[engines] = fleet, played(seed, fleet)
+        fleet = Fleet(day, 0.0, [Lease(each, 0.0, 0.0) for each in range(engines)])
+        fits[engines] = fleet, played(fleet)
         return judged(fits[engines][1]) >= TARGET
 
     while not enough(number):
@@ -162,7 +160,7 @@ class Schedule:
 
     levels: tuple[int, ...]
 
-    def fleet(self, delay_seconds: float) -> Fleet:
+    def fleet(self, day: Day, delay_seconds: float) -> Fleet:
         """Level k is instance k. An engine stays through a gap that is shorter than a start."""
         leases = []
         for level in range(1, max(self.levels) + 1):
@@ -182,21 +180,24 @@ class Schedule:
             for begin, end in merged:
                 ready = 0.0 if begin <= START_SECONDS and level <= FIRST_ENGINES else begin
                 ordered = 0.0 if ready == 0.0 else ready - delay_seconds
-                leases.append(Lease(level - 1, ordered, ready, np.inf if end >= END_SECONDS else end))
+                leases.append(Lease(level - 1, ordered, ready, np.inf if end >= day.end else end))
             if level <= FIRST_ENGINES and (not merged or merged[0][0] > START_SECONDS):
                 leases.append(Lease(level - 1, 0.0, 0.0, START_SECONDS))
-        return Fleet(delay_seconds, sorted(leases, key=lambda lease: lease.ready))
+        return Fleet(day, delay_seconds, sorted(leases, key=lambda lease: lease.ready))
 
 
 SLOT = 60.0
 DRAIN = 120.0
-SLOTS = int(DAY_SECONDS / SLOT)
 
 
-def _load(seed: int, before: int, after: int) -> Floats:
+def _slots(day: Day) -> int:
+    return int(day.seconds / SLOT)
+
+
+def _load(day: Day, before: int, after: int) -> Floats:
     """True work by slot: the mean of the slots from ``before`` to ``after`` around each."""
-    trace = trace_of(seed)
-    edges = START_SECONDS + SLOT * np.arange(SLOTS + 1)
+    trace = trace_of(day)
+    edges = START_SECONDS + SLOT * np.arange(_slots(day) + 1)
     work = np.histogram(trace.arrival_seconds, edges)[0] / SLOT
     padded = np.concatenate((np.full(before, work[0]), work, np.full(after, work[-1])))
     width = before + after + 1
@@ -204,35 +205,36 @@ def _load(seed: int, before: int, after: int) -> Floats:
 
 
 @lru_cache(maxsize=4)
-def _seen(seed: int, delay: float) -> dict[Schedule, tuple[float, float]]:
+def _seen(day: Day, delay: float) -> dict[Schedule, tuple[float, float]]:
     return {}
 
 
-def _tried(seed: int, delay: float, schedule: Schedule) -> tuple[float, float]:
+def _tried(day: Day, delay: float, schedule: Schedule) -> tuple[float, float]:
     """Attainment and cost."""
-    seen = _seen(seed, delay)
+    seen = _seen(day, delay)
     if schedule not in seen:
-        fleet = schedule.fleet(delay)
-        run = played(seed, fleet)
+        fleet = schedule.fleet(day, delay)
+        run = played(fleet)
         seen[schedule] = attainment(run), fleet.cost(run)
     return seen[schedule]
 
 
-def oracle(seed: int, delay: float, steps: int) -> tuple[Fleet, Run]:
+def oracle(day: Day, delay: float, steps_per_hour: int) -> tuple[Fleet, Run]:
     """The cheapest schedule found that meets the SLO over the day. It knows all arrivals.
 
     It starts with the best of fleets in proportion to the true load, for several smoothings and
     factors. Then it removes an engine from random spans as long as the SLO is met.
+    ``steps_per_hour``: such trials per hour of the day.
     """
     best: tuple[float, Schedule] | None = None
     for before, after in ((1, 1), (3, 1), (5, 2)):
-        load = _load(seed, before, after)
+        load = _load(day, before, after)
         low, high = 3.0, 6.0  # engines per request/s
         for _ in range(5):
             middle = (low + high) / 2
             levels = np.maximum(np.round(load * middle), 1).astype(int)
             schedule = Schedule(tuple(levels.tolist()))
-            good, cost = _tried(seed, delay, schedule)
+            good, cost = _tried(day, delay, schedule)
             if good >= TARGET:
                 high = middle
                 if best is None or cost < best[0]:
@@ -240,19 +242,20 @@ def oracle(seed: int, delay: float, steps: int) -> tuple[Fleet, Run]:
             else:
                 low = middle
     assert best is not None
-    rng = np.random.default_rng(seed)
-    for step in range(steps):
+    rng = np.random.default_rng(day.seed)
+    slots = _slots(day)
+    for step in range(round(steps_per_hour * day.seconds / 3600)):
         span = int(rng.choice([4, 8, 15, 30])) if step % 3 else int(rng.choice([2, 3]))
-        begin = int(rng.integers(0, SLOTS - span))
+        begin = int(rng.integers(0, slots - span))
         levels = np.array(best[1].levels)
         levels[begin : begin + span] = np.maximum(levels[begin : begin + span] - 1, 1)
         if step % 2:  # move an engine: the SLO's slack is better used elsewhere
             width = int(rng.choice([2, 4]))
-            where = int(rng.integers(0, SLOTS - width))
+            where = int(rng.integers(0, slots - width))
             levels[where : where + width] += 1
         schedule = Schedule(tuple(levels.tolist()))
-        good, cost = _tried(seed, delay, schedule)
+        good, cost = _tried(day, delay, schedule)
         if good >= TARGET and cost < best[0]:
             best = cost, schedule
-    fleet = best[1].fleet(delay)
-    return fleet, played(seed, fleet)
+    fleet = best[1].fleet(day, delay)
+    return fleet, played(fleet)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from policies import P90Rule, QueueHpa, TwinPolicy, oracle, static
 from tables import chosen, rendered
-from world import Fleet, attainment, closed_loop, day_of, joint, quarters, shares
+from world import Day, Fleet, attainment, closed_loop, day_of, joint, quarters, shares
 
 from lmetric.sim.run import Run
 from rerun import Pool, Rerun, columns
@@ -31,9 +31,10 @@ figure = RERUN.figure
 ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
 STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
 DELAYS, TUNED_DELAY = (60.0, 120.0, 300.0), 120.0
-ORACLE_STEPS = 24
+SLOW, FAST = 14_400.0, 5_400.0  # lengths of a day, seconds
+ORACLE_STEPS = 20  # per hour
 LOAD = "in-flight HPA"
-SETTINGS = {"confidence": 0.8, "calm_confidence": 0.8}  # of the twin
+SETTINGS = {"headroom": 0.1}  # of the twin
 GRIDS: dict[str, list[dict[str, float]]] = {
     QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
     LOAD: [{"threshold": a} for a in (4.0, 6.0, 8.0)],
@@ -43,13 +44,14 @@ GRIDS: dict[str, list[dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A start-up delay."""
+    """A start-up delay and the length of the day."""
 
     delay_seconds: float
+    day_seconds: float = SLOW
 
     @property
     def label(self) -> str:
-        return f"Engines start in {self.delay_seconds:g} s"
+        return f"Day of {self.day_seconds / 3600:g} h, engines start in {self.delay_seconds:g} s"
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,18 @@ def outcome(fleet: Fleet, run: Run) -> Outcome:
     """The figures of a run."""
     starts = sum(each.ordered > 0 or each.ready > 0 for each in fleet.leases)
     ttft, tpot = shares(run, day_of(run))
-    return Outcome(attainment(run), ttft, tpot, joint(run), min(quarters(run)), fleet.cost(run), starts)
+    worst = min(quarters(run, fleet.day))
+    return Outcome(attainment(run), ttft, tpot, joint(run), worst, fleet.cost(run), starts)
 
 
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """Runs a day."""
     parameters: dict[str, Any] = dict(rival.parameters)
+    day = Day(seed, stage.day_seconds)
     whole: dict[str, Callable[..., tuple[Fleet, Run]]] = {
-        STATIC_PEAK: partial(static, seed, lambda run: min(quarters(run))),
-        STATIC_DAY: partial(static, seed, attainment),
-        ORACLE: partial(oracle, seed, stage.delay_seconds, steps=ORACLE_STEPS),
+        STATIC_PEAK: partial(static, day, lambda run: min(quarters(run, day))),
+        STATIC_DAY: partial(static, day, attainment),
+        ORACLE: partial(oracle, day, stage.delay_seconds, steps_per_hour=ORACLE_STEPS),
     }
     if rival.name in whole:
         return outcome(*whole[rival.name](**parameters))
@@ -106,7 +110,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         P90: P90Rule,
         TWIN: partial(TwinPolicy, stage.delay_seconds),
     }
-    return outcome(*closed_loop(makers[rival.name](**parameters), stage.delay_seconds, seed))
+    return outcome(*closed_loop(makers[rival.name](**parameters), stage.delay_seconds, day))
 
 
 def rows(world: Pool, cases: Iterable[tuple[Stage, Rival]]) -> Iterator[Row]:
@@ -117,18 +121,30 @@ def rows(world: Pool, cases: Iterable[tuple[Stage, Rival]]) -> Iterator[Row]:
         yield row
 
 
+def stages(world: Pool, day_seconds: float) -> list[Stage]:
+    """The start-up delays on a day of this length; in a quick run, one delay on a fast day."""
+    if world.quick:
+        return [Stage(TUNED_DELAY, FAST)]
+    return [Stage(each, day_seconds) for each in DELAYS]
+
+
+def tuned(world: Pool) -> list[Stage]:
+    """The stage of the tuning."""
+    return [Stage(TUNED_DELAY, FAST if world.quick else SLOW)]
+
+
 @figure("tuning", "Rules with several parameters, on the seed of the tuning")
 def tuning(world: Pool) -> Row:
     rivals = [
         Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
     ]
-    return {"rows": list(rows(world, product([Stage(TUNED_DELAY)], rivals)))}
+    return {"rows": list(rows(world, product(tuned(world), rivals)))}
 
 
 @figure("convergence", "The oracle with more and more steps, on the seed of the tuning")
 def convergence(world: Pool) -> Row:
-    found = [Rival.of(ORACLE, {"steps": each}) for each in ((0, 4) if world.quick else (0, 24, 100))]
-    return {"base": found[0].label, "rows": list(rows(world, product([Stage(TUNED_DELAY)], found)))}
+    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in ((0, 4) if world.quick else (0, 20, 80))]
+    return {"base": found[0].label, "rows": list(rows(world, product(tuned(world), found)))}
 
 
 @figure("closed_loop", "Capacity advice in a closed loop")
@@ -138,9 +154,13 @@ def day(world: Pool) -> Row:
     grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
     rules = [each for each in grid if each.label in best]
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
-    stages = [Stage(each) for each in (DELAYS[1:2] if world.quick else DELAYS)]
-    cases = product(stages, rivals)
-    return {"base": ORACLE, "rows": list(rows(world, cases))}
+    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
+
+
+@figure("fast_day", "The twin on a day that changes faster")
+def fast_day(world: Pool) -> Row:
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
+    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, FAST), rivals)))}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The scenario of the capacity study: a day's curve with bursts, and a fleet that follows a policy.
 
-A day lasts 90 minutes here, so the load rises 16 times as fast as in reality. Start-up delays
-and bursts keep their real length.
+A day is shorter here than in reality, so its load changes faster. Start-up delays and bursts keep
+their real length.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric.capacity import Goal
-from lmetric.capacity.goals import Metric
 from lmetric.profiles import load_profile
 from lmetric.sim.churn import FleetChange
 from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.synthetic import RequestsTrace
 from lmetric.sim.traces import Trace
+from lmetric.slo import Goal, Metric
 from lmetric.whatif import Recording
 
 Floats = NDArray[np.float64]
@@ -30,39 +29,50 @@ PROFILE = load_profile("qwen3-30b-a3b-h20").in_blocks_of(128).slower(5)
 GOAL = Goal.of("ttft_p95=12s,tpot_p95=350ms")
 TARGET = 0.95
 START_SECONDS = 900.0  # before the measured day: constant load, constant fleet
-DAY_SECONDS = 5400.0
 PEAK_RATE = 3.5  # requests/s without bursts
 TROUGH = 0.3  # lowest rate, relative to the peak
 BURST_EVERY_SECONDS, BURST_SECONDS, BURST = 900.0, (45.0, 150.0), (1.2, 1.6)
 FIRST_ENGINES = 7
-MOST_ENGINES = 32  # numbers of instances; never all in use
+MOST_ENGINES = 40  # numbers of instances; never all in use
 CHUNK_SECONDS = 600.0
 TICK_SECONDS = 15.0  # of the observed queue
 REQUEST_SECONDS = 0.005  # of a request outside of its engine, in records
-END_SECONDS = START_SECONDS + DAY_SECONDS
 
 
-def rate_of(at: Floats, seed: int) -> Floats:
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A day by its seed and its length, which does not contain `START_SECONDS`."""
+
+    seed: int
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        """Its end on the clock of the arrivals, seconds."""
+        return START_SECONDS + self.seconds
+
+
+def rate_of(at: Floats, day: Day) -> Floats:
     """Requests per second: a cosine from night to night, times bursts."""
-    rng = np.random.default_rng(9_000 + seed)
-    day = np.clip((at - START_SECONDS) / DAY_SECONDS, 0, 1)
-    skew = day + 0.06 * np.sin(2 * np.pi * day)  # the morning is steeper than the evening
+    rng = np.random.default_rng(9_000 + day.seed)
+    part = np.clip((at - START_SECONDS) / day.seconds, 0, 1)
+    skew = part + 0.06 * np.sin(2 * np.pi * part)  # the morning is steeper than the evening
     rate = PEAK_RATE * (TROUGH + (1 - TROUGH) * (1 - np.cos(2 * np.pi * skew)) / 2)
     begin = START_SECONDS
-    while (begin := begin + rng.exponential(BURST_EVERY_SECONDS)) < END_SECONDS:
+    while (begin := begin + rng.exponential(BURST_EVERY_SECONDS)) < day.end:
         length, factor = rng.uniform(*BURST_SECONDS), rng.uniform(*BURST)
         rate = np.where((at >= begin) & (at < begin + length), rate * factor, rate)
     return np.asarray(rate)
 
 
 @lru_cache(maxsize=2)
-def trace_of(seed: int) -> Trace:
+def trace_of(day: Day) -> Trace:
     """The requests of a day: documents and chats with shared beginnings."""
-    grid = np.arange(0.0, END_SECONDS + 1.0, 1.0)
-    clock = np.concatenate(([0.0], np.cumsum(rate_of(grid[:-1], seed))))
+    grid = np.arange(0.0, day.end + 1.0, 1.0)
+    clock = np.concatenate(([0.0], np.cumsum(rate_of(grid[:-1], day))))
     made = RequestsTrace.model_validate(
         {
-            "seed": seed,
+            "seed": day.seed,
             "rate": 1.0,
             "block_tokens": PROFILE.block_tokens,
             "duration_seconds": float(clock[-1]),
@@ -74,10 +84,10 @@ def trace_of(seed: int) -> Trace:
     return replace(made, arrival_seconds=np.interp(made.arrival_seconds, clock, grid))
 
 
-@lru_cache(maxsize=20)
-def workload_until(seed: int, end_seconds: float) -> Workload:
+@lru_cache(maxsize=8)
+def workload_until(day: Day, end_seconds: float) -> Workload:
     """The requests that arrive before a time."""
-    trace = trace_of(seed)
+    trace = trace_of(day)
     return prepare(trace.take(np.flatnonzero(trace.arrival_seconds < end_seconds)), PROFILE)
 
 
@@ -95,6 +105,7 @@ class Lease:
 class Fleet:
     """Leases of engines; changes happen at the present or after the start-up delay."""
 
+    day: Day
     delay_seconds: float
     leases: list[Lease] = field(default_factory=list)
 
@@ -152,7 +163,7 @@ class Fleet:
             each.instance for each in self.leases if each.ready <= 0
         }
         events += [
-            (END_SECONDS + 3600.0, "join", number) for number in range(MOST_ENGINES) if number not in used
+            (self.day.end + 3600.0, "join", number) for number in range(MOST_ENGINES) if number not in used
         ]
         return ",".join(f"{at:.3f} {kind} {number}" for at, kind, number in sorted(events))
 
@@ -169,18 +180,19 @@ class Fleet:
             if end < np.inf and end > each.ready:
                 done = gone.get((each.instance, round(end, 3)), end)
                 end = end if np.isnan(done) else done
-            total += max(0.0, min(end, END_SECONDS) - max(each.ordered, START_SECONDS))
+            total += max(0.0, min(end, self.day.end) - max(each.ordered, START_SECONDS))
         return total / 3600.0
 
 
-def played(seed: int, fleet: Fleet, until: float = END_SECONDS) -> Run:
-    """The run of the fleet on the requests before a time."""
+def played(fleet: Fleet, until: float | None = None) -> Run:
+    """The run of the fleet on its day's requests, or on those before a time."""
+    day = fleet.day
     return simulate(
-        workload_until(seed, until),
+        workload_until(day, day.end if until is None else until),
         policy="lmetric",
         instances=MOST_ENGINES,
         profile=PROFILE,
-        seed=seed,
+        seed=day.seed,
         signals="delayed",
         admission="vllm",
         output_known=False,
@@ -224,10 +236,10 @@ def joint(run: Run) -> float:
     return float(GOAL.kept(times_of(run, day_of(run))).mean())
 
 
-def quarters(run: Run) -> list[float]:
+def quarters(run: Run, day: Day) -> list[float]:
     """SLO attainment in each quarter of an hour of the day."""
     at = run.arrival_seconds
-    edges = np.arange(START_SECONDS, END_SECONDS, 900.0)
+    edges = np.arange(START_SECONDS, day.end, 900.0)
     return [min(shares(run, (at >= edge) & (at < edge + 900.0))) for edge in edges]
 
 
@@ -267,7 +279,7 @@ class Sight:
         their clock."""
         run, now = self.run, self.now
         chosen = np.flatnonzero((run.arrival_seconds > now - window) & (run.finished_seconds <= now))
-        trace = trace_of(run.seed).take(chosen)
+        trace = trace_of(self.fleet.day).take(chosen)
         start = float(trace.arrival_seconds[0])
         numbers = sorted({*run.instance[chosen].tolist(), *(each.instance for each in self.fleet.ready(now))})
         place = np.full(MOST_ENGINES, -1, np.int64)
@@ -316,20 +328,20 @@ class Policy(Protocol):
         """The number of engines, and the instances to remove first."""
 
 
-def closed_loop(policy: Policy, delay_seconds: float, seed: int) -> tuple[Fleet, Run]:
+def closed_loop(policy: Policy, delay_seconds: float, day: Day) -> tuple[Fleet, Run]:
     """Runs a day under a policy.
 
     A run stays valid until the first effect of a later decision: an ordered engine changes nothing
     before it is ready.
     """
-    fleet = Fleet(delay_seconds)
-    run, until = played(seed, fleet, START_SECONDS), START_SECONDS
+    fleet = Fleet(day, delay_seconds)
+    run, until = played(fleet, START_SECONDS), START_SECONDS
     now = START_SECONDS
-    while now < END_SECONDS:
+    while now < day.end:
         if now > until:
-            until = min(END_SECONDS, (now // CHUNK_SECONDS + 1) * CHUNK_SECONDS)
-            run = played(seed, fleet, until)
+            until = min(day.end, (now // CHUNK_SECONDS + 1) * CHUNK_SECONDS)
+            run = played(fleet, until)
         number, removed = policy.wanted(Sight(run, fleet, now))
         until = min(until, fleet.resize(min(number, MOST_ENGINES - 8), now, removed))
         now += policy.every_seconds
-    return fleet, played(seed, fleet)
+    return fleet, played(fleet)

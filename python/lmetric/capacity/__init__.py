@@ -5,16 +5,19 @@ forecasts the demand, and plays fleets of several sizes. The result is an `Advic
 """
 
 from lmetric.capacity.advice import Advice, Candidate, Cheapest, Wanted, advise
+from lmetric.capacity.budget import ErrorBudget
 from lmetric.capacity.demand import Forecast, forecast
-from lmetric.capacity.goals import EngineType, Goal, Objective, Question
+from lmetric.capacity.goals import EngineType, Question
 from lmetric.capacity.removal import Removal, removals
 from lmetric.capacity.twin import Twin
+from lmetric.slo import Goal, Objective
 
 __all__ = [
     "Advice",
     "Candidate",
     "Cheapest",
     "EngineType",
+    "ErrorBudget",
     "Forecast",
     "Goal",
     "Objective",

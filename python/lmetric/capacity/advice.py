@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lmetric._core import LmetricError
 from lmetric.capacity.demand import Forecast, forecast, part, settled_seconds, steady
@@ -14,7 +13,7 @@ from lmetric.capacity.removal import Removal, removals
 from lmetric.sim.pools import Roles
 from lmetric.sim.run import prepare
 from lmetric.sim.setups import PolicyChoice
-from lmetric.whatif.check import FitCheck, Metric
+from lmetric.whatif.check import FitCheck
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import MIN_REQUESTS, Recording, WhatIfError
 
@@ -91,9 +90,10 @@ class Advice:
     seconds: float  # of records
     within_now: float  # share of the recorded requests within all bounds
     rate_now: float
-    rate_wanted: float  # forecast at the confidence of the question
+    rate_wanted: float  # expected until the horizon, with the headroom
     rate_low: float
     rate_high: float
+    headroom: float  # share of the expected demand
     horizon_seconds: float
     wanted: tuple[Wanted, ...]  # first the running type; then 0 of each other role and type
     cheapest: Cheapest | None  # None: no prices, or no played fleet meets the SLO
@@ -134,6 +134,7 @@ def advise(
     running: int | None = None,
     usable: Sequence[str] | None = None,
     previous: int | None = None,
+    headroom: float | None = None,
     alternatives: bool = True,
     interval: bool = True,
 ) -> Advice:
@@ -146,7 +147,9 @@ def advise(
         now_seconds: the present on the recording's clock; None: its last event.
         running: requests that have arrived and have no record yet; None: estimated.
         usable: names of the engines that take requests now; None: all of the recording.
-        previous: number of the last advice. A smaller one must serve a larger demand.
+        previous: number of the last advice. A smaller one has an engine to spare, so that the
+            number does not swing.
+        headroom: share of the demand; None: of the question.
         alternatives: whether to play other policies, types and roles, too.
         interval: whether to find the ends of the interval; otherwise they are the number itself.
 
@@ -172,8 +175,12 @@ def advise(
         question.seeds,
         question.transfer,
     )
-    rates = demand.at(INTERVAL[0]), demand.at(question.confidence), demand.at(INTERVAL[1])
-    low, rate, high = rates
+    share = question.headroom if headroom is None else headroom
+    low, rate, high = rates = (
+        (1 + share) * demand.at(INTERVAL[0]),
+        (1 + share) * demand.expected,
+        (1 + share) * demand.at(INTERVAL[1]),
+    )
     slack = 1.0 + max((abs(each.error) for each in check.figures if each.unit), default=0.0)
     own = question.types[0]
     bounds = (question.min_engines, question.max_engines)
@@ -182,8 +189,7 @@ def advise(
     fewest, reached = plays.smallest(fleet, rate, bounds)
     number = fewest
     if previous is not None and number < previous <= question.max_engines:
-        calm, _ = plays.smallest(replace(fleet, engines=number), demand.at(question.calm_confidence), bounds)
-        number = min(previous, calm)
+        number = min(previous, fewest + 1)
     fleet = replace(fleet, engines=number)
     wanted = _wanted(plays, fleet, bounds, rates, slack) if interval else _fixed(fleet)
     known = [Fleet(1, recording.policy, each) for each in question.types[1:]]
@@ -202,11 +208,12 @@ def advise(
         engines=len(names),
         requests=len(recording),
         seconds=now - float(arrivals[0]),
-        within_now=_within(recording, question),
+        within_now=float(question.goal.kept(recording.times()).mean()),
         rate_now=demand.now_per_second,
         rate_wanted=rate,
         rate_low=low,
         rate_high=high,
+        headroom=share,
         horizon_seconds=question.horizon_seconds,
         wanted=wanted + tuple(Wanted(role, name, 0, 0, 0) for role, name in sorted(others)),
         cheapest=cheapest,
@@ -214,17 +221,8 @@ def advise(
         candidates=tuple(candidates),
         removals=tuple(_removals(recording, fit, names)),
         fit_errors={each.name: each.error for each in check.figures},
-        notes=tuple(notes) + _demand_notes(demand, rate),
+        notes=tuple(notes) + _demand_notes(demand),
     )
-
-
-def _within(recording: Recording, question: Question) -> float:
-    times: dict[Metric, Any] = {
-        "ttft": recording.ttft_seconds,
-        "tpot": recording.tpot_seconds,
-        "e2e": recording.e2e_seconds,
-    }
-    return float(question.goal.kept(times).mean())
 
 
 def _removals(recording: Recording, fit: EngineFit, names: tuple[str, ...]) -> list[Removal]:
@@ -234,8 +232,8 @@ def _removals(recording: Recording, fit: EngineFit, names: tuple[str, ...]) -> l
     return (unused + found)[:SHOWN_REMOVALS]
 
 
-def _demand_notes(demand: Forecast, rate: float) -> tuple[str, ...]:
-    if rate > 1.9 * demand.now_per_second > 0:
+def _demand_notes(demand: Forecast) -> tuple[str, ...]:
+    if demand.expected > 1.9 * demand.now_per_second > 0:
         return ("the demand rises so fast that its forecast is capped at twice the recent rate",)
     return ()
 

@@ -1,8 +1,8 @@
 """Forecasts the arrivals of a fleet, and makes workloads with forecast rates.
 
-The rate is a line over the last minutes, fitted to counts of arrivals. Later counts weigh more. Its
-slope is shrunk toward zero if noise explains it. A bootstrap over blocks of residuals gives the
-interval, so bursts widen it.
+The rate is a line over the last minutes, fitted to counts of arrivals. Later counts weigh more, and
+bursts less (Huber weights): a burst is over before a new engine is ready. The slope is shrunk
+toward zero if noise explains it. A bootstrap over blocks of residuals gives the interval.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ Floats = NDArray[np.float64]
 
 BIN_SECONDS = 15.0
 MIN_BINS = 8
-DECAY_SECONDS = 240.0  # a count this old weighs 1/e
+DECAY_SECONDS = 400.0  # a count this old weighs 1/e
+BURST = 1.0  # counts of a minute this many standard deviations above the line weigh less
+ROUNDS = 3  # of the robust fit
 BLOCK_BINS = 4  # of the bootstrap
 SAMPLES = 400
 MOST_CHANGE = 2.0  # largest forecast change of the rate, as a factor
@@ -42,6 +44,11 @@ class Forecast:
     horizon_seconds: float
     rates: Floats
     running: int  # arrivals that no record has yet, as told or estimated
+
+    @property
+    def expected(self) -> float:
+        """The median of the largest rate until the horizon, per second."""
+        return self.at(0.5)
 
     def at(self, quantile: float) -> float:
         """A quantile of the largest rate until the horizon, per second."""
@@ -81,22 +88,26 @@ def forecast(
     middle = (edges[1:] + edges[:-1]) / 2 - now_seconds
     missing = _missing(recording, counts, -middle, running)
     counts += missing
-    weights = np.exp(middle / DECAY_SECONDS)
-    rate, slope, shrink = _line(middle, counts, weights)
-    fitted = np.maximum((rate + slope * middle) * BIN_SECONDS, 1e-9)
-    residuals = (counts - fitted) / np.sqrt(fitted)
+    recent = np.exp(middle / DECAY_SECONDS)
+    weights = recent
+    for left in reversed(range(ROUNDS)):
+        rate, slope, shrink = _line(middle, counts, weights)
+        fitted = np.maximum((rate + slope * middle) * BIN_SECONDS, 1e-9)
+        residuals = (counts - fitted) / np.sqrt(np.maximum(fitted, 0.5))
+        if left:
+            weights = recent * _burst_weights(residuals)
     # Residuals of a fit are too small; `dof` corrects that.
     dof = weights.sum() ** 2 / (weights**2).sum()
     residuals *= np.sqrt(dof / max(dof - 2, 1))
     samples = fitted + np.sqrt(fitted) * _resampled(residuals)
-    lines = _solve(middle, np.maximum(samples, 0.0), weights)
-    rates, slopes = lines[:, 0] / BIN_SECONDS, shrink * lines[:, 1] / BIN_SECONDS
+    lines = _solve(middle, np.maximum(samples, 0.0), recent)
+    # Samples have bursts with their full weight, so they only give the spread around the line.
+    lines = (lines - np.median(lines, axis=0)) / BIN_SECONDS
+    rates, slopes = rate + lines[:, 0], slope + shrink * lines[:, 1]
     ahead = np.maximum(rates, rates + slopes * horizon_seconds)
-    # The rate of the next minutes has bursts, too.
-    spread = np.sqrt(np.maximum(rates, 0) / BIN_SECONDS / BLOCK_BINS) * _blocks(residuals)
     mean = float(counts.mean()) / BIN_SECONDS
     # A rate near zero would make the simulated time endless.
-    ahead = np.clip(ahead + spread, FLOOR_SHARE * mean, MOST_CHANGE * max(rate, mean))
+    ahead = np.clip(ahead, FLOOR_SHARE * mean, MOST_CHANGE * max(rate, mean))
     return Forecast(
         float(rate), float(slope), horizon_seconds, np.sort(ahead), round(float(missing.sum()))
     )  # fmt: skip
@@ -131,6 +142,14 @@ def _line(middle: Floats, counts: Floats, weights: Floats) -> tuple[float, float
     return max(level, 0.0) / BIN_SECONDS, shrink * slope / BIN_SECONDS, shrink
 
 
+def _burst_weights(residuals: Floats) -> Floats:
+    """Huber weights by bin: below 1 where the minute around it has more arrivals than expected."""
+    before = BLOCK_BINS // 2
+    padded = np.pad(residuals, (before, BLOCK_BINS - 1 - before), mode="edge")
+    minute = np.convolve(padded, np.full(BLOCK_BINS, 1 / np.sqrt(BLOCK_BINS)), "valid")
+    return np.asarray(BURST / np.maximum(minute, BURST))
+
+
 def _solve(middle: Floats, counts: Floats, weights: Floats) -> Floats:
     """Weighted lines through counts of shape (samples, bins): level now and slope, (samples, 2)."""
     design = np.column_stack((np.ones_like(middle), middle))
@@ -146,13 +165,6 @@ def _resampled(residuals: Floats) -> Floats:
     starts = rng.integers(0, max(1, bins - BLOCK_BINS + 1), (SAMPLES, count))
     places = (starts[:, :, None] + np.arange(min(BLOCK_BINS, bins))).reshape(SAMPLES, -1)
     return np.asarray(residuals[places[:, :bins] % bins])
-
-
-def _blocks(residuals: Floats) -> Floats:
-    """Mean residuals of blocks, scaled as single ones, drawn with replacement: shape (SAMPLES,)."""
-    rng = np.random.default_rng(1)
-    means = np.convolve(residuals, np.ones(BLOCK_BINS) / np.sqrt(BLOCK_BINS), "valid")
-    return np.asarray(rng.choice(means if len(means) else residuals, SAMPLES))
 
 
 def settled_seconds(recording: Recording, now_seconds: float) -> float:

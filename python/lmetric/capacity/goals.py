@@ -6,88 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmetric._core import BadValueError
 from lmetric.profiles import Profile, load_profile
 from lmetric.sim.pools import Roles, Transfer
 from lmetric.sim.setups import PolicyChoice
-from lmetric.whatif.check import Metric
+from lmetric.slo import Goal
 
-Floats = NDArray[np.float64]
-
-DEFAULT_SHARE = 0.95
 DEFAULT_TYPE = "default"
+DEFAULT_HEADROOM = 0.1
+MOST_HEADROOM = 0.5
 MOST_TYPES = 16
-_OBJECTIVE = re.compile(r"(ttft|tpot|e2e)(?:_p(\d{1,2}(?:\.\d+)?))?=(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?")
 _TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A bound that a share of the requests must keep: ``ttft_p99=2s`` is a TTFT of at most 2 s for
-    99% of the requests."""
-
-    metric: Metric
-    seconds: float
-    share: float = DEFAULT_SHARE
-
-    def __str__(self) -> str:
-        return f"{self.metric}_p{self.share * 100:g}={self.seconds:g}s"
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """All objectives of an SLO."""
-
-    objectives: tuple[Objective, ...]
-
-    @classmethod
-    def of(cls, text: str) -> Goal:
-        """Reads ``ttft_p99=2s,tpot_p95=50ms``. Without a percentile, 95% of the requests count.
-
-        Raises:
-            BadValueError: another text, or a metric twice.
-        """
-        found: list[Objective] = []
-        for part in filter(None, (each.strip() for each in text.split(","))):
-            match = _OBJECTIVE.fullmatch(part)
-            if match is None or not float(match[3]) > 0 or (match[2] and not float(match[2]) > 0):
-                raise BadValueError(
-                    f"SLO {part!r} is not valid; expected ttft, tpot or e2e with a percentile and a time "
-                    "above 0, as in ttft_p99=2s,tpot_p95=50ms"
-                )
-            metric: Metric = match[1]  # type: ignore[assignment]
-            if any(each.metric == metric for each in found):
-                raise BadValueError(f"SLO {text!r} is not valid: {metric} appears twice; keep one of them")
-            seconds = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
-            share = DEFAULT_SHARE if match[2] is None else round(float(match[2]) / 100, 6)
-            found.append(Objective(metric, seconds, share))
-        if not found:
-            raise BadValueError("the SLO is empty; set at least one bound, as in ttft_p99=2s")
-        return cls(tuple(found))
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.objectives))
-
-    def kept(self, times: dict[Metric, Floats]) -> NDArray[np.bool_]:
-        """Whether each request keeps all bounds, shape (n,). An unknown time (NaN) keeps its bound;
-        a request that never ends must have infinite times."""
-        good = np.ones(len(times["e2e"]), np.bool_)
-        for each in self.objectives:
-            good &= ~(times[each.metric] > each.seconds)
-        return good
-
-    def shares(self, times: dict[Metric, Floats]) -> tuple[float, ...]:
-        """The share of the requests within the bound of each objective. Unknown times (NaN) are
-        within it."""
-        return tuple(float((~(times[each.metric] > each.seconds)).mean()) for each in self.objectives)
-
-    def margin(self, times: dict[Metric, Floats]) -> float:
-        """The smallest distance of a share to its target, from -1 to 1; 0 or more: all are met."""
-        found = zip(self.shares(times), self.objectives, strict=True)
-        return min(share - each.share for share, each in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +58,16 @@ class Question:
     """A question to the twin.
 
     ``types``: the first is the type of the recorded engines. ``startup_seconds``: from the order of
-    an engine to its first request. ``every_seconds``: time between two decisions. ``confidence``:
-    quantile of the forecast demand that the wanted fleet must serve. ``calm_confidence``: quantile
-    that a smaller fleet must serve before engines are removed, so that the number does not swing.
+    an engine to its first request. ``every_seconds``: time between two decisions. ``headroom``: the
+    wanted fleet serves the forecast demand times 1 + ``headroom``. A `Twin` starts with this value
+    and then steers it by the error budget.
     """
 
     goal: Goal
     types: tuple[EngineType, ...] = (EngineType(DEFAULT_TYPE),)
     startup_seconds: float = 120.0
     every_seconds: float = 60.0
-    confidence: float = 0.8
-    calm_confidence: float = 0.95
+    headroom: float = DEFAULT_HEADROOM
     min_engines: int = 1
     max_engines: int = 256
     policies: Sequence[PolicyChoice] = field(default_factory=tuple)  # besides the recorded one
@@ -158,10 +86,10 @@ class Question:
                 f"start-up of {self.startup_seconds:g} s, decisions every {self.every_seconds:g} s is not "
                 "valid; expected 0 to 86400 s, and more than 0 s between decisions"
             )
-        if not 0.5 <= self.confidence <= self.calm_confidence < 1:
+        if not 0 <= self.headroom <= MOST_HEADROOM:
             raise BadValueError(
-                f"confidence {self.confidence:g}, {self.calm_confidence:g} before engines are removed, is "
-                "not valid; expected 0.5 to below 1, and the first no larger than the second"
+                f"headroom {self.headroom:g} is not valid; expected 0 to {MOST_HEADROOM:g}, as a share of "
+                "the forecast demand"
             )
         Transfer.of(self.transfer or "none")  # raises for a text that it cannot read
         names = [each.name for each in self.types]

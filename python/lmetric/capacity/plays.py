@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmetric.capacity.goals import EngineType, Goal
+from lmetric.capacity.goals import EngineType
 from lmetric.profiles import Profile
 from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, Workload, simulate
 from lmetric.sim.setups import PolicyChoice, Value
+from lmetric.slo import Goal
 from lmetric.whatif.check import fleet_settings, times_of
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from lmetric.capacity.advice import Advice, advise
+from lmetric.capacity.budget import ErrorBudget
 from lmetric.capacity.demand import check_covers, coarse, part, settled_seconds
 from lmetric.capacity.goals import Question
 from lmetric.record_files import Records
@@ -24,12 +25,12 @@ class Twin:
 
     The fit of an earlier round stays while its errors on the newest records are within ``limits``.
     Otherwise the twin fits again, and trusts the earlier fit for a while if the new one is no
-    better. ``window_seconds``: how far back records count.
+    better. ``window_seconds``: how far back records count. ``budget`` steers the headroom.
     """
 
     question: Question
     limits: Limits
-    window_seconds: float = 900.0
+    window_seconds: float = 1800.0
     max_batch_tokens: int | None = None
     max_sequences: int | None = None
     cache_blocks: int | None = None
@@ -38,9 +39,13 @@ class Twin:
     fit: EngineFit | None = None
     check: FitCheck | None = None
     fits: int = 0  # how often it has fitted
+    budget: ErrorBudget = field(init=False)
     _previous: int | None = None
     _good_at: float = -inf
     _fitted_at: float = -inf
+
+    def __post_init__(self) -> None:
+        self.budget = ErrorBudget(self.question.goal, self.question.headroom)
 
     def advise(self, records: Records, now: float, *, running: int | None = None) -> Advice:
         """The advice from the records of one model (`Records.of`).
@@ -87,11 +92,15 @@ class Twin:
             shift = float(arrivals[arrivals >= first][0])
         check_covers(made, now_seconds - shift)
         ended = settled_seconds(made, now_seconds - shift)
-        fit, check, note = self._calibrated(made, ended, at or now_seconds)
+        moment = at or now_seconds
+        engines = len(recording.engines if usable is None else usable)
+        spare = self._previous is not None and engines > self._previous
+        self.budget.count(made, now_seconds - shift, moment, spare=spare)
+        fit, check, note = self._calibrated(made, ended, moment)
         advice = advise(
             made, fit, check, self.question, model=model, at=at, now_seconds=now_seconds - shift,
-            running=running, usable=usable, previous=self._previous, alternatives=alternatives,
-            interval=interval,
+            running=running, usable=usable, previous=self._previous,
+            headroom=self.budget.headroom, alternatives=alternatives, interval=interval,
         )  # fmt: skip
         self._previous = advice.wanted[0].replicas
         notes = recording.notes + advice.notes

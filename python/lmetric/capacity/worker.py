@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 import orjson
 
 from lmetric._core import LmetricError
-from lmetric.capacity.goals import Goal, Question, read_types
+from lmetric.capacity.goals import Question, read_types
 from lmetric.capacity.tail import Tail
 from lmetric.capacity.twin import Twin
 from lmetric.record_files import Records
 from lmetric.sim.pools import Roles
 from lmetric.sim.setups import PolicyChoice, split_policies
+from lmetric.slo import Goal
 from lmetric.whatif.check import Limits
 
 NICE = 10
@@ -39,8 +40,7 @@ def question_of(settings: Mapping[str, Any]) -> Question:
                    [f"{name}={value}" for name, value in settings["types"].items()]),
         startup_seconds=settings["startup"],
         every_seconds=settings["interval"],
-        confidence=settings["confidence"],
-        calm_confidence=settings["calm_confidence"],
+        headroom=settings["headroom"],
         min_engines=settings["min_engines"],
         max_engines=settings["max_engines"],
         policies=tuple(choice for text in policies for choice in PolicyChoice.parse(text)),

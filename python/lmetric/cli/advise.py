@@ -76,13 +76,13 @@ def command(
     ] = 60.0,
     min_engines: Annotated[int, typer.Option(help="Fewest engines.", rich_help_panel=ENGINES)] = 1,
     max_engines: Annotated[int, typer.Option(help="Most engines.", rich_help_panel=ENGINES)] = 256,
-    confidence: Annotated[
+    headroom: Annotated[
         float,
-        typer.Option(help="Quantile of the forecast demand to serve.", rich_help_panel=RESULTS),
-    ] = 0.8,
+        typer.Option(help="Share of the forecast demand to serve on top of it.", rich_help_panel=RESULTS),
+    ] = 0.1,
     window: Annotated[
         float, typer.Option(help="Time before the last record to read, seconds.", rich_help_panel=TRACE)
-    ] = 900.0,
+    ] = 1800.0,
     model: Model = None,
     max_batch_tokens: MaxBatchTokens = None,
     max_sequences: MaxSequences = None,
@@ -114,7 +114,7 @@ def command(
             read_types(price or [], type_ or []),
             startup_seconds=startup,
             every_seconds=every,
-            confidence=confidence,
+            headroom=headroom,
             min_engines=min_engines,
             max_engines=max_engines,
             policies=tuple(

@@ -78,9 +78,9 @@ def command(
     from dataclasses import replace
 
     from lmetric._core import BadValueError
-    from lmetric.capacity import Goal
     from lmetric.cli.show import note, print_json, print_text, write_json
     from lmetric.record_files import read_records
+    from lmetric.slo import Goal
     from lmetric.whatif import WhatIfError, recording_of
     from lmetric.whatif.report_page import page
     from lmetric.whatif.slo_report import simulate_options, slo_report

@@ -10,7 +10,7 @@ from lmetric.config.kinds import Positive, Seconds, Strict
 
 
 def _slo(text: str) -> str:
-    from lmetric.capacity.goals import Goal
+    from lmetric.slo import Goal
 
     try:
         Goal.of(text)
@@ -29,7 +29,7 @@ class CapacityConfig(Strict):
         "null: no capacity twin",
     )
     interval: Seconds = Field(60.0, ge=5, le=3600, description="time between two rounds of advice, seconds")
-    window: Seconds = Field(900.0, ge=120, le=86_400, description="time of records to read, seconds")
+    window: Seconds = Field(1800.0, ge=120, le=86_400, description="time of records to read, seconds")
     startup: float = Field(
         120.0, ge=0, le=86_400, description="time from the order of an engine to its first request, seconds"
     )
@@ -39,11 +39,12 @@ class CapacityConfig(Strict):
     timeout: Seconds = Field(
         600.0, description="restart the process if a round takes longer than this, seconds"
     )
-    confidence: float = Field(
-        0.8, ge=0.5, lt=1, description="quantile of the forecast demand that the wanted fleet serves"
-    )
-    calm_confidence: float = Field(
-        0.95, ge=0.5, lt=1, description="quantile that a smaller fleet must serve before engines are removed"
+    headroom: float = Field(
+        0.1,
+        ge=0,
+        le=0.5,
+        description="share of the forecast demand that the fleet serves on top of it. The twin starts with "
+        "this value and steers it by the error budget",
     )
     min_engines: Positive = Field(1, description="fewest engines to advise")
     max_engines: Positive = Field(256, le=4096, description="most engines to advise")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -17,6 +17,7 @@ from lmetric.sim.pools import Roles
 from lmetric.sim.run import Run, Workload, prepare
 from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice, Value, play
 from lmetric.sim.summary import Slo
+from lmetric.slo import Metric
 from lmetric.whatif.fit import FIT_SHARE, EngineFit, engine_settings
 from lmetric.whatif.recording import Recording
 
@@ -26,7 +27,6 @@ BAR = 30  # characters of the longest bar
 JITTER_SECONDS = 0.01  # of arrivals, which differ between the seeds
 
 Floats = NDArray[np.float64]
-Metric = Literal["ttft", "tpot", "e2e"]
 
 
 @dataclass(frozen=True, slots=True)

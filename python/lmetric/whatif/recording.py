@@ -17,6 +17,7 @@ from lmetric.sim.setups import PolicyChoice
 from lmetric.sim.traces import Trace
 from lmetric.sim.traces.trace import gather
 from lmetric.sim.traces.turns import previous_by_prefix
+from lmetric.slo import Metric
 
 MIN_REQUESTS = 100
 MAX_LEFT_OUT = 0.1  # share of the requests that may have no complete answer
@@ -63,6 +64,10 @@ class Recording:
         known = ~np.isnan(self.cached_tokens)
         tokens = float(self.trace.input_tokens[known].sum())
         return float(self.cached_tokens[known].sum()) / tokens if tokens else None
+
+    def times(self) -> dict[Metric, Floats]:
+        """The times of the requests, seconds, each of shape (n,)."""
+        return {"ttft": self.ttft_seconds, "tpot": self.tpot_seconds, "e2e": self.e2e_seconds}
 
     def closed_loop(self) -> Trace:
         """The trace with think times: a turn follows the end of the previous turn.

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.capacity.goals import Goal
 from lmetric.record_files import Records
 from lmetric.sim.run import Workload
 from lmetric.sim.setups import PolicyChoice, Setup, play
 from lmetric.sim.traces import Trace
-from lmetric.whatif.check import FitCheck, Fleet, Floats, Metric, times_of
+from lmetric.slo import Goal, Metric
+from lmetric.whatif.check import FitCheck, Fleet, Floats, times_of
 from lmetric.whatif.compare import each_run
 from lmetric.whatif.fit import EngineFit
 from lmetric.whatif.recording import Recording
