@@ -66,7 +66,7 @@ async def test_a_policy_without_affinity_is_found_and_rolled_back_by_command(tmp
         assert state["canary"]["errors"] == {"stable": 0, "canary": 0}
         assert state["shadow"]["differed"] > 0
         code, out, _ = await cli("status", r.url)
-        assert "hit ratio" in out
+        assert "hit rate" in out
         assert "worse" in out
         assert "shadow vllm: same engine for" in out
         code, out, _ = await cli("rollback", r.url)

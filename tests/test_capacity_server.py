@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
+from lmetric.capacity import tail as tail_module
 from lmetric.capacity.tail import Tail
 from lmetric.config import ConfigError, load_config
 from lmetric.record_files import RecordError
@@ -212,6 +213,16 @@ def test_bad_settings_are_refused(tmp_path: Path, text: str, message: str) -> No
 
 
 # -- following the files
+
+
+def test_the_tail_keeps_a_bounded_number_of_requests(
+    tmp_path: Path, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail_module, "KEPT_REQUESTS", 50)
+    write(tmp_path / "r", lines[:90])
+    found = Tail(tmp_path / "r", 1e6).read(float(lines[89]["at"]) + 1.0)
+    assert found.requests == lines[40:90]
+    assert found.notes == ["only the newest 50 requests are used; a shorter window has fewer"]
 
 
 def test_new_lines_are_read_once(tmp_path: Path, lines: list[dict[str, Any]]) -> None:

@@ -590,6 +590,29 @@ def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: flo
     assert curve[:3] == pytest.approx([1.0, left, left])  # at 0, 32 and 64 tokens
 
 
+def test_indicators_of_one_instance_are_those_of_all() -> None:
+    router = fleet("lmetric", 3)
+    for i in range(5):
+        decision, ticket = router.route(lm.Request(token_ids=np.arange(512, dtype=np.uint32) + 10_000 * i))
+        ticket.first_token()
+        del ticket
+    request = lm.Request(token_ids=np.arange(512, dtype=np.uint32))
+    kept = [router.route(request, now=0.0) for _ in range(3)]
+    columns = router.indicators(now=1.0)
+    for slot, name in enumerate(router.instances()):
+        found = router.indicators_of(name, list(columns), now=1.0)
+        assert list(found) == list(columns)
+        for indicator, column in columns.items():
+            assert found[indicator] == pytest.approx(column[slot], nan_ok=True), indicator
+    assert sum(router.indicators_of(name, ["bs"])["bs"] for name in router.instances()) == len(kept)
+    with pytest.raises(lm.UnknownNameError, match='"q_bss"; did you mean "q_bs"'):
+        router.indicators_of("i0", ["q_bss"])
+    with pytest.raises(lm.UnknownNameError, match="nobody"):
+        router.indicators_of("nobody", ["bs"])
+    with pytest.raises(lm.BadValueError, match="this one belongs to the request"):
+        router.indicators_of("i0", ["prompt_tokens"])
+
+
 def test_prefill_work_in_seconds_is_learned_on_each_instance() -> None:
     router = fleet("lmetric_seconds", 3)
     prompts = [np.arange(1024, dtype=np.uint32) + 10_000 * i for i in range(3)]

@@ -508,7 +508,7 @@ def test_the_command_leaves_results_and_a_report(tmp_path: Path) -> None:
     for heading in (
         "Best policies", "Best policy per figure", "All figures", "Distributions of TTFT and TPOT",
         "Latency against load",
-        "Hit ratio", "Load imbalance over time", "Parameter sweeps", "Maximum load", "Setup", "Definitions",
+        "Hit rate", "Load imbalance over time", "Parameter sweeps", "Maximum load", "Setup", "Definitions",
     ):  # fmt: skip
         assert heading in page
     for label in (

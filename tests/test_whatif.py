@@ -300,6 +300,6 @@ async def test_real_traffic_is_recorded_and_explained(tmp_path: Path, trace: Tra
     told = json.loads(out.read_bytes())
     assert told["records"]["policy"] == "round_robin"
     assert {place["policy"] for place in told["ranking"]} == {"round_robin", "lmetric"}
-    hits = next(each for each in told["fit"]["figures"] if each["name"] == "hit ratio")
+    hits = next(each for each in told["fit"]["figures"] if each["name"] == "hit rate")
     assert abs(hits["error"]) < 0.05
     assert hits["recorded"] > 0.2

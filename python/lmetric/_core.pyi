@@ -397,6 +397,9 @@ class Router:
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...
     def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
+    def indicators_of(
+        self, instance: str, names: Sequence[str], now: float | None = None
+    ) -> dict[str, float]: ...
     def prefill_rate(
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet

@@ -183,7 +183,11 @@ class Policy:
                 for what, known in (("policy", sorted(policies)), ("indicator", indicators))
                 if (near := _core.nearest_name(word, known)) is not None
             ]
-            hint = f"; did you mean {' or '.join(hints)}?" if hints else ""
+            hint = (
+                f"; did you mean {' or '.join(hints)}?"
+                if hints
+                else "; `lmetric-router policies` and `lmetric-router indicators` list them"
+            )
             raise _core.UnknownNameError(f"{word!r} is neither a policy nor an indicator{hint}")
         return cls(text, knobs=knobs)
 

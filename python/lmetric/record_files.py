@@ -8,6 +8,7 @@ and `REQUEST` are the schema, and docs/reference/records.md shows them.
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,6 +242,9 @@ def record_paths(paths: Sequence[str | Path]) -> list[Path]:
     """Returns the files, and the record files in the folders. Raises RecordError."""
     found: list[Path] = []
     for path in map(Path, paths):
+        if not path.exists():
+            advice = "not found; give record files, or the folder in records.path"
+            raise FileNotFoundError(errno.ENOENT, advice, str(path))
         if not path.is_dir():
             found.append(path)
             continue
@@ -287,7 +291,7 @@ def parse_line(place: str, text: bytes, *, header: bool) -> dict[str, Any]:
     try:
         line = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise RecordError(f"{place}: no JSON: {error}; remove the line") from None
+        raise RecordError(f"{place}: the line is not valid JSON ({error}); remove it") from None
     if not isinstance(line, dict):
         raise RecordError(f"{place}: expected an object, got {type(line).__name__}")
     return check_header(place, line) if header else check_line(place, line)

@@ -20,7 +20,7 @@ _NAMES = {
     "ttft_seconds": ("mean TTFT", "ms"),
     "tpot_seconds": ("mean TPOT", "ms"),
     "e2e_seconds": ("mean end-to-end", "ms"),
-    "hit_ratio": ("hit ratio", "%"),
+    "hit_ratio": ("hit rate", "%"),
     "error_rate": ("error rate", "%"),
 }
 

@@ -100,7 +100,7 @@ class Advice:
     reached: bool  # whether the wanted fleet meets the SLO; false: the limit of engines is too low
     candidates: tuple[Candidate, ...]
     removals: tuple[Removal, ...]  # the first to remove first
-    fit_errors: dict[str, float]  # relative; of the hit ratio: the difference
+    fit_errors: dict[str, float]  # relative; of the hit rate: the difference
     notes: tuple[str, ...] = field(default=())
 
     def text(self) -> str:

@@ -12,6 +12,7 @@ from lmetric.record_files import RecordError, Records, parse_line
 
 SUFFIX = ".jsonl"  # compressed files are not of a running router
 KEPT_FLEETS = 2_000
+KEPT_REQUESTS = 100_000
 
 
 @dataclass
@@ -23,7 +24,7 @@ class _File:
 
 @dataclass
 class Tail:
-    """The records of the last ``window_seconds`` in a folder.
+    """The records of the last ``window_seconds`` in a folder, at most `KEPT_REQUESTS`.
 
     `read` costs what is new. A line without its end is read when it is complete. Lines that are not
     valid are counted in ``skipped``. Files of another version, or without a header, are not read.
@@ -33,7 +34,7 @@ class Tail:
     window_seconds: float
     skipped: int = 0
     _files: dict[Path, _File] = field(default_factory=dict)
-    _requests: deque[dict[str, Any]] = field(default_factory=deque)
+    _requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
     _fleets: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_FLEETS))
 
     def read(self, now: float) -> Records:
@@ -58,11 +59,13 @@ class Tail:
         if foreign and not headers:
             raise RecordError(foreign[0])
         kept = sorted((each for each in self._requests if each["at"] >= begin), key=lambda each: each["at"])
-        self._requests = deque(kept)
+        self._requests = deque(kept, maxlen=KEPT_REQUESTS)
         self._drop_fleets(begin)
         notes = [f"{len(foreign)} files are skipped: {foreign[0]}"] if foreign else []
         if self.skipped:
             notes.append(f"{self.skipped} lines of records are not valid and are skipped")
+        if len(kept) == KEPT_REQUESTS:
+            notes.append(f"only the newest {KEPT_REQUESTS:,} requests are used; a shorter window has fewer")
         return Records(headers, sorted(self._fleets, key=lambda each: each["at"]), kept, notes)
 
     def _read(self, path: Path, begin: float) -> None:

@@ -36,7 +36,7 @@ Seeds = Annotated[
 MaxError = Annotated[
     float | None,
     typer.Option(
-        help="Largest error of the fit's mean TTFT, mean TPOT and hit ratio.",
+        help="Largest error of the fit's mean TTFT, mean TPOT and hit rate.",
         show_default="0.25, 0.15 and 0.05",
         rich_help_panel=RESULTS,
     ),

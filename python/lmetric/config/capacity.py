@@ -74,7 +74,7 @@ class CapacityConfig(Strict):
         None,
         gt=0,
         description="largest error of the fit; null: 0.25 of the mean TTFT, 0.15 of the mean TPOT, 0.05 of "
-        "the hit ratio",
+        "the hit rate",
     )
     max_batch_tokens: Positive | None = Field(
         None, description="the engines' maximum tokens per step; null: fitted"

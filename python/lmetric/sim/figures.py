@@ -309,14 +309,14 @@ def over_time(cell: Cell, colour: str, part: slice, top: float) -> Drawing | Non
 def sweep(
     knob: str, cells: Sequence[Cell], leader: Cell | None, styles: Styles
 ) -> Drawing:  # fmt: skip
-    """TTFT, TPOT and hit ratio against one parameter of a policy, with `leader` as a horizontal
+    """TTFT, TPOT and hit rate against one parameter of a policy, with `leader` as a horizontal
     line."""
     name = base(cells[0])
     others = [f"{k}={v:g}" for k, v in cells[0].results[0].setup.choice.knobs.items() if k != knob]
     rows: list[tuple[str, Callable[[Result], float | None]]] = [
         ("mean TTFT, s", partial(latency, name="ttft_seconds", part="mean")),
         ("mean TPOT, s", partial(latency, name="tpot_seconds", part="mean")),
-        ("hit ratio", lambda result: result.figures.hit_ratio),
+        ("hit rate", lambda result: result.figures.hit_ratio),
     ]
     ordered = sorted(cells, key=lambda cell: cell.results[0].setup.choice.knobs[knob])
 

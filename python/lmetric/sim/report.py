@@ -342,14 +342,14 @@ def _hits(
 
     drawings = [
         figures.bars(
-            here, styles, "hits", "Hit ratio", "Prompt tokens found cached, of all prompt tokens.",
-            "hit ratio (tokens)", quantity, most_is_best=True,
+            here, styles, "hits", "Hit rate", "Prompt tokens found cached, of all prompt tokens.",
+            "hit rate (tokens)", quantity, most_is_best=True,
         )
     ]  # fmt: skip
     if several:
         drawings.append(
             figures.against_load(
-                policies, styles, "load_hits", "Hit ratio against load", "hit ratio (tokens)", quantity,
+                policies, styles, "load_hits", "Hit rate against load", "hit rate (tokens)", quantity,
                 log=False,
             )
         )  # fmt: skip

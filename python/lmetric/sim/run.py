@@ -210,7 +210,7 @@ class Run:
         share: tuple[float, float] = (0.0, 1.0),
         program_share: tuple[float, float] = PROGRAM_SHARE,
     ) -> RunFigures:
-        """Latency percentiles, hit ratios, rates, goodput and load imbalance of the run, and the
+        """Latency percentiles, hit rates, rates, goodput and load imbalance of the run, and the
         figures of programs if a program has several requests.
 
         Args:

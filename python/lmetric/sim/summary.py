@@ -1,4 +1,4 @@
-"""Summarizes per-request columns: latencies, hit ratios, goodput, imbalance.
+"""Summarizes per-request columns: latencies, hit rates, goodput, imbalance.
 
 Simulated runs and live replays use the same definitions.
 """

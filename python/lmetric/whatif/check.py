@@ -166,7 +166,7 @@ def check_fit(
         real = float(recording.cached_tokens[told].sum()) / total
         mean = float(np.mean(hits))
         figures.append(
-            Figure("hit ratio", "", real, mean, min(hits), max(hits), mean - real, limits.hit_ratio)
+            Figure("hit rate", "", real, mean, min(hits), max(hits), mean - real, limits.hit_ratio)
         )
     first, ttft = runs[0]
     return FitCheck(

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lmetric._core import Decision, Request, __version__, chained_hashes
+from lmetric._core import Decision, Request, UnknownNameError, __version__, chained_hashes
 from lmetric.config import RecordsConfig, read_secret
 from lmetric.record_files import SCHEMA_VERSION
 from lmetric.server.execution.draft import Draft
@@ -28,9 +28,7 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.observe.record_writer import Line, RecordWriter
 
 FLEET_SECONDS = 10.0  # time between two looks at the fleet
-# In a fleet with more engines, the load is read at most this often: it takes 80 µs for 256 engines.
-SMALL_FLEET, LOAD_SECONDS = 100, 0.01
-LOAD = ("bs", "q_bs", "queued_prefill_tokens", "tokens")
+LOAD = ("bs", "q_bs", "queued_prefill_tokens", "tokens", "prefill_tokens_per_second")
 HASH_BYTES = 8
 # Entries of a decision record that a line copies under the same name.
 _COPIED = (
@@ -96,7 +94,7 @@ class Recorder:
         self._config, self._fleet = config, fleet
         self.hasher = Hasher(secrets.token_bytes(32) if given is None else given.encode())
         self._random = random.Random()
-        self._fleet_at = self._load_at = 0.0
+        self._fleet_at = 0.0
         self._fleets: dict[str, Line] = {}  # the last state of each model
         self._opened = False  # a file has begun, with the states until then
         self.writer = RecordWriter(config, config.path, self._head, self._line)
@@ -127,11 +125,6 @@ class Recorder:
             draft.router, draft.decision = pool.router, decision
             if (trial := client_request.trial) is not None:
                 draft.arm = "canary" if trial.canary else "stable"
-            if len(pool.engines) > SMALL_FLEET:
-                now = time.monotonic()
-                if now < self._load_at:
-                    return
-                self._load_at = now + LOAD_SECONDS
             draft.load = load_of(pool, decision.instance)
 
     def ended(
@@ -300,13 +293,12 @@ class Recorder:
 def load_of(pool: Pool, instance: str) -> dict[str, float] | None:
     """Indicators of an instance now, by name; None: it was removed."""
     try:
-        slot = pool.router.instances().index(instance)
-    except ValueError:
+        load = pool.router.indicators_of(instance, LOAD)
+    except UnknownNameError:
         return None
-    columns = pool.router.indicators()
-    load = {name: float(columns[name][slot]) for name in LOAD}
-    rate = float(columns["prefill_tokens_per_second"][slot])
-    return load | {"prefill_tokens_per_second": rate} if rate > 0 else load
+    if not load["prefill_tokens_per_second"] > 0:
+        del load["prefill_tokens_per_second"]
+    return load
 
 
 def _state(pool: Pool) -> Line:

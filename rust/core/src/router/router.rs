@@ -225,13 +225,18 @@ impl Router {
 
     /// Computes every per-instance indicator at `now`, for a request without known properties.
     pub fn derive_all(&mut self, now: Seconds) {
+        self.derive_some(IndicatorSet::ALL, now);
+        let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();
+        self.state.derive_declared(&mut self.context, &declared, now);
+    }
+
+    /// Computes the indicators `reads` at `now`, for a request without known properties.
+    pub fn derive_some(&mut self, reads: IndicatorSet, now: Seconds) {
         self.context.hit_blocks.fill(0);
         self.context.tier_blocks.clear();
         self.context.tiers.clear();
         let able = self.state.fleet.eligible_count();
-        self.state.derive(&mut self.context, &Request::default(), IndicatorSet::ALL, able, None, now);
-        let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();
-        self.state.derive_declared(&mut self.context, &declared, now);
+        self.state.derive(&mut self.context, &Request::default(), reads, able, None, now);
     }
 
     /// Returns the number of requests placed on an instance since it was added.
