@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric._core import BadValueError
-from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, removals
+from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, advise, removals
 from lmetric.capacity.demand import coarse
 from lmetric.capacity.goals import read_types
 from lmetric.cli.app import build
@@ -214,6 +214,23 @@ def test_the_advice_is_the_smallest_fleet_that_meets_the_goal(
     assert (wanted.role, wanted.type) == ("both", "big")
     assert other == Wanted("both", "small", 0, 0, 0)
     assert wanted.low <= wanted.replicas <= wanted.high
+
+
+def test_a_smaller_fleet_keeps_an_engine_to_spare_and_headroom_adds_engines(folder: Path) -> None:
+    recording = coarse(recording_of(read_records(folder).of(None)))
+    fit = EngineFit(PROFILE.in_blocks_of(128), 0.01, False, 100, 0.0, 0.0)
+    check = check_fit(recording, fit, seeds=1)
+
+    def engines(previous: int | None, headroom: float | None = None) -> int:
+        found = advise(
+            recording, fit, check, Question(GOAL), previous=previous, headroom=headroom,
+            alternatives=False, interval=False,
+        )  # fmt: skip
+        return found.wanted[0].replicas
+
+    fewest = engines(None)
+    assert [engines(fewest + more) for more in (-1, 0, 1, 3)] == [fewest, fewest, fewest + 1, fewest + 1]
+    assert engines(None, headroom=0.5) > fewest
 
 
 def test_candidates_have_costs_and_predictions(fitted: tuple[Twin, Records, Advice]) -> None:

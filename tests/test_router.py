@@ -593,7 +593,7 @@ def test_alpha_is_what_the_curve_keeps_of_former_answers(alpha: float, left: flo
 def test_indicators_of_one_instance_are_those_of_all() -> None:
     router = fleet("lmetric", 3)
     for i in range(5):
-        decision, ticket = router.route(lm.Request(token_ids=np.arange(512, dtype=np.uint32) + 10_000 * i))
+        _decision, ticket = router.route(lm.Request(token_ids=np.arange(512, dtype=np.uint32) + 10_000 * i))
         ticket.first_token()
         del ticket
     request = lm.Request(token_ids=np.arange(512, dtype=np.uint32))
