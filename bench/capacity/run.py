@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,29 +29,31 @@ RERUN = Rerun(Path(__file__).parent, "capacity.md", rendered)
 figure = RERUN.figure
 
 ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
-STATIC_PEAK, STATIC_DAY = "static peak", "static, over the day"
-DELAYS, TUNED_DELAY = (60.0, 120.0, 300.0), 120.0
+STATIC_PEAK = "static peak"
+DELAYS, TUNED_DELAY = (60.0, 300.0), 120.0
 SLOW, FAST = 14_400.0, 5_400.0  # lengths of a day, seconds
 ORACLE_STEPS = 20  # per hour
 LOAD = "in-flight HPA"
 SETTINGS = {"headroom": 0.1}  # of the twin
 GRIDS: dict[str, list[dict[str, float]]] = {
-    QUEUE: [{"threshold": a, "least": b} for a, b in product((0.25, 1.0), (8, 12))],
-    LOAD: [{"threshold": a} for a in (4.0, 6.0, 8.0)],
-    P90: [{"up": a, "down": b} for a, b in ((0.8, 0.65), (0.9, 0.65), (0.9, 0.75), (1.0, 0.75))],
+    QUEUE: [{"threshold": a, "least": 12} for a in (0.25, 1.0)],
+    LOAD: [{"threshold": a} for a in (4.0, 6.0)],
+    P90: [{"up": a, "down": b} for a, b in ((0.8, 0.65), (0.9, 0.75), (1.0, 0.75))],
 }
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A start-up delay and the length of the day."""
+    """A start-up delay, and the length and the bursts of the day."""
 
     delay_seconds: float
     day_seconds: float = SLOW
+    overlap: bool = False
 
     @property
     def label(self) -> str:
-        return f"Day of {self.day_seconds / 3600:g} h, engines start in {self.delay_seconds:g} s"
+        label = f"Day of {self.day_seconds / 3600:g} h, engines start in {self.delay_seconds:g} s"
+        return f"{label}, bursts overlap" if self.overlap else label
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,9 @@ def outcome(fleet: Fleet, run: Run) -> Outcome:
 def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """Runs a day."""
     parameters: dict[str, Any] = dict(rival.parameters)
-    day = Day(seed, stage.day_seconds)
+    day = Day(seed, stage.day_seconds, stage.overlap)
     whole: dict[str, Callable[..., tuple[Fleet, Run]]] = {
         STATIC_PEAK: partial(static, day, lambda run: min(quarters(run, day))),
-        STATIC_DAY: partial(static, day, attainment),
         ORACLE: partial(oracle, day, stage.delay_seconds, steps_per_hour=ORACLE_STEPS),
     }
     if rival.name in whole:
@@ -143,7 +144,7 @@ def tuning(world: Pool) -> Row:
 
 @figure("convergence", "The oracle with more and more steps, on the seed of the tuning")
 def convergence(world: Pool) -> Row:
-    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in ((0, 4) if world.quick else (0, 20, 80))]
+    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in ((0, 4) if world.quick else (0, 20, 60))]
     return {"base": found[0].label, "rows": list(rows(world, product(tuned(world), found)))}
 
 
@@ -153,14 +154,18 @@ def day(world: Pool) -> Row:
     best = [chosen(stored, name) for name in GRIDS]
     grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
     rules = [each for each in grid if each.label in best]
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK), Rival(STATIC_DAY)]
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK)]
     return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
 
 
-@figure("fast_day", "The twin on a day that changes faster")
-def fast_day(world: Pool) -> Row:
+@figure("harder", "The twin on days with overlapping bursts, and on days that change faster")
+def harder(world: Pool) -> Row:
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
-    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, FAST), rivals)))}
+    found = [] if world.quick else [replace(each, overlap=True) for each in stages(world, SLOW)]
+    return {
+        "base": ORACLE,
+        "rows": list(rows(world, product([*found, *stages(world, FAST)], rivals))),
+    }
 
 
 if __name__ == "__main__":

@@ -41,10 +41,12 @@ REQUEST_SECONDS = 0.005  # of a request outside of its engine, in records
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day by its seed and its length, which does not contain `START_SECONDS`."""
+    """A day by its seed and its length, which does not contain `START_SECONDS`. ``overlap``:
+    whether a burst can begin in another one, which multiplies them."""
 
     seed: int
     seconds: float
+    overlap: bool = False
 
     @property
     def end(self) -> float:
@@ -62,6 +64,7 @@ def rate_of(at: Floats, day: Day) -> Floats:
     while (begin := begin + rng.exponential(BURST_EVERY_SECONDS)) < day.end:
         length, factor = rng.uniform(*BURST_SECONDS), rng.uniform(*BURST)
         rate = np.where((at >= begin) & (at < begin + length), rate * factor, rate)
+        begin += 0.0 if day.overlap else length
     return np.asarray(rate)
 
 
