@@ -18,10 +18,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from policies import P90Rule, QueueHpa, TwinPolicy, oracle, static
 from tables import chosen, rendered
-from world import Day, Fleet, attainment, closed_loop, day_of, joint, quarters, shares
+from world import (
+    START_SECONDS,
+    Day,
+    Fleet,
+    attainment,
+    closed_loop,
+    day_of,
+    joint,
+    quarters,
+    shares,
+    trace_of,
+    variation,
+)  # fmt: skip
 
 from lmetric.sim.run import Run
-from rerun import Pool, Rerun, columns
+from lmetric.sim.traces import load_trace
+from rerun import Pool, Rerun, columns, traces
 from result_files import read_figure
 
 Row = dict[str, Any]
@@ -35,6 +48,10 @@ SLOW, FAST = 14_400.0, 5_400.0  # lengths of a day, seconds
 ORACLE_STEPS = 20  # per hour
 LOAD = "in-flight HPA"
 SETTINGS = {"headroom": 0.1}  # of the twin
+RECORDED = {
+    "Azure, conversations (1 h)": "azure_conv_2023.csv.gz",
+    "Mooncake, conversations (1 h)": "mooncake_conversation.jsonl.gz",
+}
 GRIDS: dict[str, list[dict[str, float]]] = {
     QUEUE: [{"threshold": a, "least": 12} for a in (0.25, 1.0)],
     LOAD: [{"threshold": a} for a in (4.0, 6.0)],
@@ -158,6 +175,17 @@ def day(world: Pool) -> Row:
     return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
 
 
+@figure("bursts", "How much arrivals vary beyond a Poisson process")
+def bursts(world: Pool) -> Row:
+    found = {name: [load_trace(traces() / file).arrival_seconds] for name, file in RECORDED.items()}
+    for name, overlap in (("the study's day", False), ("the same with overlapping bursts", True)):
+        days = [trace_of(Day(seed, SLOW, overlap)).arrival_seconds for seed in world.seeds]
+        found[name] = [each[each >= START_SECONDS] for each in days]
+    return {
+        "rows": [{"load": name, **columns([variation(one) for one in each])} for name, each in found.items()]
+    }
+
+
 @figure("harder", "The twin on days with overlapping bursts, and on days that change faster")
 def harder(world: Pool) -> Row:
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
@@ -169,4 +197,4 @@ def harder(world: Pool) -> Row:
 
 
 if __name__ == "__main__":
-    RERUN.main_of_pool(__doc__, Pool, seeds=1, traces="no files")
+    RERUN.main_of_pool(__doc__, Pool, seeds=1, traces=" and ".join(RECORDED.values()))

@@ -28,8 +28,21 @@ def chosen(rows: Sequence[Row], name: str) -> str:
 
 def rendered(told: Row) -> str:
     """Returns a figure's part of the page."""
+    if "load" in told["rows"][0]:
+        return variations(told["rows"])
     stages = grouped(told["rows"], "stage")
     return "\n\n".join(f"{stage}:\n\n{table(rows, told.get('base'))}" for stage, rows in stages.items())
+
+
+def variations(rows: Sequence[Row]) -> str:
+    """Returns a table of how much arrivals vary."""
+    names = [name for name in rows[0] if name.startswith("sd_")]
+    head = ["arrivals", *(f"in {name.removeprefix('sd_')} s, %" for name in names), "busiest minute"]
+    lines = [
+        [row["load"], *(spread(row[name], 100, 1) for name in names), spread(row["busiest_minute"], 1, 2)]
+        for row in rows
+    ]
+    return markdown(head, lines)
 
 
 def table(rows: Sequence[Row], base: str | None) -> str:

@@ -68,6 +68,23 @@ def rate_of(at: Floats, day: Day) -> Floats:
     return np.asarray(rate)
 
 
+def variation(arrivals: Floats) -> dict[str, float]:
+    """Relative standard deviation of counts in bins of some seconds, beyond a Poisson process with
+    the mean rate of a quarter of an hour; and the largest count of a minute over that mean."""
+    found: dict[str, float] = {}
+    arrivals = arrivals - arrivals[0]
+    for seconds in (30, 60, 120, 300):
+        counts = np.histogram(arrivals, np.arange(0.0, arrivals[-1], seconds))[0].astype(np.float64)
+        width = (900 // seconds) | 1
+        padded = np.pad(counts, width // 2, mode="edge")
+        usual = np.convolve(padded, np.full(width, 1 / width), "valid")
+        ratio = counts / usual
+        found[f"sd_{seconds}"] = float(np.sqrt(max(ratio.var() - (1 / usual).mean(), 0.0)))
+        if seconds == 60:
+            found["busiest_minute"] = float(ratio.max())
+    return found
+
+
 @lru_cache(maxsize=2)
 def trace_of(day: Day) -> Trace:
     """The requests of a day: documents and chats with shared beginnings."""
