@@ -599,18 +599,24 @@ def test_indicators_of_one_instance_are_those_of_all() -> None:
     request = lm.Request(token_ids=np.arange(512, dtype=np.uint32))
     kept = [router.route(request, now=0.0) for _ in range(3)]
     columns = router.indicators(now=1.0)
+    owners = {row["name"]: row["owner"] for row in _core.indicator_table()}
+    built_in = [name for name in columns if owners[name] != "declared"]  # other tests declare some
     for slot, name in enumerate(router.instances()):
-        found = router.indicators_of(name, list(columns), now=1.0)
-        assert list(found) == list(columns)
-        for indicator, column in columns.items():
+        found = router.indicators_of(name, built_in, now=1.0)
+        assert list(found) == built_in
+        for indicator in built_in:
+            column = columns[indicator]
             assert found[indicator] == pytest.approx(column[slot], nan_ok=True), indicator
     assert sum(router.indicators_of(name, ["bs"])["bs"] for name in router.instances()) == len(kept)
     with pytest.raises(lm.UnknownNameError, match='"q_bss"; did you mean "q_bs"'):
-        router.indicators_of("i0", ["q_bss"])
+        router.indicators_of("e0", ["q_bss"])
     with pytest.raises(lm.UnknownNameError, match="nobody"):
         router.indicators_of("nobody", ["bs"])
+    _core.declare_indicator("test_alone", unit="W")
+    with pytest.raises(lm.BadValueError, match="expected a built-in indicator"):
+        router.indicators_of("e0", ["test_alone"])
     with pytest.raises(lm.BadValueError, match="this one belongs to the request"):
-        router.indicators_of("i0", ["prompt_tokens"])
+        router.indicators_of("e0", ["prompt_tokens"])
 
 
 def test_prefill_work_in_seconds_is_learned_on_each_instance() -> None:

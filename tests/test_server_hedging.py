@@ -181,7 +181,7 @@ async def test_both_answer_at_once() -> None:
 
 
 async def test_the_budget_bounds_hedges() -> None:
-    async with two(later(3 * AFTER), later(3 * AFTER), hedging=hedging(ratio=0.1)) as w:
+    async with two(later(10 * AFTER), later(10 * AFTER), hedging=hedging(ratio=0.1)) as w:
         answers = await asyncio.gather(*(w.post(BODY) for _ in range(20)))
         assert {status for status, _, _ in answers} == {200}
         hedges = pool(w).hedging

@@ -1189,7 +1189,7 @@ impl Router {
 
     /// Built-in indicators of one instance by name. Only these are computed, so it takes less time
     /// than `indicators()`. Raises `UnknownNameError` for an unknown instance or name, and
-    /// `BadValueError` for an indicator of the request.
+    /// `BadValueError` for a declared indicator or one of the request.
     #[pyo3(signature = (instance, names, now=None))]
     fn indicators_of<'py>(
         &self,
@@ -1201,6 +1201,14 @@ impl Router {
         let ids = names
             .iter()
             .map(|name| {
+                if declared::find(name).is_some() {
+                    return Err(CoreError::BadValue {
+                        what: "indicator".into(),
+                        got: name.to_string(),
+                        expected: "a built-in indicator; indicators() also has declared ones".into(),
+                    }
+                    .into());
+                }
                 let id = Indicator::from_name(name).ok_or_else(|| unknown_indicator(name))?;
                 if id.decl().scope != Scope::Instance {
                     return Err(CoreError::BadValue {
