@@ -186,6 +186,12 @@ def bursts(world: Pool) -> Row:
     }
 
 
+@figure("fresh", "The same days on seeds that were first run after all choices")
+def fresh(world: Pool) -> Row:
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
+    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
+
+
 @figure("harder", "The twin on days with overlapping bursts, and on days that change faster")
 def harder(world: Pool) -> Row:
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
