@@ -69,8 +69,11 @@ def rate_of(at: Floats, day: Day) -> Floats:
 
 
 def variation(arrivals: Floats) -> dict[str, float]:
-    """Relative standard deviation of counts in bins of some seconds, beyond a Poisson process with
-    the mean rate of a quarter of an hour; and the largest count of a minute over that mean."""
+    """How much counts of arrivals vary around the mean of a quarter of an hour.
+
+    For bins of some seconds: the relative standard deviation beyond a Poisson process. For minutes
+    also the largest count over that mean.
+    """
     found: dict[str, float] = {}
     arrivals = arrivals - arrivals[0]
     for seconds in (30, 60, 120, 300):
