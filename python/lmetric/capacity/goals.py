@@ -13,7 +13,6 @@ from lmetric.sim.setups import PolicyChoice
 from lmetric.slo import Goal
 
 DEFAULT_TYPE = "default"
-DEFAULT_HEADROOM = 0.1
 MOST_HEADROOM = 0.5
 MOST_TYPES = 16
 _TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -67,7 +66,7 @@ class Question:
     types: tuple[EngineType, ...] = (EngineType(DEFAULT_TYPE),)
     startup_seconds: float = 120.0
     every_seconds: float = 60.0
-    headroom: float = DEFAULT_HEADROOM
+    headroom: float = 0.1
     min_engines: int = 1
     max_engines: int = 256
     policies: Sequence[PolicyChoice] = field(default_factory=tuple)  # besides the recorded one

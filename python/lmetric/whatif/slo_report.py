@@ -117,7 +117,7 @@ class SloReport:
 def slo_report(records: Records, goal: Goal) -> SloReport:
     """The misses in the records of one model, without simulated changes."""
     lines = records.requests
-    times = _times(lines)
+    times = _times(lines, _recorded(lines))
     return SloReport(
         str(goal),
         dict(zip(map(str, goal.objectives), goal.shares(times), strict=True)),
@@ -130,10 +130,15 @@ def slo_report(records: Records, goal: Goal) -> SloReport:
     )
 
 
-def _times(lines: Sequence[Line]) -> dict[Metric, Floats]:
+def _recorded(lines: Sequence[Line]) -> dict[Metric, Floats]:
+    """Recorded times of requests."""
+    return {name: _column(lines, f"{name}_seconds") for name in METRICS}
+
+
+def _times(lines: Sequence[Line], recorded: Mapping[Metric, Floats]) -> dict[Metric, Floats]:
     """Times of requests; infinite if they failed."""
     failed = np.array([line["status"] != 200 for line in lines], np.bool_)
-    return {name: np.where(failed, np.inf, _column(lines, f"{name}_seconds")) for name in METRICS}
+    return {name: np.where(failed, np.inf, each) for name, each in recorded.items()}
 
 
 def simulate_options(
@@ -234,11 +239,11 @@ def _by_prompt(lines: Sequence[Line], goal: Goal) -> Callable[[tuple[int | None,
 
 
 def _row(name: str, lines: Sequence[Line], goal: Goal) -> Row:
-    recorded = {name: _column(lines, f"{name}_seconds") for name in METRICS}
+    recorded = _recorded(lines)
     ttft, tpot = recorded["ttft"], recorded["tpot"]
     bounds = {each.metric: each.seconds for each in goal.objectives}
     over = {name: recorded[name] > bounds.get(name, np.inf) for name in METRICS}
-    kept = goal.kept(_times(lines))
+    kept = goal.kept(_times(lines, recorded))
     # A late first token; without a bound of TTFT, a first token after most of the duration.
     late = over["ttft"] | (over["e2e"] & (ttft > recorded["e2e"] / 2))
     longest_wait = bounds.get("ttft", bounds.get("e2e", np.inf)) / 2
