@@ -44,8 +44,8 @@ figure = RERUN.figure
 ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
 STATIC_PEAK = "static peak"
 DELAYS, TUNED_DELAY = (60.0, 300.0), 120.0
-SLOW, FAST = 14_400.0, 5_400.0  # lengths of a day, seconds
-ORACLE_STEPS = 20  # per hour
+REAL, SLOW, FAST = 86_400.0, 14_400.0, 5_400.0  # lengths of a day, seconds
+ORACLE_STEPS, REAL_ORACLE_STEPS = 20, 8  # per hour; on a day of real length
 LOAD = "in-flight HPA"
 SETTINGS = {"headroom": 0.1}  # of the twin
 RECORDED = {
@@ -118,7 +118,12 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     day = Day(seed, stage.day_seconds, stage.overlap)
     whole: dict[str, Callable[..., tuple[Fleet, Run]]] = {
         STATIC_PEAK: partial(static, day, lambda run: min(quarters(run, day))),
-        ORACLE: partial(oracle, day, stage.delay_seconds, steps_per_hour=ORACLE_STEPS),
+        ORACLE: partial(
+            oracle,
+            day,
+            stage.delay_seconds,
+            steps_per_hour=REAL_ORACLE_STEPS if day.seconds >= REAL else ORACLE_STEPS,
+        ),
     }
     if rival.name in whole:
         return outcome(*whole[rival.name](**parameters))
@@ -190,6 +195,20 @@ def bursts(world: Pool) -> Row:
 def fresh(world: Pool) -> Row:
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
     return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
+
+
+@figure("full_day", "Days of their real length, with overlapping bursts, on fresh seeds")
+def full_day(world: Pool) -> Row:
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
+    found = [replace(each, overlap=True) for each in stages(world, REAL)]
+    return {"base": ORACLE, "rows": list(rows(world, product(found, rivals)))}
+
+
+@figure("full_day_middle", "The same days with the start-up delay of the tuning")
+def full_day_middle(world: Pool) -> Row:
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
+    found = Stage(TUNED_DELAY, FAST if world.quick else REAL, overlap=True)
+    return {"base": ORACLE, "rows": list(rows(world, product([found], rivals)))}
 
 
 @figure("harder", "The twin on days with overlapping bursts, and on days that change faster")

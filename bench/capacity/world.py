@@ -35,6 +35,7 @@ BURST_EVERY_SECONDS, BURST_SECONDS, BURST = 900.0, (45.0, 150.0), (1.2, 1.6)
 FIRST_ENGINES = 7
 MOST_ENGINES = 40  # numbers of instances; never all in use
 CHUNK_SECONDS = 600.0
+PAST_SECONDS = START_SECONDS + 14_400.0  # that a policy can see
 TICK_SECONDS = 15.0  # of the observed queue
 REQUEST_SECONDS = 0.005  # of a request outside of its engine, in records
 
@@ -108,10 +109,11 @@ def trace_of(day: Day) -> Trace:
 
 
 @lru_cache(maxsize=8)
-def workload_until(day: Day, end_seconds: float) -> Workload:
-    """The requests that arrive before a time."""
+def workload_of(day: Day, first: int, end_seconds: float) -> Workload:
+    """The requests from number ``first`` on that arrive before a time."""
     trace = trace_of(day)
-    return prepare(trace.take(np.flatnonzero(trace.arrival_seconds < end_seconds)), PROFILE)
+    end = int(np.searchsorted(trace.arrival_seconds, end_seconds))
+    return prepare(trace.take(np.arange(first, end)), PROFILE)
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ class Fleet:
         ]
         return ",".join(f"{at:.3f} {kind} {number}" for at, kind, number in sorted(events))
 
-    def cost(self, run: Run) -> float:
-        """Engine hours of the day: from the order to the end of the last request."""
+    def cost(self, run: Run, begin: float = START_SECONDS, until: float = np.inf) -> float:
+        """Engine hours of the day, or of a part: from the order to the end of the last request."""
         gone = {
             (each.change.instance, round(each.change.at_seconds, 3)): each.done_seconds
             for each in run.changes
@@ -203,15 +205,16 @@ class Fleet:
             if end < np.inf and end > each.ready:
                 done = gone.get((each.instance, round(end, 3)), end)
                 end = end if np.isnan(done) else done
-            total += max(0.0, min(end, self.day.end) - max(each.ordered, START_SECONDS))
+            total += max(0.0, min(end, until, self.day.end) - max(each.ordered, begin))
         return total / 3600.0
 
 
-def played(fleet: Fleet, until: float | None = None) -> Run:
-    """The run of the fleet on its day's requests, or on those before a time."""
+def played(fleet: Fleet, until: float | None = None, first: int = 0) -> Run:
+    """The run of the fleet on its day's requests, or on those from number ``first`` on and before
+    a time."""
     day = fleet.day
     return simulate(
-        workload_until(day, day.end if until is None else until),
+        workload_of(day, first, day.end if until is None else until),
         policy="lmetric",
         instances=MOST_ENGINES,
         profile=PROFILE,
@@ -268,9 +271,11 @@ def quarters(run: Run, day: Day) -> list[float]:
 
 @dataclass(frozen=True)
 class Sight:
-    """The past, as a policy sees it. ``run`` is complete until ``now``."""
+    """The past, as a policy sees it. ``run`` is complete until ``now``, and begins with request
+    ``first`` of the day."""
 
     run: Run
+    first: int
     fleet: Fleet
     now: float
 
@@ -302,7 +307,7 @@ class Sight:
         their clock."""
         run, now = self.run, self.now
         chosen = np.flatnonzero((run.arrival_seconds > now - window) & (run.finished_seconds <= now))
-        trace = trace_of(self.fleet.day).take(chosen)
+        trace = trace_of(self.fleet.day).take(self.first + chosen)
         start = float(trace.arrival_seconds[0])
         numbers = sorted({*run.instance[chosen].tolist(), *(each.instance for each in self.fleet.ready(now))})
         place = np.full(MOST_ENGINES, -1, np.int64)
@@ -355,16 +360,19 @@ def closed_loop(policy: Policy, delay_seconds: float, day: Day) -> tuple[Fleet, 
     """Runs a day under a policy.
 
     A run stays valid until the first effect of a later decision: an ordered engine changes nothing
-    before it is ready.
+    before it is ready. The policy sees runs of the last `PAST_SECONDS`, which begin with empty
+    caches: whole days would take too long. The returned run is of the whole day.
     """
     fleet = Fleet(day, delay_seconds)
-    run, until = played(fleet, START_SECONDS), START_SECONDS
+    arrivals = trace_of(day).arrival_seconds
+    run, first, until = played(fleet, START_SECONDS), 0, START_SECONDS
     now = START_SECONDS
     while now < day.end:
         if now > until:
             until = min(day.end, (now // CHUNK_SECONDS + 1) * CHUNK_SECONDS)
-            run = played(fleet, until)
-        number, removed = policy.wanted(Sight(run, fleet, now))
+            first = int(np.searchsorted(arrivals, until - PAST_SECONDS))
+            run = played(fleet, until, first)
+        number, removed = policy.wanted(Sight(run, first, fleet, now))
         until = min(until, fleet.resize(min(number, MOST_ENGINES - 8), now, removed))
         now += policy.every_seconds
     return fleet, played(fleet)
