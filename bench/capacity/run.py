@@ -204,6 +204,14 @@ def full_day(world: Pool) -> Row:
     return {"base": ORACLE, "rows": list(rows(world, product(found, rivals)))}
 
 
+@figure("full_day_oracle", "The oracle of full days with more and more steps, on the seed of the tuning")
+def full_day_oracle(world: Pool) -> Row:
+    steps = (0, 4) if world.quick else (0, REAL_ORACLE_STEPS, 3 * REAL_ORACLE_STEPS)
+    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in steps]
+    stage = Stage(TUNED_DELAY, FAST if world.quick else REAL, overlap=True)
+    return {"base": found[0].label, "rows": list(rows(world, product([stage], found)))}
+
+
 @figure("full_day_middle", "The same days with the start-up delay of the tuning")
 def full_day_middle(world: Pool) -> Row:
     rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
