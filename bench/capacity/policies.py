@@ -32,6 +32,12 @@ from lmetric.sim.run import Run
 from lmetric.whatif import Limits
 
 WINDOW_SECONDS = 1800.0  # of records that the twin reads
+SLOT = 60.0  # seconds
+BLOCK_SECONDS = 14_400.0  # of the oracle's search
+CHECK_STEPS = 4  # between checks of all changes together
+SPARE = 0.02  # share of the allowed misses that changes in several blocks leave
+DRAIN = 120.0  # seconds that an engine may take to end its requests
+Levels = NDArray[np.int64]  # engines by slot of the day
 
 
 @dataclass
@@ -155,43 +161,30 @@ def static(day: Day, judged: Callable[[Run], float]) -> tuple[Fleet, Run]:
     return fits[number]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Engines by slot of `SLOT` seconds of the day."""
-
-    levels: tuple[int, ...]
-
-    def fleet(self, day: Day, delay_seconds: float) -> Fleet:
-        """Level k is instance k. An engine stays through a gap that is shorter than a start."""
-        leases = []
-        for level in range(1, max(self.levels) + 1):
-            on = [number >= level for number in self.levels]
-            begins = [i for i in range(len(on)) if on[i] and (i == 0 or not on[i - 1])]
-            ends = [i + 1 for i in range(len(on)) if on[i] and (i + 1 == len(on) or not on[i + 1])]
-            spans = [
-                (START_SECONDS + SLOT * b, START_SECONDS + SLOT * e)
-                for b, e in zip(begins, ends, strict=True)
-            ]
-            merged: list[tuple[float, float]] = []
-            for begin, end in spans:
-                if merged and begin - merged[-1][1] <= max(delay_seconds, DRAIN):
-                    merged[-1] = merged[-1][0], end
-                else:
-                    merged.append((begin, end))
-            for begin, end in merged:
-                ready = 0.0 if begin <= START_SECONDS and level <= FIRST_ENGINES else begin
-                ordered = 0.0 if ready == 0.0 else ready - delay_seconds
-                leases.append(Lease(level - 1, ordered, ready, np.inf if end >= day.end else end))
-            if level <= FIRST_ENGINES and (not merged or merged[0][0] > START_SECONDS):
-                leases.append(Lease(level - 1, 0.0, 0.0, START_SECONDS))
-        return Fleet(day, delay_seconds, sorted(leases, key=lambda lease: lease.ready))
-
-
-SLOT = 60.0
-BLOCK_SECONDS = 14_400.0  # of the oracle's search
-CHECK_STEPS = 4  # between checks of all changes together
-SPARE = 0.02  # share of the allowed misses that changes in several blocks leave
-DRAIN = 120.0
+def _fleet(day: Day, delay_seconds: float, levels: Levels) -> Fleet:
+    """The fleet with these engines by slot of `SLOT` seconds of the day. Level k is instance k. An
+    engine stays through a gap that is shorter than a start."""
+    leases = []
+    for level in range(1, int(levels.max()) + 1):
+        on = (levels >= level).tolist()
+        begins = [i for i in range(len(on)) if on[i] and (i == 0 or not on[i - 1])]
+        ends = [i + 1 for i in range(len(on)) if on[i] and (i + 1 == len(on) or not on[i + 1])]
+        spans = [
+            (START_SECONDS + SLOT * b, START_SECONDS + SLOT * e) for b, e in zip(begins, ends, strict=True)
+        ]
+        merged: list[tuple[float, float]] = []
+        for begin, end in spans:
+            if merged and begin - merged[-1][1] <= max(delay_seconds, DRAIN):
+                merged[-1] = merged[-1][0], end
+            else:
+                merged.append((begin, end))
+        for begin, end in merged:
+            ready = 0.0 if begin <= START_SECONDS and level <= FIRST_ENGINES else begin
+            ordered = 0.0 if ready == 0.0 else ready - delay_seconds
+            leases.append(Lease(level - 1, ordered, ready, np.inf if end >= day.end else end))
+        if level <= FIRST_ENGINES and (not merged or merged[0][0] > START_SECONDS):
+            leases.append(Lease(level - 1, 0.0, 0.0, START_SECONDS))
+    return Fleet(day, delay_seconds, sorted(leases, key=lambda lease: lease.ready))
 
 
 def _slots(day: Day) -> int:
@@ -226,15 +219,15 @@ class Trial:
     def cost(self) -> float:
         return float(self.costs.sum())
 
-    def with_blocks(self, other: Trial, blocks: Sequence[int]) -> Trial:
-        """This result with some blocks of another."""
+    def with_block(self, other: Trial, block: int) -> Trial:
+        """This result with a block of another."""
         costs, misses = self.costs.copy(), self.misses.copy()
-        costs[blocks], misses[blocks] = other.costs[blocks], other.misses[blocks]
+        costs[block], misses[block] = other.costs[block], other.misses[block]
         return replace(self, costs=costs, misses=misses)
 
 
-def _tried(day: Day, delay: float, levels: NDArray[np.int64]) -> Trial:
-    fleet = Schedule(tuple(levels.tolist())).fleet(day, delay)
+def _tried(day: Day, delay: float, levels: Levels) -> Trial:
+    fleet = _fleet(day, delay, levels)
     run = played(fleet)
     costs, misses = [], []
     for begin in np.arange(START_SECONDS, day.end, BLOCK_SECONDS):
@@ -253,7 +246,7 @@ def oracle(day: Day, delay: float, steps_per_hour: int) -> tuple[Fleet, Run]:
     ``steps_per_hour``: such trials per hour of the day. A run of the day tries one in each block of
     4 h, and keeps those that save engine hours, first those with the fewest new misses.
     """
-    best: tuple[NDArray[np.int64], Trial] | None = None
+    best: tuple[Levels, Trial] | None = None
     for before, after in ((1, 1), (3, 1), (5, 2)):
         load = _load(day, before, after)
         low, high = 3.0, 6.0  # engines per request/s
@@ -282,7 +275,7 @@ def oracle(day: Day, delay: float, steps_per_hour: int) -> tuple[Fleet, Run]:
         saving = np.flatnonzero(trial.costs < state.costs)
         new_misses = (trial.misses - state.misses).max(axis=1)
         for block in sorted(saving, key=lambda each: new_misses[each]):
-            after_it = state.with_blocks(trial, [block])
+            after_it = state.with_block(trial, block)
             if after_it.good(spare) or new_misses[block] <= 0:
                 state = after_it
                 levels = levels.copy()
@@ -295,11 +288,11 @@ def oracle(day: Day, delay: float, steps_per_hour: int) -> tuple[Fleet, Run]:
             state = _tried(day, delay, levels)
             if state.good() and state.cost < verified[1].cost:
                 verified = levels, state
-    fleet = Schedule(tuple(verified[0].tolist())).fleet(day, delay)
+    fleet = _fleet(day, delay, verified[0])
     return fleet, played(fleet)
 
 
-def _change(levels: NDArray[np.int64], step: int, rng: np.random.Generator) -> None:
+def _change(levels: Levels, step: int, rng: np.random.Generator) -> None:
     """Removes an engine from a random span of a block, and in every second step adds one to
     another: the SLO's slack is better used there."""
     span = int(rng.choice([4, 8, 15, 30])) if step % 3 else int(rng.choice([2, 3]))

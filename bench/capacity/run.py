@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,7 @@ figure = RERUN.figure
 
 ORACLE, TWIN, QUEUE, P90 = "oracle", "twin", "queue HPA", "P90 rule"
 STATIC_PEAK = "static peak"
-DELAYS, TUNED_DELAY = (60.0, 300.0), 120.0
+DELAYS, REAL_DELAYS, TUNED_DELAY = (60.0, 300.0), (60.0, 120.0, 300.0), 120.0
 REAL, SLOW, FAST = 86_400.0, 14_400.0, 5_400.0  # lengths of a day, seconds
 ORACLE_STEPS, REAL_ORACLE_STEPS = 20, 8  # per hour; on a day of real length
 LOAD = "in-flight HPA"
@@ -144,16 +144,30 @@ def rows(world: Pool, cases: Iterable[tuple[Stage, Rival]]) -> Iterator[Row]:
         yield row
 
 
-def stages(world: Pool, day_seconds: float) -> list[Stage]:
+def stages(world: Pool, day_seconds: float, overlap: bool = False) -> list[Stage]:
     """The start-up delays on a day of this length; in a quick run, one delay on a fast day."""
     if world.quick:
-        return [Stage(TUNED_DELAY, FAST)]
-    return [Stage(each, day_seconds) for each in DELAYS]
+        return [Stage(TUNED_DELAY, FAST, overlap)]
+    delays = REAL_DELAYS if day_seconds >= REAL else DELAYS
+    return [Stage(each, day_seconds, overlap) for each in delays]
 
 
-def tuned(world: Pool) -> list[Stage]:
-    """The stage of the tuning."""
-    return [Stage(TUNED_DELAY, FAST if world.quick else SLOW)]
+def tuned(world: Pool, day_seconds: float = SLOW, overlap: bool = False) -> Stage:
+    """The stage of the tuning, or one with its delay on another day."""
+    return Stage(TUNED_DELAY, FAST if world.quick else day_seconds, overlap)
+
+
+def against_oracle(world: Pool, found: Iterable[Stage], others: Iterable[Rival] = ()) -> Row:
+    """The oracle, the twin and other policies in some scenarios."""
+    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *others]
+    return {"base": ORACLE, "rows": list(rows(world, product(found, rivals)))}
+
+
+def searched(world: Pool, stage: Stage, steps: int) -> Row:
+    """The oracle without a search, with ``steps`` per hour and with three times as many."""
+    each = (0, 4) if world.quick else (0, steps, 3 * steps)
+    rivals = [Rival.of(ORACLE, {"steps_per_hour": number}) for number in each]
+    return {"base": rivals[0].label, "rows": list(rows(world, product([stage], rivals)))}
 
 
 @figure("tuning", "Rules with several parameters, on the seed of the tuning")
@@ -161,13 +175,12 @@ def tuning(world: Pool) -> Row:
     rivals = [
         Rival.of(name, each) for name, grid in GRIDS.items() for each in grid[:: 4 if world.quick else 1]
     ]
-    return {"rows": list(rows(world, product(tuned(world), rivals)))}
+    return {"rows": list(rows(world, product([tuned(world)], rivals)))}
 
 
 @figure("convergence", "The oracle with more and more steps, on the seed of the tuning")
 def convergence(world: Pool) -> Row:
-    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in ((0, 4) if world.quick else (0, 20, 60))]
-    return {"base": found[0].label, "rows": list(rows(world, product(tuned(world), found)))}
+    return searched(world, tuned(world), ORACLE_STEPS)
 
 
 @figure("closed_loop", "Capacity advice in a closed loop")
@@ -176,8 +189,7 @@ def day(world: Pool) -> Row:
     best = [chosen(stored, name) for name in GRIDS]
     grid = [Rival.of(name, each) for name, grid in GRIDS.items() for each in grid]
     rules = [each for each in grid if each.label in best]
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS), *rules, Rival(STATIC_PEAK)]
-    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
+    return against_oracle(world, stages(world, SLOW), [*rules, Rival(STATIC_PEAK)])
 
 
 @figure("bursts", "How much arrivals vary beyond a Poisson process")
@@ -193,40 +205,23 @@ def bursts(world: Pool) -> Row:
 
 @figure("fresh", "The same days on seeds that were first run after all choices")
 def fresh(world: Pool) -> Row:
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
-    return {"base": ORACLE, "rows": list(rows(world, product(stages(world, SLOW), rivals)))}
+    return against_oracle(world, stages(world, SLOW))
 
 
 @figure("full_day", "Days of their real length, with overlapping bursts, on fresh seeds")
 def full_day(world: Pool) -> Row:
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
-    found = [replace(each, overlap=True) for each in stages(world, REAL)]
-    return {"base": ORACLE, "rows": list(rows(world, product(found, rivals)))}
+    return against_oracle(world, stages(world, REAL, overlap=True))
 
 
 @figure("full_day_oracle", "The oracle of full days with more and more steps, on the seed of the tuning")
 def full_day_oracle(world: Pool) -> Row:
-    steps = (0, 4) if world.quick else (0, REAL_ORACLE_STEPS, 3 * REAL_ORACLE_STEPS)
-    found = [Rival.of(ORACLE, {"steps_per_hour": each}) for each in steps]
-    stage = Stage(TUNED_DELAY, FAST if world.quick else REAL, overlap=True)
-    return {"base": found[0].label, "rows": list(rows(world, product([stage], found)))}
-
-
-@figure("full_day_middle", "The same days with the start-up delay of the tuning")
-def full_day_middle(world: Pool) -> Row:
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
-    found = Stage(TUNED_DELAY, FAST if world.quick else REAL, overlap=True)
-    return {"base": ORACLE, "rows": list(rows(world, product([found], rivals)))}
+    return searched(world, tuned(world, REAL, overlap=True), REAL_ORACLE_STEPS)
 
 
 @figure("harder", "The twin on days with overlapping bursts, and on days that change faster")
 def harder(world: Pool) -> Row:
-    rivals = [Rival(ORACLE), Rival.of(TWIN, SETTINGS)]
-    found = [] if world.quick else [replace(each, overlap=True) for each in stages(world, SLOW)]
-    return {
-        "base": ORACLE,
-        "rows": list(rows(world, product([*found, *stages(world, FAST)], rivals))),
-    }
+    found = [] if world.quick else stages(world, SLOW, overlap=True)
+    return against_oracle(world, [*found, *stages(world, FAST)])
 
 
 if __name__ == "__main__":
