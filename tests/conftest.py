@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -16,10 +17,25 @@ from log_watch import watched_log
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
+# The engine's and the router's. Tests run side by side, and two of them could bind the same one.
+DEFAULT_PORTS = (8000, 8080)
+
 
 def pytest_configure() -> None:
     """Enables Ctrl-C for tests and their processes, even if a background shell ignores it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart() -> None:
+    """Makes each test that binds a default port fail, and not just beside another such test."""
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "socket.bind":
+            address = arguments[1]
+            if isinstance(address, tuple) and address[1] in DEFAULT_PORTS:
+                raise RuntimeError(f"a test binds the default port {address[1]}; use port 0 in tests")
+
+    sys.addaudithook(watch)
 
 
 def pytest_asyncio_loop_factories(

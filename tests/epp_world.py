@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from lmetric.config import ServerConfig
+from lmetric.ports import free_ports
 from lmetric.server import Server
 from lmetric.server.epp.ext_proc_pb2 import (
     BodySendMode,
@@ -252,12 +253,6 @@ async def exchange(target: str) -> AsyncIterator[Exchange]:
             yield Exchange(call)
         finally:
             call.cancel()
-
-
-def free_ports(number: int) -> list[int]:
-    """Returns ports on which no process listens."""
-    ports: list[int] = example.free_ports(number)
-    return ports
 
 
 def engine_cluster(config: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 import chart_world
+from lmetric.ports import free_ports
 from test_monitoring import known, program
-from test_server_replicas import free_ports
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = ROOT / "deploy" / "compose"

@@ -19,18 +19,13 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from lmetric.ports import free_ports
 from waiting import until_threads
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 README = (ROOT / "README.md").read_text()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def children(pid: int) -> list[int]:
@@ -87,7 +82,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The README's `serve --embedded 4`, on a free port."""
-    port = free_port()
+    (port,) = free_ports(1)
     shown = next(line for line in README.splitlines() if line.startswith("lmetric-router serve --embedded"))
     words = shlex.split(shown.replace("8000", str(port)))
     with (tmp_path_factory.mktemp("serve") / "log").open("w") as log:

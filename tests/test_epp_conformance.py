@@ -23,13 +23,13 @@ from epp_world import (
     engine_cluster,
     envoy,
     example,
-    free_ports,
     limit_to,
     manager,
     needs_envoy,
     picking,
     post,
 )
+from lmetric.ports import free_ports
 from server_world import FakeEngine, says, token
 from tls_world import Authority, needs_openssl
 from waiting import until

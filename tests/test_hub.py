@@ -165,7 +165,7 @@ async def test_doctor_downloads_what_the_operator_names(hub: Hub, monkeypatch: p
         ({"tokenizer": "owner/gone"}, "fail", "no such repository on 127.0.0.1"),
         ({"tokenizer_download": "any"}, "pass", "hub/models--owner--name"),
     )
-    async with EngineServer(EngineOptions(clock_speed=20)) as engine:
+    async with EngineServer(EngineOptions(port=0, clock_speed=20)) as engine:
         for settings, outcome, text in cases:
             target = Target(EngineConfig(url=engine.url), None, PoolSettings.model_validate(settings))
             (found,) = await examine([target])

@@ -45,7 +45,7 @@ async def test_a_failed_download_is_repeated_and_leads_to_exact(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(downloads, "RETRY_SECONDS", 0.2)
     hub.down = True
-    options = EngineOptions(kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
+    options = EngineOptions(port=0, kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
     with capture_logs() as logs:
         async with EngineServer(options) as engine:
             engines, health = [{"url": engine.url, "name": "e0"}], {"interval": 0.1}
@@ -112,7 +112,7 @@ async def test_a_tokenizer_that_breaks_after_the_start_stops_no_engine(
     """A pool that the first engine makes loads the tokenizer again; then the folder is gone."""
     folder = tmp_path / "model"
     shutil.copytree(TOKENIZER_PATH.parent, folder)
-    options = EngineOptions(kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
+    options = EngineOptions(port=0, kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
     async with EngineServer(options) as engine:
         config = {"engines": [{"url": engine.url, "name": "e0"}], "tokenizer": str(folder), "port": 0}
         build = Fleet.build

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,13 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
+from lmetric.ports import free_ports
 from lmetric.server.background.replicas import PATH
 from server_world import FakeEngine, World, decision_id, hang, world
 from test_server_programs import SETTINGS, body, held, programs
 from waiting import until
 
 TOLD = {"router": "ab", "models": {}}
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports without a listener."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @contextlib.asynccontextmanager

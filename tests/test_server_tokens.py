@@ -233,7 +233,7 @@ async def test_an_engine_that_makes_other_tokens_is_approximate(tmp_path: Path) 
     other = tmp_path / "other.jinja"
     other.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     async with EngineServer(
-        EngineOptions(kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
+        EngineOptions(port=0, kv_events=True, kv_events_endpoint=f"ipc://{tmp_path}/events")
     ) as engine:
         for template, mode in ((None, "exact"), (str(other), "approximate")):
             engines = [{"url": engine.url, "name": "e0"}]

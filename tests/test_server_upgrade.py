@@ -11,17 +11,12 @@ from pathlib import Path
 
 import orjson
 
+from lmetric.ports import free_ports
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, token
 from test_server_process import RUN, Process, engine, router
 
 BODY = orjson.dumps({"model": "tiny", "prompt": "a"})
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(BODY)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[str, bool]:
@@ -98,7 +93,7 @@ async def test_a_successor_takes_over_without_a_lost_connection(tmp_path: Path) 
         writer.write(chunk(token("b", "length")) + STREAM_TAIL)
         return True
 
-    port = free_port()
+    (port,) = free_ports(1)
     flags = ("--port", str(port), "--set", f"upgrade_socket={tmp_path}/upgrade.sock")
     async with engine(behave=behave) as fake, contextlib.AsyncExitStack() as processes:
         first = await processes.enter_async_context(router("--engine", fake.url, *flags))
@@ -136,7 +131,7 @@ async def test_a_successor_takes_over_without_a_lost_connection(tmp_path: Path) 
 
 
 async def test_without_an_upgrade_socket_a_second_process_is_refused(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     flags = ("--port", str(port))
     more = ("--set", f"upgrade_socket={tmp_path}/upgrade.sock")
     async with engine() as fake, router("--engine", fake.url, *flags) as first:
@@ -150,7 +145,7 @@ async def test_a_dead_successor_changes_nothing(tmp_path: Path) -> None:
     """A successor that takes the sockets and ends before it listens."""
     from lmetric.server.http.upgrade import find_predecessor
 
-    port, path = free_port(), tmp_path / "upgrade.sock"
+    (port,), path = free_ports(1), tmp_path / "upgrade.sock"
     async with (
         engine() as fake,
         router("--engine", fake.url, "--port", str(port), "--set", f"upgrade_socket={path}") as first,

@@ -151,7 +151,7 @@ async def test_doctor_names_the_command(tmp_path: Path) -> None:
     good = tmp_path / "good"
     shutil.copytree(TOKENIZER_PATH.parent, good, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     await asyncio.to_thread(exported, good, tmp_path / "same")
-    async with EngineServer(EngineOptions(clock_speed=20)) as engine:
+    async with EngineServer(EngineOptions(port=0, clock_speed=20)) as engine:
         for setting, outcome, text in (
             (folder, "fail", "--out DIR: it writes the tokenizer as the engine loads it"),
             (out, "fail", "with the engine's revision and transformers (was: transformers 5"),

@@ -403,7 +403,7 @@ def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch:
 async def test_a_running_engine_agrees(tmp_path: Path) -> None:
     """The emulated engine's folder against its own `/tokenize`, then another chat template."""
     engine = TOKENIZER_PATH.parent
-    async with EngineServer(EngineOptions()) as server, aiohttp.ClientSession() as client:
+    async with EngineServer(EngineOptions(port=0)) as server, aiohttp.ClientSession() as client:
 
         async def post(path: str, body: dict[str, Any]) -> tuple[int, bytes]:
             async with client.post(server.url + path, json=body) as response:

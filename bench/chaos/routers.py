@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "http"))
 from engines import EngineProcess
 from line_up import SUBJECTS
 from proc import cpu_seconds, rss_mib, tree
+
+from lmetric.ports import free_ports
 
 WATCHED = Path(__file__).with_name("watched.py")
 RUN = "import sys; from lmetric.cli import main; sys.argv[0] = 'lmetric-router'; main()"
@@ -150,7 +151,7 @@ class OwnRouter(Router):
         timed: bool = True,
         **more: Any,
     ) -> None:
-        port = port or free_port()
+        port = port or free_ports(1)[0]
         self.name = f"r{port}"
         entries = [
             {"url": each, "name": f"e{number}"} if isinstance(each, str) else dict(each)
@@ -207,13 +208,6 @@ def samples(page: str, name: str) -> dict[str, float]:
     return found
 
 
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return int(each.getsockname()[1])
-
-
 @asynccontextmanager
 async def fleet(seed: int, count: int = 3, *, kv_events: bool = False) -> AsyncIterator[list[EngineProcess]]:
     """Engines that run."""
@@ -232,7 +226,7 @@ async def routed(
     subject: str, engines: Sequence[EngineProcess], session: aiohttp.ClientSession, python: Path
 ) -> AsyncIterator[Router]:
     """A router before the engines."""
-    port = free_port()
+    (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as folder:
         command = SUBJECTS[subject](python, port, [engine.url for engine in engines], Path(folder))
         router = Router(command, port)

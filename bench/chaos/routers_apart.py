@@ -10,8 +10,10 @@ from typing import Any
 
 import aiohttp
 from engines import EngineProcess, Proxy
-from routers import OwnRouter, free_port
+from routers import OwnRouter
 from stage import RuleError, Stage, stage, until
+
+from lmetric.ports import free_ports
 
 LONG_STREAMS = 8
 LONG_TOKENS = 800  # some 20 s
@@ -25,7 +27,7 @@ async def router_killed(folder: Path, seed: int) -> dict[str, float | str]:
     Clients know both addresses. Only the streams that ran through the killed router may break.
     """
     async with stage(folder, seed) as it:
-        ports = [free_port(), free_port()]
+        ports = free_ports(2)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         config = {"replicas": {"urls": urls, **REPLICAS}}
         first, second = [await it.router(config, port=port) for port in ports]
@@ -93,7 +95,7 @@ async def partition(folder: Path, seed: int) -> dict[str, float | str]:
     Afterwards, both count all requests of both, once.
     """
     async with stage(folder, seed) as it:
-        ports = [free_port(), free_port()]
+        ports = free_ports(2)
         links = [Proxy(port, seed) for port in ports]  # links[0] leads to the first router
         for link in links:
             await link.start()

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import aiohttp
 import numpy as np
-from routers import OwnRouter, free_port, in_flight, settled
+from routers import OwnRouter, in_flight, settled
 
 import lmetric as lm
+from lmetric.ports import free_ports
 
 MOCK = Path(__file__).parents[1] / "http" / "mock.py"
 # Full after a few percent of the prompts.
@@ -182,7 +183,7 @@ def is_right(number: int, answer: bytes) -> bool:
 
 async def sockets(prompts: int, seconds: float) -> list[Sample]:
     """Sends distinct prompts through a router process, for a time at most."""
-    ports = [free_port() for _ in range(4)]
+    ports = free_ports(4)
     mock = await asyncio.create_subprocess_exec(sys.executable, str(MOCK), *map(str, ports))
     try:
         with tempfile.TemporaryDirectory() as folder:

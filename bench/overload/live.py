@@ -25,9 +25,10 @@ import world
 import yaml
 from world import FLOOD, NEIGHBOR, TTFT_SECONDS, joined, made
 
-from lmetric.demo import free_ports, running_router
+from lmetric.demo import running_router
 from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions
+from lmetric.ports import free_ports
 from lmetric.replay import Client, Player, Record
 from lmetric.sim.prompts import PromptWriter
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from lmetric.defaults import SLICE
 from lmetric.engines.embedded import EmbeddedEngines, stop_process
 from lmetric.engines.emulated import EngineOptions
 from lmetric.engines.emulated.options import BOTH_WAYS
+from lmetric.ports import free_ports
 from lmetric.profiles import Profile, load_profile
 from lmetric.replay import Client, Player, Record, Report, Slo, summarize, summarize_programs
 from lmetric.sim.agents import AgentsTrace
@@ -348,14 +348,6 @@ class _Drawn:
 
     async def send(self, body: bytes, record: Record, start: float) -> None:
         await self._rng.choice(self._clients).send(body, record, start)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in held]
 
 
 def _url(port: int) -> str:

@@ -6,10 +6,11 @@ TEST_RAY_VENV names an environment with Ray. Without it, the example makes one.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 from types import TracebackType
+
+from lmetric.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "bench" / "gateways" / "ray_world.py"
@@ -24,12 +25,6 @@ def ray_venv() -> Path:
             raise FileNotFoundError(f"TEST_RAY_VENV={named}: no virtual environment there")
         subprocess.run([ROOT / "examples" / "ray_serve" / "run", "--install-only"], check=True)
     return venv
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -51,7 +46,7 @@ class RayServe:
     """
 
     def __init__(self, replicas: int, *flags: str, **more: str) -> None:
-        self.metrics_port = free_port()
+        (self.metrics_port,) = free_ports(1)
         self._flags = ["--replicas", str(replicas), "--metrics-port", str(self.metrics_port), *flags]
         self._environ = environ(**more)
         self.url = ""

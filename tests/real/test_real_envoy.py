@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from epp_world import envoy, example, free_ports, needs_envoy
+from epp_world import envoy, example, needs_envoy
+from lmetric.ports import free_ports
 from vllm_process import MODEL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
