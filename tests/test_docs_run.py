@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lmetric.ports import free_ports
 from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands
 
 TREATMENT: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "docs_commands.yaml").read_text())
@@ -96,9 +96,7 @@ class Page:
 
     def port(self, key: str) -> int:
         if key not in self.ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.ports[key] = probe.getsockname()[1]
+            (self.ports[key],) = free_ports(1)
         return self.ports[key]
 
     def local(self, text: str) -> str:
@@ -162,6 +160,8 @@ class Page:
 
     def run(self, line: str, expected: int) -> None:
         """Runs a command. Starts what it needs first."""
+        if line.startswith("lmetric-router canary") and "http" not in line:
+            line += " http://127.0.0.1:8000"  # its default, which becomes a free port
         serves = re.match(r"lmetric-router (serve|engine)\b", line)
         text = line
         if serves:
