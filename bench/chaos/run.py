@@ -69,7 +69,7 @@ async def play(subject: str, fault: Fault, engines: Sequence[EngineProcess], see
         await fault.end(engines[0])
         await sending
         left = await settled(router, session)
-        await traffic.judge(engines[1].direct_url, session)
+        await traffic.judge([engines[1].direct_url], session)
     return row_of(subject, fault, traffic, began, left)
 
 
@@ -121,7 +121,7 @@ async def storm(seconds: float, seed: int, names: Sequence[str]) -> tuple[Traffi
             memory.append(router.rss_mib())
         await sending
         left = await settled(router, session)
-        await traffic.judge(engines[0].direct_url, session)
+        await traffic.judge([engine.direct_url for engine in engines], session)
     quarter = max(1, len(memory) // 4)
     return traffic, left, done, min(memory[-quarter:]) - min(memory[:quarter])
 

@@ -70,7 +70,7 @@ class Stage:
         lost; even then its answer must not be another one. Nothing is in flight, at the routers
         and at the engines. No callback of a router took over 50 ms of CPU time.
         """
-        await traffic.judge(self.engines[0].direct_url, self.session)
+        await traffic.judge([self.engines[0].direct_url], self.session)
         lost = [asked for asked in traffic.asked if asked.outcome != "right"]
         wrong = [asked for asked in lost if asked.outcome == "wrong" or not may_be_lost(asked)]
         if wrong:

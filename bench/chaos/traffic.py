@@ -20,6 +20,7 @@ Outcome = Literal["right", "wrong", "error", "broken", "late"]
 
 MODEL = "chaos"
 LIMIT_SECONDS = 30.0  # after it, a client leaves
+JUDGED_AT_ONCE = 128  # requests of an engine, to judge the answers of an hour in minutes
 WORDS = ["river", "stone", "cloud", "garden", "letter", "silver", "winter", "engine"]
 
 
@@ -129,16 +130,19 @@ class Traffic:
                 return "right", told["choices"][0]["text"], ""
             return await _stream(asked, response)
 
-    async def judge(self, url: str, session: aiohttp.ClientSession) -> None:
-        """Compares whole answers with those of an undisturbed engine."""
-        gate = asyncio.Semaphore(16)
+    async def judge(self, urls: Sequence[str], session: aiohttp.ClientSession) -> None:
+        """Compares whole answers with those of undisturbed engines."""
+        gate = asyncio.Semaphore(JUDGED_AT_ONCE * len(urls))
 
         async def compare(asked: Asked) -> None:
             if asked.outcome != "right":
                 return
             async with gate:
                 _, text, note = await self.answer(
-                    Asked(asked.number, asked.kind, 0.0), url, session, asked.number
+                    Asked(asked.number, asked.kind, 0.0),
+                    urls[asked.number % len(urls)],
+                    session,
+                    asked.number,
                 )
             if text != asked.text or note:
                 asked.outcome, asked.note = "wrong", f"{asked.text!r} is not {text!r} {note}"
