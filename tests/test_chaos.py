@@ -45,6 +45,6 @@ def test_a_storm_of_faults_loses_no_request() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(4500)
+@pytest.mark.timeout(5400)
 def test_an_hour_of_faults_loses_no_request_and_keeps_memory_flat() -> None:
     storm("--storm", 3600, "--seed", 2)
