@@ -33,6 +33,7 @@ from envoy_policies import ROOT, commit, example, start_arm, write
 from tokenizers import Tokenizer
 
 from epp_world import Exchange, exchange, request_body, request_head
+from lmetric.ports import free_ports
 from server_world import FakeEngine
 
 HERE = Path(__file__).parent
@@ -104,7 +105,7 @@ def measure_decisions(number: int) -> list[dict[str, Any]]:
         for kind in ("texts", "chat"):
             with ExitStack() as stack:
                 urls = example.emulated_engines(stack, 10)
-                ports = example.free_ports(2)
+                ports = free_ports(2)
                 words = ["--policy", "lmetric", "--log-json"]
                 words += [] if match == "tokens" else ["--set", "tokenizer=off"]
                 example.start_router(stack, "epp", urls, ports, *words)

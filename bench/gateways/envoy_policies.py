@@ -28,6 +28,7 @@ from run import write_trace  # noqa: E402
 
 from common import commit  # noqa: E402
 from epp_world import engine_cluster, example, manager  # noqa: E402
+from lmetric.ports import free_ports  # noqa: E402
 
 ARMS = ("envoy ROUND_ROBIN", "envoy LEAST_REQUEST", "envoy, picker lmetric", "serve lmetric")
 
@@ -43,7 +44,7 @@ def without_picker(config: dict[str, Any], policy: str) -> None:
 
 def start_arm(stack: ExitStack, arm: str, urls: list[str], *settings: str) -> str:
     """Starts the routers of an arm. Returns its URL. ``settings``: further words for ours."""
-    pages, picker, gateway, admin = example.free_ports(4)
+    pages, picker, gateway, admin = free_ports(4)
     if "lmetric" in arm:
         command = "serve" if arm.startswith("serve") else "epp"
         words = ["--policy", "lmetric", "--log-json", *settings]

@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,15 +28,6 @@ PATIENCE_SECONDS = 120.0
 
 class StartError(Exception):
     """A program is missing, or does not start."""
-
-
-def free_ports(number: int) -> list[int]:
-    """Returns ports on which no process listens."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def envoy_program() -> str:
