@@ -340,7 +340,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json({"guard": body["on"]})
     if path == "/admin/reload":
         _only(request, path, OWN_PAGES[path])
-        return _json(_reload(front))
+        return _json(await _reload(front))
     if path == "/admin/policy":
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
@@ -374,14 +374,13 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     return _json(*_engines(front.fleet, [engine]))
 
 
-def _reload(front: Frontend) -> dict[str, Any]:
+async def _reload(front: Frontend) -> dict[str, Any]:
     """Applies the configuration as it is now. Returns the changes."""
     if front.reread is None:
         raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
     try:
-        return front.reread()
+        return await front.reread()
     except LmetricError as error:
-        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
         raise ApiError(400, str(error), code="bad_configuration") from None
 
 
