@@ -7,7 +7,7 @@ from functools import lru_cache
 from lmetric._core import Peer
 
 UNIX = "unix"  # the rule for all clients of a unix socket, and their name in logs
-# Bytes of X-Forwarded-For that are read, from its end: a dozen addresses. Clients choose its length.
+# Bytes of X-Forwarded-For that are read, from its end: a dozen addresses. Clients set the length.
 READ_BYTES = 512
 CACHED = 4096  # senders whose client is cached
 CACHE_BYTES = CACHED * (READ_BYTES + 512)  # the bound on its memory; 512: objects of an entry
