@@ -311,7 +311,7 @@ def _verdict(reports: dict[str, Report]) -> str:
 
 
 def _no_verdict(reports: dict[str, Report]) -> str | None:
-    """The reason for no verdict: the machine added more than the policies differ; None: a verdict."""
+    """The reason for no verdict: the machine adds more than the policies differ; None: none."""
     added = [each.added_ttft_seconds for each in reports.values() if each.added_ttft_seconds is not None]
     means = sorted(each.ttft_seconds.mean for each in reports.values() if each.ttft_seconds is not None)
     if len(means) < 2 or not added or max(added) < means[1] - means[0]:
