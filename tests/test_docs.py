@@ -103,7 +103,7 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     ):
         GROUP.commands[words[0]].make_context(words[0], words[1:])
     (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])
-    config = load_config(tmp_path / "router.yaml", environ={"LMETRIC_REPLICAS__TOKEN": "from-the-Secret"})
+    config = load_config(tmp_path / "router.yaml", environ={"LMETRIC__REPLICAS__TOKEN": "from-the-Secret"})
     (replicas,) = config.replicas.urls
     assert replicas == f"http://{others['metadata']['name']}:{others['spec']['ports'][0]['port']}"
     assert (others["spec"]["clusterIP"], others["spec"]["selector"]) == (

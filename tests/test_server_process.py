@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -43,12 +43,14 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def router(*flags: str, preset: Callable[[], None] | None = None) -> AsyncIterator[Process]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
+async def router(
+    *flags: str, preset: Callable[[], None] | None = None, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Process]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", RUN, "--log-json", "--port", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
-        env=environ,
+        env={**inherited, **(environ or {})},
         preexec_fn=preset,
     )
     try:
