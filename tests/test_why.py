@@ -51,7 +51,7 @@ def test_lmetric_shows_both_factors_and_the_next_best() -> None:
     chosen, following = record["best"][0], record["best"][1]
     work, batch = chosen["terms"]["p_token"], chosen["terms"]["bs"]
     text = because(record)
-    assert f"{number(work)} x {number(batch + 1)} = {number(chosen['score'])}" in text
+    assert f"{number(work)} x ({number(batch)} + 1) = {number(chosen['score'])}" in text
     assert f"next best {following['instance']}: {number(following['score'])}" in text
     assert work * (batch + 1) == chosen["score"]
 
