@@ -838,7 +838,8 @@ class Errors(Strict):
         True,
         description="show engine names and failure reasons in errors, and engine names in the headers "
         "x-lmetric-instance and x-lmetric-prefill. An engine's default name is its host:port. false: hide "
-        "them from clients; logs and the /debug pages still show them",
+        "them from clients, also on the live page and in decision records; logs and administrators' pages "
+        "still show them",
     )
 
 
