@@ -766,6 +766,9 @@ class ResponseReader:
         self, write: Callable[[bytes], None]
     ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
     def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
+    def take_comments(
+        self,
+    ) -> bytes: ...  # texts of comments dropped before the commit, each as a line
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().

@@ -198,6 +198,11 @@ impl ResponseReader {
         Ok(self.events(py)?)
     }
 
+    /// Takes the texts of comments that came before the commit, each as a line.
+    fn take_comments<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.scanner.take_comments())
+    }
+
     /// Returns the data of each new event, and each comment line.
     fn events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let mut events = Vec::new();

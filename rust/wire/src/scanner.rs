@@ -3,8 +3,8 @@
 //! The scanner withholds a response until it can be committed, so that the router can try another
 //! engine until then. It commits a plain JSON answer or an error when it is whole, an event stream
 //! at its first token or error, and other responses at the head. A body with a content-encoding is
-//! not read. Comments before the commit are no sign of life:
-//! they are dropped, and later comments pass.
+//! not read. Comments before the commit are no sign of life: they are dropped (callers may pass
+//! them on, [`Scanner::take_comments`]), and later comments pass.
 //!
 //! After [`Scanner::commit`] bytes pass as they arrive. A piece that starts and ends between chunks
 //! and events passes unchanged; other pieces get a new frame. So a client sees whole events only,
@@ -25,6 +25,9 @@ pub const HOLD_LIMIT: usize = 256 * 1024;
 /// Longest event of an observed stream that is withheld until its end, in bytes: its first event
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
+
+/// Bytes kept of the comments that came before an event stream could be committed.
+const COMMENT_LIMIT: usize = 1024;
 
 /// The result of reading one piece of input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,6 +125,8 @@ pub struct Scanner {
     probe: Probe,
     /// Positions of comments to drop in the current piece.
     fillers: Vec<Range<usize>>,
+    /// The end of the comments dropped so far.
+    comments: Vec<u8>,
     /// Payload after the last whole event.
     pending: Vec<u8>,
     /// Payload that may go to the client.
@@ -155,6 +160,7 @@ impl Default for Scanner {
             events: Events::default(),
             probe: Probe::default(),
             fillers: Vec::new(),
+            comments: Vec::new(),
             pending: Vec::new(),
             released: Vec::new(),
             written: Vec::new(),
@@ -281,6 +287,23 @@ impl Scanner {
     /// do not count.
     pub fn progress(&self) -> u64 {
         self.said.progress
+    }
+
+    /// Takes the texts of the comments that were dropped since the last call, each as a line. Only
+    /// the last [`COMMENT_LIMIT`] bytes of them are kept. Returns nothing inside a comment.
+    pub fn take_comments(&mut self) -> Vec<u8> {
+        let mut texts = Vec::new();
+        if !self.events.inside_filler() {
+            let dropped = std::mem::take(&mut self.comments);
+            for line in dropped.split(|byte| matches!(byte, b'\n' | b'\r')) {
+                if !line.is_empty() {
+                    let text = line.strip_prefix(b":").unwrap_or(line); // its start may be lost
+                    texts.extend_from_slice(text.strip_prefix(b" ").unwrap_or(text));
+                    texts.push(b'\n');
+                }
+            }
+        }
+        texts
     }
 
     /// Reads a piece of input.
@@ -571,6 +594,10 @@ impl Scanner {
         for filler in &fillers {
             kept.extend_from_slice(&piece[at..filler.start]);
             at = filler.end;
+            let dropped = &piece[filler.clone()];
+            self.comments.extend_from_slice(&dropped[dropped.len().saturating_sub(COMMENT_LIMIT)..]);
+            let excess = self.comments.len().saturating_sub(COMMENT_LIMIT);
+            self.comments.drain(..excess);
         }
         kept.extend_from_slice(&piece[at..]);
         if let Out::Length(n) = &mut self.out {

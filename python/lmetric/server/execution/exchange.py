@@ -127,7 +127,7 @@ class ClientRequest:
     on_answer: Callable[[str], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
-    opened = False  # the router sent the head of a stream before routing (`open_stream`)
+    opened = False  # the router sent the head of a stream before any engine's answer (`open_stream`)
     only_closing_ends_it = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
     _chunked = False  # the router writes chunks
@@ -205,7 +205,7 @@ class ClientRequest:
         self.transport.write(b"".join(parts) + b"\r\n")
 
     def open_stream(self) -> None:
-        """Sends the head of a stream before the request is routed."""
+        """Sends the head of a stream before an engine answers."""
         request_id = self.head.request_id.encode("latin-1")
         self.begin(b"text/event-stream; charset=utf-8", None, b"x-request-id: %b\r\n" % request_id)
         self.opened = True

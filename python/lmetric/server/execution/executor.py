@@ -44,6 +44,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Comment,
     Commit,
     Event,
     Finish,
@@ -226,6 +227,15 @@ class RequestExecution(Progress):
         migration = self.migration
         kv = migration.kv if attempt.step is self.side and migration is not None else self.transfer()
         kv.sent()
+
+    def _comments(self, attempt: Attempt, now: float, comments: bytes) -> None:
+        """Passes an engine's comments on to a client that waits for a token."""
+        if self.client_request.gateway is not None:
+            return  # the client has the engine's own bytes
+        if self.committed:  # its engine failed, and this one continues
+            self._acts.append(Write(b"".join(b": %b\n" % line for line in comments.splitlines()) + b"\n"))
+        else:
+            self._acts.append(Comment(comments))
 
     def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
@@ -1407,6 +1417,7 @@ def _is_object(body: bytes) -> bool:
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {
     "sent": RequestExecution._sent,
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._ready,
     "events": RequestExecution._events,
     "unseen": RequestExecution._unseen,
@@ -1421,6 +1432,7 @@ _OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
     "stale": RequestExecution._side_stale,
 }
 _OF_HEDGE: dict[AttemptEvent, Callable[..., None]] = {
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._hedge_ready,
     "unseen": RequestExecution._unseen,
     "failed": RequestExecution._hedge_failed,
