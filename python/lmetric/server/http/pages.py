@@ -118,9 +118,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json(front.fleet.models())
         case "/v1/models/{model}":
             name = unquote(path.removeprefix(_MODELS))
+            if name not in front.fleet.names and (found := front.fleet.seek(name)) is not None:
+                await found
             front.fleet.find(name)
-            cards = orjson.loads(front.fleet.models())["data"]
-            return _json(next(card for card in cards if card["id"] == name))
+            return _json(front.fleet.card(name))
         case "/debug":
             return debug_index(request)
         case "/debug/decisions":
@@ -435,7 +436,7 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model).pool]:
             settings = pool.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
