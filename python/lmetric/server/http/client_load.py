@@ -1,7 +1,8 @@
-"""Limits on the connections and request body bytes of clients.
+"""Limits on the connections, requests and request bytes of clients.
 
-Both are limited in total and per client address. A body counts from its first byte until an engine
-answers, so slow or stalled uploads cannot use more memory than `limits` allows.
+All are limited in total and per client address. Bytes of an incomplete head count from the first
+one, and a body counts until an engine answers, so slow or stalled clients cannot use more memory
+than `limits` allows.
 """
 
 import resource
@@ -17,6 +18,12 @@ from lmetric.config import Limits
 # engines.
 OTHER_DESCRIPTORS = 32
 
+# The limits, by their names in metrics.
+BOUNDS = (
+    *("connections", "connections_per_client", "requests_per_client", "requests_per_tenant"),
+    *("body_bytes_total", "body_bytes_per_client", "head_size", "head_time", "chunks"),
+)
+
 log = structlog.get_logger("lmetric.server")
 
 
@@ -26,7 +33,7 @@ class Client:
     ``is_gateway``: several clients share it, so that only the limits on all clients hold.
     """
 
-    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests")
+    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests", "running")
 
     def __init__(self, load: "ClientLoad", address: str, is_gateway: bool) -> None:
         self._load = load
@@ -34,6 +41,7 @@ class Client:
         self.is_gateway = is_gateway
         self.connections = 0
         self.requests = 0  # in flight over a trusted proxy
+        self.running = 0  # whole requests that have no answer yet
         self.body_bytes = 0
 
     def hold(self, size: int) -> bool:
@@ -121,7 +129,7 @@ class ClientLoad:
         )
         yield GaugeMetricFamily(
             "lmetric_client_body_bytes",
-            "Bytes of request bodies being received or not yet answered by an engine",
+            "Bytes of requests being received, and of request bodies not yet answered by an engine",
             self.body_bytes,
         )
         refused = CounterMetricFamily(
@@ -129,7 +137,7 @@ class ClientLoad:
             "Connections and requests refused because of a limit on clients, by limit",
             labels=("bound",),
         )
-        for bound in ("connections", "connections_per_client", "body_bytes_total", "body_bytes_per_client"):
+        for bound in BOUNDS:
             refused.add_metric((bound,), self.refused[bound])
         yield refused
 

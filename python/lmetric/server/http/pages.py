@@ -48,6 +48,7 @@ from lmetric.server.http import canary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
+from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.timeline import timeline
@@ -84,15 +85,17 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     """
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, OWN_PAGES[replicas.PATH])
-        front.replicas.authorize(request.headers.get("authorization"))
+        front.replicas.authorize(request.headers)
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
+        if wants_websocket(request.headers):
+            raise upgrade_required(REALTIME, instead)
         raise ApiError(
             501,
-            f"{REALTIME} needs WebSocket, which the router does not relay; connect to an engine directly, or "
-            "send audio to /v1/audio/transcriptions",
+            f"{REALTIME} needs WebSocket, which the router does not relay; {instead}",
             code="not_implemented",
             headers={"connection": "close"},
         )
