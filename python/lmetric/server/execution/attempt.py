@@ -178,7 +178,7 @@ class EngineAttempt:
         if step.carries_kv:
             self._listener.on_attempt_event("sent", self)
         if self._paused:
-            connection.transport.pause_reading()
+            connection.pause(True)
 
     # Called by the engine's connection.
 
@@ -295,7 +295,7 @@ class EngineAttempt:
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._paused:
-                connection.transport.resume_reading()
+                connection.pause(False)
             connection.release()
 
     def _blame(self, status: int) -> None:
@@ -362,8 +362,7 @@ class EngineAttempt:
         self._paused = paused
         self._since = time.monotonic()
         if self._connection is not None:
-            transport = self._connection.transport
-            (transport.pause_reading if paused else transport.resume_reading)()
+            self._connection.pause(paused)
 
     def _pass_comments(self, now: float) -> None:
         """Reports the engine's comments before its first token.
