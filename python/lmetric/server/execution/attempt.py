@@ -376,6 +376,17 @@ class EngineAttempt:
                 comments, self._comments = self._comments, b""
                 self._listener.on_attempt_event("comments", self, comments)
 
+    def _others_could(self) -> bool:
+        """Returns whether another engine may take the request: a frozen one may also come back."""
+        client_request, engine = self._client_request, self.step.engine
+        pool = client_request.pool
+        if self._ticket is None or pool is None:
+            return False
+        if client_request.gateway is not None or client_request.pinned_to is not None:
+            return False
+        others = (other for other in pool.engines.values() if other is not engine)
+        return any(other.in_service and not other.held and other.role == engine.role for other in others)
+
     def check(self, now: float) -> None:
         """Called periodically: fails the attempt at its deadline."""
         if self.over or self._paused or self._connecting is not None:
@@ -389,7 +400,7 @@ class EngineAttempt:
                     return
             elif self.reader.event_stream and self.step.for_client:
                 self._pass_comments(now)
-        if engine.stalled:
+        if engine.stalled or (engine.frozen and not self.begun and self._others_could()):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
         elif self.begun and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress
