@@ -768,6 +768,8 @@ class ResponseReader:
     def continue_stream(
         self, write: Callable[[bytes], None]
     ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    @property
+    def held(self) -> bytes: ...
     def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
     def take_comments(
         self,

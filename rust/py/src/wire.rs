@@ -205,6 +205,12 @@ impl ResponseReader {
         PyBytes::new(py, self.scanner.take_payload())
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    #[getter]
+    fn held(&self) -> &[u8] {
+        self.scanner.held()
+    }
+
     /// Commits the answer for Python itself, without a client. Returns the events so far, as
     /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {

@@ -497,6 +497,11 @@ impl Scanner {
         &self.written
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    pub fn held(&self) -> &[u8] {
+        &self.released
+    }
+
     /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the
     /// framing does not allow it (a declared length); then only closing the client's connection
     /// ends the stream.

@@ -109,6 +109,7 @@ class ClientRequest:
     trace: TraceContext | None = None  # None: the router records no traces
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
+    model: str | None = None  # the name in the request
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed

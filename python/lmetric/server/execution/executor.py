@@ -85,10 +85,12 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 # Kinds of failure that the core router knows by another name.
-CORE_KINDS = {"saturated": "status"}
+CORE_KINDS = {"saturated": "status", "not_served": "status"}
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
 # Failures before an engine accepted the request. No client can cause them.
-NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated"})
+NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated", "not_served"})
+# Of these, failures that say nothing about the engine's health.
+HEALTHY_KINDS = frozenset({"saturated", "not_served"})
 
 COMMIT, FINISH = Commit(), Finish()
 
@@ -253,6 +255,10 @@ class RequestExecution(Progress):
             self._drop_and_fail(step, _kind(code or 500), f"error {code} as the first event", now)
         elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
+        elif status == 404 and flags & END and self._lacks_model(attempt):
+            attempt.answer = reader.payload()
+            self._declined(attempt, status, whole=True)
+            self._drop_and_fail(step, "not_served", f"status 404{attempt.error_words()}", now)
         elif step.carries_kv and self.transfer().broke(status, reader.error_code):
             self._resend(step.engine, now)
         elif flags & ENGINE_ERROR and step.merges and not reader.tokens:
@@ -1219,7 +1225,7 @@ class RequestExecution(Progress):
         """Records a failed attempt for the verdict. Returns whether its engine is lost."""
         self._tried += (f"{engine.name}: {reason}",)
         if kind in NOT_ACCEPTED:
-            if kind != "saturated":
+            if kind not in HEALTHY_KINDS:
                 engine.failed(kind, reason)
             return kind == "refused"
         if self._verdicts is None:
@@ -1231,7 +1237,7 @@ class RequestExecution(Progress):
         """Records a failure of a step that no other engine repeats."""
         if kind not in NOT_ACCEPTED:
             self.pool.blame(engine, self.client_request.client_key, reason, proven=False)
-        elif kind != "saturated":
+        elif kind not in HEALTHY_KINDS:
             engine.failed(kind, reason)
 
     def _prove(self) -> None:
@@ -1256,9 +1262,26 @@ class RequestExecution(Progress):
             self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
             self.pool.saturated(attempt.step.engine, seconds)
 
+    def _lacks_model(self, attempt: Attempt) -> bool:
+        """Whether a 404 says that the engine does not serve the model that the router lists for it.
+
+        vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the
+        engine is asked for its models again.
+        """
+        name = self.client_request.model
+        words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
+        if name is None or name not in words or not ("model" in words or "adapter" in words):
+            return False
+        self.pool.look_again(attempt.step.engine)
+        return True
+
     def _refused(self, attempt: Attempt, now: float) -> None:
         """Handles an engine's error answer."""
         engine, status = attempt.step.engine, attempt.reader.status
+        if status == 404 and not self.committed and self._lacks_model(attempt):
+            self._declined(attempt, status, whole=True)
+            self._retry(engine, "not_served", f"status 404{attempt.error_words()}", now)
+            return
         retried = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
         transfer = not retried or status in TRANSFER_STATUSES
@@ -1311,7 +1334,7 @@ class RequestExecution(Progress):
         headers = {"x-lmetric-decision": self.label}
         suspect = self._verdicts is not None and self._verdicts.suspect
         refusal = self._refusal
-        if refusal is not None and (kind == "status" or refusal.status in SATURATED):
+        if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
             if refusal.status in SATURATED:
                 refusal.wait(self._wait_seconds())
             self._end_refused(refusal, f": {reason}", kind)
