@@ -384,8 +384,12 @@ class EngineAttempt:
             return False
         if client_request.gateway is not None or client_request.pinned_to is not None:
             return False
-        others = (other for other in pool.engines.values() if other is not engine)
-        return any(other.in_service and not other.held and other.role == engine.role for other in others)
+        listing = pool.names.engines_of(client_request.model)
+        return any(
+            other is not engine and other.in_service and not other.held and other.role == engine.role
+            for other in pool.engines.values()
+            if listing is None or other.name in listing
+        )
 
     def check(self, now: float) -> None:
         """Called periodically: fails the attempt at its deadline."""

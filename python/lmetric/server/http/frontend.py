@@ -62,6 +62,9 @@ from lmetric.tokens import NotPredictable, Tokens
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
 
+# Longest note of a refused request in the access log, in characters.
+NOTE_LENGTH = 200
+
 log = structlog.get_logger("lmetric.access")
 
 
@@ -869,7 +872,7 @@ class Frontend(web.Server):
         if self.live is not None:
             self.live.ended(client_request, status, now, relay)
         if self._access:
-            _log_access(client_request, model, status, now, relay)
+            _log_access(client_request, model, status, now, relay, error)
         client_request.done(goes_on)
 
 
@@ -944,10 +947,18 @@ def _address(client_request: ClientRequest) -> str | None:
 
 
 def _log_access(
-    client_request: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
+    client_request: ClientRequest,
+    model: str,
+    status: int,
+    now: float,
+    relay: InFlightRequest | None,
+    error: ApiError | None,
 ) -> None:
-    """Logs a request that has ended."""
+    """Logs a request that has ended. ``error``: its answer, unless an engine gave it."""
     done = relay or InFlightRequest()
+    note = done.reason
+    if error is not None and not note:
+        note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
     usage = done.usage
     first_token_at = usage.first_token_at if usage is not None else None
     log.info(
@@ -965,7 +976,7 @@ def _log_access(
         prompt_tokens=usage.prompt_tokens if usage is not None else None,
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
-        note=done.reason or None,
+        note=note or None,
         **({} if (trace := client_request.trace) is None else {"trace_id": trace.hex_id}),
     )
 
