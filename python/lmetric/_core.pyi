@@ -748,6 +748,8 @@ class RequestReader:
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
     ) -> RequestHead: ...  # of fields read by another parser
 
+FULL_READ: int  # bytes of a read that may not have been the last one of its turn of the event loop
+
 @disjoint_base
 class ResponseReader:
     """Reads an engine's HTTP/1.1 responses and frames them for the client (see `rust/wire`).
@@ -780,6 +782,7 @@ class ResponseReader:
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
+    def full(self) -> None: ...  # called after data of at least FULL_READ bytes; does nothing
     def eof(
         self,
     ) -> int: ...  # flags; raises WireError if the message is incomplete

@@ -356,6 +356,9 @@ class Server:
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
+        for pool in self.fleet.pools:
+            if pool.changes is not None:
+                await pool.changes.stop()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.stop)
         if self.front.recorder is not None:

@@ -192,6 +192,7 @@ class Pool:
         # outcome, and streams that could not continue, by reason.
         self.fails_over = settings.stream_failover
         self.failovers: Counter[str] = Counter()
+        self.retried: Counter[str] = Counter()  # failed attempts that another engine followed, by kind
         self.not_resumable: Counter[str] = Counter()
         self.orders = settings.priority is not None  # whether the router sets priorities
         # By path: the reason of the last failed merge, and the time until which it counts.

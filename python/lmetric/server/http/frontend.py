@@ -88,6 +88,9 @@ from lmetric.tokens import NotPredictable, Tokens
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
 
+# Longest note of a refused request in the access log, in characters.
+NOTE_LENGTH = 200
+
 log = structlog.get_logger("lmetric.access")
 
 
@@ -958,12 +961,18 @@ class Frontend(web.Server):
             if self.tracing is not None and (relay is None or relay.trace_id is None):
                 self.tracing.refused(client_request, status)
         try:
-            self._observe_end(client_request, relay, status)
+            self._observe_end(client_request, relay, status, error)
         except Exception:  # the client must get its next answer all the same
             log.exception("the end of a request was not counted", path=client_request.path)
         client_request.done(goes_on)
 
-    def _observe_end(self, client_request: ClientRequest, relay: InFlightRequest | None, status: int) -> None:
+    def _observe_end(
+        self,
+        client_request: ClientRequest,
+        relay: InFlightRequest | None,
+        status: int,
+        error: ApiError | None,
+    ) -> None:
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.requests.ended(model, client_request, status, now, relay)
@@ -974,7 +983,7 @@ class Frontend(web.Server):
         if self.live is not None:
             self.live.ended(client_request, status, now, relay)
         if self._access:
-            _log_access(client_request, model, status, now, relay)
+            _log_access(client_request, model, status, now, relay, error)
 
 
 def _hedge(
@@ -1058,10 +1067,18 @@ def _address(client_request: ClientRequest) -> str | None:
 
 
 def _log_access(
-    client_request: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
+    client_request: ClientRequest,
+    model: str,
+    status: int,
+    now: float,
+    relay: InFlightRequest | None,
+    error: ApiError | None,
 ) -> None:
-    """Logs a request that has ended."""
+    """Logs a request that has ended. ``error``: its answer, unless an engine gave it."""
     done = relay or InFlightRequest()
+    note = done.reason
+    if error is not None and not note:
+        note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
     usage = done.usage
     first_token_at = usage.first_token_at if usage is not None else None
     log.info(
@@ -1079,7 +1096,7 @@ def _log_access(
         prompt_tokens=usage.prompt_tokens if usage is not None else None,
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
-        note=done.reason or None,
+        note=note or None,
         **({} if (trace := client_request.trace) is None else {"trace_id": trace.hex_id}),
     )
 
