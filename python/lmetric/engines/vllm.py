@@ -180,11 +180,15 @@ def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[Even
             for rank, source in sorted(ranks.items(), key=lambda item: int(item[0]))
             if source.get("publisher", "zmq") == "zmq"
         )
+        if not all(
+            isinstance(text, str) for each in sources for text in (each.topic, each.replay_endpoint or "")
+        ):
+            raise TypeError
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"GET /kv_event_sources: not a list of sources: {body[:120]!r}") from None
     return sources, None if sources else "its KV events are off"
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher with this endpoint listens on it. Otherwise it connects to it."""
+    """Whether vLLM's publisher with this endpoint listens on it. Otherwise it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

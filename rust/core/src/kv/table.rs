@@ -9,6 +9,9 @@ use std::fmt;
 
 /// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
+/// Maximum number of entries of one place. Engines may report as many equal blocks as they run
+/// requests, and each insertion passes all of them.
+const MAX_SHARED: u32 = 1024;
 /// Allocator overhead per memory block, in bytes.
 const MALLOC_OVERHEAD: usize = 16;
 
@@ -56,6 +59,8 @@ impl Key {
 pub(crate) enum Inserted {
     /// There was no room for the entry.
     No,
+    /// Too many entries have the same place.
+    Crowded,
     /// No other entry has the same place.
     Alone,
     /// Other entries have the same place.
@@ -162,8 +167,9 @@ impl<S: Slot> Table<S> {
         if full && !segment.has_room(19) {
             return Inserted::No;
         }
-        self.entries += 1;
-        if segment.insert(slot) { Inserted::Shared } else { Inserted::Alone }
+        let inserted = segment.insert(slot);
+        self.entries += usize::from(inserted != Inserted::Crowded);
+        inserted
     }
 
     /// Grows the segment of `key`, unless the table would exceed `byte_limit`.
@@ -254,14 +260,17 @@ impl<S: Slot> Segment<S> {
             && self.slots.last().is_some_and(|s| s.is_empty())
     }
 
-    /// Inserts a slot and returns whether its place was already in use. There must be room.
+    /// Inserts a slot, unless too many have its place. There must be room.
     #[inline(always)]
-    fn insert(&mut self, slot: S) -> bool {
+    fn insert(&mut self, slot: S) -> Inserted {
         let mut at = home(slot.place(), self.homes);
-        let mut shared = false;
+        let mut shared = 0;
         while !self.slots[at].is_empty() && self.slots[at].place() <= slot.place() {
-            shared |= self.slots[at].place() == slot.place();
+            shared += u32::from(self.slots[at].place() == slot.place());
             at += 1;
+        }
+        if shared >= MAX_SHARED {
+            return Inserted::Crowded;
         }
         let mut moved = slot;
         while !moved.is_empty() {
@@ -269,7 +278,7 @@ impl<S: Slot> Segment<S> {
             at += 1;
         }
         self.used += 1;
-        shared
+        if shared > 0 { Inserted::Shared } else { Inserted::Alone }
     }
 
     #[inline(always)]

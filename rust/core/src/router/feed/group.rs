@@ -31,13 +31,10 @@ impl KvFeed {
     ) -> Applied {
         let state = &mut *self.state.lock();
         let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
-        match self.take(source).map(|mut router| {
-            let open = router.open_groups();
-            if open {
-                router.groups_mut().note(source.instance, group, full);
-            }
-            open
-        }) {
+        match self
+            .take(source)
+            .map(|mut router| router.open_groups() && router.groups_mut().note(source.instance, group, full))
+        {
             Ok(true) => {}
             Ok(false) => return Applied { unplaced: stored.engine_hashes.len(), ..Applied::default() },
             Err(why) => return refused(why, stored.engine_hashes.len()),

@@ -12,6 +12,7 @@ mod state;
 pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
+use super::ledger::Report;
 use super::settings::IndexFeed;
 use super::shared::{Held, SharedRouter};
 use crate::error::CoreError;
@@ -69,7 +70,31 @@ impl KvFeed {
     /// Returns an instance's epoch. It changes when the instance's event data is dropped; the
     /// engine must then send its blocks again.
     pub fn epoch_of(&self, source: Source) -> u64 {
-        self.state.lock().epochs.get(source.instance.index()).copied().unwrap_or(0)
+        self.state.lock().epoch_of(source.instance)
+    }
+
+    /// Returns the epochs of many sources' instances ([`KvFeed::epoch_of`]); `None` if the instance
+    /// is no longer in the router.
+    pub fn epochs_of(&self, sources: &[Source]) -> Vec<Option<u64>> {
+        let mut epochs = Vec::with_capacity(sources.len());
+        for sources in sources.chunks(PIECE) {
+            let (state, router) = (self.state.lock(), self.router.lock_behind());
+            epochs.extend(sources.iter().map(|source| {
+                let current = router.fleet().is_current(source.instance, source.generation);
+                current.then(|| state.epoch_of(source.instance))
+            }));
+        }
+        epochs
+    }
+
+    /// Applies a load report that an engine has pushed.
+    ///
+    /// # Errors
+    /// `Broken`, `UnknownName`, or `BadValue` for an impossible number.
+    pub fn report_load(&self, instance: &str, report: Report) -> Result<(), CoreError> {
+        let mut router = self.router.lock_behind();
+        self.router.check()?;
+        router.engine_report(instance, report)
     }
 
     /// Changes the key scheme. Drops blocks cached under another scheme, which are unreachable.
@@ -100,7 +125,7 @@ impl KvFeed {
     }
 
     /// Returns whether the source's instance is still in the router.
-    pub fn is_current(&self, source: Source) -> bool {
+    fn is_current(&self, source: Source) -> bool {
         self.router.lock_behind().fleet().is_current(source.instance, source.generation)
     }
 

@@ -24,6 +24,11 @@ pub(super) struct State {
 }
 
 impl State {
+    /// Returns the epoch of a slot.
+    pub fn epoch_of(&self, instance: InstanceId) -> u64 {
+        self.epochs.get(instance.index()).copied().unwrap_or(0)
+    }
+
     /// Drops an instance's event data; the engine must send its blocks again.
     pub fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
         self.names.take_all(instance);
