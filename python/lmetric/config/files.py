@@ -12,7 +12,7 @@ import yaml
 from pydantic import SecretStr
 
 from lmetric._core import LmetricError
-from lmetric.config.kinds import is_token
+from lmetric.config.kinds import token_problem
 
 
 class ConfigError(LmetricError):
@@ -72,6 +72,6 @@ def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:
         return secret.get_secret_value() if secret is not None else None
     with reading(file):
         text = file.read_text(encoding="utf-8").strip()
-    if not is_token(text):
-        raise ConfigError(f"{file}: expected exactly one token of visible ASCII characters")
+    if (problem := token_problem(text)) is not None:
+        raise ConfigError(f"{file}: the content is not a token: {problem}")
     return text

@@ -455,6 +455,10 @@ def check_config(config: ServerConfig) -> None:
 def _warn_deprecated(config: ServerConfig) -> None:
     for message in config.deprecated:
         log.warning("deprecated configuration", reason=message)
+    if config.ignored_variables:
+        log.warning(
+            "environment variables ignored: settings begin with LMETRIC__", names=config.ignored_variables
+        )
 
 
 def _ignored(number: signal.Signals) -> None:

@@ -325,9 +325,16 @@ impl ResponseReader {
         self.scanner.load()
     }
 
+    /// Status line and end-to-end fields of the engine's head, each with its line end.
     #[getter]
-    fn retry_after(&self) -> Option<u64> {
-        self.scanner.retry_after()
+    fn head_lines(&self) -> &[u8] {
+        self.scanner.head_lines()
+    }
+
+    /// The content-encoding of the answer, which is not read; None: it has none.
+    #[getter]
+    fn coding(&self) -> Option<&str> {
+        self.scanner.coding()
     }
 
     #[getter]

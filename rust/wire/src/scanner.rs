@@ -1,8 +1,9 @@
 //! One response, from the engine's bytes to the client's.
 //!
 //! The scanner withholds a response until it can be committed, so that the router can try another
-//! engine until then. It commits a plain JSON answer when it is whole, an event stream at its first
-//! token or error, and other responses at the head. Comments before the commit are no sign of life:
+//! engine until then. It commits a plain JSON answer or an error when it is whole, an event stream
+//! at its first token or error, and other responses at the head. A body with a content-encoding is
+//! not read. Comments before the commit are no sign of life:
 //! they are dropped, and later comments pass.
 //!
 //! After [`Scanner::commit`] bytes pass as they arrive. A piece that starts and ends between chunks
@@ -240,9 +241,15 @@ impl Scanner {
         self.head.as_ref().and_then(|head| head.load.as_deref())
     }
 
-    /// Seconds of the engine's `retry-after` header.
-    pub fn retry_after(&self) -> Option<u64> {
-        self.head.as_ref().and_then(|head| head.retry_after)
+    /// Status line and end-to-end fields of the engine's head, each with its line end; empty before
+    /// the head.
+    pub fn head_lines(&self) -> &[u8] {
+        self.head.as_ref().map_or(b"", |head| &head.lines)
+    }
+
+    /// The content-encoding of the body, except `identity`: its values cannot be read.
+    pub fn coding(&self) -> Option<&str> {
+        self.head.as_ref().and_then(|head| head.coding.as_deref())
     }
 
     /// How the generation ended, by the answer so far.
@@ -466,9 +473,14 @@ impl Scanner {
                 _ => Out::Close,
             };
             self.said.ready = head.event_stream && head.status != 200;
-            self.observer = self.observer.take().filter(|_| head.event_stream && head.status == 200);
-            if let (Some(observer), Out::Length(_)) = (&mut self.observer, self.out) {
-                observer.declared();
+            let observable = head.event_stream || head.coding.is_some();
+            self.observer = self.observer.take().filter(|_| observable && head.status == 200);
+            if let Some(observer) = &mut self.observer {
+                if head.coding.is_some() {
+                    observer.coded();
+                } else if let Out::Length(_) = self.out {
+                    observer.declared();
+                }
             }
             self.head = Some(head);
             return Ok(Some(input));
@@ -666,14 +678,12 @@ impl Scanner {
         if let Some(head) = &self.head
             && !self.said.ready
         {
-            self.said.ready = match (head.event_stream, head.json) {
+            self.said.ready = if head.event_stream {
                 // A comment that began earlier is dropped to its end.
-                (true, _) => {
-                    self.released.len() + self.pending.len() > self.hold_limit()
-                        && !self.events.inside_filler()
-                }
-                (false, true) => self.released.len() > HOLD_LIMIT,
-                (false, false) => true,
+                self.released.len() + self.pending.len() > self.hold_limit() && !self.events.inside_filler()
+            } else {
+                // An error answer is withheld, too: it may be the last word of the last engine.
+                self.released.len() > HOLD_LIMIT || !(head.json || head.status >= 400)
             };
         }
         self.said.ready && !self.committed

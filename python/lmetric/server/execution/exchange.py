@@ -258,10 +258,22 @@ class ClientRequest:
         return self.only_closing_ends_it
 
 
+def why_no_stream(reader: ResponseReader) -> str:
+    """Returns why an engine's answer is not an event stream that the router can read."""
+    if reader.coding is not None:
+        return f"the engine's answer has the content-encoding {reader.coding[:64]!r}"
+    return "the engine did not answer with an event stream"
+
+
+def without_cors(head: bytes) -> bytes:
+    """Returns the head of an engine's answer without its CORS fields."""
+    return _CORS_FIELDS.sub(b"", head)
+
+
 def _with_cors(answer: bytes, lines: bytes) -> bytes:
     """Returns the start of an engine's answer, with these lines in place of its CORS fields."""
     head, _, rest = answer.partition(b"\r\n\r\n")
-    return b"%b\r\n%b\r\n%b" % (_CORS_FIELDS.sub(b"", head), lines, rest)
+    return b"%b\r\n%b\r\n%b" % (without_cors(head), lines, rest)
 
 
 class InFlightRequest:

@@ -66,6 +66,14 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+# What a tenant reads of its own record with `errors.show_engines: false`.
+_WITHOUT_ENGINES = frozenset(
+    (
+        *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),
+        *("program_tokens", "prompt_tokens", "predicted_cached_tokens", "predicted_tier_tokens"),
+        *("cached_tokens", "output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+    )
+)
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
@@ -314,6 +322,8 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
+            if not admin and not front.config.errors.show_engines:
+                shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
             return shown if full else {name: value for name, value in shown.items() if value is not None}
     # The same answer for unknown records and for records of other tenants.
     raise ApiError(
