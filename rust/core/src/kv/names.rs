@@ -91,10 +91,6 @@ impl Names {
         (engine ^ self.secret.0).wrapping_mul(self.secret.1)
     }
 
-    pub(crate) fn byte_bound(&self) -> usize {
-        self.byte_bound
-    }
-
     pub(crate) fn set_byte_bound(&mut self, byte_bound: usize) {
         self.byte_bound = byte_bound;
     }

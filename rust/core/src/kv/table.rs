@@ -9,9 +9,10 @@ use std::fmt;
 
 /// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
-/// Maximum number of entries of one place. Engines may report as many equal blocks as they run
-/// requests, and each insertion passes all of them.
-const MAX_SHARED: u32 = 1024;
+/// Maximum number of entries of one place. An engine computes a block as often as it prefills
+/// requests with that block in one step, mostly a few times. More entries of one place would not fit
+/// into a segment of ordinary size, and each insertion passes all of them.
+const MAX_SHARED: usize = 64;
 /// Allocator overhead per memory block, in bytes.
 const MALLOC_OVERHEAD: usize = 16;
 
@@ -162,7 +163,11 @@ impl<S: Slot> Table<S> {
     pub(crate) fn insert(&mut self, key: Key, slot: S, byte_limit: usize) -> Inserted {
         debug_assert_eq!(slot.place(), key.place);
         // If the segment may not grow, it is filled further.
-        let full = !self.segments[key.segment as usize].has_room(17) && !self.grow(key, byte_limit);
+        let no_room = !self.segments[key.segment as usize].has_room(17);
+        if no_room && self.segments[key.segment as usize].is_crowded(key.place) {
+            return Inserted::Crowded; // more slots do not help
+        }
+        let full = no_room && !self.grow(key, byte_limit);
         let segment = &mut self.segments[key.segment as usize];
         if full && !segment.has_room(19) {
             return Inserted::No;
@@ -260,13 +265,24 @@ impl<S: Slot> Segment<S> {
             && self.slots.last().is_some_and(|s| s.is_empty())
     }
 
+    /// Returns whether as many entries as possible have the place.
+    #[cold]
+    fn is_crowded(&self, place: u32) -> bool {
+        let mut shared = 0;
+        self.position(place, |_| {
+            shared += 1;
+            shared == MAX_SHARED
+        })
+        .is_some()
+    }
+
     /// Inserts a slot, unless too many have its place. There must be room.
     #[inline(always)]
     fn insert(&mut self, slot: S) -> Inserted {
         let mut at = home(slot.place(), self.homes);
         let mut shared = 0;
         while !self.slots[at].is_empty() && self.slots[at].place() <= slot.place() {
-            shared += u32::from(self.slots[at].place() == slot.place());
+            shared += usize::from(self.slots[at].place() == slot.place());
             at += 1;
         }
         if shared >= MAX_SHARED {

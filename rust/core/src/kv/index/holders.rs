@@ -207,6 +207,24 @@ impl Cells {
         }
     }
 
+    /// Calls `each` with every entry of a node, and does nothing for a cell of another kind.
+    pub(super) fn for_each_holder(&self, node: Id, mut each: impl FnMut(Holder)) {
+        match self.kind(node) {
+            0 => {}
+            SINGLE => each(self.pair(At { cell: node, word: WHO })),
+            FEW => self.for_each_entry(self[node].0[WHO + 1], |_, holder| each(holder)),
+            _ => {
+                let Cell(lists) = self[self[node].0[WHO + 1]];
+                for mut group in lists {
+                    while group != 0 {
+                        self.for_each_entry(self[group].0[ENTRIES], |_, holder| each(holder));
+                        group = self[group].0[NEXT];
+                    }
+                }
+            }
+        }
+    }
+
     /// Returns whether the instance holds the node's block.
     #[inline(always)]
     pub(super) fn holds(&self, node: Id, instance: u32) -> bool {
