@@ -5,7 +5,7 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -416,9 +416,14 @@ class EventFeed:
     Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
     """
 
+    MAX_SOURCE_BYTES: ClassVar[int]  # most bytes of received events that wait for one subscription
+    MAX_MESSAGE_BYTES: ClassVar[int]  # a larger message ends its connection
+
     def __new__(cls, router: Router) -> EventFeed: ...
     @property
     def router(self) -> Router: ...
+    @property
+    def problem(self) -> str | None: ...  # of the feed's thread
     def subscribe(
         self,
         instance: str,

@@ -538,9 +538,19 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
-        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
     allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+    for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 
