@@ -230,7 +230,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     for engine in engines:
         pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
-            column = pool.router.indicators()["report_age_seconds"]
+            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         shown.append(
@@ -413,7 +413,7 @@ async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> di
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(), pool.policies.settings
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
     return {
         "model": pool.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
