@@ -511,7 +511,11 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
 
 
 class DnsSource(Strict):
