@@ -510,7 +510,11 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
 
     def __eq__(self, other: object) -> bool:
         """Whether values are equal, and both inherit the same settings from the top level."""
