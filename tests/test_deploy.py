@@ -14,6 +14,7 @@ import yaml
 
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
+from lmetric.server.http.client_load import UNREAD_BYTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -71,7 +72,7 @@ def bounded_bytes() -> int:
     engine_block_map = config.index_bytes  # bounded like the index, beside it
     bodies = config.limits.max_body_bytes_total
     parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
-    return sum(parts) + PROCESS_BYTES
+    return sum(parts) + UNREAD_BYTES + PROCESS_BYTES
 
 
 def test_the_pod_keeps_the_restricted_profile() -> None:

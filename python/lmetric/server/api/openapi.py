@@ -93,11 +93,15 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "dns": ("502", "The last tried engine's host name does not resolve."),
     "tls": ("502", "The TLS connection to the last tried engine failed."),
     "unreachable": ("502", "The last tried engine is not reachable."),
-    "reset": ("502", "The last tried engine closed the connection."),
+    "reset": ("502", "The last tried engine closed the connection, or its answer was malformed."),
     "engine_error": ("502", "The last tried engine failed, or broke off its answer."),
     "not_ready": ("503", "No engine can accept requests, or the router shuts down."),
     "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
-    "status": ("503", "The engines answered that they are overloaded."),
+    "status": (
+        "503",
+        "The engines refused the request, and no error answer of theirs can pass: the answer was an event, "
+        "longer than 256 KiB, or incomplete.",
+    ),
     "retry_budget": ("503", "An engine failed, and `retries.budget_ratio` allows no further retry now."),
     "failed_twice": ("502", "Two engines failed the request in the same way. It may be the cause."),
     "resources": ("503", "The router cannot open a connection to an engine."),
@@ -145,7 +149,8 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
     "`errors.show_engines: false`.",
     "x-request-id": "ID of the request.",
-    "retry-after": "Seconds until a retry is worth it, with 429 and 503.",
+    "retry-after": "Seconds until a retry is worth it, with 429 and 503, and if the engine of a stored "
+    "response fails. An engine's own error may have a date.",
 }
 
 OBJECT: JSON = {"type": "object"}
@@ -212,7 +217,7 @@ def _relayed(path: str) -> JSON:
         "engines",
         SUMMARIES[path],
         answer,
-        (400, 401, 403, 404, 413, 415, 500, 502, 503, 504),
+        (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504),
         (KEY, OPEN),
         body=_schema("AudioRequest" if form else "EngineRequest"),
         media="multipart/form-data" if form else "application/json",
