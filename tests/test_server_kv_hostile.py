@@ -53,7 +53,7 @@ async def reporting(*endpoints: str, **source: Any) -> AsyncIterator[Reporting]:
 
 @contextlib.contextmanager
 def stranger() -> Iterator[tuple[socket.socket, int]]:
-    """A port of another address of this machine, where nobody may connect."""
+    """A port of another address of this machine. Nobody may connect to it."""
     with socket.create_server(("127.0.0.2", 0)) as listening:
         listening.setblocking(False)
         yield listening, listening.getsockname()[1]

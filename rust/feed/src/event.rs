@@ -6,8 +6,8 @@
 use crate::decode::{DecodeError, Decoded, Reader};
 use std::ops::Range;
 
-/// Maximum work of one batch in steps ([`Batch::steps`]). A step takes about a microsecond. No engine
-/// comes near it: a step of the engine stores and removes some thousand blocks.
+/// Maximum work of one batch in steps ([`Batch::steps`]). A step takes about a microsecond. No
+/// engine comes near it: a step of the engine stores and removes some thousand blocks.
 pub const MAX_STEPS: u64 = 1 << 16;
 
 /// Buffers for the content of an event, reused for each event.

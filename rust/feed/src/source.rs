@@ -16,8 +16,8 @@ use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
 /// Maximum number of messages read from one socket before the next socket has its turn.
 pub const RUN: usize = 64;
-/// Work of a source in one turn, in steps ([`crate::event::Batch::steps`]). After it, the next source
-/// has its turn: about 30 ms. The last batch of a turn may take [`crate::event::MAX_STEPS`].
+/// Work of a source in one turn, in steps ([`crate::event::Batch::steps`]). After it, the next
+/// source has its turn: about 30 ms. The last batch of a turn may take [`crate::event::MAX_STEPS`].
 pub const TURN_STEPS: u64 = 1 << 15;
 /// Bytes of a message that count as one step, so that reading it alone has its cost.
 const BYTES_PER_STEP: usize = 1024;

@@ -394,8 +394,8 @@ impl Worker {
         self.settle(link_id, now);
     }
 
-    /// Closes or opens the socket of a link after its sources have changed, notes its deadlines, and
-    /// publishes the status of its sources.
+    /// Closes or opens the socket of a link after its sources have changed, notes its deadlines,
+    /// and publishes the status of its sources.
     fn settle(&mut self, id: usize, now: f64) {
         let Some(link) = self.links.get_mut(&id) else { return };
         let given_up = link.lost_at.is_some_and(|at| now >= at).then(|| {

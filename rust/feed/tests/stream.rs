@@ -344,8 +344,8 @@ fn what_waits_for_a_replay_is_bounded() {
     assert_eq!(bed.stream.counts().batches, 20_001);
 }
 
-/// security F5: what a replay has held is applied over several turns, in its order, and batches that
-/// come meanwhile wait behind it.
+/// security F5: what a replay has held is applied over several turns, in its order, and batches
+/// that come meanwhile wait behind it.
 #[test]
 fn held_batches_take_several_turns() {
     let (mut engine, mut bed) = (Engine::new(1000, 0), Bed::new(true, 2));

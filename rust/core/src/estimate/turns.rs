@@ -59,8 +59,8 @@ pub struct Turns {
     looked_up: usize,
 }
 
-/// Counts of the recorded keys by some of their bits. Most blocks of a prompt end no recorded prompt;
-/// the filter shows that for 8 of 9 without a look-up, if [`REMEMBERED`] keys are recorded.
+/// Counts of the recorded keys by some of their bits. Most blocks of a prompt end no recorded
+/// prompt; the filter shows that for 8 of 9 without a look-up, if [`REMEMBERED`] keys are recorded.
 #[derive(Debug)]
 struct Filter(Box<[u8]>);
 

@@ -68,7 +68,8 @@ impl Router {
     }
 
     /// Records that a fetch of a fleet change has brought `tokens`. An exact index gets the blocks
-    /// from the engine's events. Nothing is recorded if another instance has taken the target's slot.
+    /// from the engine's events. Nothing is recorded if another instance has taken the target's
+    /// slot.
     pub fn prefix_fetched(&mut self, fetch: &Fetch, tokens: u32) {
         let slot = fetch.target.index();
         let Some(instance) = self.state.instances.get(slot).filter(|_| fetch.tokens > 0) else { return };

@@ -375,8 +375,8 @@ impl KvFeed {
         }
     }
 
-    /// Reserves the names' fraction of the bytes, once, at the latest at the first stored block. The
-    /// index becomes smaller if it has more than its own fraction.
+    /// Reserves the names' fraction of the bytes, once, at the latest at the first stored block.
+    /// The index becomes smaller if it has more than its own fraction.
     fn ensure_room_for_names(&self) {
         if self.has_names.load(Ordering::Relaxed) {
             return;

@@ -31,8 +31,8 @@ impl KvFeed {
         self.refuses(source, blocks, |router| router.open_tier(tier))
     }
 
-    /// Calls `open`, which makes another index. If it returns false, the GPUs' index becomes smaller
-    /// first. Returns the result for `blocks` blocks if there is no room.
+    /// Calls `open`, which makes another index. If it returns false, the GPUs' index becomes
+    /// smaller first. Returns the result for `blocks` blocks if there is no room.
     pub(super) fn refuses(
         &self,
         source: Source,
