@@ -1,6 +1,7 @@
 """Models and their engines: one core router per model."""
 
 import asyncio
+import contextlib
 import difflib
 import logging
 import math
@@ -137,16 +138,21 @@ class Fleet:
         return made
 
     def reload(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
-        """Applies a new configuration with its policies (`policies_of`). Raises LmetricError.
+        """Applies a new configuration with its policies (`policies_of`).
 
-        Running requests keep the settings with which they began.
+        Running requests keep the settings with which they began. Raises LmetricError; then nothing
+        has changed.
         """
-        for pool in self.pools:
-            new = policies.get(pool.name, policies[None])
+        chosen = [(pool, policies.get(pool.name, policies[None])) for pool in self.pools]
+        before = {pool.index: pool.policies for pool in self.pools}
+        with _installed([(pool, new) for pool, new in chosen if not pool.policies.equals(new)]):
+            for pool, new in chosen:
+                pool.trials.check(new)
+        for pool, new in chosen:
+            pool.use(new)
             pool.replace_indicators(new.settings.indicators)
-            before = pool.policies
-            pool.install(new)
-            pool.trials.configure(new, policy_changed=new.differs(before))
+            pool.outliers.settings = config.health.ejection
+            pool.trials.configure(new, policy_changed=new.differs(before[pool.index]))
             pool.hedging.configure(new.settings.hedging)
             pool.held.configure(new.settings.admission, config.tenants)
             pool.retry_budget.configure(config.retries)
@@ -164,16 +170,10 @@ class Fleet:
         for pool in pools:
             if pool.trials.canary.running:
                 raise BadValueError(f"{pool.name}: a canary runs; promote it or roll it back first")
-        before = [pool.policies for pool in pools]
-        made = [Policies(policies.settings.model_copy(update=dict(changes))) for policies in before]
-        try:
-            for pool, policies in zip(pools, made, strict=True):
-                pool.install(policies)
-        except LmetricError:
-            for pool, policies in zip(pools, before, strict=True):
-                if pool.policies is not policies:
-                    pool.install(policies)
-            raise
+        update = dict(changes)
+        changed = [(pool, Policies(pool.policies.settings.model_copy(update=update))) for pool in pools]
+        with _installed(changed):
+            pass
         if model is None:
             self.config = self.config.model_copy(update=dict(changes))
         return pools
@@ -556,3 +556,19 @@ def _listed(models: Sequence[Model]) -> str:
     names = [repr(model.name) for model in models if model.parent is None]
     more = f" and {len(names) - NAMED_MODELS} more" if len(names) > NAMED_MODELS else ""
     return ", ".join(names[:NAMED_MODELS]) + more
+
+
+@contextlib.contextmanager
+def _installed(changes: Sequence[tuple[Pool, Policies]]) -> Iterator[None]:
+    """Installs new policies in pools. After an LmetricError, all pools have their old ones."""
+    done: list[tuple[Pool, Policies]] = []
+    try:
+        for pool, policies in changes:
+            before = pool.policies
+            pool.install(policies)
+            done.append((pool, before))
+        yield
+    except LmetricError:
+        for pool, before in done:
+            pool.install(before)
+        raise

@@ -212,12 +212,16 @@ class Pool:
     def install(self, policies: Policies) -> None:
         """Replaces the policies. Raises LmetricError; then nothing has changed."""
         policies.install(self.router, self.policies)
-        policies.also_reads(self.trials.canary.built)
-        self.policies = policies
+        self.use(policies)
         names = {name: getattr(policies.settings, name) for name in POLICY_KNOBS}
         guard = {"guard": self.guard, "guard_reason": self.router.guard_reason}
         log.info("policies replaced", model=self.name or "any", **names, **guard)
         self.warn_of_policies()
+
+    def use(self, policies: Policies) -> None:
+        """Takes the settings of policies that are installed, or equal to the installed ones."""
+        policies.also_reads(self.trials.canary.built)
+        self.policies = policies
 
     def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
         """Replaces the declared indicators. Raises LmetricError; then nothing has changed."""

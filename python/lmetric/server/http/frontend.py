@@ -103,9 +103,8 @@ class Frontend(web.Server):
         self.tracing: Tracing | None = None  # set by `TracedFrontend`
         self.recorder: Recorder | None = None  # set by the server
         self.capacity: CapacityTwin | None = None  # set by the server
-        self.reread: Callable[[], dict[str, Any]] | None = (
-            None  # reloads the configuration; set by the server
-        )
+        # Reloads the configuration; set by the server.
+        self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
         self.live = Live(fleet, self.relays) if config.ui.enabled else None
