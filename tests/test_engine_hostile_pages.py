@@ -15,12 +15,15 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric._core import BadValueError
+from lmetric.config import EngineConfig
 from lmetric.engines import adapter as adapters
 from lmetric.engines.adapter import LARGE_PAGE, Capabilities, Load, labels_of, samples
 from lmetric.engines.errors import error_text
 from lmetric.engines.identify import identify
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
+from lmetric.migrate import detect
 from server_world import FakeEngine, World, world
 
 MODELS = b'{"data": [{"id": "tiny", "parent": null}]}'
@@ -68,6 +71,7 @@ def read_all(page: bytes) -> None:
         labels_of(raw)
     labels_of(page)
     error_text(page)
+    detect._is_nginx(page.decode(errors="replace"))
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -263,6 +267,15 @@ async def test_names_of_models_have_at_most_256_characters() -> None:
         status, _, got = await w.post({"model": "tiny", "prompt": "x"})
         assert (status, "model not known" in got["error"]["message"]) == (503, True)
         assert len(orjson.dumps(await engines(w))) < 10_000
+
+
+async def test_administrators_give_names_of_at_most_256_characters() -> None:
+    async with world(1, admin=True) as w:
+        for model in ("x" * 257, "x" * 900_000, ""):
+            status, _, got = await w.post({"url": w.engines[0].url, "model": model}, "/admin/engines")
+            assert (status, got["error"]["param"]) == (400, "model")
+        with pytest.raises(BadValueError, match="257 characters"):
+            w.server.fleet.add(EngineConfig(url="http://127.0.0.1:1"), "dns", "x" * 257)
 
 
 async def test_an_engine_has_a_bounded_number_of_names() -> None:

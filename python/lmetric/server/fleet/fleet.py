@@ -108,6 +108,8 @@ class Fleet:
         If its model is not known, the router asks the engine. Raises LmetricError.
         """
         model = model or self.config.model
+        if model is not None and len(model) > MOST_NAME_CHARACTERS:
+            raise BadValueError(f"model: {len(model)} characters; a name has at most {MOST_NAME_CHARACTERS}")
         engine = Engine(config, self.config, source, model, self.contexts)
         if model is None:
             self.unplaced.append(engine)

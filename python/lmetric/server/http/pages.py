@@ -30,6 +30,7 @@ from lmetric.config import (
     Role,
     unix_path,
 )
+from lmetric.engines.adapter import MOST_NAME_CHARACTERS
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
@@ -501,8 +502,8 @@ async def _remove(front: Frontend, engine: Engine, query: str) -> None:
 async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     body = await _object(front, request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
-    if model is not None and (not isinstance(model, str) or not model):
-        raise bad("model must be a name, a non-empty string", "model")
+    if model is not None and (not isinstance(model, str) or not 0 < len(model) <= MOST_NAME_CHARACTERS):
+        raise bad(f"model must be a name, a string of 1 to {MOST_NAME_CHARACTERS} characters", "model")
     if body.get("tls") is not None:
         raise bad("files of TLS come from the configuration: set engine_tls there", "tls")
     try:
