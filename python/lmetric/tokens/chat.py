@@ -102,7 +102,7 @@ def _message(message: Any, wrap: bool, name_first: bool) -> dict[str, Any]:
     else:
         content = _parts(content, wrap)
     shaped = {"role": role, "content": content}
-    if len(message) > 2:
+    if len(message) > 2 or "content" not in message:
         _further(message, role, shaped, name_first)
     return shaped
 

@@ -180,16 +180,7 @@ impl<'a> ApiRequest<'a> {
         let size = body.len();
         match reader {
             PromptReader::Chat => read.text(prompt_text::chat(&fields, fields.get("messages"), size)),
-            PromptReader::ChatBatch => match fields.get("messages") {
-                Some(Json::List(conversations)) => {
-                    for (index, messages) in conversations.iter().enumerate() {
-                        let text =
-                            prompt_text::chat(&fields, Some(messages), if index == 0 { size } else { 0 });
-                        if index == 0 { read.text(text) } else { read.more_bytes += text.len() }
-                    }
-                }
-                other => read.text(prompt_text::chat(&fields, other, size)),
-            },
+            PromptReader::ChatBatch => read.conversations(&fields, fields.get("messages"), size),
             PromptReader::Completion => {
                 read.prompts(fields.take("prompt"));
                 // Engines that fill in the middle write it into the prompt, in the model's own form.
@@ -245,10 +236,33 @@ impl<'a> ApiRequest<'a> {
         }
     }
 
+    /// Reads several conversations: the first is matched, and the others count as load.
+    fn conversations(&mut self, fields: &Members<'a>, list: Option<&Json<'a>>, size: usize) {
+        let Some(Json::List(list)) = list else {
+            return self.text(prompt_text::chat(fields, list, size));
+        };
+        for (index, messages) in list.iter().enumerate() {
+            let text = prompt_text::chat(fields, Some(messages), if index == 0 { size } else { 0 });
+            if index == 0 { self.text(text) } else { self.more_bytes += text.len() }
+        }
+    }
+
     /// Reads the prompts of an API without a reader of its own.
     fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) {
-        if fields.get("messages").is_some_and(Json::is_something) {
-            return self.text(prompt_text::chat(fields, fields.get("messages"), size));
+        let is_message =
+            |value: &Json<'_>| matches!(value, Json::Object(fields) if fields.get("role").is_some());
+        for name in ["messages", "input"] {
+            let Some(given) = fields.get(name).filter(|given| given.is_something()) else { continue };
+            let first = if let Json::List(list) = given { list.first() } else { None };
+            match first {
+                Some(Json::List(inner)) if inner.first().is_some_and(is_message) => {
+                    return self.conversations(fields, Some(given), size);
+                }
+                _ if name == "messages" || first.is_some_and(is_message) => {
+                    return self.text(prompt_text::chat(fields, Some(given), size));
+                }
+                _ => {}
+            }
         }
         if let Some(pairs) = prompt_text::Pairs::of(fields) {
             self.more_bytes = pairs.other_bytes();
@@ -404,6 +418,14 @@ mod tests {
         assert_eq!(read(r#"{"data": {"b": 1}}"#).prompt, Prompt::Text(r#"{"b":1}"#.into()));
         let rank = read(r#"{"query": "q", "documents": ["a", "bc"]}"#);
         assert_eq!((rank.prompt, rank.more_bytes), (Prompt::Text("\x1eq\x1ea".into()), 3));
+        let chats = r#"[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]"#;
+        for name in ["messages", "input"] {
+            let body = format!(r#"{{"{name}": {chats}}}"#);
+            let several = ApiRequest::read(PromptReader::Input, body.as_bytes()).unwrap();
+            assert_eq!((several.prompt, several.more_bytes), (Prompt::Text("\x1euser\na".into()), 7));
+        }
+        let body = r#"{"input": [{"role": "user", "content": "a"}]}"#;
+        assert_eq!(read(body).prompt, Prompt::Text("\x1euser\na".into()));
         assert_eq!(read("{}").prompt, Prompt::None);
         assert_eq!(read(r#"{"messages": []}"#).prompt, Prompt::None);
     }

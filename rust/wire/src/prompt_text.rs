@@ -32,8 +32,10 @@ const MEDIA: [&str; 16] = [
     "input_file",
     "document",
 ];
-/// Fields that tell clients or caches something, and that no template writes.
-const NOT_WRITTEN: [&str; 5] = ["type", "id", "status", "cache_control", "encrypted_content"];
+/// Fields that mark the end of a prefix to cache. Clients move them from message to message.
+const CACHE_MARKS: [&str; 2] = ["cache_control", "prompt_cache_breakpoint"];
+/// Fields that no template writes.
+const NOT_WRITTEN: [&str; 6] = ["type", "id", "status", "encrypted_content", CACHE_MARKS[0], CACHE_MARKS[1]];
 
 /// Writes JSON without spaces.
 pub(crate) fn compact(value: &Json<'_>) -> String {
@@ -102,7 +104,8 @@ pub(crate) fn responses(fields: &Members<'_>, size: usize) -> String {
 
 /// The texts that a model for scores and ranks compares: each query with each document.
 pub(crate) struct Pairs<'a, 'b> {
-    instruction: Option<&'b Json<'a>>,
+    /// What templates write in front of each pair.
+    before: [Option<&'b Json<'a>>; 2],
     queries: &'b [Json<'a>],
     documents: &'b [Json<'a>],
 }
@@ -115,7 +118,7 @@ impl<'a, 'b> Pairs<'a, 'b> {
         }
         let of = |names: &[&str]| names.iter().find_map(|name| fields.get(name)).map(listed);
         Some(Self {
-            instruction: fields.get("instruction"),
+            before: ["instruction", "chat_template_kwargs"].map(|name| fields.get(name)),
             queries: of(&["query", "queries", "text_1", "data_1"])?,
             documents: of(&["documents", "items", "text_2", "data_2"])?,
         })
@@ -124,7 +127,7 @@ impl<'a, 'b> Pairs<'a, 'b> {
     /// Returns the text of the first pair.
     pub(crate) fn first(&self) -> String {
         let mut text = String::new();
-        self.instruction.into_iter().for_each(|instruction| content(&mut text, instruction));
+        self.before.iter().for_each(|value| part_of(&mut text, *value));
         for value in [self.queries, self.documents].into_iter().filter_map(<[_]>::first) {
             text.push(MESSAGE);
             compared(&mut text, value);
@@ -140,7 +143,8 @@ impl<'a, 'b> Pairs<'a, 'b> {
             write(&mut text, value);
             text.len()
         };
-        let instruction = self.instruction.map_or(0, |instruction| bytes(instruction, content));
+        let write = |text: &mut String, value: &Json<'_>| part_of(text, Some(value));
+        let before: usize = self.before.iter().flatten().map(|value| bytes(value, write)).sum();
         let pairs = self.queries.len().max(self.documents.len());
         let sides = [self.queries, self.documents].map(|side| {
             let sizes: Vec<_> = side.iter().map(|value| bytes(value, compared)).collect();
@@ -149,7 +153,7 @@ impl<'a, 'b> Pairs<'a, 'b> {
             let given: usize = sizes.iter().skip(1).sum();
             given.saturating_add(last.saturating_mul(pairs - sizes.len().max(1)))
         });
-        sides[0].saturating_add(sides[1]).saturating_add(instruction.saturating_mul(pairs - 1))
+        sides[0].saturating_add(sides[1]).saturating_add(before.saturating_mul(pairs - 1))
     }
 }
 
@@ -204,20 +208,18 @@ fn message(text: &mut String, message: &Json<'_>) {
     let role = fields.get("role").and_then(Json::as_str);
     begin(text, role.unwrap_or_default());
     let said = fields.get("content");
-    if fields.len() <= 2 {
-        return match said {
-            Some(said) if role == Some("system") => system_content(text, said),
-            Some(said) => content(text, said),
-            None => {}
-        };
+    let said_by = |text: &mut String, said| match role {
+        Some("system") => system_content(text, said),
+        _ => content(text, said),
+    };
+    if let (Some(said), ..=2) = (said, fields.len()) {
+        return said_by(text, said);
     }
     part_of(text, fields.get("name"));
     let reasoning = fields.get("reasoning").filter(|reasoning| reasoning.is_something());
     part_of(text, reasoning.or_else(|| fields.get("reasoning_content")));
-    match said {
-        Some(said) if role == Some("system") => system_content(text, said),
-        Some(said) => content(text, said),
-        None => {}
+    if let Some(said) = said {
+        said_by(text, said);
     }
     match fields.get("tool_calls") {
         Some(Json::List(calls)) => calls.iter().for_each(|each| call(text, each)),
@@ -341,7 +343,7 @@ fn part(text: &mut String, each: &Json<'_>) {
                 Some(Json::Object(source)) if source.get("type").and_then(Json::as_str) == Some("text") => {
                     members(text, fields);
                 }
-                _ => text.push_str(&format!("{PART}{:032x}", fields.digest_without("cache_control"))),
+                _ => text.push_str(&format!("{PART}{:032x}", fields.digest_without(&CACHE_MARKS))),
             }
         }
         _ => members(text, fields),
@@ -376,6 +378,8 @@ mod tests {
             "\x1esystem\nbe\x1f[{\"b\":1,\"a\":[]}]\x1f[\"f\"]\x1f[{\"text\":\"d\"}]\x1euser\n\x1fnabc\
              \x1eassistant\n\x1frsaid\x1ff\x1f{}\x1f1\x1eassistant\n\x1fg\x1f[]\x1etool\nx\x1f1\x1flow"
         );
+        let body = r#"{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}"#;
+        assert_eq!(written(of_chat, body), "\x1eassistant\n\x1ff");
         // Without a system message, the tools come first.
         let body = r#"{"tools": [1], "messages": [{"role": "user", "content": "a"}]}"#;
         assert_eq!(written(of_chat, body), "\x1f[1]\x1euser\na");
@@ -458,7 +462,7 @@ mod tests {
             r#"{"query": "qq", "documents": ["a", {"text": "bcd", "id": 3}, {"content": [{"text": "e"}]}]}"#;
         assert_eq!(pairs(rerank), Some(("\x1eqq\x1ea".into(), "qqbcdqqe".len())));
         let score = r#"{"text_1": ["a", "b"], "text_2": ["c", "d"], "instruction": "i"}"#;
-        assert_eq!(pairs(score), Some(("i\x1ea\x1ec".into(), "ibd".len())));
+        assert_eq!(pairs(score), Some(("\x1fi\x1ea\x1ec".into(), "\x1fibd".len())));
         assert_eq!(pairs(r#"{"query": "q", "documents": []}"#), Some(("\x1eq".into(), 0)));
         assert_eq!(pairs(r#"{"query": "q"}"#), None);
     }
