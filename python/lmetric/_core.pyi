@@ -711,7 +711,7 @@ def read_request(
 
     Returns the fields of `ParsedRequest` in their order, from the second:
 
-    - the body
+    - the body in UTF-8, without a byte order mark
     - model, whether it streams, session by other fields, ``session_id``, cache salt, largest number
       of answer tokens
     - its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts

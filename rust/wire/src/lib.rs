@@ -8,6 +8,7 @@ mod body;
 mod head;
 mod json;
 mod observe;
+mod prompt_text;
 mod request;
 mod scanner;
 mod shape;
@@ -15,7 +16,7 @@ mod sse;
 mod template;
 mod tree;
 
-pub use api::{ApiRequest, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, PromptReader, Refusal, check_object};
+pub use api::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal, check_object, utf8};
 pub use body::ChunkedBody;
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
@@ -23,7 +24,7 @@ pub use request::{
     Fields, Kind, Peer, REQUEST_FIELDS_LIMIT, Request, field, has_credentials, path, without_credentials,
 };
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, OBSERVED_LIMIT, Scanner, Step};
-pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
+pub use shape::{BYTES_EACH, Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 pub use sse::split;
 
 /// A reason why a message is unusable.

@@ -649,7 +649,7 @@ class Frontend(web.Server):
         Returns long work as a function, for a thread.
         """
         tokenizer = pool.tokenizer
-        if tokenizer is None or call.text is None or not call.path.generates:
+        if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
         if len(call.body) > LARGE_BODY:
             return partial(read_prompt, tokenizer, call)
@@ -1129,12 +1129,12 @@ def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
     They are: bytes of the prompt for the tokens-per-byte estimate (0: not used for it), tokens of
     the prompt (estimated for text), and tokens of the further prompts.
     """
+    more = call.more_tokens + (pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else 0)
     if call.tokens is not None:
-        more = pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else call.more_tokens
         return 0, len(call.tokens), more
     text = call.text
     if text is None:
-        return 0, 1, call.more_tokens
-    if call.more_bytes:
-        return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
+        return 0, 1, more
+    if more:
+        return 0, pool.ratio.tokens_of(len(text)), more
     return len(text), pool.ratio.tokens_of(len(text)), 0
