@@ -446,6 +446,7 @@ def check_config(config: ServerConfig) -> None:
     level = config.log.level if config.log.level == "error" else "warning"
     configure_logging(config.log.model_copy(update={"level": level}))
     _warn_deprecated(config)
+    _check_moves(config)
     server = Server(config)
     server.build()
     for pool in server.fleet.pools:
@@ -457,13 +458,25 @@ def _warn_deprecated(config: ServerConfig) -> None:
         log.warning("deprecated configuration", reason=message)
 
 
+def _check_moves(config: ServerConfig) -> None:
+    """Raises `ConfigError` for moves that slow the streams that they should help."""
+    if config.recomputes_moves:
+        raise ConfigError(
+            "migration_by = 'recompute': it is not valid with rebalance; expected fetch or segments, and "
+            "engines with KV transfer (vLLM: NixlConnector). A target that computes the context again stalls "
+            "its other streams (docs/reference/engines.md#streams-that-move)"
+        )
+
+
 def _ignored(number: signal.Signals) -> None:
     log.info("signal ignored", signal=number.name)
 
 
 def _reload(server: Server, reread: Callable[[], ServerConfig]) -> None:
     try:
-        server.reload(reread())
+        config = reread()
+        _check_moves(config)
+        server.reload(config)
     except LmetricError as error:
         log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
 
@@ -477,6 +490,7 @@ def run_server(
     """
     configure_logging(config.log)
     _warn_deprecated(config)
+    _check_moves(config)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         import uvloop
@@ -499,7 +513,7 @@ def _embedded_options(config: ServerConfig) -> list[EngineOptions]:
 
     embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = BOTH_WAYS if config.splits or config.fetches_prefixes else {}
+        both = BOTH_WAYS if config.splits or config.fetches_prefixes or config.rebalances else {}
         return [EngineOptions.model_validate({"order": order, **both})] * embedded
     assert embedded is not None
     kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
