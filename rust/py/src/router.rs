@@ -1249,7 +1249,11 @@ impl Router {
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` that the policy read),
     /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
     /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
-    fn explain<'py>(&self, py: Python<'py>, decision: Bound<'py, PyAny>) -> Result<Option<Bound<'py, PyDict>>> {
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        decision: Bound<'py, PyAny>,
+    ) -> Result<Option<Bound<'py, PyDict>>> {
         let decision_id: u64 = match decision.cast::<crate::ticket::Decision>() {
             Ok(decision) => decision.get().id,
             Err(_) => decision.extract()?,
