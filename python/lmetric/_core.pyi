@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-from lmetric.expr import Expr
 from lmetric.options import (
     Binding,
     CountedTiers,
@@ -28,7 +27,7 @@ from lmetric.options import (
     SplitOption,
     WarmChanges,
 )
-from lmetric.policies import Policy, PolicyFunction
+from lmetric.policies import PolicyLike
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
 
 __all__ = [
@@ -232,7 +231,7 @@ class Warming:
 class Router:
     def __new__(
         cls,
-        policy: str | Expr | Policy | PolicyFunction | None = None,  # default: "lmetric"
+        policy: PolicyLike | None = None,  # default: "lmetric"
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -245,7 +244,7 @@ class Router:
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
         seed: int = 0,
-        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # "least_requests"
+        decode_policy: PolicyLike | None = None,  # "least_requests"
         decode_knobs: Mapping[str, float] | None = None,
         binding: Binding = "early",
         colocate: bool = True,
@@ -377,21 +376,17 @@ class Router:
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     @property
     def guard_reason(self) -> str: ...  # why the guard is on or off under the policy
-    def set_policy(
-        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
-    ) -> None: ...
-    def set_decode_policy(
-        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
-    ) -> None: ...
+    def set_policy(self, policy: PolicyLike, *, knobs: Mapping[str, float] | None = None) -> None: ...
+    def set_decode_policy(self, policy: PolicyLike, *, knobs: Mapping[str, float] | None = None) -> None: ...
     def set_canary(
         self,
-        policy: str | Expr | Policy | PolicyFunction | None,
+        policy: PolicyLike | None,
         *,
         knobs: Mapping[str, float] | None = None,
     ) -> None: ...
     def set_shadow(
         self,
-        policy: str | Expr | Policy | PolicyFunction | None,
+        policy: PolicyLike | None,
         *,
         knobs: Mapping[str, float] | None = None,
     ) -> None: ...
@@ -408,7 +403,7 @@ class Router:
     def prefill_rate(
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet
-    def explain(self, decision_id: int) -> DecisionRecord | None: ...
+    def explain(self, decision: Decision | int) -> DecisionRecord | None: ...
     def stats(self, *, instances: bool = True) -> RouterStats: ...
 
 @final
@@ -1023,7 +1018,7 @@ def local_orders() -> list[str]: ...
 def simulate(
     workload: Workload,
     *,
-    policy: str | Expr | Policy | PolicyFunction | None = None,
+    policy: PolicyLike | None = None,
     knobs: Mapping[str, float] | None = None,
     profiles: Sequence[Mapping[str, Any]],  # one for each instance
     seed: int = 0,
@@ -1039,7 +1034,7 @@ def simulate(
     output_known: bool = True,
     timeline_seconds: float = 10.0,
     roles: Sequence[str] | None = None,  # of each instance; None: all "both"
-    decode_policy: str | Expr | Policy | PolicyFunction | None = None,
+    decode_policy: PolicyLike | None = None,
     decode_knobs: Mapping[str, float] | None = None,
     binding: str = "early",
     unlimited_prefill: bool = False,

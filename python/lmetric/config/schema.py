@@ -343,15 +343,15 @@ class PoolSettings(Strict):
         None,
         description="migration of running streams away from engines that would overload: `none`; `star` (by "
         "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
-        "threshold: 0.2}`",
+        "threshold: 0.2}`. Engines need KV transfer (NIXL): without it, no stream moves",
     )
-    migration_by: Literal["recompute", "fetch", "segments"] = Field(
-        "recompute",
-        description="how streams migrate. `recompute`: the target computes prompt and answer so far while "
-        "the stream continues. `fetch`: the target fetches their KV from the source engine (both need a KV "
-        "connector). `segments`: requests run in segments of limited length and can migrate between two "
-        "segments. With `segments`, answers that are not streamed migrate, too, and clients get tokens "
-        "segment by segment",
+    migration_by: Literal["fetch", "recompute", "segments"] = Field(
+        "fetch",
+        description="how streams migrate. `fetch`: the target fetches the KV of prompt and answer so far, "
+        "while the stream continues. `recompute`: the target computes them; not with `rebalance`. Streams "
+        "leave a draining engine without a KV connector by `recompute` in any case. `segments`: requests run "
+        "in segments of limited length and can migrate between two segments. With `segments`, answers that "
+        "are not streamed migrate, too, and clients get tokens segment by segment",
     )
     migration_segment_tokens: Positive | None = Field(
         None,
@@ -1248,6 +1248,16 @@ class ServerConfig(PoolSettings):
     def fetches_prefixes(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
         return any(pool.routing.prefix_fetch is not None for pool in self._pools)
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether running requests of some model move between engines by a rule."""
+        return any(pool.rebalance is not None for pool in self._pools)
+
+    @property
+    def recomputes_moves(self) -> bool:
+        """Whether a rule moves running requests of some model by recomputation."""
+        return any(pool.rebalance is not None and pool.migration_by == "recompute" for pool in self._pools)
 
     @property
     def orders(self) -> bool:

@@ -441,7 +441,7 @@ def _components() -> JSON:
         "type": "object",
         "required": ["what", "cause", "fix", "engines"],
         "properties": {
-            "what": {"enum": ["not usable", "approximate", "load_only"]},
+            "what": {"enum": ["not usable", "approximate", "load_only", "decode_policy", "rebalance"]},
             "cause": text,
             "fix": {"type": ["string", "null"]},
             "engines": count,
