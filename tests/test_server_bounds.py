@@ -18,6 +18,7 @@ import pytest
 from lmetric.config import Log
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import read_object
+from lmetric.server.fleet.fleet import Served
 from lmetric.server.http import frontend as front_module
 from lmetric.server.observe.logs import configure_logging, flush_logs
 from server_world import FakeEngine, World, answer, hang, world
@@ -149,7 +150,7 @@ async def test_unknown_models_are_not_compared_at_any_length(monkeypatch: pytest
             "did you mean 'tiny'" in (await w.post({"model": "tini", "prompt": "a"}))[2]["error"]["message"]
         )
         pool = w.server.fleet.pools[0]
-        w.server.fleet.names |= {f"adapter-{number}": (pool, None) for number in range(50_000)}
+        w.server.fleet.names |= {f"adapter-{number}": Served(pool, None) for number in range(50_000)}
         compared: list[int] = []
         monkeypatch.setattr("difflib.get_close_matches", lambda _, names, n: compared.append(len(names)))
         with pytest.raises(front_module.ApiError):

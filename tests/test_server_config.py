@@ -65,7 +65,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
         ("engines: [{url: 'http://h'}, {url: 'http://h'}]", {}, {}, "two engines are named 'h'"),
         ("models: [{name: a}, {name: b, adapters: [a]}]", {}, {}, "two models are named 'a'"),
         ("port: 1\nport: 2", {}, {}, "router.yaml:2: duplicate key 'port'"),
-        ("port: [", {}, {}, "router.yaml:1: "),
+        ("port: [\n", {}, {}, "router.yaml:2: "),
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
         ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
@@ -113,6 +113,11 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 
 
 def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
+    # A model that inherits `policy` once showed, and so got, the default.
+    config = load("policy: round_robin\nmodels: [{name: a}, {name: b, policy: lmetric}]", tmp_path)
+    again = load(render(config), tmp_path)
+    assert again == config
+    assert [again.pool_settings(model).policy for model in again.models] == ["round_robin", "lmetric"]
     config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
     assert load(render(config), tmp_path) == config
     sources = "{file: a}, {dns: {name: n, port: 1}}, {kubernetes: {selector: s, port: http}}"

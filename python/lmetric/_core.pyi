@@ -5,7 +5,7 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -399,7 +399,9 @@ class Router:
     @property
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...
-    def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
+    def indicators(
+        self, now: float | None = None, *, names: Sequence[str] | None = None
+    ) -> dict[str, NDArray[np.float64]]: ...
     def indicators_of(
         self, instance: str, names: Sequence[str], now: float | None = None
     ) -> dict[str, float]: ...
@@ -407,7 +409,7 @@ class Router:
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet
     def explain(self, decision_id: int) -> DecisionRecord | None: ...
-    def stats(self) -> RouterStats: ...
+    def stats(self, *, instances: bool = True) -> RouterStats: ...
 
 @final
 class EventFeed:
@@ -416,9 +418,14 @@ class EventFeed:
     Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
     """
 
+    MAX_SOURCE_BYTES: ClassVar[int]  # most bytes of received events that wait for one subscription
+    MAX_MESSAGE_BYTES: ClassVar[int]  # a larger message ends its connection
+
     def __new__(cls, router: Router) -> EventFeed: ...
     @property
     def router(self) -> Router: ...
+    @property
+    def problem(self) -> str | None: ...  # of the feed's thread
     def subscribe(
         self,
         instance: str,
@@ -748,6 +755,8 @@ class RequestReader:
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
     ) -> RequestHead: ...  # of fields read by another parser
 
+FULL_READ: int  # bytes of a read that may not have been the last one of its turn of the event loop
+
 @disjoint_base
 class ResponseReader:
     """Reads an engine's HTTP/1.1 responses and frames them for the client (see `rust/wire`).
@@ -780,6 +789,7 @@ class ResponseReader:
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
+    def full(self) -> None: ...  # called after data of at least FULL_READ bytes; does nothing
     def eof(
         self,
     ) -> int: ...  # flags; raises WireError if the message is incomplete
@@ -789,7 +799,12 @@ class ResponseReader:
     def continue_stream(
         self, write: Callable[[bytes], None]
     ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    @property
+    def held(self) -> bytes: ...
     def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
+    def take_comments(
+        self,
+    ) -> bytes: ...  # texts of comments dropped before the commit, each as a line
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().

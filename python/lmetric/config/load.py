@@ -14,7 +14,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric import _deprecated, options
 from lmetric._core import LmetricError
-from lmetric.config.files import ConfigError, read_yaml_mapping
+from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.public_traces import FOLDER_VARIABLE
@@ -158,8 +158,15 @@ def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: s
 
 
 def render(config: ServerConfig) -> str:
-    """The whole configuration as YAML, defaults included, secrets masked."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    """The whole configuration as YAML, defaults included, secrets masked.
+
+    Settings that models inherit from the top level are there alone.
+    """
+    values = config.model_dump(mode="json", by_alias=True)
+    for model, shown in zip(config.models, values["models"], strict=True):
+        for name in model.inherited:
+            del shown[name]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def render_changed(config: ServerConfig) -> str:
@@ -227,7 +234,7 @@ def _value(name: str, path: Sequence[str], value: Any) -> Any:
     if not _takes_yaml(kind):
         return value  # a secret, for example, may begin with a bracket
     try:
-        return yaml.safe_load(value)
+        return yaml.load(value, UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not readable as YAML: {str(error).splitlines()[0]}") from None
 

@@ -510,7 +510,26 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether values are equal, and both inherit the same settings from the top level."""
+        return (
+            isinstance(other, ModelConfig)
+            and self.__dict__ == other.__dict__
+            and self.inherited == other.inherited
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def inherited(self) -> set[str]:
+        """The settings of the top level that the model has no own value for."""
+        return PoolSettings.model_fields.keys() - self.model_fields_set
 
 
 class DnsSource(Strict):

@@ -25,6 +25,9 @@ create_exception!(
     "Bytes that are not a valid HTTP/1.1 message, or a message that ends too early."
 );
 
+/// Bytes of a read that may not have been the last one of its turn of the event loop. Event loops
+/// read up to 256 kB at once, and libuv up to 32 times before it reads another connection.
+const FULL_READ: usize = 64 * 1024;
 const PASS: u64 = 4;
 const OUT: u64 = 8;
 /// Flags of a step of [`ResponseReader`].
@@ -91,6 +94,35 @@ impl ResponseReader {
         Ok(flags(step))
     }
 
+    /// Reads data and writes it to the client, or gives it to the sink.
+    fn read(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        let py = slf.py();
+        let mut this = slf.borrow_mut();
+        let Some(sink) = this.sink.as_ref().map(|sink| sink.clone_ref(py)) else {
+            drop(this);
+            return slf.call_method0("unasked").map(drop);
+        };
+        this.pieces += 1;
+        let step = this.scanner.feed(data.as_bytes());
+        let step = this.stepped(py, step);
+        let write = this.write.as_ref().map(|write| write.clone_ref(py));
+        let framed = match (&step, &write) {
+            (Ok(OUT), Some(_)) => Some(this.take(py)),
+            _ => None,
+        };
+        // The callee may call back into this object.
+        drop(this);
+        let done = match (step, write) {
+            (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
+            (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
+            (Err(error), _) => Err(error.into()),
+        };
+        match done {
+            Ok(_) => Ok(()),
+            Err(error) => sink.call_method1(py, "failed", (error,)).map(drop),
+        }
+    }
+
     /// Reports tokens that the client is about to receive to the ticket.
     fn tell(&mut self, py: Python<'_>) -> Result<()> {
         let Some(ticket) = &self.ticket else { return Ok(()) };
@@ -139,34 +171,18 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    /// Receives data from the event loop.
+    /// Receives data from the event loop. Calls `full` after data of at least `FULL_READ` bytes.
     fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
-        let py = slf.py();
-        let mut this = slf.borrow_mut();
-        let Some(sink) = this.sink.as_ref().map(|sink| sink.clone_ref(py)) else {
-            drop(this);
-            return slf.call_method0("unasked").map(drop);
-        };
-        this.pieces += 1;
-        let step = this.scanner.feed(data.as_bytes());
-        let step = this.stepped(py, step);
-        let write = this.write.as_ref().map(|write| write.clone_ref(py));
-        let framed = match (&step, &write) {
-            (Ok(OUT), Some(_)) => Some(this.take(py)),
-            _ => None,
-        };
-        // The callee may call back into this object.
-        drop(this);
-        let done = match (step, write) {
-            (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
-            (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
-            (Err(error), _) => Err(error.into()),
-        };
-        match done {
-            Ok(_) => Ok(()),
-            Err(error) => sink.call_method1(py, "failed", (error,)).map(drop),
+        Self::read(slf, data)?;
+        if data.as_bytes().len() >= FULL_READ {
+            slf.borrow_mut().scanner.shrink();
+            slf.call_method0("full")?;
         }
+        Ok(())
     }
+
+    /// Called after a read that may not have been the last one of this turn of the event loop.
+    fn full(&self) {}
 
     fn eof(&mut self, py: Python<'_>) -> Result<u64> {
         let step = self.scanner.eof();
@@ -200,6 +216,12 @@ impl ResponseReader {
         PyBytes::new(py, self.scanner.take_payload())
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    #[getter]
+    fn held(&self) -> &[u8] {
+        self.scanner.held()
+    }
+
     /// Commits the answer for Python itself, without a client. Returns the events so far, as
     /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {
@@ -207,6 +229,11 @@ impl ResponseReader {
         self.write = None;
         self.scanner.commit_alone();
         Ok(self.events(py)?)
+    }
+
+    /// Takes the texts of comments that came before the commit, each as a line.
+    fn take_comments<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.scanner.take_comments())
     }
 
     /// Returns the data of each new event, and each comment line.
@@ -278,6 +305,7 @@ impl ResponseReader {
 
     /// Removes the sink and returns it.
     fn detach(&mut self) -> Option<Py<PyAny>> {
+        self.scanner.shrink();
         self.write = None;
         self.sink.take()
     }
@@ -719,6 +747,7 @@ impl DecisionLabels {
 /// Adds its classes and functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
+    module.add("FULL_READ", FULL_READ)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
         module.add(name, bit)?;

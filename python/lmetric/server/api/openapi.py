@@ -510,7 +510,11 @@ def document() -> JSON:
         "servers": [{"url": "/", "description": "The router"}],
         "tags": [
             {"name": "engines", "description": "Relayed to an engine that the policy picks"},
-            {"name": "models", "description": "Served models"},
+            {
+                "name": "models",
+                "description": "Served models, with `root`, `created` and `max_model_len` as the engines "
+                "report them. [Names](engines.md#names-of-models-and-adapters) follow the engines",
+            },
             {"name": "health", "description": "Health and metrics"},
             {"name": "debug", "description": "State of the router and explanations of decisions"},
             {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},

@@ -28,7 +28,7 @@ from lmetric._core import MAX_REQUEST_FIELDS, ChunkedBody, Peer, RequestHead, Re
 from lmetric.config import Timeouts
 from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.http.client_load import Client, ClientLoad
+from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
@@ -202,6 +202,8 @@ class ClientConnection(RequestHandler):
         """Called by the loop."""
         super().connection_made(transport)
         secure = transport.get_extra_info("ssl_object") is not None
+        if secure and self.transport is not None:
+            self.transport.set_write_buffer_limits(WRITE_MARK_BYTES)
         self.peer = self._front.forwarding.peer(transport.get_extra_info("peername"), secure=secure)
         if self._client is None and not self.count(self.peer) and self.transport is not None:
             self._state = DISCARDING
@@ -226,7 +228,7 @@ class ClientConnection(RequestHandler):
 
     @property
     def closes(self) -> bool:
-        """Whether the connection closes after the answer, whatever the request says."""
+        """Whether the connection closes after the answer."""
         return self._state == DISCARDING
 
     def data_received(self, data: bytes) -> None:
@@ -337,7 +339,7 @@ class ClientConnection(RequestHandler):
         elif head.framed:
             self._state = ASKED
             self._left = head.length
-        else:  # aiohttp refuses it, and nobody knows where the next request begins
+        else:  # aiohttp refuses it, and the begin of the next request is unknown
             self._discard(ENDLESS)
         super().data_received(data[:start])
         if not self._messages:
@@ -564,12 +566,14 @@ class ClientConnection(RequestHandler):
     def pause_writing(self) -> None:
         """Called by the loop."""
         super().pause_writing()
+        self._front.clients.slow(self)
         if self.relay is not None:
             self.relay.client_slow()
 
     def resume_writing(self) -> None:
         """Called by the loop."""
         super().resume_writing()
+        self._front.clients.caught_up(self)
         if self.relay is not None:
             self.relay.client_ready()
 
@@ -580,5 +584,6 @@ class ClientConnection(RequestHandler):
         self.release_body()
         self._end_sender()
         self.uncount()
+        self._front.clients.caught_up(self)
         if self.relay is not None:
             self.relay.client_gone()

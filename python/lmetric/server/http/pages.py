@@ -121,9 +121,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json(front.fleet.models())
         case "/v1/models/{model}":
             name = unquote(path.removeprefix(_MODELS))
+            if name not in front.fleet.names and (found := front.fleet.seek(name)) is not None:
+                await found
             front.fleet.find(name)
-            cards = orjson.loads(front.fleet.models())["data"]
-            return _json(next(card for card in cards if card["id"] == name))
+            return _json(front.fleet.card(name))
         case "/debug":
             return debug_index(request)
         case "/debug/decisions":
@@ -229,7 +230,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     for engine in engines:
         pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
-            column = pool.router.indicators()["report_age_seconds"]
+            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         shown.append(
@@ -353,7 +354,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json({"guard": body["on"]})
     if path == "/admin/reload":
         _only(request, path, OWN_PAGES[path])
-        return _json(_reload(front))
+        return _json(await _reload(front))
     if path == "/admin/policy":
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
@@ -387,14 +388,13 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     return _json(*_engines(front.fleet, [engine]))
 
 
-def _reload(front: Frontend) -> dict[str, Any]:
+async def _reload(front: Frontend) -> dict[str, Any]:
     """Applies the configuration as it is now. Returns the changes."""
     if front.reread is None:
         raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
     try:
-        return front.reread()
+        return await front.reread()
     except LmetricError as error:
-        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
         raise ApiError(400, str(error), code="bad_configuration") from None
 
 
@@ -413,7 +413,7 @@ async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> di
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(), pool.policies.settings
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
     return {
         "model": pool.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
@@ -439,7 +439,7 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model).pool]:
             settings = pool.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
@@ -538,9 +538,19 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
-        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
     allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+    for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 
