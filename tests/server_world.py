@@ -16,7 +16,7 @@ import orjson
 from lmetric.config import ServerConfig
 from lmetric.server import Server
 from log_watch import MARKED_KEY, MARKED_PROMPT
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 HEAD = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n"
 SSE = b"text/event-stream; charset=utf-8"
@@ -326,7 +326,7 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
     try:
         # Without configured keys, a client's key has no meaning, but must not be in any log either.
         marked = {} if "auth" in config else {"authorization": f"Bearer {MARKED_KEY}"}
-        timeout = aiohttp.ClientTimeout(total=20)
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:
             it = World(server, engines, client)
             yield it

@@ -18,6 +18,7 @@ from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from server_world import FakeEngine, answer, decision_id, hang, lora, plain, says, world
 from token_folders import byte_level, write_folder
+from waiting import PATIENCE_SECONDS
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -356,9 +357,12 @@ async def test_body_limits() -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
             % len(body)
         )
-        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 2) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert (
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_SECONDS)
+            == b"HTTP/1.1 100 Continue\r\n\r\n"
+        )
         writer.write(body)
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 2)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), PATIENCE_SECONDS)
         writer.close()
         assert len(w.engines[0].requests) == 2
 

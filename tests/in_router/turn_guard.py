@@ -37,7 +37,6 @@ LOOK_SECONDS = 0.010
 REFERENCE_SECONDS = 0.003
 
 _TESTS = str(Path(__file__).parent.parent)
-_PRODUCT = "/python/lmetric/"
 _LOOP_FUNCTIONS = frozenset({"run", "run_until_complete", "run_forever", "_run_once", "_run"})
 _LOOP_FILES = ("/asyncio/runners.py", "/asyncio/base_events.py", "/asyncio/events.py")
 _DEEPEST = 8  # frames that a report shows
@@ -54,6 +53,11 @@ def speed() -> float:
     return time.thread_time() - begun
 
 
+def of_reference(seconds: float) -> float:
+    """Returns the CPU seconds that work, which has just ended, takes on the reference machine."""
+    return seconds / max(1.0, max(speed(), speed()) / REFERENCE_SECONDS)
+
+
 class TurnGuard:
     """Watches the running loop. ``own``: the process belongs to the router alone."""
 
@@ -64,6 +68,7 @@ class TurnGuard:
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
         self._seconds = min(speed() for _ in range(3))
+        self._product = str(Path(sys.modules["lmetric"].__file__ or "").parent)
         self._stopped = threading.Event()
         self._looked: Counter[str] = Counter()  # CPU seconds by callback, since the last tick
         self._gc_begun = self._gc_seconds = 0.0
@@ -140,7 +145,8 @@ class TurnGuard:
         if not inside or frame is None:
             return None
         files = [code.co_filename for code, _ in inside]
-        if not self._own and (files[-1].startswith(_TESTS) or not any(_PRODUCT in file for file in files)):
+        of_product = any(file.startswith(self._product) for file in files)
+        if not self._own and (files[-1].startswith(_TESTS) or not of_product):
             return None
         return " < ".join(
             f"{Path(code.co_filename).name}:{line} {code.co_name}" for code, line in inside[:_DEEPEST]

@@ -131,7 +131,7 @@ class EngineConfig(Strict):
         None, description="source of KV events; default: kv_events of the model"
     )
     api_key: Token | None = Field(
-        None, description="bearer token for the engine; it replaces the client's Authorization header"
+        None, description="bearer token for the engine; it replaces the client's credentials"
     )
     tls: EngineTls | None = Field(
         None, description="TLS of an https URL, as a whole; default: engine_tls of the model"

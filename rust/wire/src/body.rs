@@ -14,7 +14,7 @@ pub(crate) enum Framing {
 
 /// Bytes of chunk extensions or trailers that are skipped before the response counts as malformed.
 const OVERHEAD_LIMIT: u32 = 16 * 1024;
-/// Longest chunk extension of a client. Few clients send any; each byte costs time of the event loop.
+/// Longest chunk extension of a client. Few clients send any; each byte costs the loop's time.
 const CLIENT_EXTENSION_LIMIT: u32 = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,11 +198,11 @@ impl Default for ChunkedBody {
 }
 
 impl ChunkedBody {
-    /// Appends the payload in `input` to `out`. Returns the bytes read: fewer than given at the end.
+    /// Appends the payload in `input` to `out`. Returns the bytes read: fewer at the end.
     ///
     /// # Errors
-    /// [`WireError::Malformed`] if the framing is invalid, a chunk extension has more than 256 bytes,
-    /// or the trailers have more than 16 KiB.
+    /// [`WireError::Malformed`] if the framing is invalid, a chunk extension has more than 256
+    /// bytes, or the trailers have more than 16 KiB.
     pub fn read(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, WireError> {
         self.0.feed(input, |bytes| out.extend_from_slice(bytes))
     }

@@ -40,8 +40,8 @@ const OWN_PREFIX: &[u8] = b"x-lmetric-";
 const FORWARDED_PREFIX: &[u8] = b"x-forwarded-";
 const FORWARDED_FOR: &[u8] = b"x-forwarded-for";
 
-/// Fields that carry a client's key. They reach the engine unless the router has keys of its own, or
-/// a key for the engine.
+/// Fields that carry a client's key. They reach the engine unless the router has keys of its own,
+/// or a key for the engine.
 const CREDENTIALS: [&[u8]; 3] = [b"authorization", b"x-api-key", b"api-key"];
 
 fn credential(name: &[u8]) -> bool {
@@ -102,8 +102,8 @@ fn forwards(name: &[u8]) -> bool {
 }
 
 impl Fields {
-    /// Sorts fields given as name and trimmed value. `own_keys`: credentials are for the router, not
-    /// the engine.
+    /// Sorts fields given as name and trimmed value. `own_keys`: credentials are for the router,
+    /// not the engine.
     pub fn sort<'a>(fields: impl Iterator<Item = (&'a [u8], &'a [u8])> + Clone, own_keys: bool) -> Self {
         let mut found = Self::default();
         let mut named: Vec<&[u8]> = Vec::new();
@@ -236,7 +236,8 @@ impl Request {
     ///
     /// # Errors
     /// [`WireError::Malformed`] if the head is invalid, [`WireError::HeadTooLarge`] if it is longer
-    /// than `limit` bytes or has more than [`REQUEST_FIELDS_LIMIT`] fields. No error repeats a value.
+    /// than `limit` bytes or has more than [`REQUEST_FIELDS_LIMIT`] fields. No error repeats a
+    /// value.
     pub fn read(input: &[u8], own_keys: bool, limit: usize) -> Result<Option<Self>, WireError> {
         let mut fields = [MaybeUninit::uninit(); REQUEST_FIELDS_LIMIT];
         let mut request = httparse::Request::new(&mut []);

@@ -43,6 +43,8 @@ SMALL_BODY = 64 * 1024
 SMALL_HEAD = 4 * 1024
 # Seconds from the first byte of a head to its last one. Heads are sent at once.
 HEAD_SECONDS = 10.0
+# Shorter pieces are joined as they come: an object for each would take more memory than it counts.
+SMALL_PIECE = 1024
 # A connection that has sent this many bytes is read again in the next turn of the loop. uvloop
 # would read up to 32 times as many before the next connection.
 TURN_BYTES = 256 * 1024
@@ -146,11 +148,14 @@ class ClientConnection(RequestHandler):
         "_resting",
         "_sender",
         "_since",
+        "_size",
         "_state",
+        "_tail",
         "_turn_bytes",
         "answering",
         "body_size",
         "idle_since",
+        "payer",
         "peer",
         "relay",
     )
@@ -175,11 +180,15 @@ class ClientConnection(RequestHandler):
         self._state = FREE
         self.peer: Peer  # set when the connection is made
         self._client: Client | None = None  # None: not connected, or over the limit
+        # The client that pays for the request in flight; None: it has disconnected.
+        self.payer: Client | None = None
         # The client that a trusted proxy names as the sender of the request in flight.
         self._sender: Client | None = None
         self._holder: Client | None = None  # the client that pays for the bytes held
         self._client_request: ClientRequest | None = None  # the incomplete request, once its head is known
-        self._held = bytearray()
+        self._held: list[bytes | bytearray] = []
+        self._size = 0  # bytes held
+        self._tail = b""  # the last bytes held of an incomplete head
         self.body_size = 0  # counted bytes of a request outside `_held`
         self._need = 0  # bytes to hold before the request is read again
         self._since = 0.0  # time of the first byte of an incomplete head or body; 0: there is none
@@ -207,17 +216,19 @@ class ClientConnection(RequestHandler):
         A TLS listener calls this before the handshake.
         """
         self._client = self._front.clients.open(peer.address, peer.trusted or not peer.address)
+        self.payer = self._client
         return self._client is not None
 
     def uncount(self) -> None:
         """Takes the connection off the counts."""
         client, self._client = self._client, None
+        self.payer = None
         if client is not None:
             self._front.clients.close(client)
 
     @property
     def closes(self) -> bool:
-        """Whether the connection closes after the answer, whatever the request says."""
+        """Whether the connection closes after the answer."""
         return self._state == DISCARDING
 
     def data_received(self, data: bytes) -> None:
@@ -236,8 +247,8 @@ class ClientConnection(RequestHandler):
             self._begin(data)
         elif state == COLLECTING:
             if not self._hold(data):
-                self._no_room(self._need - len(self._held) - len(data))
-            elif len(self._held) >= self._need or self._ends_head(len(data)):
+                self._no_room(self._need - self._size - len(data))
+            elif self._size >= self._need or (self._client_request is None and self._ends_head(data)):
                 self._begin(self._take_held())
         elif state == DISCARDING:
             self._left -= len(data)
@@ -264,19 +275,18 @@ class ClientConnection(RequestHandler):
 
     def _read_on(self) -> None:
         self._resting = False
-        full = self._state == ASKED and len(self._held) > HOLD_BYTES
+        full = self._state == ASKED and self._size > HOLD_BYTES
         if not full and not self._reading_paused and not self._buffer_paused:
             self._resume_transport_reading()
 
-    def _ends_head(self, size: int) -> bool:
-        """Returns whether a head may end in the last ``size`` bytes held.
+    def _ends_head(self, data: bytes) -> bool:
+        """Returns whether a head may end in ``data``, which was held last.
 
         Reading an incomplete head again for each of its pieces would take quadratic time.
         """
-        if self._client_request is not None:
-            return False
-        held, begin = self._held, max(len(self._held) - size - 2, 0)
-        return held.find(b"\n\r\n", begin) >= 0 or held.find(b"\n\n", begin) >= 0
+        data = self._tail + data
+        self._tail = data[-2:]
+        return b"\n\r\n" in data or b"\n\n" in data
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
@@ -329,7 +339,7 @@ class ClientConnection(RequestHandler):
         elif head.framed:
             self._state = ASKED
             self._left = head.length
-        else:  # aiohttp refuses it, and nobody knows where the next request begins
+        else:  # aiohttp refuses it, and the begin of the next request is unknown
             self._discard(ENDLESS)
         super().data_received(data[:start])
         if not self._messages:
@@ -400,11 +410,7 @@ class ClientConnection(RequestHandler):
         if self._sender is not None:
             clients.end(self._sender)
         self._sender = clients.begin(self._front.forwarding.client(self.peer.address, head.forwarded_for))
-
-    @property
-    def payer(self) -> Client | None:
-        """The client that pays for the request in flight; None: it has disconnected."""
-        return self._sender or self._client
+        self.payer = self._sender
 
     @property
     def sender(self) -> str:
@@ -418,6 +424,8 @@ class ClientConnection(RequestHandler):
         self._left = 0
         if client_request is not None or not self._since:
             self._since = clock.monotonic()
+        if client_request is None:
+            self._tail = data[-2:]
         self._holder = self.payer
         if not self._hold(data):
             self._no_room(need - len(data))
@@ -426,7 +434,14 @@ class ClientConnection(RequestHandler):
         """Keeps bytes. Returns False beyond a limit on body bytes."""
         if self._holder is None or not self._holder.hold(len(data)):
             return False
-        self._held += data
+        held = self._held
+        if len(data) >= SMALL_PIECE:
+            held.append(data)
+        elif held and isinstance(held[-1], bytearray):
+            held[-1] += data
+        else:
+            held.append(bytearray(data))
+        self._size += len(data)
         return True
 
     def _hold_back(self, data: bytes) -> None:
@@ -435,9 +450,9 @@ class ClientConnection(RequestHandler):
             self._holder = self._client
         if not self._hold(data):
             self.force_close()
-        elif len(self._held) > HOLD_BYTES:
+        elif self._size > HOLD_BYTES:
             self._pause_transport_reading()
-            if len(self._held) > HOLD_LIMIT:
+            if self._size > HOLD_LIMIT:
                 self.force_close()
 
     def _discard(self, size: int) -> None:
@@ -474,8 +489,9 @@ class ClientConnection(RequestHandler):
         self.body_size = size
 
     def _take_held(self) -> bytes:
-        data = bytes(self._held)
+        data = b"".join(self._held)
         self._held.clear()
+        self._size = 0
         if self._holder is not None:
             self._holder.release(len(data))
         return data
@@ -508,6 +524,7 @@ class ClientConnection(RequestHandler):
 
     def _end_sender(self) -> None:
         sender, self._sender = self._sender, None
+        self.payer = self._client
         if sender is not None:
             self._front.clients.end(sender)
 
@@ -522,12 +539,15 @@ class ClientConnection(RequestHandler):
     def _next(self) -> None:
         if self.transport is None or self.transport.is_closing():
             return
-        if len(self._held) > HOLD_BYTES:
+        if self._size > HOLD_BYTES:
             self._resume_transport_reading()
         self._begin(self._take_held())
 
-    def check(self, now: float, timeouts: Timeouts) -> None:
-        """Called periodically: refuses requests that take too long, closes idle connections."""
+    def check(self, now: float, timeouts: Timeouts) -> bool:
+        """Called periodically: refuses requests that take too long, closes idle connections.
+
+        Returns whether it did.
+        """
         if self._state == COLLECTING:
             seconds = HEAD_SECONDS if self._client_request is None else timeouts.body
             if now - self._since > seconds:
@@ -535,10 +555,13 @@ class ClientConnection(RequestHandler):
                 received = len(self._take_held())
                 self._discard(ENDLESS)
                 self._front.late(self, client_request, received)
-        elif self.answering:
-            pass
-        elif now - self.idle_since > (LINGER_SECONDS if self._state == DISCARDING else timeouts.keep_alive):
+                return True
+        elif not self.answering and now - self.idle_since > (
+            LINGER_SECONDS if self._state == DISCARDING else timeouts.keep_alive
+        ):
             self.force_close()
+            return True
+        return False
 
     def pause_writing(self) -> None:
         """Called by the loop."""

@@ -105,6 +105,8 @@ class Phase(IntEnum):
 
 SERVING, REPLACED, DRAINING, REFUSING = Phase
 
+# Most connections that one periodic check closes: each takes time of the event loop.
+CLOSED_AT_ONCE = 256
 NO_SHARE = (1.0, 0.0)  # weight and handicap (s) of requests without a tenant
 
 
@@ -219,9 +221,12 @@ class Frontend(web.Server):
                 relay.check(now)
             except Exception:
                 relay.fail()
+        closed = 0
         for client in self.connections:
-            if isinstance(client, ClientConnection):
-                client.check(now, self._rules.timeouts)
+            if isinstance(client, ClientConnection) and client.check(now, self._rules.timeouts):
+                closed += 1
+                if closed == CLOSED_AT_ONCE:
+                    break
 
     def close_idle(self) -> None:
         """Closes the connections without a request in flight."""
@@ -465,7 +470,8 @@ class Frontend(web.Server):
         """Answers an admitted request, then calls ``client.answered``."""
         client_request.started = time.monotonic()
         try:
-            self._check_room(client_request)
+            if len(self.relays) >= self._share_limit or self.phase is REFUSING:
+                self._check_room(client_request)
         except ApiError as error:
             self._ended(client_request, None, error)
         else:
@@ -500,7 +506,8 @@ class Frontend(web.Server):
                 )
             elif self._shares and (named := client_request.head.tenant) in self._shares:
                 client_request.tenant = named or ""  # without keys, the header is trusted
-            self._check_room(client_request)
+            if len(self.relays) >= self._share_limit or self.phase is REFUSING:
+                self._check_room(client_request)
         except ApiError as error:
             self._ended(client_request, None, error)
             return False
@@ -510,10 +517,7 @@ class Frontend(web.Server):
         """Raises ApiError (503) if the request may not start."""
         if self.phase is REFUSING:
             raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
-        running = len(self.relays)
-        if running < self._share_limit:
-            return  # so that nobody is above a share
-        if running >= self._request_limit:
+        if len(self.relays) >= self._request_limit:
             raise _too_many("")
         payer = client_request.client.payer
         if payer is not None and payer.running >= self._share_limit and not payer.is_gateway:
@@ -524,18 +528,14 @@ class Frontend(web.Server):
             self.clients.refused["requests_per_tenant"] += 1
             raise _too_many(" of this tenant")
 
-    def _count(self, client_request: ClientRequest) -> None:
-        """Counts a request against the limits of its client and tenant, until `_ended`."""
+    def _serve(self, client_request: ClientRequest, body: bytes) -> None:
+        """Starts the request. `_ended` is called at its end."""
         payer = client_request.payer = client_request.client.payer
-        if payer is not None:
+        if payer is not None:  # it counts until `_ended`
             payer.running += 1
             if client_request.tenant:
                 self._tenant_requests[client_request.tenant] += 1
-
-    def _serve(self, client_request: ClientRequest, body: bytes) -> None:
-        """Starts the request. `_ended` is called at its end."""
         try:
-            self._count(client_request)
             path = self.paths[client_request.path]
             if path.prompt == "form":
                 call = parse_form(path, client_request.head.field(b"content-type"), body)
@@ -616,8 +616,12 @@ class Frontend(web.Server):
         """Forwards a request about a stored response to its engine. Calls `_ended` at its end."""
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
+        payer = client_request.payer = client_request.client.payer
+        if payer is not None:
+            payer.running += 1
+            if tenant:
+                self._tenant_requests[tenant] += 1
         try:
-            self._count(client_request)
             pool, engine = self._holder(tenant, response_id)
             client_request.pool = pool
             if client_request.subset is not None and engine not in client_request.subset:
@@ -960,30 +964,21 @@ class Frontend(web.Server):
                 )
             if self.tracing is not None and (relay is None or relay.trace_id is None):
                 self.tracing.refused(client_request, status)
+        now = time.monotonic()
+        model = client_request.pool.name if client_request.pool is not None else ""
         try:
-            self._observe_end(client_request, relay, status, error)
+            self.metrics.requests.ended(model, client_request, status, now, relay)
+            if client_request.trial is not None:
+                on_trial.ended(client_request, status, now, relay)
+            if self.recorder is not None:
+                self.recorder.ended(client_request, status, now, relay)
+            if self.live is not None:
+                self.live.ended(client_request, status, now, relay)
+            if self._access:
+                _log_access(client_request, model, status, now, relay, error)
         except Exception:  # the client must get its next answer all the same
             log.exception("the end of a request was not counted", path=client_request.path)
         client_request.done(goes_on)
-
-    def _observe_end(
-        self,
-        client_request: ClientRequest,
-        relay: InFlightRequest | None,
-        status: int,
-        error: ApiError | None,
-    ) -> None:
-        now = time.monotonic()
-        model = client_request.pool.name if client_request.pool is not None else ""
-        self.metrics.requests.ended(model, client_request, status, now, relay)
-        if client_request.trial is not None:
-            on_trial.ended(client_request, status, now, relay)
-        if self.recorder is not None:
-            self.recorder.ended(client_request, status, now, relay)
-        if self.live is not None:
-            self.live.ended(client_request, status, now, relay)
-        if self._access:
-            _log_access(client_request, model, status, now, relay, error)
 
 
 def _hedge(
