@@ -1,8 +1,8 @@
 """Pages of engines that are hostile or broken: security F4 and F10, bugs 29, and the bounds of L.
 
-An engine is not trusted with the router's availability: the time to read a page grows with the
-page, a figure beyond its bound counts as not reported, and an optional page that cannot be read
-counts as missing.
+An engine is not trusted with the router's availability. The time to read a page grows with the
+page. A figure beyond its bound counts as not reported. An optional page that cannot be read counts
+as missing.
 """
 
 from __future__ import annotations

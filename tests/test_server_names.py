@@ -413,6 +413,18 @@ async def test_the_time_of_the_request_in_a_card_is_no_change() -> None:
         assert engine.identified
 
 
+async def test_a_list_that_returns_to_an_earlier_one_is_read() -> None:
+    async with world(fakes([BASE, lora("sql")]), health={"interval": 60}) as w:
+        engine = w.server.fleet.pools[0].engines["e0"]
+        await w.server.fleet.read_models(engine)
+        w.engines[0].cards = [BASE]
+        await w.server.fleet.identify(engine)
+        assert set(await cards(w)) == {"tiny"}
+        w.engines[0].cards = [BASE, lora("sql")]
+        await w.server.fleet.read_models(engine)
+        assert set(await cards(w)) == {"tiny", "sql"}
+
+
 # -- the names of a pool, alone --------------------------------------------------------------------
 
 

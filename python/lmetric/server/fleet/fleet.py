@@ -316,7 +316,7 @@ class Fleet:
                 Capabilities("unknown", models=before.models, no_events=reason),
             )
         capabilities = engine.capabilities
-        engine.models_at = time.monotonic()
+        engine.models_at, engine.models_hash = time.monotonic(), None
         if engine.pool is None:
             self._place(engine)
         else:
@@ -325,7 +325,7 @@ class Fleet:
         if pool is None:
             return  # removed meanwhile, or replaced
         if engine.misfit is not None:
-            engine.identified = True
+            engine.identified, engine.ask_again_at = True, math.inf
             return
         async with pool.asking:
             await pool.set_tokenizer(capabilities.root(pool.name))
