@@ -159,8 +159,8 @@ class FakeEngine:
     metrics: bytes = b""
     # Its list of models, instead of `model` alone, and any other page by path: status and body.
     cards: list[dict[str, Any]] | None = None
-    pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    gets: list[str] = field(default_factory=list)  # the paths of its pages, as they were read
+    extra_pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    page_reads: list[str] = field(default_factory=list)  # the paths of its pages, as they were read
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
     left: int = 0
@@ -235,13 +235,13 @@ class FakeEngine:
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.method == "GET":
-            self.gets.append(request.path)
+            self.page_reads.append(request.path)
             cards = self.cards or [{"id": self.model, "parent": None}]
             pages = {
                 "/health": (self.health, b""),
                 "/metrics": (200, self.metrics),
                 "/v1/models": (200, orjson.dumps({"data": cards})),
-                **self.pages,
+                **self.extra_pages,
             }
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")

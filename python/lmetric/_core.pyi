@@ -5,7 +5,7 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ __all__ = [
     "INCOMPLETE",
     "INTERNAL_FIELDS",
     "MAX_EXPRESSION_LENGTH",
+    "MAX_REQUEST_FIELDS",
     "MAX_TOKENS",
     "OUT",
     "PASS",
@@ -47,11 +48,13 @@ __all__ = [
     "Arrival",
     "BadRequestError",
     "BadValueError",
+    "ChunkedBody",
     "Decision",
     "DecisionLabels",
     "Engine",
     "EventFeed",
     "ExpressionError",
+    "HeadTooLargeError",
     "LmetricError",
     "NoInstanceError",
     "Peer",
@@ -396,7 +399,9 @@ class Router:
     @property
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...
-    def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
+    def indicators(
+        self, now: float | None = None, *, names: Sequence[str] | None = None
+    ) -> dict[str, NDArray[np.float64]]: ...
     def indicators_of(
         self, instance: str, names: Sequence[str], now: float | None = None
     ) -> dict[str, float]: ...
@@ -404,7 +409,7 @@ class Router:
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet
     def explain(self, decision_id: int) -> DecisionRecord | None: ...
-    def stats(self) -> RouterStats: ...
+    def stats(self, *, instances: bool = True) -> RouterStats: ...
 
 @final
 class EventFeed:
@@ -413,9 +418,14 @@ class EventFeed:
     Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
     """
 
+    MAX_SOURCE_BYTES: ClassVar[int]  # most bytes of received events that wait for one subscription
+    MAX_MESSAGE_BYTES: ClassVar[int]  # a larger message ends its connection
+
     def __new__(cls, router: Router) -> EventFeed: ...
     @property
     def router(self) -> Router: ...
+    @property
+    def problem(self) -> str | None: ...  # of the feed's thread
     def subscribe(
         self,
         instance: str,
@@ -575,9 +585,11 @@ def bench_decision(
 ) -> list[dict[str, Any]]: ...
 
 class WireError(LmetricError): ...
+class HeadTooLargeError(WireError): ...  # its message names a field and no value
 
 READY: int  # commit() may be called
 END: int  # the message ended
+MAX_REQUEST_FIELDS: int  # most header fields of a client's request
 MAX_TOKENS: int  # largest token count in a usage; a higher count is an engine error
 PASS: int  # the client receives the bytes unchanged
 OUT: int  # take() has bytes for the client
@@ -608,7 +620,9 @@ class RequestHead:
         self,
     ) -> bool: ...  # a POST over HTTP/1.1 with one content-length and no other expectations
     @property
-    def framed(self) -> bool: ...  # HTTP/1.1 with a known length; true if plain
+    def framed(self) -> bool: ...  # the length is known; true if plain
+    @property
+    def chunked(self) -> bool: ...  # HTTP/1.1 with a chunked body
     @property
     def start(self) -> int: ...  # bytes of the head
     @property
@@ -628,7 +642,9 @@ class RequestHead:
     @property
     def authorization(self) -> bytes | None: ...
     @property
-    def api_key(self) -> bytes | None: ...  # x-api-key
+    def x_api_key(self) -> bytes | None: ...
+    @property
+    def api_key(self) -> bytes | None: ...
     @property
     def tenant(self) -> str | None: ...  # x-tenant
     @property
@@ -711,14 +727,29 @@ def check_object(body: bytes) -> None:
     """
 
 @final
+class ChunkedBody:
+    """The chunked body of a client's request."""
+
+    def __new__(cls) -> ChunkedBody: ...
+    def read(self, data: bytes) -> tuple[bytes, int]:
+        """Returns the payload in ``data``, and the number of bytes read: fewer at the end.
+
+        Raises WireError.
+        """
+    @property
+    def done(self) -> bool: ...  # the body has ended
+
+@final
 class RequestReader:
     """Reads heads of requests (see `rust/wire`).
 
-    ``own_keys``: `authorization` is for the router and does not go to engines. ``id_prefix``:
-    prefix of the ids of requests that have no id.
+    ``own_keys``: credentials are for the router and do not go to engines. ``id_prefix``: prefix of
+    the ids of requests that have no id. ``limit``: most bytes of a head.
     """
 
-    def __new__(cls, own_keys: bool, id_prefix: str) -> RequestReader: ...
+    def __new__(cls, own_keys: bool, id_prefix: str, limit: int) -> RequestReader: ...
+    @property
+    def limit(self) -> int: ...
     def read(self, data: bytes) -> RequestHead | None: ...  # None: incomplete; raises WireError
     def sort(
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]

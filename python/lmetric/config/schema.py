@@ -510,7 +510,11 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
 
     def __eq__(self, other: object) -> bool:
         """Whether values are equal, and both inherit the same settings from the top level."""
@@ -795,10 +799,24 @@ class Limits(Strict):
     max_concurrent_requests: Positive = Field(
         8192, description="maximum number of requests in flight; others get a 503"
     )
+    max_concurrent_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="maximum share of max_concurrent_requests for a client address (except trusted proxies) "
+        "and for one tenant; others get a 503. 1: no such limit, for example if all clients share a gateway",
+    )
+    max_head_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="maximum size of a request's head: request line and header fields, at most 256; others "
+        "get a 431",
+    )
     max_body_bytes_total: Positive = Field(
         256 << 20,
-        description="maximum size of all request bodies that are being received or await an answer; others "
-        "get a 503",
+        description="maximum size of all requests that are being received, and of all request bodies that "
+        "await an answer; others get a 503",
     )
     max_body_bytes_per_client: Positive = Field(
         128 << 20,

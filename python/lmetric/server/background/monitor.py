@@ -250,7 +250,7 @@ class Monitor:
     async def _kv(self) -> None:
         for pool in self.fleet.pools:
             pool.wire()
-            pool.kv.watch(pool.engines.values())
+            await self._checks.begin_all(pool.kv.watch(pool.engines.values()))
 
     async def _admission(self) -> None:
         now = time.monotonic()

@@ -328,6 +328,7 @@ class Fleet:
         async with pool.asking:
             await pool.set_tokenizer(capabilities.root(pool.name))
         await pool.compare_tokens(engine, self.config.health.timeout)
+        await pool.kv.look_up(engine)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile
         if before.revision != capabilities.revision and before.engine != "unknown":

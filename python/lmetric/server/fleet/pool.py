@@ -241,7 +241,7 @@ class Pool:
     @property
     def guard(self) -> str:
         """The state of the hot-spot guard: on or off."""
-        return "on" if self.router.stats()["guard_on"] else "off"
+        return "on" if self.router.stats(instances=False)["guard_on"] else "off"
 
     def warn_of_policies(self) -> None:
         """Logs problems of the policies on an idle fleet."""
@@ -399,8 +399,9 @@ class Pool:
         Infinite if no prefill rate was measured.
         """
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
-        tokens = dict(zip(self.router.instances(), self.router.indicators()["bound_tokens"], strict=True))
-        return float(tokens[engine.name]) / rate if rate else math.inf
+        if not rate:
+            return math.inf
+        return self.router.indicators_of(engine.name, ["bound_tokens"])["bound_tokens"] / rate
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""

@@ -1,9 +1,9 @@
-"""Limits on the connections, request body bytes and unread answers of clients.
+"""Limits on the connections, requests, request bytes and unread answers of clients.
 
-Connections and bodies are limited in total and per client address. A body counts from its first
-byte until an engine answers, so slow or stalled uploads cannot use more memory than `limits`
-allows. Answers count while their client reads too slowly. Beyond `UNREAD_BYTES`, the clients that
-have been slow for longest lose their connections.
+All but the last are limited in total and per client address. Bytes of an incomplete head count from
+the first one, and a body counts until an engine answers, so slow or stalled clients cannot use more
+memory than `limits` allows. Answers count while their client reads too slowly. Beyond
+`UNREAD_BYTES`, the clients that have been slow for longest lose their connections.
 """
 
 import asyncio
@@ -21,6 +21,12 @@ from lmetric.config import Limits
 # engines.
 OTHER_DESCRIPTORS = 32
 
+# The limits, by their names in metrics.
+BOUNDS = (
+    *("connections", "connections_per_client", "requests_per_client", "requests_per_tenant"),
+    *("body_bytes_total", "body_bytes_per_client", "head_size", "head_time", "chunks"),
+    "unread_bytes",
+)
 # Unread bytes at which a connection stops its engine: the mark of its write buffer. TLS has a
 # buffer of its own before the socket's, whose default mark is eight times as high.
 WRITE_MARK_BYTES = 64 * 1024
@@ -46,7 +52,7 @@ class Client:
     ``is_gateway``: several clients share it, so that only the limits on all clients hold.
     """
 
-    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests")
+    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests", "running")
 
     def __init__(self, load: "ClientLoad", address: str, is_gateway: bool) -> None:
         self._load = load
@@ -54,6 +60,7 @@ class Client:
         self.is_gateway = is_gateway
         self.connections = 0
         self.requests = 0  # in flight over a trusted proxy
+        self.running = 0  # whole requests that have no answer yet
         self.body_bytes = 0
 
     def hold(self, size: int) -> bool:
@@ -164,7 +171,7 @@ class ClientLoad:
         )
         yield GaugeMetricFamily(
             "lmetric_client_body_bytes",
-            "Bytes of request bodies being received or not yet answered by an engine",
+            "Bytes of requests being received, and of request bodies not yet answered by an engine",
             self.body_bytes,
         )
         yield GaugeMetricFamily(
@@ -175,8 +182,7 @@ class ClientLoad:
             "Connections and requests refused or closed because of a limit on clients, by limit",
             labels=("bound",),
         )
-        bounds = ("connections", "connections_per_client", "body_bytes_total", "body_bytes_per_client")
-        for bound in (*bounds, "unread_bytes"):
+        for bound in BOUNDS:
             refused.add_metric((bound,), self.refused[bound])
         yield refused
 

@@ -48,6 +48,7 @@ from lmetric.server.http import canary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
+from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.timeline import timeline
@@ -84,15 +85,17 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     """
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, OWN_PAGES[replicas.PATH])
-        front.replicas.authorize(request.headers.get("authorization"))
+        front.replicas.authorize(request.headers)
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
+        if wants_websocket(request.headers):
+            raise upgrade_required(REALTIME, instead)
         raise ApiError(
             501,
-            f"{REALTIME} needs WebSocket, which the router does not relay; connect to an engine directly, or "
-            "send audio to /v1/audio/transcriptions",
+            f"{REALTIME} needs WebSocket, which the router does not relay; {instead}",
             code="not_implemented",
             headers={"connection": "close"},
         )
@@ -227,7 +230,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     for engine in engines:
         pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
-            column = pool.router.indicators()["report_age_seconds"]
+            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         shown.append(
@@ -410,7 +413,7 @@ async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> di
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(), pool.policies.settings
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
     return {
         "model": pool.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
@@ -535,9 +538,19 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
-        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
     allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+    for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 
