@@ -15,9 +15,9 @@ HEAD = """\
 
 The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`, the
 parts of the prompt (such as `messages`, `system`, `tools` and `input`), `max_tokens`, `stream`, `session_id`, `cache_salt` and
-`priority`. All fields pass. The router sets fields of a body only for a setting or path that needs them: `cache_salt` of isolated
-tenants, `priority`, KV transfers, token IDs of streams that another engine can continue, and IDs of stored responses. `paths` in the
-configuration adds paths; each must accept a JSON object by POST.
+`priority`. All fields pass. The router sets fields of a body only if a setting or path needs them. They are `cache_salt` of isolated
+tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs of stored responses. `paths` in the configuration adds
+paths; each must accept a JSON object by POST.
 
 ```sh
 lmetric-router serve --embedded 2 --port 8000

@@ -140,10 +140,11 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
                 head.event_stream = kind.eq_ignore_ascii_case(b"text/event-stream");
                 head.json = kind.to_ascii_lowercase().ends_with(b"json");
             }
-            16 if field.name.eq_ignore_ascii_case("content-encoding") => {
-                if !value.is_empty() && !value.eq_ignore_ascii_case(b"identity") {
-                    head.coding = Some(String::from_utf8_lossy(value).into_owned());
-                }
+            16 if field.name.eq_ignore_ascii_case("content-encoding")
+                && !value.is_empty()
+                && !value.eq_ignore_ascii_case(b"identity") =>
+            {
+                head.coding = Some(String::from_utf8_lossy(value).into_owned());
             }
             21 if field.name.eq_ignore_ascii_case("endpoint-load-metrics") => {
                 head.load = Some(String::from_utf8_lossy(value).into_owned());
