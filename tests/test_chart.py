@@ -61,7 +61,7 @@ def test_the_router_accepts_its_configuration(variant: str, tmp_path: Path) -> N
     file.write_text(chart.router_yaml(found))
     if variant == "full-values":  # files of the Secret are read at the start
         settings = yaml.safe_load(file.read_text())
-        assert settings["replicas"]["urls"] == ["http://gateway-peers:8000"]
+        assert settings["replicas"]["urls"] == ["http://gateway-peers:8080"]
     config = load_config(file, environ={}, overrides={"host": "0.0.0.0"})
     assert isinstance(config, ServerConfig)
     if variant in EPP:

@@ -26,7 +26,7 @@ from test_monitoring import known, program
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = ROOT / "deploy" / "compose"
-ADDRESS = re.compile(r"\b([a-z]+-\d):8000\b")
+ADDRESS = re.compile(r"\b([a-z]+-\d):(?:8000|8080)\b")  # of an engine and of a router
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -120,7 +120,8 @@ async def started(folder: Path) -> AsyncIterator[Stack]:
             for name in names:
                 service = services()[name]
                 port = str(stack.ports[name])
-                places = {"0.0.0.0": "127.0.0.1", "8000": port, "/etc/lmetric/router.yaml": "router.yaml"}
+                places = {"0.0.0.0": "127.0.0.1", "8000": port, "8080": port}
+                places["/etc/lmetric/router.yaml"] = "router.yaml"
                 command = [places.get(word, word) for word in service["command"]]
                 pairs = service.get("environment", {}).items()
                 environ = {key: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value) for key, value in pairs}

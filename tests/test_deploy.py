@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from lmetric._core import EventFeed
+from lmetric.cli import canary, top
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
 from lmetric.server.background.replicas import MOST_ADDRESSES, MOST_ANSWER_BYTES
@@ -114,6 +116,25 @@ def test_the_pod_keeps_the_restricted_profile() -> None:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+
+
+def test_the_port_is_one() -> None:
+    """python.md 6.9: `top` and `canary` looked at 8000, the engines' port, and `serve` has 8080."""
+    port = str(ServerConfig().port)
+    url = f"http://127.0.0.1:{port}"
+    assert inspect.signature(top.command).parameters["url"].default == canary._URL == url
+    args = container()["args"]
+    assert args[args.index("--port") + 1] == port
+    assert container()["ports"] == [{"name": "http", "containerPort": int(port)}]
+    assert f'"--port", "{port}"' in (DEPLOY / "Dockerfile").read_text()
+    assert f"EXPOSE {port}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert f"ListenStream={port}\n" in (DEPLOY / "lmetric-router.socket").read_text()
+    chart = DEPLOY / "helm" / "lmetric-router" / "templates"
+    assert f"containerPort: {port}" in (chart / "deployment.yaml").read_text()
+    assert f'- "{port}"' in (chart / "deployment.yaml").read_text()
+    assert f"-peers:{port}" in (chart / "_helpers.tpl").read_text()
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "tutorials").glob("*.md")]
+    assert not [page for page in pages if "serve" in (text := page.read_text()) and "127.0.0.1:8000" in text]
 
 
 def test_the_image_is_one_version() -> None:

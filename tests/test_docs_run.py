@@ -161,7 +161,7 @@ class Page:
     def run(self, line: str, expected: int) -> None:
         """Runs a command. Starts what it needs first."""
         if line.startswith("lmetric-router canary") and "http" not in line:
-            line += " http://127.0.0.1:8000"  # its default, which becomes a free port
+            line += " http://127.0.0.1:8080"  # its default, which becomes a free port
         serves = re.match(r"lmetric-router (serve|engine)\b", line)
         text = line
         if serves:
@@ -358,7 +358,7 @@ def test_a_command_or_server_that_fails_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="p_tokne"):
             page.run("lmetric-router config --policy p_tokne", 0)
         with pytest.raises(AssertionError, match="p_tokne"):
-            page.run("lmetric-router serve --embedded 1 --policy p_tokne --port 8000", 0)
+            page.run("lmetric-router serve --embedded 1 --policy p_tokne --port 8080", 0)
         page.run("ONE=1", 0)
         page.run('test "$ONE" = 1', 0)
     finally:

@@ -84,7 +84,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The README's `serve --embedded 4`, on a free port."""
     (port,) = free_ports(1)
     shown = next(line for line in README.splitlines() if line.startswith("lmetric-router serve --embedded"))
-    words = shlex.split(shown.replace("8000", str(port)))
+    words = shlex.split(shown.replace("8080", str(port)))
     with (tmp_path_factory.mktemp("serve") / "log").open("w") as log:
         process = subprocess.Popen([*COMMAND, *words[1:]], stdout=log, stderr=log, text=True)
         try:
@@ -104,7 +104,7 @@ def test_the_readmes_curl_lines_get_answers(router: str) -> None:
     lines = [line for line in text.splitlines() if line.startswith("curl ")]
     assert lines
     for line in lines:
-        command = line.replace("http://127.0.0.1:8000", router).replace("curl ", "curl -sSf ", 1)
+        command = line.replace("http://127.0.0.1:8080", router).replace("curl ", "curl -sSf ", 1)
         done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         if '"stream": true' in line:

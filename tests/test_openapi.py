@@ -14,6 +14,7 @@ from lmetric.server.api import openapi, paths
 from lmetric.server.api.own_pages import OWN_PAGES
 from lmetric.server.app import Reloads
 from server_world import answer, world
+from test_server_canary import with_results
 
 ROOT = Path(__file__).parent.parent
 SERVER = ROOT / "python" / "lmetric" / "server"
@@ -94,6 +95,8 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
                 body = BODIES.get(path, {"model": "tiny", "prompt": "a", "messages": [{"role": "user"}]})
                 body = {} if path.endswith("/indicators") else body
                 data = orjson.dumps(body) if "requestBody" in operation else None
+                if path == "/admin/canary/promote":
+                    with_results(w)
                 async with w.client.request(method, w.url + url, data=data) as response:
                     content = await response.read()
                     shown = f"{method} {url}: {response.status} {content[:200]!r}"

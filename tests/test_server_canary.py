@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import lmetric as lm
+from lmetric.canary import Outcome
 from lmetric.config import CanaryConfig, ServerConfig
 from lmetric.record_files import read_records
 from lmetric.server.fleet.canary import TRANSITIONS, Canary, CanaryError, Event, State
@@ -272,18 +273,44 @@ async def test_running_requests_finish_in_their_arm(mine: dict[str, Any]) -> Non
             await command(w, "start", **QUICK)
             running = [asyncio.create_task(send(w, f"s{i}")) for i in range(30)]
             await w.until(lambda w=w: w.in_flight() == 30)
+            with_results(w)
             assert (await command(w, verb))[0] == 200
             gate.set()
             engines = await asyncio.gather(*running)
             assert {"e0", "e1"} == set(engines)
             assert {await send(w, f"s{i}") for i in range(10)} == {after}
             await w.settled()
-            assert (await state(w))["canary"]["requests"] == {"stable": 0, "canary": 0}
+            assert (await state(w))["canary"]["requests"] == {"stable": 20, "canary": 20}, "no further one"
+
+
+def with_results(w: World) -> None:
+    """Gives the running canary 20 sessions in each arm."""
+    run = w.server.fleet.pools[0].trials.canary.run
+    assert run is not None
+    for bucket in range(20):
+        for arm in (False, True):
+            run.comparison.add(arm, bucket, Outcome(error=False, e2e_seconds=1.0))
+
+
+async def test_a_canary_without_results_is_not_promoted(mine: dict[str, Any]) -> None:
+    """ux.md 3.9: `promote` 2 s after `start`, with no request in either arm, succeeded."""
+    async with world(2, **mine) as w:
+        await command(w, "start", **QUICK)
+        for _ in range(2):
+            status, answer = await command(w, "promote")
+            assert status == 409
+            assert "no results to promote: 0 sessions in the stable arm" in answer["error"]["message"]
+            assert "at least 20 in each" in answer["error"]["message"]
+        assert (await state(w))["state"] == "running"
+        with_results(w)
+        assert (await command(w, "promote"))[0] == 200
 
 
 async def test_of_several_commands_at_once_one_wins(mine: dict[str, Any]) -> None:
     async with world(2, **mine) as w:
         for verb, body in (("start", QUICK), ("promote", {})):
+            if verb == "promote":
+                with_results(w)
             answers = await asyncio.gather(*(command(w, verb, **body) for _ in range(6)))
             assert sorted(status for status, _ in answers) == [200, 409, 409, 409, 409, 409]
         mixed = await asyncio.gather(command(w, "start", **QUICK), command(w, "rollback"))

@@ -176,9 +176,9 @@ async def test_watch_yields_an_update_each_second() -> None:
 
 
 async def test_errors_say_what_to_do() -> None:
-    code, _, said = await top("127.0.0.1:8000", "--once")
+    code, _, said = await top("127.0.0.1:8080", "--once")
     assert code == 2
-    assert "did you mean http://127.0.0.1:8000" in said
+    assert "did you mean http://127.0.0.1:8080" in said
     code, _, said = await top("http://127.0.0.1:9", "--once")
     assert code == 1
     assert "check its URL, and that it runs" in said

@@ -65,7 +65,7 @@ async def read_once(url: str, token: str | None = None) -> State:
     """Returns the present state of a router.
 
     Args:
-        url: address of the router, such as ``http://127.0.0.1:8000``.
+        url: address of the router, such as ``http://127.0.0.1:8080``.
         token: the admin token, or an API key; None: no credential.
 
     Raises:

@@ -20,11 +20,11 @@ tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs o
 paths; each must accept a JSON object by POST.
 
 ```sh
-lmetric-router serve --embedded 2 --port 8000
+lmetric-router serve --embedded 2 --port 8080
 ```
 
 ```sh
-curl -i http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -H 'x-session-id: chat-7' \\
+curl -i http://127.0.0.1:8080/v1/completions -H 'content-type: application/json' -H 'x-session-id: chat-7' \\
   -d '{"prompt": "Once upon a time", "max_tokens": 8}'
 ```
 

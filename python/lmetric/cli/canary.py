@@ -20,7 +20,7 @@ Token = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="Model.", show_default="the only one")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the state as JSON.")]
-_URL = "http://127.0.0.1:8000"
+_URL = "http://127.0.0.1:8080"
 
 
 @group.command("status", cls=Command)

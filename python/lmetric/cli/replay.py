@@ -34,7 +34,7 @@ _CLIENT = "Client"
 def command(
     target: Annotated[
         str,
-        typer.Option(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.", rich_help_panel=BASIC),
+        typer.Option(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8080.", rich_help_panel=BASIC),
     ],
     trace: TraceFile = SLICE,
     speed: Speed = 1.0,

@@ -11,7 +11,7 @@ Column = Literal["batch", "queue", "queued_tokens", "cache", "hit_rate", "age_se
 
 def command(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="Address of the router.")] = (
-        "http://127.0.0.1:8000"
+        "http://127.0.0.1:8080"
     ),
     token: Annotated[
         str | None,

@@ -93,7 +93,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $config "admin" (dict "enabled" true "token_file" "/etc/lmetric-secrets/admin-token") }}
 {{- end }}
 {{- if .Values.exchange.enabled }}
-{{- $url := printf "http://%s-peers:8000" (include "lmetric.fullname" .) }}
+{{- $url := printf "http://%s-peers:8080" (include "lmetric.fullname" .) }}
 {{- $_ := set $config "replicas" (dict "urls" (list $url) "token_file" "/etc/lmetric-secrets/replicas-token") }}
 {{- end }}
 {{- if .Values.epp.tls.secret }}

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from lmetric._core import LmetricError, Request, Router
 from lmetric.canary import ARMS, METRICS, Comparison, Outcome, Splitter
+from lmetric.canary.comparison import MIN_GROUPS
 from lmetric.config import CanaryConfig
 from lmetric.server.fleet.policies import Built, Policies, build
 
@@ -257,6 +258,18 @@ class Canary:
             knobs=config.knobs,
             share=config.share,
             salt=self.run.salt,
+        )
+
+    def check_results(self) -> None:
+        """Raises CanaryError if a running canary has no result yet: nobody knows what it does."""
+        run = self.run
+        if not self.running or run is None or run.comparison.differences():
+            return
+        groups = dict(zip(ARMS, run.comparison.groups, strict=True))
+        raise CanaryError(
+            f"{self._owner.name or 'the model'}: no results to promote: {groups['stable']} sessions in the "
+            f"stable arm and {groups['canary']} in the canary's; at least {MIN_GROUPS} in each are needed. "
+            "Wait for more requests, or set the policy with PUT /admin/policy"
         )
 
     def promote(self) -> None:

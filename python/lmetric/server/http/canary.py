@@ -72,6 +72,7 @@ def _command(pool: Pool, verb: str, body: dict[str, Any]) -> None:
         if name != "model":
             raise bad(f"unknown field {name!r}; known: model", name)
     if verb == "promote":
+        canary.check_results()
         canary.promote()
     else:
         canary.roll_back()
