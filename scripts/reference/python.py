@@ -104,6 +104,8 @@ def option(name: str, cls: Any) -> str:
 
 
 def method(owner: str, declared: Any, runtime: Any) -> str:
+    if declared.is_attribute and isinstance(runtime, int):
+        return f"\n#### `{owner}.{declared.name}`\n\n`int`, a constant: {runtime:,}.\n"
     docstring = inspect.getdoc(runtime) or ""
     if declared.name in ("__new__", "__init__"):
         return signature(owner, declared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -35,6 +36,8 @@ from lmetric.server.upstream.allowed import AllowedEngines
 # An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16
 SILENT_SECONDS = 5.0
+# Most hosts of one engine's endpoints that are looked up; each look-up takes a thread.
+MAX_HOSTS = 8
 
 _FIX_SUBSCRIBE = "set another kv_events.endpoint, or stop the process that uses this endpoint"
 _FIX_CONNECT = (
@@ -162,8 +165,11 @@ class KvFeed:
             except ApiError as error:
                 return EndpointError(str(error), _FIX_ALLOWED)
 
-        found = endpoints(engine.capabilities, _setting(engine))
-        hosts = list({host_of(each) or engine.host for each in found} | {engine.host})
+        found = {engine.host: None}
+        for endpoint in endpoints(engine.capabilities, _setting(engine)):
+            with contextlib.suppress(EndpointError):
+                found[host_of(reachable(endpoint, engine.host)) or engine.host] = None
+        hosts = list(found)[:MAX_HOSTS]
         addresses = await asyncio.gather(*map(look_up, hosts))
         self._addresses[engine.name] = dict(zip(hosts, addresses, strict=True))
 
@@ -190,9 +196,10 @@ class KvFeed:
         known = self._addresses.get(engine.name, {})
         found = known.get(host)
         if found is None:
-            raise EndpointError(
-                f"the address of {host!r} is not known yet", "wait for the engine's next check"
+            reason = (
+                f"the address of {host!r} is not known; at most {MAX_HOSTS} hosts of an engine are looked up"
             )
+            raise EndpointError(reason, "wait for the engine's next check")
         if isinstance(found, EndpointError):
             raise found
         if not allowed.permits(host, found):

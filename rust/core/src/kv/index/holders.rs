@@ -1,6 +1,6 @@
 //! Holders of a node: one holder in the node itself, a few in a list of cells, many in groups of 64
-//! with one bit each. A directory finds a group. Each of its 8 words begins a list of the groups with
-//! that number modulo 8. So a list has at most 8 of the 64 groups.
+//! with one bit each. A directory finds a group. Each of its 8 words begins a list of the groups
+//! with that number modulo 8. So a list has at most 8 of the 64 groups.
 //!
 //! Each instance that holds the block or a child of the block has an entry. An entry for a child
 //! alone (copies 0) is a *hole*: the instance evicted the block before its children.
