@@ -99,7 +99,7 @@ def buffers() -> dict[str, int]:
         "one body while it is unpacked": PIECE_BYTES,
         "answers that clients do not read": constant("lmetric.server.http.client_load:UNREAD_BYTES"),
         "clients' addresses that proxies report": constant("lmetric.server.http.forwarding:CACHE_BYTES"),
-        "answers of other routers": 64 * constant("lmetric.server.background.replicas:ANSWER_BYTES"),
+        "answers of other routers": 64 * constant("lmetric.server.background.replicas:MOST_ANSWER_BYTES"),
         "log lines": constant("lmetric.server.observe.logs:QUEUE_BYTES"),
         "interpreter, connections, answers in transit": PROCESS_BYTES,
     }
