@@ -43,8 +43,7 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Chooses the event loop: the server runs under uvloop if it is installed, else under asyncio.
 
-    Its tests run under uvloop, and nightly also under asyncio (TEST_LOOP=asyncio; a name with
-    LMETRIC_ would be a setting).
+    Its tests run under uvloop, and nightly also under asyncio (TEST_LOOP=asyncio).
     """
     if "test_server" in item.nodeid and os.environ.get("TEST_LOOP") != "asyncio":
         return {"uvloop": uvloop.new_event_loop}

@@ -79,6 +79,7 @@ def test_the_pod_keeps_the_restricted_profile() -> None:
     security = pod()["securityContext"]
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert security["runAsNonRoot"] is True
+    assert pod()["enableServiceLinks"] is False
     for each in (container(), init_container()):
         assert each["securityContext"] == {
             "allowPrivilegeEscalation": False,
@@ -198,7 +199,7 @@ def test_the_unit_gives_the_service_its_own_copy_of_the_keys() -> None:
         "keys.yaml:/etc/lmetric/keys.yaml",
     ]
     keys, cache = settings["Environment"]
-    assert keys == "LMETRIC_AUTH__KEYS_FILE=%d/keys.yaml"
+    assert keys == "LMETRIC__AUTH__KEYS_FILE=%d/keys.yaml"
     (folder,) = settings["CacheDirectory"]  # the only folder that the service can write
     assert cache == f"HF_HOME=%C/{folder}"
     (command,) = settings["ExecStart"]

@@ -59,7 +59,8 @@ async def test_sglang_as_its_sources_have_it() -> None:
     assert isinstance(adapter, Sglang)
     assert (told.engine, told.version) == ("sglang", "0.5.23")
     model, lora = told.models
-    assert (model.name, model.root, model.max_model_len) == ("qwen", "/models/qwen", 32768)
+    assert (model.name, model.root, model.max_model_len) == ("qwen", "qwen", 32768)
+    assert told.root() == "/models/qwen"  # the list of models has only the name
     assert (lora.name, lora.root, lora.parent) == ("sql", "/adapters/sql", "qwen")
     assert (told.block_size, told.cache_blocks) == (64, 2 * 131072 // 64)
     assert told.event_sources == (

@@ -15,7 +15,7 @@ from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
-from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
+from server_world import FakeEngine, answer, decision_id, hang, lora, plain, says, world
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -175,7 +175,7 @@ def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
 
 
 async def test_models() -> None:
-    engines = [FakeEngine(), FakeEngine(model="other")]
+    engines = [FakeEngine(cards=[{"id": "tiny"}, lora("sql")]), FakeEngine(model="other")]
     for number, engine in enumerate(engines):
         engine.name = f"e{number}"
         await engine.start()
@@ -190,7 +190,7 @@ async def test_models() -> None:
             ("sql", "tiny"),
             ("other", None),
         ]
-        assert orjson.loads((await w.get("/v1/models/sql"))[1])["root"] == "tiny"
+        assert orjson.loads((await w.get("/v1/models/sql"))[1])["parent"] == "tiny"
         for model, instance in (("tiny", "e0"), ("sql", "e0"), ("other", "e1")):
             _, headers, _ = await w.post({"model": model, "prompt": "x" * 600})
             assert headers["x-lmetric-instance"] == instance
@@ -221,8 +221,8 @@ async def test_engines_tell_their_models_also_late() -> None:
 
 
 async def test_adapters_and_salts_never_share_a_prefix() -> None:
-    async with world(1, models=[], policy="lmetric", model="tiny") as w:
-        w.server.fleet.names["sql"] = (w.server.fleet.pools[0], "sql")
+    fakes = [FakeEngine(cards=[{"id": "tiny"}, lora("sql")])]
+    async with world(fakes, models=[], policy="lmetric", model="tiny") as w:
         prompt = "x" * 4096
         hits = []
         for body in (

@@ -731,8 +731,8 @@ class ResponseReader:
     """Reads an engine's HTTP/1.1 responses and frames them for the client (see `rust/wire`).
 
     Base class of an asyncio protocol. The reader reports output tokens to the ticket when the
-    client gets them. It withholds an answer until it can be committed: a plain JSON answer until it
-    is whole, an event stream until its first token, error or comment. After ``commit`` the client
+    client gets them. It withholds an answer until it can be committed: plain JSON or an error until
+    it is whole, an event stream until its first token or error. After ``commit`` the client
     gets whole events only. Pieces that pass unchanged or in a new frame go to ``write`` at once.
     All other pieces go to the sink: ``received(flags, data)``, or ``failed(error)`` if the answer
     is malformed (a WireError) or could not be written.
@@ -767,7 +767,12 @@ class ResponseReader:
     def continue_stream(
         self, write: Callable[[bytes], None]
     ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    @property
+    def held(self) -> bytes: ...
     def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
+    def take_comments(
+        self,
+    ) -> bytes: ...  # texts of comments dropped before the commit, each as a line
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().
@@ -810,7 +815,9 @@ class ResponseReader:
     @property
     def load(self) -> str | None: ...  # endpoint-load-metrics header (ORCA)
     @property
-    def retry_after(self) -> int | None: ...  # seconds of that header; None: no number
+    def head_lines(self) -> bytes: ...  # status line and end-to-end fields, each with its line end
+    @property
+    def coding(self) -> str | None: ...  # content-encoding: the answer is not read; None: it has none
     @property
     def aborted(self) -> bool: ...  # the engine's last finish_reason was abort or error
     @property

@@ -32,7 +32,7 @@ def reachable(endpoint: str, host: str) -> str:
     if scheme != "tcp":
         raise EndpointError(f"its KV events are at {endpoint}, which no other process can reach", _USE_TCP)
     name, _, port = rest.rpartition(":")
-    if not name or not port.isdigit() or not 0 < int(port) < 65536:
+    if not name or not _is_port(port):
         raise EndpointError(f"its KV events are at {endpoint}, which is not tcp://host:port", _USE_TCP)
     if name in _WILDCARDS:
         name = f"[{host}]" if ":" in host else host
@@ -47,7 +47,11 @@ def reachable(endpoint: str, host: str) -> str:
 def at_rank(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: engines add the rank to the port."""
     base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}" if rank and port.isdigit() else endpoint
+    return f"{base}:{int(port) + rank}" if rank and _is_port(port) else endpoint
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def is_local(host: str) -> bool:

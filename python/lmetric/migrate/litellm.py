@@ -86,7 +86,7 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
             draft.remark(f"{name}.{key}", _REASONS.get(key, "no equivalent known"), value)
     if config.get("environment_variables"):
         draft.remark(
-            "environment_variables", "the router reads LMETRIC_... (docs/reference/configuration.md)"
+            "environment_variables", "the router reads LMETRIC__... (docs/reference/configuration.md)"
         )
     known = {"model_list", "router_settings", "general_settings", "litellm_settings", "environment_variables"}
     for key in config.keys() - known:

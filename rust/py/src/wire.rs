@@ -189,6 +189,12 @@ impl ResponseReader {
         PyBytes::new(py, self.scanner.take_payload())
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    #[getter]
+    fn held(&self) -> &[u8] {
+        self.scanner.held()
+    }
+
     /// Commits the answer for Python itself, without a client. Returns the events so far, as
     /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {
@@ -196,6 +202,11 @@ impl ResponseReader {
         self.write = None;
         self.scanner.commit_alone();
         Ok(self.events(py)?)
+    }
+
+    /// Takes the texts of comments that came before the commit, each as a line.
+    fn take_comments<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.scanner.take_comments())
     }
 
     /// Returns the data of each new event, and each comment line.
@@ -325,9 +336,16 @@ impl ResponseReader {
         self.scanner.load()
     }
 
+    /// Status line and end-to-end fields of the engine's head, each with its line end.
     #[getter]
-    fn retry_after(&self) -> Option<u64> {
-        self.scanner.retry_after()
+    fn head_lines(&self) -> &[u8] {
+        self.scanner.head_lines()
+    }
+
+    /// The content-encoding of the answer, which is not read; None: it has none.
+    #[getter]
+    fn coding(&self) -> Option<&str> {
+        self.scanner.coding()
     }
 
     #[getter]

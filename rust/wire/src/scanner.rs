@@ -1,9 +1,10 @@
 //! One response, from the engine's bytes to the client's.
 //!
 //! The scanner withholds a response until it can be committed, so that the router can try another
-//! engine until then. It commits a plain JSON answer when it is whole, an event stream at its first
-//! token or error, and other responses at the head. Comments before the commit are no sign of life:
-//! they are dropped, and later comments pass.
+//! engine until then. It commits a plain JSON answer or an error when it is whole, an event stream
+//! at its first token or error, and other responses at the head. A body with a content-encoding is
+//! not read. Comments before the commit are no sign of life: they are dropped (callers may pass
+//! them on, [`Scanner::take_comments`]), and later comments pass.
 //!
 //! After [`Scanner::commit`] bytes pass as they arrive. A piece that starts and ends between chunks
 //! and events passes unchanged; other pieces get a new frame. So a client sees whole events only,
@@ -24,6 +25,9 @@ pub const HOLD_LIMIT: usize = 256 * 1024;
 /// Longest event of an observed stream that is withheld until its end, in bytes: its first event
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
+
+/// Bytes kept of the comments that came before an event stream could be committed.
+const COMMENT_LIMIT: usize = 1024;
 
 /// The result of reading one piece of input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -121,6 +125,8 @@ pub struct Scanner {
     probe: Probe,
     /// Positions of comments to drop in the current piece.
     fillers: Vec<Range<usize>>,
+    /// The end of the comments dropped so far.
+    comments: Vec<u8>,
     /// Payload after the last whole event.
     pending: Vec<u8>,
     /// Payload that may go to the client.
@@ -154,6 +160,7 @@ impl Default for Scanner {
             events: Events::default(),
             probe: Probe::default(),
             fillers: Vec::new(),
+            comments: Vec::new(),
             pending: Vec::new(),
             released: Vec::new(),
             written: Vec::new(),
@@ -240,9 +247,15 @@ impl Scanner {
         self.head.as_ref().and_then(|head| head.load.as_deref())
     }
 
-    /// Seconds of the engine's `retry-after` header.
-    pub fn retry_after(&self) -> Option<u64> {
-        self.head.as_ref().and_then(|head| head.retry_after)
+    /// Status line and end-to-end fields of the engine's head, each with its line end; empty before
+    /// the head.
+    pub fn head_lines(&self) -> &[u8] {
+        self.head.as_ref().map_or(b"", |head| &head.lines)
+    }
+
+    /// The content-encoding of the body, except `identity`: its values cannot be read.
+    pub fn coding(&self) -> Option<&str> {
+        self.head.as_ref().and_then(|head| head.coding.as_deref())
     }
 
     /// How the generation ended, by the answer so far.
@@ -274,6 +287,23 @@ impl Scanner {
     /// do not count.
     pub fn progress(&self) -> u64 {
         self.said.progress
+    }
+
+    /// Takes the texts of the comments that were dropped since the last call, each as a line. Only
+    /// the last [`COMMENT_LIMIT`] bytes of them are kept. Returns nothing inside a comment.
+    pub fn take_comments(&mut self) -> Vec<u8> {
+        let mut texts = Vec::new();
+        if !self.events.inside_filler() {
+            let dropped = std::mem::take(&mut self.comments);
+            for line in dropped.split(|byte| matches!(byte, b'\n' | b'\r')) {
+                if !line.is_empty() {
+                    let text = line.strip_prefix(b":").unwrap_or(line); // its start may be lost
+                    texts.extend_from_slice(text.strip_prefix(b" ").unwrap_or(text));
+                    texts.push(b'\n');
+                }
+            }
+        }
+        texts
     }
 
     /// Reads a piece of input.
@@ -437,6 +467,11 @@ impl Scanner {
         &self.written
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    pub fn held(&self) -> &[u8] {
+        &self.released
+    }
+
     /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the
     /// framing does not allow it (a declared length); then only closing the client's connection
     /// ends the stream.
@@ -466,9 +501,14 @@ impl Scanner {
                 _ => Out::Close,
             };
             self.said.ready = head.event_stream && head.status != 200;
-            self.observer = self.observer.take().filter(|_| head.event_stream && head.status == 200);
-            if let (Some(observer), Out::Length(_)) = (&mut self.observer, self.out) {
-                observer.declared();
+            let observable = head.event_stream || head.coding.is_some();
+            self.observer = self.observer.take().filter(|_| observable && head.status == 200);
+            if let Some(observer) = &mut self.observer {
+                if head.coding.is_some() {
+                    observer.coded();
+                } else if let Out::Length(_) = self.out {
+                    observer.declared();
+                }
             }
             self.head = Some(head);
             return Ok(Some(input));
@@ -559,6 +599,10 @@ impl Scanner {
         for filler in &fillers {
             kept.extend_from_slice(&piece[at..filler.start]);
             at = filler.end;
+            let dropped = &piece[filler.clone()];
+            self.comments.extend_from_slice(&dropped[dropped.len().saturating_sub(COMMENT_LIMIT)..]);
+            let excess = self.comments.len().saturating_sub(COMMENT_LIMIT);
+            self.comments.drain(..excess);
         }
         kept.extend_from_slice(&piece[at..]);
         if let Out::Length(n) = &mut self.out {
@@ -666,14 +710,12 @@ impl Scanner {
         if let Some(head) = &self.head
             && !self.said.ready
         {
-            self.said.ready = match (head.event_stream, head.json) {
+            self.said.ready = if head.event_stream {
                 // A comment that began earlier is dropped to its end.
-                (true, _) => {
-                    self.released.len() + self.pending.len() > self.hold_limit()
-                        && !self.events.inside_filler()
-                }
-                (false, true) => self.released.len() > HOLD_LIMIT,
-                (false, false) => true,
+                self.released.len() + self.pending.len() > self.hold_limit() && !self.events.inside_filler()
+            } else {
+                // An error answer is withheld, too: it may be the last word of the last engine.
+                self.released.len() > HOLD_LIMIT || !(head.json || head.status >= 400)
             };
         }
         self.said.ready && !self.committed

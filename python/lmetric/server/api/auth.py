@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lmetric.config import ConfigError, ServerConfig, read_secret, read_yaml_mapping
+from lmetric.config.kinds import is_reference
 from lmetric.server.api.errors import ApiError
 
 NO_TENANT = ""
@@ -64,6 +65,11 @@ class Keys:
             if not isinstance(key, str) or not isinstance(tenant, str) or not key or not tenant:
                 raise ConfigError(
                     f"{file}: entry {place}: expected a key and a tenant's name, both non-empty strings"
+                )
+            if is_reference(key):
+                raise ConfigError(
+                    f"{file}: entry {place}: the key looks like a reference to a variable, which is not "
+                    "expanded here; write the key itself, or sha256: and its digest"
                 )
             hashed = _SHA256.fullmatch(key)
             if key.startswith("sha256:") and not hashed:

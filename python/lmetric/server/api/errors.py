@@ -52,6 +52,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.more = dict(more or {})
 
+    def first_lines(self) -> bytes:
+        """Returns the status line and the content type of its answer."""
+        phrase = _PHRASES.get(self.status, "")
+        return f"HTTP/1.1 {self.status} {phrase}\r\ncontent-type: application/json\r\n".encode()
+
     def body(self, show_engines: bool = True) -> bytes:
         """Returns the error object as JSON."""
         kind = _TYPES.get(self.status, "server_error")
@@ -99,16 +104,14 @@ def whole_answer(
     `more_fields`: further lines of its head.
     """
     body = error.body(show_engines)
-    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    fields = {"content-length": str(len(body))}
     if request_id is not None:
         fields["x-request-id"] = request_id
     fields |= error.headers
     if not keep_alive:
         fields["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    phrase = _PHRASES.get(error.status, "")  # engines also send statuses that no standard defines
-    head = f"HTTP/1.1 {error.status} {phrase}\r\n{lines}".encode("latin-1")
-    return b"%b%b\r\n%b" % (head, more_fields, body)
+    return b"%b%b%b\r\n%b" % (error.first_lines(), lines.encode("latin-1"), more_fields, body)
 
 
 class Unusable(NamedTuple):

@@ -42,6 +42,7 @@ from lmetric.server.http.cors import Cors
 from lmetric.server.http.forwarding import UNIX, Forwarding
 from lmetric.server.http.holding import HeldRequest, refusal
 from lmetric.server.http.protocol import origin_form, unreadable, violation
+from lmetric.server.http.searching import PendingSearch
 from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.http.tokenizing import (
     LARGE_BODY,
@@ -102,9 +103,8 @@ class Frontend(web.Server):
         self.tracing: Tracing | None = None  # set by `TracedFrontend`
         self.recorder: Recorder | None = None  # set by the server
         self.capacity: CapacityTwin | None = None  # set by the server
-        self.reread: Callable[[], dict[str, Any]] | None = (
-            None  # reloads the configuration; set by the server
-        )
+        # Reloads the configuration; set by the server.
+        self.reread: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.pages = pages
         self.relays: set[InFlightRequest] = set()
         self.live = Live(fleet, self.relays) if config.ui.enabled else None
@@ -449,21 +449,43 @@ class Frontend(web.Server):
                 call = parse(path, body)
             if client_request.tenant and client_request.tenant in self.isolation.tenants:
                 self.isolation.apply(client_request.tenant, client_request.path, call)
-            pool, adapter = self.fleet.find(call.model)
-            client_request.pool = pool
-            if call.path.stores:
-                self._follow_response(client_request, call, pool)
-            in_thread = self._read_prompt(call, pool)
-            if in_thread is None:
-                self._place(client_request, call, pool, adapter, client_request.started)
-            else:
-                place = partial(self._place, client_request, call, pool, adapter)
-                self._read_in_thread(client_request, in_thread, call, pool, place)
+            if call.model not in self.fleet.names and self._search(client_request, call):
+                return
+            self._serve_model(client_request, call, client_request.started)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
             log.exception("a request failed with an internal error", path=client_request.path)
             self._ended(client_request, None, ApiError(500, FAILED))
+
+    def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
+        """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
+        pool, adapter = self.fleet.find(call.model)
+        client_request.pool, client_request.model = pool, call.model
+        if call.path.stores:
+            self._follow_response(client_request, call, pool)
+        in_thread = self._read_prompt(call, pool)
+        if in_thread is None:
+            self._place(client_request, call, pool, adapter, now)
+        else:
+            place = partial(self._place, client_request, call, pool, adapter)
+            self._read_in_thread(client_request, in_thread, call, pool, place)
+
+    def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
+        """Asks the engines for an unknown model: one may have loaded it a moment ago.
+
+        Returns whether the request waits for their answers.
+        """
+        found = self.fleet.seek(call.model)
+        if found is None:
+            return False
+
+        def then(now: float, waiting: WaitingRequest) -> None:
+            self._go_on(client_request, waiting, partial(self._serve_model, client_request, call), now)
+
+        limit = self._rules.timeouts.request
+        self._wait(client_request, PendingSearch(client_request, found, then, self._ended, limit))
+        return True
 
     # Stored responses.
 
@@ -488,7 +510,7 @@ class Frontend(web.Server):
     def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
         holder = self.stored.find(tenant, response_id)
-        pool, _ = self.fleet.names.get(holder.model, (None, None))
+        pool = next((pool for pool in self.fleet.pools if pool.name == holder.model), None)
         engine = pool.engines.get(holder.engine) if pool is not None else None
         if pool is None or engine is None:
             error = not_found(response_id, "is lost: the engine that held it was removed")
@@ -654,7 +676,7 @@ class Frontend(web.Server):
             fetch_reason,
             _priority(head, call) if policies.reads_priority else None,
             None
-            if client_request.pinned_to is None and client_request.subset is None
+            if pool.names.uniform and client_request.pinned_to is None and client_request.subset is None
             else _instances(client_request, pool),
             head.session_final,
             slo.ttft_seconds if slo is not None else None,
@@ -763,7 +785,7 @@ class Frontend(web.Server):
                     code="no_engine",
                     headers={"retry-after": "2"},
                 ) from None
-            raise pool.no_engine_error(error) from None
+            raise pool.no_engine_error(error, call.model) from None
         if call.path.prompt != "form":  # engines may read the priority from a field of JSON
             client_request.priority = decision.priority
         try:
@@ -868,12 +890,18 @@ def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
 
 
-def _instances(client_request: ClientRequest, pool: Pool) -> list[str]:
-    """Returns the names of the only engines that may take a request."""
+def _instances(client_request: ClientRequest, pool: Pool) -> list[str] | None:
+    """Returns the names of the only engines that may take a request; None: all may."""
     pinned, subset = client_request.pinned_to, client_request.subset
+    listing = pool.names.engines_of(client_request.model)
+    if pinned is None and subset is None:
+        return None if listing is None else list(listing)
     names = pool.engines if pinned is None else (pinned,)
     return [
-        name for name in names if subset is None or (name in pool.engines and pool.engines[name] in subset)
+        name
+        for name in names
+        if (subset is None or (name in pool.engines and pool.engines[name] in subset))
+        and (listing is None or name in listing)
     ]
 
 

@@ -66,6 +66,14 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+# What a tenant reads of its own record with `errors.show_engines: false`.
+_WITHOUT_ENGINES = frozenset(
+    (
+        *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),
+        *("program_tokens", "prompt_tokens", "predicted_cached_tokens", "predicted_tier_tokens"),
+        *("cached_tokens", "output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+    )
+)
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
@@ -110,9 +118,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json(front.fleet.models())
         case "/v1/models/{model}":
             name = unquote(path.removeprefix(_MODELS))
+            if name not in front.fleet.names and (found := front.fleet.seek(name)) is not None:
+                await found
             front.fleet.find(name)
-            cards = orjson.loads(front.fleet.models())["data"]
-            return _json(next(card for card in cards if card["id"] == name))
+            return _json(front.fleet.card(name))
         case "/debug":
             return debug_index(request)
         case "/debug/decisions":
@@ -314,6 +323,8 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
+            if not admin and not front.config.errors.show_engines:
+                shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
             return shown if full else {name: value for name, value in shown.items() if value is not None}
     # The same answer for unknown records and for records of other tenants.
     raise ApiError(
@@ -340,7 +351,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json({"guard": body["on"]})
     if path == "/admin/reload":
         _only(request, path, OWN_PAGES[path])
-        return _json(_reload(front))
+        return _json(await _reload(front))
     if path == "/admin/policy":
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
@@ -374,14 +385,13 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     return _json(*_engines(front.fleet, [engine]))
 
 
-def _reload(front: Frontend) -> dict[str, Any]:
+async def _reload(front: Frontend) -> dict[str, Any]:
     """Applies the configuration as it is now. Returns the changes."""
     if front.reread is None:
         raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
     try:
-        return front.reread()
+        return await front.reread()
     except LmetricError as error:
-        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
         raise ApiError(400, str(error), code="bad_configuration") from None
 
 
@@ -426,7 +436,7 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model).pool]:
             settings = pool.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))

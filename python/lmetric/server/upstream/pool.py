@@ -146,7 +146,10 @@ class Upstream(Kept):
         """Sets the API key for new requests. None: requests keep their clients' keys."""
         secret = key.get_secret_value() if key else ""
         self.has_key = bool(secret)
-        self._fixed = f"host: {self._host}\r\n" + (f"authorization: Bearer {secret}\r\n" if secret else "")
+        # Without this field, engines may send any coding (RFC 9110, 12.5.3).
+        self._fixed = f"host: {self._host}\r\naccept-encoding: identity\r\n"
+        if secret:
+            self._fixed += f"authorization: Bearer {secret}\r\n"
         if self._rank is not None:
             self._fixed += f"x-data-parallel-rank: {self._rank}\r\n"
         self._heads.clear()
