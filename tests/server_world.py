@@ -16,7 +16,7 @@ import orjson
 from lmetric.config import ServerConfig
 from lmetric.server import Server
 from log_watch import MARKED_KEY, MARKED_PROMPT
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 HEAD = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n"
 SSE = b"text/event-stream; charset=utf-8"
@@ -159,8 +159,8 @@ class FakeEngine:
     metrics: bytes = b""
     # Its list of models, instead of `model` alone, and any other page by path: status and body.
     cards: list[dict[str, Any]] | None = None
-    pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    gets: list[str] = field(default_factory=list)  # the paths of its pages, as they were read
+    extra_pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    page_reads: list[str] = field(default_factory=list)  # the paths of its pages, as they were read
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
     left: int = 0
@@ -235,13 +235,13 @@ class FakeEngine:
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.method == "GET":
-            self.gets.append(request.path)
+            self.page_reads.append(request.path)
             cards = self.cards or [{"id": self.model, "parent": None}]
             pages = {
                 "/health": (self.health, b""),
                 "/metrics": (200, self.metrics),
                 "/v1/models": (200, orjson.dumps({"data": cards})),
-                **self.pages,
+                **self.extra_pages,
             }
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")
@@ -326,7 +326,7 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
     try:
         # Without configured keys, a client's key has no meaning, but must not be in any log either.
         marked = {} if "auth" in config else {"authorization": f"Bearer {MARKED_KEY}"}
-        timeout = aiohttp.ClientTimeout(total=20)
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout, headers=marked) as client:
             it = World(server, engines, client)
             yield it

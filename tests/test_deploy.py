@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
+from lmetric._core import EventFeed
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
+from lmetric.server.background.replicas import MOST_ADDRESSES, MOST_ANSWER_BYTES
+from lmetric.server.http.client_load import UNREAD_BYTES
+from lmetric.server.http.connection import SMALL_BODY, SMALL_HEAD
+from lmetric.server.http.forwarding import CACHE_BYTES
+from lmetric.server.http.unpacking import PIECE_BYTES
+from lmetric.server.observe.logs import QUEUE_BYTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -65,13 +72,34 @@ def size(text: str) -> int:
     return int(number) * UNITS[unit]
 
 
+def buffers() -> dict[str, int]:
+    """Every buffer that clients, engines and other routers can fill, by its row in the docs.
+
+    The values are the most bytes of one pool by the default bounds, its process included.
+    """
+    config = ServerConfig()
+    limits = config.limits
+    return {
+        "KV index": config.index_bytes,
+        "map from engines' block hashes to the index": config.index_bytes,
+        "KV events of one engine that wait": EventFeed.MAX_SOURCE_BYTES,
+        "tokens of known prompts": config.token_cache_bytes,
+        "decision records": config.receipt_bytes,
+        "requests in upload, with their heads; bodies waiting for an engine": limits.max_body_bytes_total,
+        "small requests": limits.max_concurrent_requests * SMALL_BODY,
+        "small heads of pages": limits.max_connections * SMALL_HEAD,
+        "one body while it is unpacked": PIECE_BYTES,
+        "answers that clients do not read": UNREAD_BYTES,
+        "clients' addresses that proxies report": CACHE_BYTES,
+        "answers of other routers": MOST_ADDRESSES * MOST_ANSWER_BYTES,
+        "log lines": QUEUE_BYTES,
+        "interpreter, connections, answers in transit": PROCESS_BYTES,
+    }
+
+
 def bounded_bytes() -> int:
     """The most bytes that one pool holds by the default bounds, its process included."""
-    config = ServerConfig()
-    engine_block_map = config.index_bytes  # bounded like the index, beside it
-    bodies = config.limits.max_body_bytes_total
-    parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
-    return sum(parts) + PROCESS_BYTES
+    return sum(buffers().values())
 
 
 def test_the_pod_keeps_the_restricted_profile() -> None:
@@ -176,6 +204,14 @@ def test_memory_limits_hold_what_the_default_bounds_add_up_to() -> None:
     assert size(container()["resources"]["limits"]["memory"]) >= bounded_bytes()
     (most,) = unit()["MemoryMax"]
     assert size(most) >= bounded_bytes()
+
+
+def test_the_documentation_names_every_buffer() -> None:
+    """Security F2, F5, F11, F13, F14: the table of the memory section has the rows of `buffers`."""
+    text = (ROOT / "docs" / "how-to" / "deploying.md").read_text()
+    table = text.split("## Memory")[1].split("\n\n")[2]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert rows == list(buffers())
 
 
 def test_the_unit_is_confined() -> None:

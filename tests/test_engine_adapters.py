@@ -221,6 +221,17 @@ def test_endpoints_are_made_reachable(tmp_path: Path) -> None:
         assert reachable(endpoint, host) == there
     for endpoint, host, why in (
         ("tcp://127.0.0.1:5557", "10.0.0.4", "only its own machine"),
+        # security F9: other spellings of this machine's addresses, and sockets on it.
+        ("tcp://[::ffff:127.0.0.1]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://[::1]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://127.1:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://0x7f000001:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://0:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://:::5557", "10.0.0.4", "only its own machine"),
+        ("tcp://[::ffff:0.0.0.0]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://localhost.:5557", "10.0.0.4", "only its own machine"),
+        (f"ipc://{socket}", "10.0.0.4", "its own machine"),
+        ("ipc://@kv", "engine-0", "its own machine"),
         ("tcp://*:kv", "10.0.0.4", "not tcp://host:port"),
         ("tcp://*:70000", "10.0.0.4", "not tcp://host:port"),
         ("inproc://kv", "localhost", "no other process"),

@@ -1,8 +1,8 @@
 """Pages of engines that are hostile or broken: security F4 and F10, bugs 29, and the bounds of L.
 
-An engine is not trusted with the router's availability: the time to read a page grows with the
-page, a figure beyond its bound counts as not reported, and an optional page that cannot be read
-counts as missing.
+An engine is not trusted with the router's availability. The time to read a page grows with the
+page. A figure beyond its bound counts as not reported. An optional page that cannot be read counts
+as missing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric._core import BadValueError
+from lmetric.config import EngineConfig
 from lmetric.engines import adapter as adapters
 from lmetric.engines.adapter import LARGE_PAGE, Capabilities, Load, labels_of, samples
 from lmetric.engines.errors import error_text
 from lmetric.engines.identify import identify
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
+from lmetric.migrate import detect
 from server_world import FakeEngine, World, world
 
 MODELS = b'{"data": [{"id": "tiny", "parent": null}]}'
@@ -68,6 +71,7 @@ def read_all(page: bytes) -> None:
         labels_of(raw)
     labels_of(page)
     error_text(page)
+    detect._is_nginx(page.decode(errors="replace"))
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -146,7 +150,7 @@ def value_of(page: bytes) -> Any:
 
 async def test_a_vllm_behind_a_proxy_with_pages_of_its_own_is_usable() -> None:
     fake = FakeEngine(
-        pages={"/version": (200, b'{"version": "0.32.0"}'), "/kv_event_sources": (200, b"<html>")}
+        extra_pages={"/version": (200, b'{"version": "0.32.0"}'), "/kv_event_sources": (200, b"<html>")}
     )
     async with world([fake]) as w:
         assert (await w.post())[0] == 200
@@ -167,7 +171,7 @@ async def test_figures_beyond_their_bounds_count_as_not_reported() -> None:
     loads = b"vllm:num_requests_running 1e308\nvllm:num_requests_waiting 3\n"
     card = {"id": "tiny", "max_model_len": 1e300, "created": 1e300}
     pages = {"/metrics": (200, metrics + loads), "/version": (200, b'{"version": "0.32.0"}')}
-    fake = FakeEngine(cards=[card], pages=pages)
+    fake = FakeEngine(cards=[card], extra_pages=pages)
     async with world([fake], load={"interval": 0.05}, admin=True) as w:
         engine = (await engines(w))[0]["capabilities"]
         assert (engine["block_size"], engine["cache_blocks"]) == (None, None)
@@ -189,7 +193,7 @@ async def test_the_largest_allowed_figures_are_used() -> None:
     metrics = b'vllm:cache_config_info{block_size="%d",num_gpu_blocks="%d"} 1\n' % (1 << 20, 1 << 40)
     fake = FakeEngine(
         cards=[{"id": "tiny", "max_model_len": 1 << 30}],
-        pages={"/metrics": (200, metrics), "/version": (200, b'{"version": "0.32.0"}')},
+        extra_pages={"/metrics": (200, metrics), "/version": (200, b'{"version": "0.32.0"}')},
     )
     async with world([fake]) as w:
         engine = (await engines(w))[0]["capabilities"]
@@ -242,7 +246,7 @@ async def test_fields_of_other_types_in_sources_are_left_out() -> None:
     [found] = (await told(VLLM | {"/kv_event_sources": orjson.dumps({"0": source})})).event_sources
     assert (found.topic, found.replay_endpoint) == ("", None)
     fake = FakeEngine(
-        pages={
+        extra_pages={
             "/version": (200, b'{"version": "0.32.0"}'),
             "/kv_event_sources": (200, orjson.dumps({"0": {"endpoint": "tcp://*:" + "9" * 5000}})),
         }
@@ -265,6 +269,15 @@ async def test_names_of_models_have_at_most_256_characters() -> None:
         assert len(orjson.dumps(await engines(w))) < 10_000
 
 
+async def test_administrators_give_names_of_at_most_256_characters() -> None:
+    async with world(1, admin=True) as w:
+        for model in ("x" * 257, "x" * 900_000, ""):
+            status, _, got = await w.post({"url": w.engines[0].url, "model": model}, "/admin/engines")
+            assert (status, got["error"]["param"]) == (400, "model")
+        with pytest.raises(BadValueError, match="257 characters"):
+            w.server.fleet.add(EngineConfig(url="http://127.0.0.1:1"), "dns", "x" * 257)
+
+
 async def test_an_engine_has_a_bounded_number_of_names() -> None:
     found = await told({"/v1/models": orjson.dumps({"data": [{"id": f"m{n}"} for n in range(5000)]})})
     assert (len(found.models), found.ignored) == (4096, ("models beyond the first 4096",))
@@ -284,8 +297,8 @@ def test_a_load_beyond_its_bound_is_unknown(value: str) -> None:
 async def test_requests_are_answered_while_an_engine_sends_a_hostile_page() -> None:
     """F4 in the server: one of two engines has 900 kB of open braces (15 minutes a page)."""
     page = b"vllm:num_requests_running 1\n" + PAGES["open braces on lines"](900_000)
-    bad = FakeEngine(pages={"/version": (200, b'{"version": "0.32.0"}'), "/metrics": (200, page)})
+    bad = FakeEngine(extra_pages={"/version": (200, b'{"version": "0.32.0"}'), "/metrics": (200, page)})
     async with world([bad, FakeEngine()], load={"interval": 0.05}) as w:
         for _ in range(20):
             assert (await w.post())[0] == 200
-        await w.until(lambda: bad.gets.count("/metrics") > 3)
+        await w.until(lambda: bad.page_reads.count("/metrics") > 3)

@@ -32,7 +32,7 @@ from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
 from server_world import event, token
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 
 async def test_a_pick_is_in_header_and_metadata_and_its_answer_is_counted() -> None:
@@ -335,7 +335,7 @@ async def test_messages_in_a_wrong_order_leave_nothing_in_flight(after: str) -> 
             await asyncio.sleep(0.4)  # longer than timeouts.body, whose timer ran on
         elif after == "second head":
             await stream.send(request_head())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 assert await stream.call.code() is grpc.StatusCode.ABORTED
             assert "request_headers came twice" in await stream.call.details()
             return
@@ -352,7 +352,7 @@ async def test_streams_that_begin_or_end_no_request_are_ended(monkeypatch: Any) 
         await done.send(request_head(path="/unknown"))
         await done.refused()
         for call, reason in ((silent.call, "no request_headers"), (done.call, "the request has ended")):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 assert await call.code() is grpc.StatusCode.ABORTED
             assert reason in await call.details()
         assert world.server.picker is not None
@@ -401,7 +401,7 @@ async def test_an_engine_that_does_not_answer_ends_the_stream() -> None:
     limits = {"first_byte": 0.2, "answer": 0.2, "request": 0.2}
     async with picking(timeouts=limits) as world, exchange(world.target) as stream:
         await stream.ask()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await stream.call.code() is grpc.StatusCode.ABORTED
         await world.settled()
 

@@ -6,8 +6,10 @@ and `import-config` of security L.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from typer.testing import CliRunner
 from lmetric import plugins
 from lmetric.capacity.worker import Worker
 from lmetric.cli.app import build
+from lmetric.config import ConfigError
+from lmetric.migrate import Draft, detect, import_config
 from lmetric.policies import is_code
-from lmetric.record_files import read_records
+from lmetric.record_files import RecordError, read_records
 from lmetric.sim.traces import Trace
 from lmetric.whatif import WhatIfError, recording_of
 from record_world import make_trace, simulated, write_records
@@ -155,3 +159,170 @@ def test_stored_results_run_no_code(evil: Path) -> None:
     done = run("study", str(file), "--no-report")
     assert done.exit_code == 0
     assert RAN not in done.output
+
+
+# -- whatif
+
+
+def changed(folder: Path, trace: Trace, line: str, **values: Any) -> Path:
+    """Records with other values in the fleet's line, in the first engine, or in a request."""
+    (file,) = [write_records(folder, trace, simulated(trace, "round_robin"))]
+    lines = [orjson.loads(text) for text in file.read_bytes().splitlines()]
+    where = {"header": lines[0], "fleet": lines[1], "engine": lines[1]["engines"][0], "request": lines[50]}[
+        line
+    ]
+    where |= values
+    file.write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("request", {"at": 1e300}),
+        ("request", {"at": -1.0}),
+        ("request", {"prompt_tokens": -5}),
+        ("request", {"prompt_tokens": 2**63}),
+        ("request", {"output_tokens": 2**40}),
+        ("request", {"cached_tokens": -1}),
+        ("request", {"hash_block": 2**40}),
+        ("request", {"hash_block": 0}),
+        ("request", {"ttft_seconds": -1.0}),
+        ("request", {"e2e_seconds": 1e300}),
+        ("request", {"load": {"queued_prefill_tokens": "many"}}),
+        ("request", {"terms": {"bs": [1]}}),
+        ("request", {"tried": [1]}),
+        ("request", {"status": 2**70}),
+        ("fleet", {"knobs": {"bs_offset": "text"}}),
+        ("fleet", {"block_tokens": 2**40}),
+        ("fleet", {"at": 1e300}),
+        ("engine", {"block_tokens": 2**40}),
+        ("engine", {"cache_blocks": 2**63}),
+        ("engine", {"cache_blocks": -1}),
+        ("header", {"sample": -1.0}),
+        ("header", {"at": 1e300}),
+    ],
+)
+def test_values_out_of_range_get_a_message(
+    tmp_path: Path, trace: Trace, line: str, values: dict[str, Any]
+) -> None:
+    folder = changed(tmp_path, trace, line, **values)
+    with pytest.raises(RecordError, match=f"has {next(iter(values))!r}.*; expected"):
+        read_records(folder)
+
+
+def test_a_load_without_a_key_is_no_traceback(tmp_path: Path, trace: Trace) -> None:
+    folder = changed(tmp_path, trace, "request", load={"bs": 1}, ttft_seconds=9.0)
+    done = run("report", str(folder), "--slo", "ttft_p99=1ms", "--no-simulate")
+    assert done.exit_code == 0, done.output + str(done.exception)
+
+
+def test_a_long_line_of_an_archive_is_read_in_bounds(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    with gzip.open(file, "wb", compresslevel=1) as out:
+        for _ in range(64):
+            out.write(b"x" * (1 << 20))
+    tracemalloc.start()
+    with pytest.raises(RecordError, match="a line has more than 16,777,216 bytes"):
+        read_records(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * (16 << 20)
+
+
+# -- import-config
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+
+
+def texts_in_texts(depth: int) -> str:
+    text = "model_list: []\nx: y"
+    for _ in range(depth):
+        text = json.dumps({"a": text + "\n"})
+    return "a: " + text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB + "model_list: []",
+        "model_list: &m [*m]",
+        "model_list: " + "[" * 50_000,
+        "router_settings: {num_retries: .inf}\nmodel_list: []",
+        "router_settings: {timeout: 1e999}\nmodel_list: []",
+        "router_settings: {timeout: .nan}\nmodel_list: []",
+        "router_settings: [1]\nmodel_list: []",
+        "kind: EndpointPickerConfig\nplugins: [{type: a}]\nschedulingProfiles: [1]",
+        "kind: EndpointPickerConfig\nplugins: [{type: token-producer, parameters: [1]}]",
+        "kind: EndpointPickerConfig\nplugins: 5",
+        "routerSpec: [1]",
+        "routerSpec: {replicaCount: [1], staticBackends: 5, routingLogic: x}",
+        "routing_logic: [1]",
+        "upstream a { server; }",
+        "upstream { server 1; }",
+        "upstream a { server x; }\nserver { location / { proxy_pass; } }",
+        "upstream a { server x; }\nserver { listen; }",
+        "upstream a { server x max_fails=" + "9" * 5_000 + "; }",
+        "upstream a { server x fail_timeout=x; }",
+        "upstream a { " + "b { " * 5_000,
+        "x" * (1 << 20) + "y",
+        "smg --worker-urls " + "http://a " * 2 + "--port x",
+        "\xff",
+    ],
+    ids=range(23),
+)
+def test_hostile_configurations_get_a_message(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.conf"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"other\.conf"):
+        import_config(file)
+
+
+def test_nested_texts_are_read_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    documents = detect._documents
+    monkeypatch.setattr(detect, "_documents", lambda text: read.append(len(text)) or documents(text))
+    file = tmp_path / "other.yaml"
+    file.write_text(texts_in_texts(12))
+    with pytest.raises(ConfigError, match="no router's configuration"):
+        import_config(file)
+    assert len(read) <= 1 + detect.MAX_TEXTS
+    read.clear()
+    file.write_text("a: &t |\n  x: y\n  z: 1\nb: [" + "*t, " * 1_000 + "*t]\n")
+    with pytest.raises(ConfigError, match="no router's configuration"):
+        import_config(file)
+    assert len(read) == 2, "a repeated text is read once"
+
+
+def test_engines_are_compared_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300,000 URLs took more than 40 s: each was compared with all others."""
+    urls = [f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(20_000)]
+    file = tmp_path / "run.sh"
+    file.write_text("python -m sglang_router.launch_router --worker-urls " + " ".join(urls + urls[:100]))
+    compared: list[None] = []
+
+    class Compared(dict[str, Any]):
+        def __eq__(self, other: object) -> bool:
+            compared.append(None)
+            return super().__eq__(other)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    entry = Draft.engine
+    monkeypatch.setattr(Draft, "engine", lambda *a, **more: Compared(entry(*a, **more) or {}))
+    draft = import_config(file)
+    assert len(draft.settings["engines"]) == 20_000
+    assert len(compared) < 1_000
+
+
+def test_escapes_of_a_file_are_shown_and_not_sent(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model_list:\n- model_name: m\n  litellm_params: {model: openai/m, api_base: 'http://h:1'}\n"
+        '"\\e[31mred\\u202e": 1\nrouter_settings: {"\\e]0;title\\a": "\\e[2J"}\n'
+    )
+    text = import_config(file).render()
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "\\x1b[31mred" in text

@@ -149,7 +149,7 @@ async def test_a_held_request_is_refused_when_its_deadline_can_no_longer_be_met(
         await w.engines[0].asked(1)
         began = time.monotonic()
         status, headers, got = await post(w, "a", stream=True)
-        assert 0.3 < time.monotonic() - began < 3.0
+        assert time.monotonic() - began > 0.3
         assert (status, got["error"]["code"]) == (429, "deadline")
         assert int(headers["retry-after"]) >= 1
         assert pool(w).held.refused == {("a", "deadline"): 1}

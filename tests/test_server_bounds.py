@@ -7,7 +7,7 @@ import io
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ async def test_absurd_nesting_is_a_400(path: str, body: bytes) -> None:
 
 
 def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
-    """Reliability C1: limits on depth, containers and values, counted outside of strings."""
+    """Reliability C1: limits on depth, containers and values, counted outside of strings.
+
+    Bugs 23: token IDs are bounded by the bytes of the body, and long bodies may have more members.
+    """
 
     def told(value: bytes) -> str:
         try:
@@ -92,7 +95,10 @@ def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
     assert "50000 lists and objects" in told(b"[" + b"[]," * 50_000 + b"1]")
     keys = b",".join(b'"k%d":1' % number for number in range(50_001))
     assert "50000 members" in told(b"{" + keys + b"}")
-    assert "1000000 values" in told(b"[" + b"1," * 1_000_000 + b"1]")
+    assert "1000000 values" in told(b"[" + b'"",' * 1_000_000 + b"1]")
+    assert "1000000 values" in told(b"[" + b"-1," * 1_000_000 + b"1]")
+    assert not told(b"[" + b"1," * 1_000_000 + b"1]")
+    assert not told(b"[" + b",".join([b'{"text":"%s","id":1}' % (b"x" * 250)] * 30_000) + b"]")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -140,7 +146,7 @@ async def test_a_client_that_leaves_while_it_uploads_leaves_no_traceback(as_json
     assert PROMPT not in text
 
 
-async def test_unknown_models_are_not_compared_at_any_length() -> None:
+async def test_unknown_models_are_not_compared_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Server 7.8: a long unknown name is neither compared with known names nor returned whole."""
     async with world(1) as w:
         status, _, got = await w.post({"model": "t" * 1_000_000, "prompt": "a"})
@@ -151,33 +157,14 @@ async def test_unknown_models_are_not_compared_at_any_length() -> None:
         )
         pool = w.server.fleet.pools[0]
         w.server.fleet.names |= {f"adapter-{number}": Served(pool, None) for number in range(50_000)}
-        begun = time.thread_time()
+        compared: list[int] = []
+        monkeypatch.setattr("difflib.get_close_matches", lambda _, names, n: compared.append(len(names)))
         with pytest.raises(front_module.ApiError):
             w.server.fleet.find("adapter-x")
-        assert time.thread_time() - begun < 0.05
+        assert compared == []
 
 
 # Time of the event loop.
-
-
-@contextlib.contextmanager
-def longest_callback() -> Iterator[Callable[[], float]]:
-    """Returns the CPU seconds of the longest asyncio callback so far."""
-    longest = 0.0
-    run = asyncio.Handle._run
-
-    @functools.wraps(run)
-    def timed(handle: asyncio.Handle) -> None:
-        nonlocal longest
-        begun = time.thread_time()
-        run(handle)
-        longest = max(longest, time.thread_time() - begun)
-
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
-    try:
-        yield lambda: longest
-    finally:
-        asyncio.Handle._run = run  # type: ignore[method-assign]
 
 
 def one_megabyte(item: bytes, form: bytes) -> bytes:
@@ -209,33 +196,15 @@ HOSTILE = {
 @pytest.mark.parametrize("tokenizer", [False, True])
 @pytest.mark.parametrize("kind", HOSTILE)
 async def test_no_request_under_one_megabyte_holds_the_loop(
-    kind: str, tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tokenizer: bool, tmp_path: Path
 ) -> None:
-    """Reliability C1, H3: a body of less than 1 MB costs no callback more than 50 ms of CPU time.
-
-    One of six tries must pass: the limit is on the work, and the machine may do other work
-    meanwhile.
-    """
+    """Reliability C1, H3: the guard of all server tests (`turn_guard.py`) measures the turns."""
     settings: dict[str, Any] = {"tokenizer": str(write_folder(tmp_path, byte_level()))} if tokenizer else {}
     path, body = HOSTILE[kind]
     assert len(body) <= 1_000_000
-    loop = asyncio.SelectorEventLoop  # its callbacks can be timed; uvloop's cannot
-
-    async def tried() -> float:
-        async with world(1, **settings) as w:
-            with longest_callback() as longest:
-                status, _, _ = await w.post(body, path)
-                assert status in (200, 400, 404)
-                return longest()
-
-    def seconds() -> list[float]:
-        tries: list[float] = []
-        with asyncio.Runner(loop_factory=loop) as runner:
-            while len(tries) < 6 and min(tries, default=1.0) >= 0.05:
-                tries.append(runner.run(tried()))
-        return tries
-
-    assert min(await asyncio.to_thread(seconds)) < 0.05
+    async with world(1, **settings) as w:
+        status, _, _ = await w.post(body, path)
+        assert status in (200, 400, 404)
 
 
 async def test_the_lag_of_the_loop_is_measured() -> None:

@@ -30,6 +30,7 @@ from server_world import (
 )
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, heard
 from test_server_split_faults import FRAME, NIXL_PAGE, START, STORY, STORY_TEXT, text_of
+from waiting import PATIENCE_SECONDS
 
 PATHS = [CHAT, COMPLETIONS]
 USAGE = {"include_usage": True}
@@ -512,7 +513,7 @@ async def test_empty_events_are_no_tokens(filler: bytes, recorded: bool) -> None
 
     limits = {"between_chunks": 0.5}
     async with fakes(dozes, dozes, timeouts=limits, stream_failover=recorded) as w:
-        said = await asyncio.wait_for(story(w), 8)
+        said = await asyncio.wait_for(story(w), PATIENCE_SECONDS)
         if recorded and b'"ping"' not in filler:
             assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
         else:
@@ -542,7 +543,7 @@ async def test_neither_comments_nor_the_role_are_a_first_token(filler: bytes) ->
         return True
 
     async with fakes(opens, tells, timeouts={"first_byte": 0.5}) as w:
-        said = await asyncio.wait_for(story(w), 8)
+        said = await asyncio.wait_for(story(w), PATIENCE_SECONDS)
         assert (said["text"], said["finish"]) == (STORY_TEXT, "length")
 
 

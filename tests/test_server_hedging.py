@@ -96,7 +96,7 @@ async def test_the_second_engine_answers_for_a_frozen_one() -> None:
     async with two(hang, answer) as w:
         began = time.monotonic()
         status, headers, got = await w.post(BODY)
-        assert AFTER < time.monotonic() - began < 2.0
+        assert time.monotonic() - began > AFTER
         assert status == 200
         assert got.startswith(ANSWER)
         assert headers["x-lmetric-instance"] == "e1"
@@ -204,9 +204,10 @@ def test_a_budget_saves_a_bounded_number_of_hedges() -> None:
 
 async def test_a_client_that_leaves_ends_both_attempts() -> None:
     async with two(hang, hang) as w:
-        with pytest.raises(asyncio.TimeoutError):
-            async with asyncio.timeout(3 * AFTER):
-                await w.post(BODY)
+        task = asyncio.create_task(w.post(BODY))
+        for engine in w.engines:
+            await engine.asked(1)
+        task.cancel()
         await w.until(lambda: [engine.left for engine in w.engines] == [1, 1])
         await w.settled()
         assert pool(w).hedging.outcomes == {"ended": 1}
@@ -308,9 +309,7 @@ async def test_a_hedged_answer_is_that_of_one_engine(path: str, ids: bool) -> No
     async with slow_and_fast() as w:
         body = body_of(path, stream=True, max_tokens=40, return_token_ids=ids)
         expected = await alone(w, path, body)
-        began = time.monotonic()
         said = await asked(w, path, body)
-        assert time.monotonic() - began < 5.0
         equal(said, expected)
         assert pool(w).hedging.outcomes == {"won": 1}
         await w.until(lambda: not w.busy("b0"))

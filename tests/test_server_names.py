@@ -333,12 +333,12 @@ async def test_unknown_names_ask_each_engine_at_most_once_a_second(monkeypatch: 
     monkeypatch.setattr(names, "MOST_SEARCHES", 5)
     async with world(fakes([BASE]), health={"interval": 60}) as w:
         assert await ask(w, "unknown") == {(404, None): 1}
-        read = w.engines[0].gets.count("/v1/models")
+        read = w.engines[0].page_reads.count("/v1/models")
         waiting = [asyncio.create_task(w.post({"model": f"u{n}", "prompt": "x"})) for n in range(20)]
         done, pending = await asyncio.wait(waiting, timeout=1.0)
         assert {task.result()[0] for task in done} == {404}
         assert (len(done), len(pending)) == (15, 5)
-        assert w.engines[0].gets.count("/v1/models") == read
+        assert w.engines[0].page_reads.count("/v1/models") == read
         assert (await ask(w, "tiny")) == {(200, "e0"): 1}
         for task in pending:
             task.cancel()
@@ -364,9 +364,9 @@ async def test_an_engine_that_hangs_does_not_hold_a_search(monkeypatch: pytest.M
 async def test_a_page_that_cannot_be_read_keeps_the_known_names() -> None:
     async with world(fakes([BASE, lora("sql")]), health={"interval": 0.02}) as w:
         for page in ((200, b"<html>"), (500, b""), (200, b"null"), (200, b'{"data": []}')):
-            w.engines[0].pages["/v1/models"] = page
-            read = len(w.engines[0].gets)
-            await w.until(lambda read=read: w.engines[0].gets[read:].count("/v1/models") > 1)
+            w.engines[0].extra_pages["/v1/models"] = page
+            read = len(w.engines[0].page_reads)
+            await w.until(lambda read=read: w.engines[0].page_reads[read:].count("/v1/models") > 1)
             assert await ask(w, "sql") == {(200, "e0"): 1}
 
 
@@ -411,6 +411,18 @@ async def test_the_time_of_the_request_in_a_card_is_no_change() -> None:
         await w.server.fleet.read_models(engine)
         assert (await w.get("/v1/models"))[1] == before
         assert engine.identified
+
+
+async def test_a_list_that_returns_to_an_earlier_one_is_read() -> None:
+    async with world(fakes([BASE, lora("sql")]), health={"interval": 60}) as w:
+        engine = w.server.fleet.pools[0].engines["e0"]
+        await w.server.fleet.read_models(engine)
+        w.engines[0].cards = [BASE]
+        await w.server.fleet.identify(engine)
+        assert set(await cards(w)) == {"tiny"}
+        w.engines[0].cards = [BASE, lora("sql")]
+        await w.server.fleet.read_models(engine)
+        assert set(await cards(w)) == {"tiny", "sql"}
 
 
 # -- the names of a pool, alone --------------------------------------------------------------------

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import aiohttp
 import orjson
 
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, hang, says, token
+from waiting import PATIENCE_SECONDS
 
 RUN = (
     "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', 'serve', *sys.argv[1:]]; main()"
@@ -37,7 +37,7 @@ class Process:
 
     async def ended(self) -> int:
         assert self.process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             self.log.append((await self.process.stderr.read()).decode())
             return await self.process.wait()
 
@@ -140,13 +140,11 @@ async def test_streams_that_outlast_the_deadline_end_with_an_error() -> None:
         assert await stream.content.readany() == token("a")
         await fake.asked(2)
         r.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
         rest = await stream.read()
         assert b"shutting down" in rest
         assert rest.endswith(b"data: [DONE]\n\n")
         assert (await plain).status in (200, 503)
         assert await r.ended() == 0
-        assert time.monotonic() - began < 10  # the deadline alone is 30 s
 
 
 async def test_ctrl_c_twice_hurries() -> None:

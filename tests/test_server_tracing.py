@@ -233,8 +233,6 @@ async def test_a_collector_that_is_down_delays_nothing() -> None:
             await until(lambda: w.server.metrics.spans["failed"] > 0)
             text = (await w.get("/metrics"))[1].decode()
             assert 'lmetric_trace_spans_total{outcome="exported"} 0.0' in text
-            began = time.monotonic()
-        assert time.monotonic() - began < 8  # the server's stop waits at most STOP_SECONDS for spans
 
 
 async def test_spans_wait_until_the_collector_is_back() -> None:

@@ -68,7 +68,8 @@ class Stage:
 
         Each request has ended once, with the bytes of an undisturbed engine, unless it may be
         lost; even then its answer must not be another one. Nothing is in flight, at the routers
-        and at the engines. No callback of a router took over 50 ms of CPU time.
+        and at the engines. No callback of a router took over 50 ms of CPU time of a reference
+        machine.
         """
         await traffic.judge([self.engines[0].direct_url], self.session)
         lost = [asked for asked in traffic.asked if asked.outcome != "right"]
@@ -87,7 +88,7 @@ class Stage:
         if left != "0":
             raise RuleError(f"{router.name} counts {left} requests in flight, expected 0")
         if slow := router.slow_callbacks():
-            raise RuleError(f"callbacks of {router.name} took over 50 ms of CPU time: {slow}")
+            raise RuleError(f"callbacks of {router.name} took over 50 ms: {slow}")
 
     async def check_engines(self) -> None:
         """Checks that no engine has a request."""

@@ -1,5 +1,8 @@
 """Runs lmetric-router, and writes down each callback of its event loop with over 20 ms of CPU time.
 
+The seconds are those of the reference machine of `tests/in_router/turn_guard.py`: a measurement
+after each such callback scales them, so that a slow or busy machine breaks no rule.
+
     python bench/chaos/watched.py FILE serve ...
 
 FILE gets a line per callback: the monotonic clock, CPU seconds, the callback. The router runs on
@@ -12,6 +15,9 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "in_router"))
+from turn_guard import of_reference
 
 SHOWN_SECONDS = 0.02
 
@@ -29,7 +35,7 @@ def main() -> None:
         if seconds > SHOWN_SECONDS:
             task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
             what = task.get_coro() if isinstance(task, asyncio.Task) else handle
-            out.write(f"{time.monotonic()} {seconds} {what!r}\n")
+            out.write(f"{time.monotonic()} {of_reference(seconds)} {what!r}\n")
 
     asyncio.Handle._run = timed  # type: ignore[method-assign]
     from lmetric.cli import main as run_cli

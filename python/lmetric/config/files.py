@@ -47,11 +47,15 @@ else:
         get_single_node = Composer.get_single_node
 
 
-class UniqueKeys(_Loader):  # type: ignore[misc]
+class TooLarge(ComposerError):
+    """A YAML file beyond the bounds of `BoundedLoader`."""
+
+
+class BoundedLoader(_Loader):  # type: ignore[misc]
     """A YAML loader for files of others.
 
-    It refuses duplicate keys, deep nesting, and aliases that repeat many values or contain
-    themselves. Every error is a YAMLError with the line.
+    It refuses deep nesting, and aliases that repeat many values or contain themselves. Every error
+    is a YAMLError with the line.
     """
 
     def __init__(self, stream: str) -> None:
@@ -65,7 +69,7 @@ class UniqueKeys(_Loader):  # type: ignore[misc]
         before = self._nodes
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+            raise TooLarge(None, None, f"nested more than {MAX_DEPTH} deep", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if not isinstance(event, yaml.AliasEvent):
@@ -74,11 +78,11 @@ class UniqueKeys(_Loader):  # type: ignore[misc]
             return node
         size = self._sizes.get(id(node))
         if size is None:
-            raise ComposerError(None, None, f"alias {event.anchor!r} contains itself", mark)
+            raise TooLarge(None, None, f"alias {event.anchor!r} contains itself", mark)
         self._nodes += size
         self._aliased += size
         if self._aliased > MAX_ALIASED:
-            raise ComposerError(None, None, f"aliases repeat more than {MAX_ALIASED:,} values", mark)
+            raise TooLarge(None, None, f"aliases repeat more than {MAX_ALIASED:,} values", mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -86,6 +90,10 @@ class UniqueKeys(_Loader):  # type: ignore[misc]
             return super().construct_object(node, deep)
         except (ValueError, TypeError) as error:  # such as a date in month 13
             raise ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+class UniqueKeys(BoundedLoader):
+    """A bounded YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

@@ -131,7 +131,7 @@ class EngineConfig(Strict):
         None, description="source of KV events; default: kv_events of the model"
     )
     api_key: Token | None = Field(
-        None, description="bearer token for the engine; it replaces the client's Authorization header"
+        None, description="bearer token for the engine; it replaces the client's credentials"
     )
     tls: EngineTls | None = Field(
         None, description="TLS of an https URL, as a whole; default: engine_tls of the model"
@@ -343,15 +343,15 @@ class PoolSettings(Strict):
         None,
         description="migration of running streams away from engines that would overload: `none`; `star` (by "
         "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
-        "threshold: 0.2}`",
+        "threshold: 0.2}`. Engines need KV transfer (NIXL): without it, no stream moves",
     )
-    migration_by: Literal["recompute", "fetch", "segments"] = Field(
-        "recompute",
-        description="how streams migrate. `recompute`: the target computes prompt and answer so far while "
-        "the stream continues. `fetch`: the target fetches their KV from the source engine (both need a KV "
-        "connector). `segments`: requests run in segments of limited length and can migrate between two "
-        "segments. With `segments`, answers that are not streamed migrate, too, and clients get tokens "
-        "segment by segment",
+    migration_by: Literal["fetch", "recompute", "segments"] = Field(
+        "fetch",
+        description="how streams migrate. `fetch`: the target fetches the KV of prompt and answer so far, "
+        "while the stream continues. `recompute`: the target computes them; not with `rebalance`. Streams "
+        "leave a draining engine without a KV connector by `recompute` in any case. `segments`: requests run "
+        "in segments of limited length and can migrate between two segments. With `segments`, answers that "
+        "are not streamed migrate, too, and clients get tokens segment by segment",
     )
     migration_segment_tokens: Positive | None = Field(
         None,
@@ -510,7 +510,11 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
 
     def __eq__(self, other: object) -> bool:
         """Whether values are equal, and both inherit the same settings from the top level."""
@@ -795,10 +799,24 @@ class Limits(Strict):
     max_concurrent_requests: Positive = Field(
         8192, description="maximum number of requests in flight; others get a 503"
     )
+    max_concurrent_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="maximum share of max_concurrent_requests for a client address (except trusted proxies) "
+        "and for one tenant; others get a 503. 1: no such limit, for example if all clients share a gateway",
+    )
+    max_head_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="maximum size of a request's head: request line and header fields, at most 256; others "
+        "get a 431",
+    )
     max_body_bytes_total: Positive = Field(
         256 << 20,
-        description="maximum size of all request bodies that are being received or await an answer; others "
-        "get a 503",
+        description="maximum size of all requests that are being received, and of all request bodies that "
+        "await an answer; others get a 503",
     )
     max_body_bytes_per_client: Positive = Field(
         128 << 20,
@@ -1230,6 +1248,16 @@ class ServerConfig(PoolSettings):
     def fetches_prefixes(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
         return any(pool.routing.prefix_fetch is not None for pool in self._pools)
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether running requests of some model move between engines by a rule."""
+        return any(pool.rebalance is not None for pool in self._pools)
+
+    @property
+    def recomputes_moves(self) -> bool:
+        """Whether a rule moves running requests of some model by recomputation."""
+        return any(pool.rebalance is not None and pool.migration_by == "recompute" for pool in self._pools)
 
     @property
     def orders(self) -> bool:

@@ -199,6 +199,10 @@ def _sources(status: int, body: bytes, version: str | None) -> tuple[tuple[Event
             )
             if source.get("publisher", "zmq") == "zmq"
         )
+        if not all(
+            isinstance(text, str) for each in sources for text in (each.topic, each.replay_endpoint or "")
+        ):
+            raise TypeError
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
         return (), f"GET {_SOURCES}: not a list of sources: {body[:120]!r}"
     return sources, None if sources else _OFF
@@ -213,5 +217,5 @@ def _rank(name: str) -> int:
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher with this endpoint listens on it. Otherwise it connects to it."""
+    """Whether vLLM's publisher with this endpoint listens on it. Otherwise it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -149,7 +149,8 @@ def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict
         draft.remark(f"{where}.{key}", "clients send request parameters themselves", value)
     for key in sorted(entry.keys() - {"model_name", "litellm_params", *_WEIGHTS}):
         draft.remark(f"{where}.{key}", "the router asks the engines for their models")
-    if engine not in (engines := pools.setdefault(served, [])):
+    engines = pools.setdefault(served, [])
+    if draft.is_new(engine, model=served):
         engines.append(engine)
 
 

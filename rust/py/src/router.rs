@@ -1277,12 +1277,20 @@ impl Router {
     }
 
     /// Returns the record of a decision as a dictionary: its reasons and its outcome. None if the
-    /// record is gone (records share a ring of bounded bytes).
+    /// record is gone (records share a ring of bounded bytes). `decision`: a `Decision` or its id.
     ///
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` that the policy read),
     /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
     /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
-    fn explain<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        decision: Bound<'py, PyAny>,
+    ) -> Result<Option<Bound<'py, PyDict>>> {
+        let decision_id: u64 = match decision.cast::<crate::ticket::Decision>() {
+            Ok(decision) => decision.get().id,
+            Err(_) => decision.extract()?,
+        };
         let kept = self.with_core(py, |router| Ok(router.receipt(decision_id).cloned()))?;
         kept.map(|receipt| crate::ticket::receipt_dict(py, &receipt)).transpose()
     }

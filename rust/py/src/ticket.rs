@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub struct Decision {
     /// Number of the decision and of its record.
     #[pyo3(get)]
-    id: u64,
+    pub id: u64,
     /// Slot of the chosen instance.
     #[pyo3(get)]
     slot: u32,

@@ -19,6 +19,8 @@ use std::ops::Range;
 
 /// Longest response head, bytes.
 pub const HEAD_LIMIT: usize = 64 * 1024;
+/// Capacity that a connection's empty buffers keep, in bytes.
+const BUFFER_LIMIT: usize = 16 * 1024;
 /// Longest plain answer that is withheld until it is whole, and longest event that is withheld
 /// until its end, in bytes.
 pub const HOLD_LIMIT: usize = 256 * 1024;
@@ -26,6 +28,8 @@ pub const HOLD_LIMIT: usize = 256 * 1024;
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
 
+/// Bytes of a stream without a part of the answer, from which on the stream is refused.
+pub const QUIET_LIMIT: usize = 1024 * 1024;
 /// Bytes kept of the comments that came before an event stream could be committed.
 const COMMENT_LIMIT: usize = 1024;
 
@@ -69,13 +73,18 @@ struct Said {
     tokens: u64,
     /// Events with a part of the answer, its end or an error.
     progress: u64,
+    /// Bytes of the stream since the last such event.
+    quiet: usize,
 }
 
 impl Said {
     fn event(&mut self, found: &Found, step: &mut Step) {
         let tokens = found.tokens();
         self.tokens += tokens;
-        self.progress += u64::from(found.progress());
+        if found.progress() {
+            self.progress += 1;
+            self.quiet = 0;
+        }
         step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
         self.note(found, step);
         // A chat stream opens with a chunk that only names the role: not yet a sign of life from
@@ -188,7 +197,7 @@ impl Scanner {
             (std::mem::take(&mut self.raw_head), std::mem::take(&mut self.written));
         for buffer in [&mut pending, &mut released, &mut raw_head, &mut written] {
             buffer.clear();
-            buffer.shrink_to(HEAD_LIMIT);
+            buffer.shrink_to(BUFFER_LIMIT);
         }
         *self = Self {
             http11,
@@ -326,6 +335,7 @@ impl Scanner {
             && !self.halted
             && let Some(payload) = self.body.whole_chunk(input)
         {
+            self.said.quiet += input.len();
             if let Some(rewritten) = self.read_quickly(payload, &mut step) {
                 (step.pass, step.out) = (!rewritten, rewritten);
                 return Ok(step);
@@ -342,7 +352,7 @@ impl Scanner {
             }
             step.out = !self.released.is_empty();
             step.unseen = self.newly_unseen();
-            return Ok(step);
+            return self.unless_quiet(step);
         }
         let mut rest = input;
         // The head's bytes move aside so that payload can be read while the scanner changes.
@@ -360,6 +370,9 @@ impl Scanner {
                 return Ok(step);
             };
             rest = after;
+        }
+        if self.event_stream() {
+            self.said.quiet += rest.len();
         }
         let used = self.payload(rest, &mut step)?;
         self.extra |= used < rest.len();
@@ -386,7 +399,24 @@ impl Scanner {
                     !self.released.is_empty() || (step.end && !self.closed && self.out == Out::Chunked);
             }
         }
+        self.unless_quiet(step)
+    }
+
+    /// Refuses a stream that has sent too much without a part of the answer: comments, empty lines
+    /// and events, or chunks of single bytes cost time of all requests.
+    fn unless_quiet(&mut self, step: Step) -> Result<Step, WireError> {
+        self.said.quiet = self.said.quiet.saturating_sub(self.events.take_long());
+        if self.said.quiet > QUIET_LIMIT {
+            return Err(WireError::malformed(format!("{QUIET_LIMIT} bytes of a stream without a token")));
+        }
         Ok(step)
+    }
+
+    /// Frees buffers that a long answer has made large.
+    pub fn shrink(&mut self) {
+        for buffer in [&mut self.pending, &mut self.released, &mut self.written] {
+            buffer.shrink_to(BUFFER_LIMIT);
+        }
     }
 
     /// Ends the response at the end of the connection. Returns the step that a last piece of input
@@ -558,6 +588,9 @@ impl Scanner {
         }
         self.said.tokens += quick.tokens;
         self.said.progress += quick.progress;
+        if quick.progress > 0 {
+            self.said.quiet = 0;
+        }
         step.tokens = step.tokens.saturating_add(u32::try_from(quick.tokens).unwrap_or(u32::MAX));
         Some(rewritten)
     }

@@ -250,7 +250,7 @@ class Monitor:
     async def _kv(self) -> None:
         for pool in self.fleet.pools:
             pool.wire()
-            pool.kv.watch(pool.engines.values())
+            await self._checks.begin_all(pool.kv.watch(pool.engines.values()))
 
     async def _admission(self) -> None:
         now = time.monotonic()
@@ -323,7 +323,7 @@ class Monitor:
                     self.metrics.events[pool.name, kind] += 1
                     details = {k: v for k, v in event.items() if k != "event"}
                     pool.activity.note(now, "guard", 0, "", None, None, kind, None, None, details)
-                    log.warning("hot-spot guard", model=pool.name, what=kind, **details)
+                    log.info("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 
     def _log_growth(self, pool: Pool, now: float) -> None:

@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from secrets import token_hex
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmetric._core import SHARE_NAMES, BadValueError
 from lmetric.config import ReplicasConfig, read_secret
-from lmetric.server.api.auth import BearerToken
+from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.background.replica_loads import MOST_ENTRIES, ReceivedLoads, SentLoads, load_message
 from lmetric.server.fleet.fleet import Fleet
@@ -124,12 +124,15 @@ class Replicas:
         if self._session is not None:
             await self._session.close()
 
-    def authorize(self, authorization: str | None) -> None:
+    def authorize(self, headers: Mapping[str, str]) -> None:
         """Raises ApiError (401) unless the header carries the token of the replicas.
 
-        Without a configured token, every message is accepted.
+        Without a configured token, programs on this machine need none; web pages get a 403.
         """
-        if self._expected is not None and not self._expected.matches(authorization):
+        if self._expected is None:
+            if not is_local(headers):
+                raise ApiError(403, f"{PATH} refuses requests from web pages; set replicas.token")
+        elif not self._expected.matches(headers.get("authorization")):
             raise ApiError(
                 401,
                 "wrong replica token; set the same replicas.token on all routers",

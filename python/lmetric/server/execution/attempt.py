@@ -178,7 +178,7 @@ class EngineAttempt:
         if step.carries_kv:
             self._listener.on_attempt_event("sent", self)
         if self._paused:
-            connection.transport.pause_reading()
+            connection.pause(True)
 
     # Called by the engine's connection.
 
@@ -295,7 +295,7 @@ class EngineAttempt:
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._paused:
-                connection.transport.resume_reading()
+                connection.pause(False)
             connection.release()
 
     def _blame(self, status: int) -> None:
@@ -362,8 +362,7 @@ class EngineAttempt:
         self._paused = paused
         self._since = time.monotonic()
         if self._connection is not None:
-            transport = self._connection.transport
-            (transport.pause_reading if paused else transport.resume_reading)()
+            self._connection.pause(paused)
 
     def _pass_comments(self, now: float) -> None:
         """Reports the engine's comments before its first token.
@@ -376,6 +375,21 @@ class EngineAttempt:
             if now - self._commented_at >= COMMENT_SECONDS:
                 comments, self._comments = self._comments, b""
                 self._listener.on_attempt_event("comments", self, comments)
+
+    def _others_could(self) -> bool:
+        """Returns whether another engine may take the request: a frozen one may also come back."""
+        client_request, engine = self._client_request, self.step.engine
+        pool = client_request.pool
+        if self._ticket is None or pool is None:
+            return False
+        if client_request.gateway is not None or client_request.pinned_to is not None:
+            return False
+        listing = pool.names.engines_of(client_request.model)
+        return any(
+            other is not engine and other.in_service and not other.held and other.role == engine.role
+            for other in pool.engines.values()
+            if listing is None or other.name in listing
+        )
 
     def check(self, now: float) -> None:
         """Called periodically: fails the attempt at its deadline."""
@@ -390,7 +404,7 @@ class EngineAttempt:
                     return
             elif self.reader.event_stream and self.step.for_client:
                 self._pass_comments(now)
-        if engine.stalled:
+        if engine.stalled or (engine.frozen and not self.begun and self._others_could()):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
         elif self.begun and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress

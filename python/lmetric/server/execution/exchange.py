@@ -47,12 +47,23 @@ class Subset(Protocol):
         """Returns the error for a request that none of its engines can accept now."""
 
 
+class Payer(Protocol):
+    """The counts of a client address."""
+
+    is_gateway: bool
+    running: int
+
+
 class ClientPort(Protocol):
     """The connection of the request's client."""
 
     relay: InFlightRequest | None
     body_size: int
     peer: Peer
+
+    @property
+    def payer(self) -> Payer | None:
+        """The client whose limits the request counts against; None: it has disconnected."""
 
     @property
     def sender(self) -> str:
@@ -119,6 +130,7 @@ class ClientRequest:
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
     trial: CanaryRequest | None = None  # its arm; None: no canary runs
+    payer: Payer | None = None  # the client that it counts for; None: it does not run
     gateway: Gateway | None = None  # None: the router sends it to engines
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
@@ -156,10 +168,7 @@ class ClientRequest:
     @property
     def client_key(self) -> str:
         """Its tenant, or the address of its client."""
-        if self.tenant:
-            return self.tenant
-        peer = self.transport.get_extra_info("peername")
-        return f"{peer[0]}" if peer else ""
+        return self.tenant or self.client.sender
 
     def overdue(self, limit_seconds: float | None, now: float) -> str | None:
         """Returns the reason if the request has exceeded a limit, else None.

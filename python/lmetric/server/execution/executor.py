@@ -150,7 +150,7 @@ class RequestExecution(Progress):
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
-        if hedge is not None:
+        if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
             self.hedge = hedge
         if moves or fetches or resumes:
             self.call = call
@@ -1157,6 +1157,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason, now):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
+                self.pool.retried[CORE_KINDS.get(kind, kind)] += 1
                 self._note("retry", engine.name, following, kind, now)
                 self._start_segment(following, now, "FAILED")
                 return
@@ -1167,6 +1168,8 @@ class RequestExecution(Progress):
         allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason, now)
         outcome = self._continued(now) if allowed else "not_retried"
         self.pool.failovers[outcome] += 1
+        if outcome == "continued":
+            self.pool.retried["reset" if kind == "engine_error" else CORE_KINDS.get(kind, kind)] += 1
         self._note("failover", engine.name, self.ticket.instance, outcome, now)
         if outcome not in ("continued", "complete"):
             self._give_up(engine, kind, reason)

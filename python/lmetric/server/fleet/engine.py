@@ -63,7 +63,8 @@ _CAUSES = {
     "saturated": ("full", "add engines, or send fewer requests"),
 }
 
-
+# Failures of checks that got no answer.
+UNANSWERED = frozenset({"refused", "unreachable", "timeout", "reset", "stalled"})
 AT_ONCE = ("refused", "stalled", "paused", "other_model")  # failures that mark an engine as down at once
 
 
@@ -225,6 +226,14 @@ class Engine:
     def stalled(self) -> bool:
         """Whether it stopped generating; its requests move elsewhere."""
         return self.last_failure == "stalled" and not self.healthy
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it was marked as down because it did not answer: it may answer no request.
+
+        An engine that is paused, asleep or unfit by its own report still answers.
+        """
+        return self.last_failure in UNANSWERED and not self.healthy
 
     @property
     def lost(self) -> bool:

@@ -108,6 +108,8 @@ class Fleet:
         If its model is not known, the router asks the engine. Raises LmetricError.
         """
         model = model or self.config.model
+        if model is not None and len(model) > MOST_NAME_CHARACTERS:
+            raise BadValueError(f"model: {len(model)} characters; a name has at most {MOST_NAME_CHARACTERS}")
         engine = Engine(config, self.config, source, model, self.contexts)
         if model is None:
             self.unplaced.append(engine)
@@ -314,7 +316,7 @@ class Fleet:
                 Capabilities("unknown", models=before.models, no_events=reason),
             )
         capabilities = engine.capabilities
-        engine.models_at = time.monotonic()
+        engine.models_at, engine.models_hash = time.monotonic(), None
         if engine.pool is None:
             self._place(engine)
         else:
@@ -323,11 +325,12 @@ class Fleet:
         if pool is None:
             return  # removed meanwhile, or replaced
         if engine.misfit is not None:
-            engine.identified = True
+            engine.identified, engine.ask_again_at = True, math.inf
             return
         async with pool.asking:
             await pool.set_tokenizer(capabilities.root(pool.name))
         await pool.compare_tokens(engine, self.config.health.timeout)
+        await pool.kv.look_up(engine)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile
         if before.revision != capabilities.revision and before.engine != "unknown":

@@ -192,6 +192,7 @@ class Pool:
         # outcome, and streams that could not continue, by reason.
         self.fails_over = settings.stream_failover
         self.failovers: Counter[str] = Counter()
+        self.retried: Counter[str] = Counter()  # failed attempts that another engine followed, by kind
         self.not_resumable: Counter[str] = Counter()
         self.orders = settings.priority is not None  # whether the router sets priorities
         # By path: the reason of the last failed merge, and the time until which it counts.
@@ -343,10 +344,7 @@ class Pool:
         elif self.mover is not None:
             self.router.update_instance(engine.name, handoff="output")  # by recomputation
         if self.settings.binding == "auto":
-            connectors = [each.connector for each in self.engines.values()]
-            self.router.configure(
-                binding="early" if any(each and each.at_once for each in connectors) else "late"
-            )
+            self.router.configure(binding="late" if self.binds_late else "early")
         engine.unfit = None
         rank, capabilities = engine.config.data_parallel_rank, engine.capabilities
         if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
@@ -381,6 +379,14 @@ class Pool:
     def _see_cuts(self) -> None:
         """Updates `cuts` from the engines' roles and the configuration."""
         self.cuts = self.joins or self.fetches_prefixes or self.disaggregates
+
+    @property
+    def binds_late(self) -> bool:
+        """Whether the decode engine is chosen after the prefill."""
+        if self.settings.binding != "auto":
+            return self.settings.binding == "late"
+        connectors = [each.connector for each in self.engines.values()]
+        return not any(connector is not None and connector.at_once for connector in connectors)
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""

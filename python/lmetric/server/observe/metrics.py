@@ -216,7 +216,7 @@ class Metrics:
         )
         for pool, values in stats:
             for kind, count in values["failed"].items():
-                failed.add_metric((pool.name, kind), count)
+                failed.add_metric((pool.name, kind), count + pool.retried[kind])
         yield failed
         yield from self._tokenizers()
         for name, text in _GAUGES.items():
