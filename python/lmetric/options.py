@@ -383,7 +383,8 @@ class ProgramObservation:
     free: float = 0.6
     """Share of `theta` below which the policy places the requests of an instance's programs."""
     max_hold_seconds: float = 300.0
-    """Predicted hold above which a new program is refused (429)."""
+    """Longest hold. A new program with a longer predicted hold is refused (429). A program held for
+    longer takes the place of programs between two turns, or is refused."""
     max_held: int = 4096
     """Most held programs. A tenant with less than its share of them may hold more."""
     sessions: bool = True

@@ -42,7 +42,7 @@ class SentLoads:
                 del self._entries[key]
 
     def since(self, base: int | None) -> dict[str, list[Entry]]:
-        """Returns the entries that changed after version ``base``, by model; None: all with a load."""
+        """Returns the entries that changed after version ``base``, by model; None: all loads."""
         changed: dict[str, list[Entry]] = {}
         for (model, _), (version, entry) in self._entries.items():
             if entry[1] if base is None else version > base:

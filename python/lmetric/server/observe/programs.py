@@ -14,6 +14,10 @@ _COUNTERS = {
     "lmetric_programs_started": ("Agent programs found by their first request", "new_programs"),
     "lmetric_program_forks": ("Agent programs that continue the context of another", "forks"),
     "lmetric_program_turns": ("Further requests of agent programs", "continuations"),
+    "lmetric_programs_untracked": (
+        "Requests of new programs that found the table full of programs with a running or held request",
+        "untracked",
+    ),
     "lmetric_programs_forgotten": ("Agent programs that did not return", "forgotten"),
     "lmetric_programs_paused": ("Agent programs that lost their place in a cache between requests", "paused"),
     "lmetric_program_holds": (

@@ -418,7 +418,7 @@ impl Programs {
             let (pausable, freed) = self.pausable(id, own, &resting[slot], -room);
             Some((slot, pausable, room + freed))
         });
-        // If none has room even then, the one that lacks the least.
+        // If no instance has room even then: the instance that lacks the fewest tokens.
         let best = choice.max_by(|a, b| {
             let key = |left: f64| left.min(0.0);
             key(a.2).total_cmp(&key(b.2)).then(b.1.len().cmp(&a.1.len())).then(b.0.cmp(&a.0))

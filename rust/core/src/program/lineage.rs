@@ -124,6 +124,7 @@ impl Lineage {
         for hash in path.checkpoints.drain(keep..) {
             release(&mut self.checkpoints, hash);
         }
+        load(&self.checkpoints, (keep..places).map(|place| hash_at(place, &positions)));
         for place in keep..places {
             let hash = hash_at(place, &positions);
             path.checkpoints.push(hash);
@@ -153,6 +154,7 @@ impl Lineage {
 
     /// Removes a program's hashes.
     pub fn remove(&mut self, program: ProgramId, path: &mut Path) {
+        load(&self.checkpoints, path.checkpoints.iter().copied());
         for hash in path.checkpoints.drain(..) {
             release(&mut self.checkpoints, hash);
         }
@@ -166,6 +168,13 @@ impl Lineage {
     pub fn registered(&self) -> usize {
         self.checkpoints.len() + self.marks.len()
     }
+}
+
+/// Looks hashes up before they change. In a large map, each look-up waits for memory; look-ups alone
+/// wait together.
+fn load(checkpoints: &HashMap<u64, (u32, ProgramId)>, hashes: impl Iterator<Item = u64>) {
+    let known = hashes.filter(|hash| checkpoints.contains_key(hash)).count();
+    std::hint::black_box(known);
 }
 
 fn release(checkpoints: &mut HashMap<u64, (u32, ProgramId)>, hash: u64) {
