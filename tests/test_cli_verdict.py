@@ -27,7 +27,10 @@ def entry(label: str, ttft: float, tpot: float | None = 0.05, **more: Any) -> En
 
 def test_demo_takes_commas_as_simulate_does() -> None:
     """UX papercut 14: `demo --policy lmetric,vllm` was one expression with a comma."""
-    for given, wrong in (("lmetric,vllmm", "'vllmm' is neither"), ("max(bs, q_bs),linea", "'linea' is neither")):
+    for given, wrong in (
+        ("lmetric,vllmm", "'vllmm' is neither"),
+        ("max(bs, q_bs),linea", "'linea' is neither"),
+    ):
         done = CliRunner().invoke(build(["demo"]), ["demo", "--policy", given])
         assert done.exit_code == 2
         assert wrong in " ".join(done.output.replace("│", " ").split())
