@@ -102,6 +102,7 @@ def test_the_pod_keeps_the_restricted_profile(variant: str) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
     assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
     discovers = "discovery:" in chart.router_yaml(found)
     tokens = [each["name"] for each in spec["volumes"] if "projected" in each]
     assert tokens == (["api"] if discovers else [])

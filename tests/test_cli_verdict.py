@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
+from lmetric.cli.demo import _verdict as demo_sentence
 from lmetric.cli.simulate import _verdict as simulate_sentence
 from lmetric.cli.verdict import Entry, of_programs, sentence
 from lmetric.defaults import SLICE
-from lmetric.replay import ProgramReport
+from lmetric.replay import ProgramReport, Record, Slo, summarize
 from lmetric.sim.ranking import ranking
 from lmetric.sim.report import build as build_report
 from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run
@@ -76,6 +77,30 @@ def test_seeds_show_whether_a_difference_is_more_than_chance() -> None:
     assert apart == "a: mean TTFT 1.00 s, 9% below b."
     alone = sentence([over("a", (1.0, 0.9, 1.1))])
     assert alone == "a: mean TTFT 1.00 s (900 ms to 1.10 s over 2 seeds)."
+
+
+@pytest.mark.parametrize(
+    ("ttft", "added", "compared"),
+    [
+        ((1.0, 2.0), (0.1, 0.2), True),
+        ((20.6, 30.91), (12.0, 18.0), False),  # a machine with other jobs: the order was wrong
+        ((1.0, 2.0), (None, None), True),  # unknown
+        ((1.0,), (5.0,), True),  # nothing to compare
+    ],
+)
+def test_the_demo_gives_no_verdict_if_the_machine_decides(
+    ttft: tuple[float, ...], added: tuple[float | None, ...], compared: bool
+) -> None:
+    """UX 1: on busy machines, the first command once ended with a false order of the policies."""
+    record = Record(0, 0.0, sent=0.0, first_token=1.0, last_token=2.0, output_tokens=2, ended=True)
+    reports = {
+        f"p{index}": replace(
+            summarize([record], 2.0, slo=Slo(), clock_speed=seconds), added_ttft_seconds=more
+        )
+        for index, (seconds, more) in enumerate(zip(ttft, added, strict=True))
+    }
+    verdict = demo_sentence(reports)
+    assert verdict.startswith("p0: mean TTFT" if compared else "No verdict: this machine added up to 18.00 s")
 
 
 def test_simulate_ends_with_the_sentence() -> None:

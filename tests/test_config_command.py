@@ -27,9 +27,9 @@ def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(FILE)
     environ = {
-        "LMETRIC_LOG__LEVEL": "debug",
-        "LMETRIC_TIMEOUTS__BODY": "9",
-        "LMETRIC_ADMIN__TOKEN": "secret-1",
+        "LMETRIC__LOG__LEVEL": "debug",
+        "LMETRIC__TIMEOUTS__BODY": "9",
+        "LMETRIC__ADMIN__TOKEN": "secret-1",
     }
     config = load_config(file, {"port": 9000, "knobs": {"lam": 0.25}}, environ)
     text = render_changed(config)
@@ -48,11 +48,11 @@ def test_only_changed_settings_with_their_source(tmp_path: Path) -> None:
         f"policy: linear  # {file}",
         "  lam: 0.25  # command line",
         "port: 9000  # command line",
-        "  body: 9.0  # LMETRIC_TIMEOUTS__BODY",
-        "  level: debug  # LMETRIC_LOG__LEVEL",
+        "  body: 9.0  # LMETRIC__TIMEOUTS__BODY",
+        "  level: debug  # LMETRIC__LOG__LEVEL",
     ):
         assert line in text.splitlines(), text
-    del environ["LMETRIC_ADMIN__TOKEN"]
+    del environ["LMETRIC__ADMIN__TOKEN"]
     plain = load_config(file, {"port": 9000, "knobs": {"lam": 0.25}, "admin.enabled": False}, environ)
     (tmp_path / "again.yaml").write_text(render_changed(plain))
     assert render(load_config(tmp_path / "again.yaml", environ={})) == render(plain)

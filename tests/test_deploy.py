@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lmetric._core import EventFeed
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
+from lmetric.server.http.client_load import UNREAD_BYTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -71,7 +73,8 @@ def bounded_bytes() -> int:
     engine_block_map = config.index_bytes  # bounded like the index, beside it
     bodies = config.limits.max_body_bytes_total
     parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
-    return sum(parts) + PROCESS_BYTES
+    # One engine that sends more KV events than the router applies.
+    return sum(parts) + UNREAD_BYTES + EventFeed.MAX_SOURCE_BYTES + PROCESS_BYTES
 
 
 def test_the_pod_keeps_the_restricted_profile() -> None:
@@ -79,6 +82,7 @@ def test_the_pod_keeps_the_restricted_profile() -> None:
     security = pod()["securityContext"]
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert security["runAsNonRoot"] is True
+    assert pod()["enableServiceLinks"] is False
     for each in (container(), init_container()):
         assert each["securityContext"] == {
             "allowPrivilegeEscalation": False,
@@ -198,7 +202,7 @@ def test_the_unit_gives_the_service_its_own_copy_of_the_keys() -> None:
         "keys.yaml:/etc/lmetric/keys.yaml",
     ]
     keys, cache = settings["Environment"]
-    assert keys == "LMETRIC_AUTH__KEYS_FILE=%d/keys.yaml"
+    assert keys == "LMETRIC__AUTH__KEYS_FILE=%d/keys.yaml"
     (folder,) = settings["CacheDirectory"]  # the only folder that the service can write
     assert cache == f"HF_HOME=%C/{folder}"
     (command,) = settings["ExecStart"]

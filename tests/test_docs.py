@@ -103,7 +103,7 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     ):
         GROUP.commands[words[0]].make_context(words[0], words[1:])
     (tmp_path / "router.yaml").write_text(by_kind["ConfigMap"]["data"]["router.yaml"])
-    config = load_config(tmp_path / "router.yaml", environ={"LMETRIC_REPLICAS__TOKEN": "from-the-Secret"})
+    config = load_config(tmp_path / "router.yaml", environ={"LMETRIC__REPLICAS__TOKEN": "from-the-Secret"})
     (replicas,) = config.replicas.urls
     assert replicas == f"http://{others['metadata']['name']}:{others['spec']['ports'][0]['port']}"
     assert (others["spec"]["clusterIP"], others["spec"]["selector"]) == (
@@ -123,3 +123,14 @@ def test_deployment_files_run_commands_that_exist_with_settings_that_load(tmp_pa
     volume = by_kind["Deployment"]["spec"]["template"]["spec"]["volumes"][0]
     assert names == {volume["configMap"]["name"], volume["name"]}
     assert by_kind["Service"]["spec"]["selector"] == by_kind["Deployment"]["spec"]["selector"]["matchLabels"]
+
+
+def test_each_entry_of_the_menu_names_pages() -> None:
+    """UX 6: a pattern that matched nothing once moved pages to the end of the menu, silently."""
+    for file in (ROOT / "docs").glob("**/.nav.yml"):
+        for entry in yaml.safe_load(file.read_text()).get("nav", []):
+            if entry != {"glob": "*", "ignore_no_matches": True}:
+                name = next(iter(entry.values())) if isinstance(entry, dict) else entry
+                assert (file.parent / name).exists(), f"{file}: {entry}"
+    listed = yaml.safe_load((ROOT / "docs/how-to/.nav.yml").read_text())["nav"]
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs/how-to").glob("*.md"))

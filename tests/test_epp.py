@@ -6,6 +6,7 @@ The tests are its gateway. `test_epp_envoy.py` has a real one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ from epp_world import (
     request_trailers,
     with_modes,
 )
+from lmetric.server.epp import stream as epp_stream
 from lmetric.server.epp.ext_proc_pb2 import HealthCheckRequest, HealthCheckResponse
 from lmetric.server.epp.picker import SERVICE
 from server_world import event, token
@@ -319,6 +321,72 @@ async def test_counts_return_to_zero_wherever_a_stream_ends(at: str, capfd: Any)
         await until(lambda: not clients._clients)
         assert world.stats()["finished"] == 0
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("after", ["picked", "late body", "second head"])
+async def test_messages_in_a_wrong_order_leave_nothing_in_flight(after: str) -> None:
+    """Security F17: the client's side ended, and the ticket stayed."""
+    limits = {"max_body_bytes": 1000}
+    async with picking(timeouts={"body": 0.2}, limits=limits) as world, exchange(world.target) as stream:
+        await stream.ask()
+        if after == "picked":
+            await stream.send(request_body(b"x" * 900, False), request_body(b"x" * 900, True))
+        elif after == "late body":
+            await asyncio.sleep(0.4)  # longer than timeouts.body, whose timer ran on
+        elif after == "second head":
+            await stream.send(request_head())
+            async with asyncio.timeout(5):
+                assert await stream.call.code() is grpc.StatusCode.ABORTED
+            assert "request_headers came twice" in await stream.call.details()
+            return
+        assert world.in_flight() == 1
+        await answered(stream)
+        await world.settled()
+        assert world.stats()["finished"] == 1
+
+
+async def test_streams_that_begin_or_end_no_request_are_ended(monkeypatch: Any) -> None:
+    """Security F17: a stream without a message was kept without a limit."""
+    monkeypatch.setattr(epp_stream, "IDLE_SECONDS", 0.2)
+    async with picking() as world, exchange(world.target) as silent, exchange(world.target) as done:
+        await done.send(request_head(path="/unknown"))
+        await done.refused()
+        for call, reason in ((silent.call, "no request_headers"), (done.call, "the request has ended")):
+            async with asyncio.timeout(5):
+                assert await call.code() is grpc.StatusCode.ABORTED
+            assert reason in await call.details()
+        assert world.server.picker is not None
+        await until(lambda: world.server.picker.shared.streams == 0)
+
+
+async def test_streams_are_bounded() -> None:
+    """Security F17: each costs memory before its request is counted."""
+    limits = {"max_concurrent_requests": 1}
+    async with picking(limits=limits) as world, contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(exchange(world.target)) for _ in range(258)]
+        for stream in streams:
+            await stream.send(request_head())
+        codes = [asyncio.ensure_future(stream.call.code()) for stream in streams]
+        await until(lambda: any(code.done() for code in codes))
+        assert {code.result() for code in codes if code.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+@pytest.mark.parametrize("method", ["Process", "Check"])
+async def test_bytes_that_are_no_message_are_not_logged(method: str, capfd: Any, caplog: Any) -> None:
+    """Security F17: gRPC logged a traceback with the bytes for each."""
+    async with picking() as world, grpc.aio.insecure_channel(world.target) as channel:
+        if method == "Process":
+            stream = channel.stream_stream(f"/{SERVICE}/Process")()
+            await stream.write(b"\xffSECRET")
+            code = await stream.code()
+        else:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await check(b"\xffSECRET")
+            code = caught.value.code()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "SECRET" not in caplog.text + capfd.readouterr().err
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_gateway_that_only_ends_its_side_ends_the_request() -> None:

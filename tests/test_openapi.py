@@ -12,6 +12,7 @@ from openapi_spec_validator import validate
 
 from lmetric.server.api import openapi, paths
 from lmetric.server.api.own_pages import OWN_PAGES
+from lmetric.server.app import Reloads
 from server_world import answer, world
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +80,7 @@ async def test_a_running_router_answers_as_the_document_states() -> None:
     document = openapi.document()
     async with world(1, admin=True, policy="lmetric") as w:
         w.engines[0].behave = answer
-        w.server.front.reread = lambda: w.server.reload(w.server.config)
+        w.server.front.reread = Reloads(w.server, lambda: w.server.config).reload
         record = (await w.post())[1]["x-lmetric-decision"]
         names = {"{model}": "tiny", "{id}": record, "{name}": "e0", "{file}": "page.js"}
         asked = 0

@@ -266,6 +266,26 @@ def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_head_that_json_cannot_hold_ends_no_thread(tmp_path: Path) -> None:
+    """Security F10: an engine's 1e300 blocks once ended the writer, and nothing was counted."""
+    values: list[Any] = [10**300, 10**300]
+
+    def head() -> list[dict[str, Any]]:
+        return [{"type": "header", "blocks": values.pop() if values else 1}]
+
+    writer = RecordWriter(RecordsConfig(path=tmp_path), tmp_path, head, lambda item: item)
+    writer.start()
+    for number in range(3):
+        writer.put(request_line(number), 0)
+        deadline = time.monotonic() + 5
+        while writer.waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+    writer.close()
+    assert writer.outcomes["written"] >= 1
+    assert writer.outcomes["written"] + writer.outcomes["error"] == 4  # the first file's head, too
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_slow_disk_fills_the_queue_and_delays_nobody(tmp_path: Path) -> None:
     gate = threading.Event()
 

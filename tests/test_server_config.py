@@ -21,11 +21,11 @@ def load(text: str, tmp_path: Path, overrides: Any = None, environ: Any = None) 
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
-    environ = {"LMETRIC_PORT": "2", "LMETRIC_TIMEOUTS__CONNECT": "7", "LMETRIC_HOST": "::1", "HOME": "/"}
+    environ = {"LMETRIC__PORT": "2", "LMETRIC__TIMEOUTS__CONNECT": "7", "LMETRIC__HOST": "::1", "HOME": "/"}
     config = load("port: 1\nhost: a\ntimeouts: {drain: 9}", tmp_path, {"port": 3, "model": None}, environ)
     assert (config.port, config.host, config.timeouts.connect, config.timeouts.drain) == (3, "::1", 7.0, 9.0)
     assert config.timeouts.between_chunks == ServerConfig().timeouts.between_chunks
-    engines = load("", tmp_path, None, {"LMETRIC_ENGINES": "[{url: 'http://h:1'}]"}).engines
+    engines = load("", tmp_path, None, {"LMETRIC__ENGINES": "[{url: 'http://h:1'}]"}).engines
     assert [engine.label for engine in engines] == ["h:1"]
     assert load("log: {json: true}", tmp_path, {"log.json": False}).log.json_lines is False
     mixed = load("policy: {score: bs}\nknobs: {a: 1}", tmp_path, {"policy": "linear", "knobs": {"lam": 0.5}})
@@ -57,15 +57,15 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
             {},
             "command line: timeouts.connect = '-1': Input should be greater than 0",
         ),
-        ("", {}, {"LMETRIC_PRT": "1"}, "LMETRIC_PRT: prt = '1': unknown key; did you mean 'port'?"),
-        ("", {}, {"LMETRIC_ENGINES": "[{"}, "LMETRIC_ENGINES: not readable as YAML"),
+        ("", {}, {"LMETRIC__PRT": "1"}, "LMETRIC__PRT: prt = '1': unknown key; did you mean 'port'?"),
+        ("", {}, {"LMETRIC__ENGINES": "[{"}, "LMETRIC__ENGINES: not readable as YAML"),
         ("engines: [{url: 'http://h/v1'}]", {}, {}, "leave out the /v1"),
         ("engines: [{url: 'h:8000'}]", {}, {}, "an engine's URL looks like http://host:port"),
         ("engines: [{url: 'http://h', name: 'a b'}]", {}, {}, "engines[0].name = 'a b'"),
         ("engines: [{url: 'http://h'}, {url: 'http://h'}]", {}, {}, "two engines are named 'h'"),
         ("models: [{name: a}, {name: b, adapters: [a]}]", {}, {}, "two models are named 'a'"),
         ("port: 1\nport: 2", {}, {}, "router.yaml:2: duplicate key 'port'"),
-        ("port: [", {}, {}, "router.yaml:1: "),
+        ("port: [\n", {}, {}, "router.yaml:2: "),
         ("- 1", {}, {}, "expected a mapping, found list"),
         ("1: 2", {}, {}, "key 1 is not a name"),
         ("retries: {failures: [crash]}", {}, {}, "retries.failures[0] = 'crash'"),
@@ -113,6 +113,11 @@ def test_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 
 
 def test_the_rendered_configuration_is_one(tmp_path: Path) -> None:
+    # A model that inherits `policy` once showed, and so got, the default.
+    config = load("policy: round_robin\nmodels: [{name: a}, {name: b, policy: lmetric}]", tmp_path)
+    again = load(render(config), tmp_path)
+    assert again == config
+    assert [again.pool_settings(model).policy for model in again.models] == ["round_robin", "lmetric"]
     config = load("models: [{name: a, policy: {score: bs}, engines: [{url: 'http://h:1'}]}]", tmp_path)
     assert load(render(config), tmp_path) == config
     sources = "{file: a}, {dns: {name: n, port: 1}}, {kubernetes: {selector: s, port: http}}"

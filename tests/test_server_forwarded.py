@@ -1,6 +1,7 @@
 """Proxies in front: which forwarding fields engines get, and which client counts."""
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lmetric.config import ServerConfig
-from lmetric.server.http.forwarding import Forwarding
+from lmetric.server.http.forwarding import CACHE_BYTES, CACHED, Forwarding
 from server_world import World, hang, world
 from waiting import until
 
@@ -161,6 +162,24 @@ def test_without_a_chain_the_proxy_is_the_client() -> None:
     assert forwarding.peer(("::ffff:10.0.0.1", 1, 0, 0), secure=False).trusted
     assert not forwarding.peer(("11.0.0.1", 1), secure=False).trusted
     assert not forwarding.peer("", secure=False).trusted
+
+
+def test_a_long_chain_costs_no_memory() -> None:
+    """Security F14: the cache once kept whole fields, 3.9 GB at most; and only the end matters."""
+    forwarding = Forwarding(["10.0.0.0/8"])
+    long = b"6.6.6.6, " * 100_000
+    assert forwarding.client("10.0.0.1", long + b"1.2.3.4, 10.1.1.1") == "1.2.3.4"
+    # Of an entry that is cut, nothing is read: the rest of 2001:db8::6 would be an address, too.
+    cut = b"2001:db8::6" + b", 10.1.1.10" * 46
+    assert cut[-512:].startswith(b"db8::6,")
+    assert forwarding.client("10.0.0.1", cut) == "10.1.1.10"
+    tracemalloc.start()
+    try:
+        for number in range(2 * CACHED):
+            forwarding.client("10.0.0.1", b"%d, %b1.2.3.4" % (number, long[:60_000]))
+        assert tracemalloc.get_traced_memory()[0] < CACHE_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_router_behind_proxies_is_not_local() -> None:

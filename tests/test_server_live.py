@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -154,6 +155,42 @@ async def test_tenants_see_only_their_own_requests_and_no_engines(closed: dict[s
             assert (await it.get("/debug/live", {**SSE, **(headers or {})}))[0] == 401
 
 
+async def test_tenants_read_no_names_of_engines_if_these_are_hidden(closed: dict[str, Any]) -> None:
+    """Security L: the live view and a tenant's own record named engines, with all scores."""
+    async with world(2, errors={"show_engines": False}, **closed) as it:
+        assert (await it.post(headers=ALICE))[0] == 200
+        it.server.fleet.pools[0].activity.note(time.monotonic(), "fetch", 1, "alice", "e0", "e1", "fetched")
+        await ticked(it)
+        own = await state(it, ALICE)
+        label = own["requests"][0]["id"]
+        status, body = await it.get(f"/debug/decisions/{label}", ALICE)
+        record = orjson.loads(body)
+        assert status == 200
+        assert record["outcome"] == "finished"
+        assert record["prompt_tokens"] > 0
+        for shown in (own, record):
+            assert not re.search(r'"e[01]"|127\.0\.0\.1', orjson.dumps(shown).decode())
+        label = (await state(it, ADMIN))["requests"][0]["id"]
+        admin = orjson.loads((await it.get(f"/debug/decisions/{label}", ADMIN))[1])
+        assert admin["instance"] in ("e0", "e1")
+        assert len(admin["scores"]) == 2
+
+
+async def test_viewers_of_one_tenant_leave_places_for_others(closed: dict[str, Any]) -> None:
+    """Security L: one tenant's viewers took all places of tenants."""
+    async with world(1, ui={"viewers": 8}, **closed) as it:
+        held = [await it.client.get(f"{it.url}/debug/live", headers=SSE | ALICE) for _ in range(2)]
+        assert (await it.get("/debug/live", SSE | ALICE))[0] == 503
+        held += [await it.client.get(f"{it.url}/debug/live", headers=SSE | BOB) for _ in range(2)]
+        held += [await it.client.get(f"{it.url}/debug/live", headers=SSE | ADMIN) for _ in range(4)]
+        assert {answer.status for answer in held} == {200}
+        assert (await it.get("/debug/live", SSE | ADMIN))[0] == 503
+        for answer in held:
+            answer.close()
+        shown = it.server.front.live
+        await until(lambda: shown is not None and not shown.viewers)
+
+
 async def test_without_keys_only_the_administrator_sees_the_data() -> None:
     async with world(1, admin={"token": "root-token"}) as it:
         assert (await it.get("/debug/live"))[0] == 401
@@ -194,7 +231,7 @@ async def test_viewers_are_bounded_and_leave() -> None:
         assert (await it.get("/debug/live"))[0] == 200  # a single look is no viewer
         for answer in held:
             answer.close()
-        await until(lambda: shown.viewers == 0, seen=lambda: shown.viewers)
+        await until(lambda: not shown.viewers, seen=lambda: shown.viewers)
         async with it.client.get(f"{it.url}/debug/live", headers=SSE) as answer:
             assert answer.status == 200
 
@@ -212,7 +249,7 @@ async def test_a_slow_viewer_misses_updates_and_costs_at_most_one(monkeypatch: p
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, ("127.0.0.1", it.server.port))
         await loop.sock_sendall(
-            client, b"GET /debug/live HTTP/1.1\r\nhost: a\r\naccept: text/event-stream\r\n\r\n"
+            client, b"GET /debug/live HTTP/1.1\r\nhost: localhost\r\naccept: text/event-stream\r\n\r\n"
         )
 
         def buffered() -> int:
@@ -232,7 +269,7 @@ async def test_a_slow_viewer_misses_updates_and_costs_at_most_one(monkeypatch: p
                 await loop.sock_recv(client, 1 << 20)
         assert shown.ticks - missed < 40
         monkeypatch.setattr(http_live, "STALLED_SECONDS", 0.3)
-        await until(lambda: shown.viewers == 0, seen=lambda: shown.viewers)
+        await until(lambda: not shown.viewers, seen=lambda: shown.viewers)
         client.close()
 
 

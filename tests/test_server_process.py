@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -43,12 +43,14 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def router(*flags: str, preset: Callable[[], None] | None = None) -> AsyncIterator[Process]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
+async def router(
+    *flags: str, preset: Callable[[], None] | None = None, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Process]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", RUN, "--log-json", "--port", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
-        env=environ,
+        env={**inherited, **(environ or {})},
         preexec_fn=preset,
     )
     try:
@@ -194,3 +196,45 @@ async def test_wrong_configurations() -> None:
             assert code == 2, said
             assert says_so in said
             assert "Traceback" not in said
+
+
+async def test_a_full_pipe_of_the_log_stops_nothing() -> None:
+    """Security F8: with `log.access`, a stuck reader of stderr once stopped all requests."""
+    read, write = os.pipe()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC_")}
+    async with engine() as fake:
+        flags = ("--log-json", "--port", "0", "--set", "log.access=true", "--engine", fake.url)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", RUN, *flags, stderr=write, env=environ
+        )
+        os.close(write)
+        try:
+            log = ""
+            while '"listening"' not in log:
+                log += (await asyncio.to_thread(os.read, read, 65536)).decode()
+            url = next(orjson.loads(line)["url"] for line in log.splitlines() if '"listening"' in line)
+            headers = {"x-request-id": "x" * 256}  # so that fewer lines fill the pipe and the queue
+
+            async def ask() -> None:
+                for _ in range(60):
+                    async with client.post(
+                        f"{url}/v1/completions", json={"model": "none", "prompt": "a"}, headers=headers
+                    ) as got:
+                        assert got.status == 404
+
+            async with aiohttp.ClientSession() as client:
+                await asyncio.gather(*(ask() for _ in range(50)))
+                async with client.get(f"{url}/metrics") as answer:
+                    metrics = await answer.text()
+            dropped = next(
+                line for line in metrics.splitlines() if line.startswith("lmetric_log_lines_dropped_total")
+            )
+            assert float(dropped.split()[1]) > 0
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):  # the last lines are waited for only shortly
+                assert await process.wait() == 0
+        finally:
+            os.close(read)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -95,7 +95,8 @@ async def test_head_for_the_engine() -> None:
         assert sent.headers["authorization"] == "Bearer engine-key"
         assert sent.headers["x-own"] == "2"
         assert sent.headers["content-length"] == str(len(sent.body))
-        assert not {"x-hop", "accept-encoding", "x-data-parallel-rank", "connection"} & sent.headers.keys()
+        assert sent.headers["accept-encoding"] == "identity"  # not the client's
+        assert not {"x-hop", "x-data-parallel-rank", "connection"} & sent.headers.keys()
         assert sent.headers["x-request-id"]
     await fake.stop()
 
@@ -194,11 +195,11 @@ async def test_streams_that_fail_before_a_token_go_down_the_ranking(pieces: tupl
 async def test_all_engines_failing_is_one_clear_error() -> None:
     async with world(2, **FAST) as w:
         w.engines[0].behave = reset
-        w.engines[1].behave = says(plain(503, {"error": {"message": "busy"}}))
-        status, headers, got = await w.post()
+        w.engines[1].behave = says(STREAM_HEAD + chunk(event({"error": {"message": "no", "code": 503}})))
+        status, headers, got = await w.post(STREAM)
         assert status in (502, 503)
         assert "e0: " in got["error"]["message"]
-        assert "e1: status 503" in got["error"]["message"]
+        assert "e1: error 503" in got["error"]["message"]
         assert headers["content-type"].startswith("application/json")
         for engine in w.engines:
             await engine.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from pydantic import BaseModel
 from structlog.testing import capture_logs
 
 from lmetric import LmetricError
-from lmetric.config import ConfigError, ServerConfig, load_config, needs_restart, reloads
+from lmetric.config import ConfigError, ServerConfig, UniqueKeys, load_config, needs_restart, reloads
 from lmetric.config.reload import RELOADED
+from lmetric.server.app import Reloads
 from server_world import FakeEngine, Request, World, hang, plain, world
 from tls_world import Authority, needs_openssl, subject_of
 from waiting import until
@@ -27,7 +29,8 @@ class Reloaded:
         self.w = w
         self._values = values
         self._file = file
-        w.server.front.reread = self.reload
+        self.reloads = Reloads(w.server, self.read)
+        w.server.front.reread = self.reloads.reload
 
     def change(self, **values: Any) -> dict[str, Any]:
         """Writes settings and reloads. Returns the changes."""
@@ -36,7 +39,10 @@ class Reloaded:
         return self.reload()
 
     def reload(self) -> dict[str, Any]:
-        return self.w.server.reload(load_config(self._file, environ={}))
+        return self.w.server.reload(self.read())
+
+    def read(self) -> ServerConfig:
+        return load_config(self._file, environ={})
 
 
 @contextlib.asynccontextmanager
@@ -168,6 +174,125 @@ async def test_a_bad_configuration_changes_nothing(tmp_path: Path) -> None:
                 r.change(**({"retries": {"attempts": 9}} | values))
             assert r.w.server.config is before
         assert (await r.w.post())[0] == 200
+
+
+TWO = {
+    "experimental": False,
+    "policy": "round_robin",
+    "engines": [],
+    "models": [
+        {"name": "tiny", "engines": [{"url": "http://127.0.0.1:1"}]},
+        {"name": "other", "engines": [{"url": "http://127.0.0.1:2"}]},
+    ],
+}
+
+
+def of_models(*policies: dict[str, Any]) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [*TWO["models"]]  # type: ignore[misc]
+    return {"models": [model | own for model, own in zip(models, policies, strict=True)]}
+
+
+@pytest.mark.parametrize(
+    "bad", [{"policy": "lmetric_seconds"}, {"shadow": "lmetric_seconds"}, {"canary": "lmetric_seconds"}]
+)
+async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, bad: dict[str, str]) -> None:
+    """python.md 6.5: model 1 kept its new policy if the router of model 2 refused its own.
+
+    Only the core knows that a policy is experimental.
+    """
+    async with world(0, **TWO) as w:
+        r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")
+        first, second = w.server.fleet.pools
+        before = w.server.config
+
+        def shown() -> list[Any]:
+            return [
+                (pool.policies, pool.router.stats()["policy"], pool.guard, pool.trials.shown())
+                for pool in (first, second)
+            ]
+
+        unchanged = shown()
+        if "policy" not in bad:
+            key, name = next(iter(bad.items()))
+            bad = {key: {"policy": name}}  # type: ignore[dict-item]
+        with pytest.raises(LmetricError, match=r"lmetric_seconds.*experimental"):
+            r.change(**of_models({"policy": "lmetric"}, bad), health={"ejection": {"max_share": 0.9}})
+        assert shown() == unchanged
+        assert w.server.config is before
+        assert r.change(**of_models({"policy": "lmetric"}, {}))["changed"] == ["health", "models"]
+        assert [pool.policies.settings.policy for pool in (first, second)] == ["lmetric", "round_robin"]
+
+
+async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> None:
+    """python.md 6.5: each reload replaced and logged every policy."""
+    file = tmp_path / "mine.py"
+    file.write_text("def score(bs):\n    return bs\n")
+    async with reloaded(tmp_path) as r:
+        (pool,) = r.w.server.fleet.pools
+        r.change(policy=f"{file}:score")
+        with capture_logs() as lines:
+            r.change(retries={"attempts": 2})
+            r.change(retries={"attempts": 2})
+        assert [line["event"] for line in lines].count("policies replaced") == 0
+        assert pool.policies.settings.policy == f"{file}:score"
+        file.write_text("def score(q_bs):\n    return q_bs\n")
+        with capture_logs() as lines:
+            r.change()
+        assert [line["event"] for line in lines].count("policies replaced") == 1
+
+
+async def test_ejection_changes(tmp_path: Path) -> None:
+    """python.md 6.2: the reference and the report promise it."""
+
+    async def fails(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(plain(500, {"error": {"message": "broken"}}))
+        return True
+
+    engines = [FakeEngine(), FakeEngine(behave=fails)]
+    async with reloaded(tmp_path, *engines) as r:
+        r.change(health={"ejection": {"enabled": False}})
+        engine = r.w.server.fleet.pools[0].engines["e1"]
+        for _ in range(20):
+            assert (await r.w.post())[0] == 200
+        assert engine.service.state == "HEALTHY"
+        assert r.change(health={"ejection": {"consecutive_failures": 2}})["changed"] == ["health"]
+        for _ in range(8):
+            await r.w.post()
+        assert engine.service.state == "EJECTED"
+
+
+async def test_reloads_read_in_a_thread_and_merge(tmp_path: Path) -> None:
+    """Security F15: a file with 10,000 keys froze the loop for 1.6 s, and each signal read it."""
+    async with reloaded(tmp_path, admin=True) as r:
+        r.change()
+        readers: list[int] = []
+        go = threading.Event()
+
+        def read() -> ServerConfig:
+            readers.append(threading.get_ident())
+            assert go.wait(30)
+            return r.read()
+
+        reloads = Reloads(r.w.server, read)
+        r.w.server.front.reread = reloads.reload
+        first = asyncio.create_task(reloads.reload())
+        await until(lambda: bool(readers))
+        for _ in range(100):
+            reloads.on_signal()
+        asked = asyncio.create_task(r.w.post({}, "/admin/reload"))
+        assert (await r.w.post())[0] == 200, "the router serves meanwhile"
+        go.set()
+        assert (await first)["changed"] == []
+        assert (await asked)[0] == 200
+        assert len(readers) == 2, "one for all requests that came while the first one read"
+        assert threading.get_ident() not in readers
+        await reloads.reload()
+        assert len(readers) == 3
+
+
+async def test_keys_are_read_by_the_scanner_of_libyaml(tmp_path: Path) -> None:
+    """Security F15. The Python scanner takes about eight times as long."""
+    assert any(base.__name__ == "CParser" for base in UniqueKeys.__mro__)
 
 
 async def test_administrators_reload(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lmetric.config import Log
 from lmetric.server.api.paths import RELAYED, route
 from lmetric.server.execution.executor import RequestExecution
 from lmetric.server.observe import request_log
-from lmetric.server.observe.logs import configure_logging
+from lmetric.server.observe.logs import configure_logging, flush_logs
 from otlp_world import receiver
 from server_world import FakeEngine, reset, world
 from test_server_passthrough import RESPONSES, Responses, ask, created
@@ -42,6 +42,7 @@ def log_lines(level: Any = "info") -> Iterator[list[dict[str, Any]]]:
     try:
         yield lines
     finally:
+        flush_logs()
         lines += map(orjson.loads, stream.getvalue().splitlines())
         logging.getLogger("aiohttp.server").setLevel(logging.NOTSET)
 

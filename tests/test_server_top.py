@@ -70,7 +70,7 @@ async def test_credentials(tmp_path: Path) -> None:
         shown = text(screen(own))
         assert "2 of 2 engines usable" in shown
         assert "hot" not in shown  # engines are the administrator's
-        code, out, _ = await top(it.url, "--once", LMETRIC_ADMIN__TOKEN="root-token")
+        code, out, _ = await top(it.url, "--once", LMETRIC__ADMIN__TOKEN="root-token")
         assert code == 0
         assert "e1" in out
         code, _, said = await top(it.url, "--once", "--token", "wrong")

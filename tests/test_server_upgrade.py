@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
+from structlog.testing import capture_logs
 
 from lmetric.ports import free_ports
+from lmetric.server.http.upgrade import UpgradeSocket, find_predecessor
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, token
 from test_server_process import RUN, Process, engine, router
 
@@ -128,6 +130,48 @@ async def test_a_successor_takes_over_without_a_lost_connection(tmp_path: Path) 
         old.process.send_signal(signal.SIGTERM)
         assert await old.ended() == 0
         assert not (tmp_path / "upgrade.sock").exists(), "the last process removes it"
+
+
+async def test_words_arrive_in_any_pieces(tmp_path: Path) -> None:
+    """python.md 6.11: a word was whatever one `recv` of ten bytes returned."""
+    path = tmp_path / "upgrade.sock"
+    replaced: list[bool] = []
+    with socket.create_server(("127.0.0.1", 0)) as served:
+        upgrade = UpgradeSocket(path, [served], lambda: replaced.append(True))
+        upgrade.start(replace=False)
+        for pieces in (b"sockets\nlistening\n",), tuple(bytes([each]) for each in b"sockets\nlistening\n"):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                assert await reader.readexactly(10) == b"done\ndone\n"
+            writer.close()
+        assert replaced == [True, True]
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(b"x" * 1000)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+        upgrade.close()
+
+    async def predecessor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readline()
+            for piece in (b"do", b"ne", b"\n"):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    server = await asyncio.start_unix_server(predecessor, str(path))
+    async with server:
+        found = await find_predecessor(path)
+        assert found is not None
+        with capture_logs() as lines:
+            await found.replace()
+        assert not lines
 
 
 async def test_without_an_upgrade_socket_a_second_process_is_refused(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_old_values_of_settings_are_the_present_ones_and_warn(tmp_path: Path) ->
         assert config.deprecated[0].endswith(f"use `migration_by: {new}`")
         flagged = load("port: 0", tmp_path, {"migration_by": old})
         assert (flagged.migration_by, len(flagged.deprecated)) == (new, 1)
-        assert load("port: 0", tmp_path, LMETRIC_MIGRATION_BY=old).migration_by == new
+        assert load("port: 0", tmp_path, LMETRIC__MIGRATION_BY=old).migration_by == new
         model = load(f"models: [{{name: a, migration_by: {old}, migration_leg_tokens: 7}}]", tmp_path)
         assert model.pool_settings(model.models[0]).migration_by == new
         assert model.pool_settings(model.models[0]).migration_segment_tokens == 7
@@ -115,9 +115,9 @@ def test_sources_add_to_an_option_and_another_kind_replaces_it(tmp_path: Path) -
     assert load(file, tmp_path, {"split.min_gain": "0.2"}).split == LibraSplit(probes=8, min_gain=0.2)
     assert load(file, tmp_path, {"split": "apart"}).split == DecodePlacement()
     assert load(file, tmp_path, {"split": "none"}).split is None
-    assert load("split: libra", tmp_path, LMETRIC_SPLIT__PROBES="9").split == LibraSplit(probes=9)
-    assert load("split: apart", tmp_path, LMETRIC_SPLIT="libra(probes=9)").split == LibraSplit(probes=9)
-    assert load("guard: {classes: 8}", tmp_path, LMETRIC_GUARD="false").guard == Guard(
+    assert load("split: libra", tmp_path, LMETRIC__SPLIT__PROBES="9").split == LibraSplit(probes=9)
+    assert load("split: apart", tmp_path, LMETRIC__SPLIT="libra(probes=9)").split == LibraSplit(probes=9)
+    assert load("guard: {classes: 8}", tmp_path, LMETRIC__GUARD="false").guard == Guard(
         enabled=False, classes=8
     )
     old = load(file, tmp_path, {"split_settings.least_gain": "0.2"})

@@ -51,7 +51,7 @@ def test_lmetric_shows_both_factors_and_the_next_best() -> None:
     chosen, following = record["best"][0], record["best"][1]
     work, batch = chosen["terms"]["p_token"], chosen["terms"]["bs"]
     text = because(record)
-    assert f"{number(work)} x {number(batch + 1)} = {number(chosen['score'])}" in text
+    assert f"{number(work)} x ({number(batch)} + 1) = {number(chosen['score'])}" in text
     assert f"next best {following['instance']}: {number(following['score'])}" in text
     assert work * (batch + 1) == chosen["score"]
 
@@ -80,7 +80,7 @@ CASES = [
             {"e3": 360.0, "e1": 900.0},
             terms={"e3": {"p_token": 120.0, "bs": 2.0}, "e1": {"p_token": 900.0, "bs": 0.0}},
         ),
-        "because e3 had the least new prefill tokens x batch size: 120 x 3 = 360; next best e1: 900.",
+        "because e3 had the least new prefill tokens x batch size: 120 x (2 + 1) = 360; next best e1: 900.",
     ),
     (
         made("least_requests", {"e0": 2.0, "e1": 2.0, "e2": 5.0}),

@@ -267,7 +267,7 @@ async def _play(
             interrupted=player.interrupted,
         )
         if memory is None:
-            return report
+            return replace(report, added_ttft_seconds=await _added_ttft(session, engines.urls, report))
         figures = summarize_programs(
             trace,
             player.records,
@@ -395,7 +395,20 @@ async def _longest_hold_seconds(session: aiohttp.ClientSession, routers: Sequenc
     return longest
 
 
-async def _state(session: aiohttp.ClientSession, engine: str) -> EngineState | None:
+async def _added_ttft(session: aiohttp.ClientSession, engines: Sequence[str], report: Report) -> float | None:
+    """The mean TTFT of clients less that of the engines, which count by their own clock."""
+    if report.ttft_seconds is None:
+        return None
+    seconds = requests = 0.0
+    for engine in engines:
+        figures = await _figures(session, engine) or {}
+        seconds += figures.get("vllm:time_to_first_token_seconds_sum", 0.0)
+        requests += figures.get("vllm:time_to_first_token_seconds_count", 0.0)
+    return max(report.ttft_seconds.mean - seconds / requests, 0.0) if requests else None
+
+
+async def _figures(session: aiohttp.ClientSession, engine: str) -> dict[str, float] | None:
+    """The engine's metrics without labels; None: no answer."""
     try:
         async with session.get(f"{engine}/metrics") as answer:
             text = await answer.text()
@@ -406,6 +419,13 @@ async def _state(session: aiohttp.ClientSession, engine: str) -> EngineState | N
         if line.startswith("vllm:"):
             name, _, value = line.rpartition(" ")
             figures[name.partition("{")[0]] = float(value)
+    return figures
+
+
+async def _state(session: aiohttp.ClientSession, engine: str) -> EngineState | None:
+    figures = await _figures(session, engine)
+    if figures is None:
+        return None
     queries = figures.get("vllm:prefix_cache_queries_total", 0.0)
     return EngineState(
         running=int(figures.get("vllm:num_requests_running", 0)),

@@ -6,6 +6,9 @@ import importlib.util
 import itertools
 import re
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -19,8 +22,31 @@ ENTRY_POINTS = "lmetric.policies"
 _FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _MODULE = re.compile(r"(?P<place>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 
+_allowed: ContextVar[Collection[str] | None] = ContextVar("_allowed", default=None)
 _numbers = itertools.count(1)
 _imported: set[str] = set()
+
+
+@contextmanager
+def code_only_in(texts: Collection[str] | None) -> Iterator[None]:
+    """Limits the context to code that these texts name; None: no limit.
+
+    Any other reference raises BadValueError. Readers of data files use it.
+    """
+    token = _allowed.set(texts)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def _check_allowed(text: str) -> None:
+    allowed = _allowed.get()
+    if allowed is not None and text not in allowed:
+        raise _core.BadValueError(
+            f"{text!r} is Python code, which a data file does not run by itself. If you trust it, pass "
+            "--allow-code"
+        )
 
 
 def is_reference(text: str) -> bool:
@@ -50,6 +76,7 @@ def load_object(text: str) -> object:
         BadValueError: loading failed, or the name does not exist.
     """
     text = text.strip()
+    _check_allowed(text)
     try:
         if found := _FILE.fullmatch(text):
             module = _run(Path(found["place"]))
@@ -79,6 +106,7 @@ def entry_point(name: str) -> object | None:
     found = _points(name)
     if not found:
         return None
+    _check_allowed(name)
     if len(found) > 1:
         packages = ", ".join(sorted(str(point.dist and point.dist.name) for point in found))
         raise _core.BadValueError(f"policy {name!r}: several packages register this name: {packages}")
@@ -89,6 +117,11 @@ def entry_point(name: str) -> object | None:
             f"policy {name!r}: {found[0].value} cannot be loaded: {_described(error)}"
         ) from error
     return loaded
+
+
+def has_entry_point(name: str) -> bool:
+    """Whether an installed package registers this name in `ENTRY_POINTS`. Loads nothing."""
+    return bool(_points(name))
 
 
 @cache

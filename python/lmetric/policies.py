@@ -308,10 +308,8 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
     """
     if plugins.is_reference(text):
         found = plugins.load_object(text)
-    elif re.fullmatch(r"[A-Za-z_][\w-]*", text.strip(), re.ASCII):
-        found = plugins.entry_point(text.strip()) if _unregistered(text.strip()) else None
     else:
-        found = None
+        found = plugins.entry_point(text.strip()) if _unregistered(text.strip()) else None
     if found is None or isinstance(found, Policy | PolicyFunction):
         return found
     if isinstance(found, Expr | str):
@@ -321,8 +319,21 @@ def referenced(text: str) -> Policy | PolicyFunction | str | None:
     raise _bad(f"policy {text}", found, "a Policy, an expression or a function")
 
 
+def is_code(policy: object) -> bool:
+    """Whether a policy of a configuration is a reference or an entry point. Loads nothing.
+
+    Building such a policy runs its code. Data files, such as records, must not cause that.
+    """
+    if not isinstance(policy, str):
+        return False
+    word = policy.strip()
+    return plugins.is_reference(word) or (_unregistered(word) and plugins.has_entry_point(word))
+
+
 def _unregistered(word: str) -> bool:
-    """Whether no policy and no indicator has this name."""
+    """Whether the word is a name, but of no policy and no indicator."""
+    if not re.fullmatch(r"[A-Za-z_][\w-]*", word, re.ASCII):
+        return False
     names = {row["name"] for row in (*_core.policy_table(), *_core.indicator_table())}
     return word not in names and word.lower() not in names
 

@@ -11,6 +11,7 @@ import base64
 import errno
 import gzip
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +30,43 @@ SCHEMA_VERSION = 1
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
+# Ranges by unit: readers allocate and count with these values. Times are up to the year 5138.
+RANGES = {"s": (0.0, 1e11), "tokens": (0, 1 << 31), "blocks": (0, 1 << 40)}
+MAX_INTEGER = (1 << 63) - 1
+MAX_LINE_BYTES = 16 << 20  # longer than any request: its prompt has 16 bytes of hash per block
+BLOCK = (1, 1 << 20)
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a line: its type in JSON, its unit, and its meaning."""
+    """A key of a line: its type in JSON, its unit, and its meaning.
 
-    kind: str  # number, integer, text, true or false, list of ..., mapping
+    ``within``: the lowest and the highest value; None: as `RANGES` says for the unit.
+    """
+
+    kind: str  # number, integer, text, true or false, list of ..., mapping of ...
     meaning: str
     unit: str = ""
     always: bool = False  # whether each line of its type has the key
+    within: tuple[float, float] | None = None
+
+    def expected(self, value: Any) -> str | None:
+        """What is expected instead of a value of another type or range; None: the value is good."""
+        if type(value) not in KINDS[self.kind]:
+            return self.kind
+        if self.kind == "list of texts":
+            return None if all(isinstance(each, str) for each in value) else self.kind
+        if self.kind == "mapping of numbers":
+            numbers = value.values()
+            return (
+                None
+                if all(type(each) in (int, float) and abs(each) <= MAX_INTEGER for each in numbers)
+                else self.kind
+            )
+        if self.kind not in ("number", "integer"):
+            return None
+        low, high = self.within or RANGES.get(self.unit) or (-MAX_INTEGER - 1, MAX_INTEGER)
+        return None if low <= value <= high else f"{self.kind} from {low:g} to {high:g}"
 
 
 HEADER = {
@@ -45,17 +75,22 @@ HEADER = {
     "router_version": Key("text", "version of the router that wrote the file", always=True),
     "at": Key("number", "time of the first line, Unix time", "s", always=True),
     "key_id": Key("text", "names the key of all hashes; files with equal ids share hashes", always=True),
-    "sample": Key("number", "share of the requests with a record, above 0 and at most 1", always=True),
+    "sample": Key(
+        "number",
+        "share of the requests with a record, above 0 and at most 1",
+        always=True,
+        within=(1e-9, 1.0),
+    ),
 }
 FLEET = {
     "type": Key("text", "`fleet`", always=True),
     "at": Key("number", "Unix time", "s", always=True),
     "model": Key("text", "model of the engines", always=True),
     "policy": Key("text or mapping", "policy of the router, as in its configuration", always=True),
-    "knobs": Key("mapping", "parameters of the policy by name", always=True),
+    "knobs": Key("mapping of numbers", "parameters of the policy by name", always=True),
     "shadow": Key("mapping", "settings of the shadow: `policy`, `knobs`, `sample`"),
     "canary": Key("mapping", "settings of the running canary: `policy`, `knobs`, `share`"),
-    "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True),
+    "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True, within=BLOCK),
     "engines": Key("list of mappings", "engines of the model", always=True),
 }
 ENGINE = {
@@ -64,7 +99,7 @@ ENGINE = {
     "role": Key("text", "both, prefill or decode", always=True),
     "mode": Key("text", "mode of its KV index: exact, approximate or load_only", always=True),
     "usable": Key("true or false", "whether it accepts new requests", always=True),
-    "block_tokens": Key("integer", "tokens of a KV block", "tokens"),
+    "block_tokens": Key("integer", "tokens of a KV block", "tokens", within=BLOCK),
     "cache_blocks": Key("integer", "KV blocks that it holds", "blocks"),
 }
 REQUEST = {
@@ -85,7 +120,7 @@ REQUEST = {
     "extra_tokens": Key("integer", "tokens of further prompts in the request", "tokens"),
     "max_tokens": Key("integer", "largest answer that the client accepts", "tokens"),
     "hash_unit": Key("text", "unit of `hash_block`: `tokens` or `bytes`"),
-    "hash_block": Key("integer", "size of a hashed prompt block, in `hash_unit`"),
+    "hash_block": Key("integer", "size of a hashed prompt block, in `hash_unit`", within=BLOCK),
     "hashes": Key(
         "text",
         "base64 of one keyed 64-bit hash per whole block of the prompt, little-endian. A hash covers all "
@@ -104,10 +139,10 @@ REQUEST = {
     "decode_instance": Key("text", "engine of the second segment"),
     "score": Key("number", "score of the instance"),
     "margin": Key("number", "distance of the score to the runner-up"),
-    "terms": Key("mapping", "indicators in the score of the instance, by name"),
+    "terms": Key("mapping of numbers", "indicators in the score of the instance, by name"),
     "runner_up": Key("text", "second-best engine"),
     "load": Key(
-        "mapping",
+        "mapping of numbers",
         "indicators of the instance right after the decision, this request included: `bs`, `q_bs`, "
         "`queued_prefill_tokens`, `tokens`",
     ),
@@ -133,6 +168,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
     "true or false": (bool,),
     "mapping": (dict,),
+    "mapping of numbers": (dict,),
     "text or mapping": (str, dict),
     "list of texts": (list,),
     "list of mappings": (list,),
@@ -279,11 +315,15 @@ def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
     """Yields the lines of a file, and whether each has its end."""
     with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
         try:
-            for line in file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise RecordError(f"{path}: a line has more than {MAX_LINE_BYTES:,} bytes; remove it")
                 if line.strip():
                     yield line.rstrip(b"\n"), line.endswith(b"\n")
         except EOFError:
             yield b"{", False  # a truncated archive
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise RecordError(f"{path}: no valid gzip file: {error}") from None
 
 
 def parse_line(place: str, text: bytes, *, header: bool) -> dict[str, Any]:
@@ -334,5 +374,7 @@ def _check_keys(what: str, line: Mapping[str, Any], table: Mapping[str, Key]) ->
         if name not in line:
             if key.always:
                 raise RecordError(f"{what} has no {name!r}")
-        elif type(value := line[name]) not in KINDS[key.kind] and (value is not None or key.always):
-            raise RecordError(f"{what} has {name!r}: {value!r:.80}; expected {key.kind}")
+        elif (value := line[name]) is None and not key.always:
+            continue
+        elif (expected := key.expected(value)) is not None:
+            raise RecordError(f"{what} has {name!r}: {value!r:.80}; expected {expected}")

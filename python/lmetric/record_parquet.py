@@ -30,6 +30,7 @@ SUFFIX = ".parquet"
 OTHER = "other"  # column of keys that are not in the schema
 HEADERS, FLEETS = b"lmetric.headers", b"lmetric.fleets"  # keys of the metadata
 ROWS = 65_536  # rows that are read at once
+MAPPINGS = {name for name, key in REQUEST.items() if key.kind == "mapping"}  # columns with JSON
 
 
 def convert_records(paths: Iterable[Path], out: Path) -> tuple[Records, int]:
@@ -82,13 +83,13 @@ def read_parquet(path: Path, read: Records) -> None:
                 )
             for header in orjson.loads(metadata[HEADERS]):
                 read.headers.append(check_header(str(path), header))
-            read.fleets.extend(orjson.loads(metadata[FLEETS]))
+            read.fleets.extend(check_line(str(path), fleet) for fleet in orjson.loads(metadata[FLEETS]))
             row = 0
             for batch in file.iter_batches(ROWS):
                 for line in _lines(batch):
                     row += 1
                     read.requests.append(check_line(f"{path}, row {row}", line))
-    except ArrowException as error:
+    except (ArrowException, ValueError, TypeError) as error:  # of the file, or of JSON in it
         raise RecordError(f"{path}: no valid Parquet file: {error}; convert the records again") from None
 
 
@@ -99,6 +100,8 @@ def _lines(batch: Any) -> Iterator[dict[str, Any]]:
         line = {name: value for name, value in row.items() if value is not None}
         if "hashes" in line:
             line["hashes"] = base64.b64encode(np.array(line["hashes"], "<u8").tobytes()).decode()
+        for name in MAPPINGS & line.keys():
+            line[name] = orjson.loads(line[name])
         line |= orjson.loads(other) if other else {}
         yield {"type": "request"} | line
 
@@ -115,6 +118,8 @@ def _table(requests: list[dict[str, Any]], schema: Any, path: Path) -> Any:
             values = [hashes_of(request) if "hashes" in request else None for request in requests]
         else:
             values = [request.get(field.name) for request in requests]
+            if field.name in MAPPINGS:
+                values = [None if value is None else orjson.dumps(value).decode() for value in values]
             if pyarrow.types.is_map(field.type):
                 values = [None if value is None else list(value.items()) for value in values]
         try:
@@ -142,7 +147,8 @@ def _schema() -> Any:
         "text": pyarrow.string(),
         "true or false": pyarrow.bool_(),
         "list of texts": pyarrow.list_(pyarrow.string()),
-        "mapping": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+        "mapping": pyarrow.string(),  # JSON
+        "mapping of numbers": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
     }
     types = {name: kinds[key.kind] for name, key in REQUEST.items() if name != "type"}
     types["hashes"] = pyarrow.list_(pyarrow.uint64())

@@ -225,7 +225,7 @@ def why(record: dict[str, Any]) -> RenderableType:
         parts.append(_timeline(record["timeline"]))
     if record.get("best"):
         parts.append(_alternatives(record))
-        if (more := len(record.get("scores") or {}) - len(record["best"])) > 0:
+        if (more := record["scored"] - len(record["best"])) > 0:
             parts.append(Text(f"and {more} more engines", style="dim"))
     return Group(*parts)
 

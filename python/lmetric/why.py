@@ -186,7 +186,11 @@ def _product(left: str) -> Arithmetic:
         work = (
             _value(terms, left) - (terms.get("pull_tokens") or 0.0) + (terms.get("pull_cost_tokens") or 0.0)
         )
-        return f"{number(work)} x {number(score / work)} = {number(score)}"
+        factor, requests = score / work, terms.get("bs")
+        # The request itself counts. The table beside the sentence has the requests without it.
+        itself = requests is not None and math.isclose(factor, requests + 1)
+        batch = f"({number(requests)} + 1)" if requests is not None and itself else number(factor)
+        return f"{number(work)} x {batch} = {number(score)}"
 
     return text
 

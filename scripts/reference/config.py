@@ -20,17 +20,21 @@ HEAD = """\
 `scripts/make_reference config` generates this page from `python/lmetric/config/schema.py` and
 `python/lmetric/options.py`. Edit those files.
 
-Settings come from flags (`--set timeouts.connect=1`), the environment (`LMETRIC_TIMEOUTS__CONNECT=1`) and one
+Settings come from flags (`--set timeouts.connect=1`), the environment (`LMETRIC__TIMEOUTS__CONNECT=1`) and one
 YAML file (`--config FILE`, `timeouts: {connect: 1}`). Flags override the environment, the environment overrides the
 file, and the file overrides the defaults. Unknown keys are errors. `lmetric-router config` prints the resulting
 configuration. [Example](../../examples/config.yaml).
+
+Variables begin with `LMETRIC__`, with two underscores. Kubernetes adds variables such as `LMETRIC_ROUTER_PORT` to pods for the
+Services of their namespace; the router ignores them. The log names other variables that begin with `LMETRIC`.
 
 If a key has *yes* under "reload", SIGHUP and `POST /admin/reload` apply its new value without a restart. Running
 requests continue under the old value. A reload with an error changes nothing. Removed engines drain, as with
 [discovery](../how-to/discovery.md). The router logs changed keys that need a restart.
 
-Set secrets in the file or the environment (`LMETRIC_REPLICAS__TOKEN`), not with flags: other users of the machine
-see flags in the process list. [Deploying](../how-to/deploying.md#secrets) describes the source of secrets in each deployment.
+Set secrets in the file or the environment (`LMETRIC__REPLICAS__TOKEN`), not with flags: other users of the machine
+see flags in the process list. A secret may be `${NAME}`, the value of the environment variable `NAME`: `api_key: ${ENGINE_KEY}`. If the
+variable is not set, the router does not start. Other forms (`$NAME`, `os.environ/NAME`) and references outside of secrets are errors. [Deploying](../how-to/deploying.md#secrets) describes the source of secrets in each deployment.
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -36,6 +36,7 @@ class Twin:
     cache_blocks: int | None = None
     kv_bytes_per_token: int | None = None
     check_seeds: int = 2
+    code: Collection[str] | None = ()  # recorded policies that may run Python code; None: all
     fit: EngineFit | None = None
     check: FitCheck | None = None
     fits: int = 0  # how often it has fitted
@@ -65,7 +66,7 @@ class Twin:
                 f"no request arrived in the last {self.window_seconds:.0f} s; send requests, or set a longer "
                 "window"
             )
-        recording = recording_of(replace(records, requests=recent))
+        recording = recording_of(replace(records, requests=recent), code=self.code)
         start = min(float(each["at"]) for each in recent)
         usable = [each["name"] for each in records.fleets[-1]["engines"] if each["usable"]]
         return self.advise_recording(

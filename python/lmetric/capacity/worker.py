@@ -67,18 +67,23 @@ class Worker:
     def round(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a round: by model, the advice or the reason of a refusal.
 
-        ``request``: ``now``, Unix time, and ``running``: requests without a record by model.
+        ``request``: ``now``, Unix time; ``running``: requests without a record by model; ``code``:
+        Python policies in the router's configuration, the only ones that records may run.
         """
-        now, running = float(request["now"]), request["running"]
+        now, running, code = float(request["now"]), request["running"], request["code"]
         try:
             records = self._tail.read(now)
         except (LmetricError, OSError) as error:
             return {"models": {name: {"refused": str(error)} for name in running}}
         return {
-            "models": {name: self._model(name, records, now, int(count)) for name, count in running.items()}
+            "models": {
+                name: self._model(name, records, now, int(count), code) for name, count in running.items()
+            }
         }
 
-    def _model(self, name: str, records: Records, now: float, running: int) -> dict[str, Any]:
+    def _model(
+        self, name: str, records: Records, now: float, running: int, code: list[str]
+    ) -> dict[str, Any]:
         if name not in self._twins and len(self._twins) >= MOST_MODELS:
             return {"refused": f"only {MOST_MODELS} models get advice"}
         settings = self._settings
@@ -94,6 +99,7 @@ class Worker:
                 settings["kv_bytes_per_token"],
             ),
         )
+        twin.code = code
         try:
             advice = twin.advise(records.of(name), now, running=running)
         except LmetricError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, ENGINES, RESULTS, TRACE
-from lmetric.cli.options import check_file
+from lmetric.cli.options import AllowCode, check_file
 from lmetric.cli.whatif import (
     CacheBlocks,
     Json,
@@ -84,6 +84,7 @@ def command(
         float, typer.Option(help="Time before the last record to read, seconds.", rich_help_panel=TRACE)
     ] = 1800.0,
     model: Model = None,
+    allow_code: AllowCode = False,
     max_batch_tokens: MaxBatchTokens = None,
     max_sequences: MaxSequences = None,
     cache_blocks: CacheBlocks = None,
@@ -134,6 +135,7 @@ def command(
     now = max(float(each["at"]) + float(each["e2e_seconds"]) for each in one.requests)
     limits = limits_of(max_error)
     twin = Twin(question, limits, window, max_batch_tokens, max_sequences, cache_blocks, kv_bytes_per_token)
+    twin.code = None if allow_code else ()
     advice = twin.advise(one, now)
     for text in advice.notes:
         note(f"note: {text}")

@@ -16,7 +16,7 @@ group = typer.Typer(
 
 Url = Annotated[str, typer.Argument(metavar="[URL]", help="Address of the router.")]
 Token = Annotated[
-    str | None, typer.Option(envvar="LMETRIC_ADMIN__TOKEN", help="Admin token.", show_default="none")
+    str | None, typer.Option(envvar="LMETRIC__ADMIN__TOKEN", help="Admin token.", show_default="none")
 ]
 Model = Annotated[str | None, typer.Option(help="Model.", show_default="the only one")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the state as JSON.")]

@@ -307,7 +307,22 @@ def _verdict(reports: dict[str, Report]) -> str:
     programs = {label: report.programs for label, report in reports.items() if report.programs is not None}
     if programs:
         return of_programs(programs)
+    if (reason := _no_verdict(reports)) is not None:
+        return reason
     return sentence([entry(label, report) for label, report in reports.items()])
+
+
+def _no_verdict(reports: dict[str, Report]) -> str | None:
+    """The reason for no verdict: the machine adds more than the policies differ; None: none."""
+    added = [each.added_ttft_seconds for each in reports.values() if each.added_ttft_seconds is not None]
+    means = sorted(each.ttft_seconds.mean for each in reports.values() if each.ttft_seconds is not None)
+    if len(means) < 2 or not added or max(added) < means[1] - means[0]:
+        return None
+    return (
+        f"No verdict: this machine added up to {max(added):.2f} s to the mean TTFT, and the two best "
+        f"policies differ by {means[1] - means[0]:.2f} s. Stop other programs, or lower --clock-speed. "
+        "`lmetric-router simulate --trace slice` compares the policies without this error."
+    )
 
 
 def _jct(programs: ProgramReport) -> str:

@@ -74,6 +74,14 @@ Speed = Annotated[float, typer.Option(help="Arrival rate relative to the trace."
 SkipBadLines = Annotated[
     bool, typer.Option(help="Skip and count invalid lines instead of failing.", rich_help_panel=TRACE)
 ]
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Run Python code that the data names, such as mine.py:score. Read the code first.",
+        rich_help_panel=TRACE,
+    ),
+]
 
 
 def check_file(flag: str, path: Path | None) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, RESULTS
-from lmetric.cli.options import check_file
+from lmetric.cli.options import AllowCode, check_file
 from lmetric.cli.whatif import (
     CacheBlocks,
     Jobs,
@@ -57,6 +57,7 @@ def command(
     ] = True,
     seeds: Seeds = 3,
     model: Model = None,
+    allow_code: AllowCode = False,
     max_batch_tokens: MaxBatchTokens = None,
     max_sequences: MaxSequences = None,
     cache_blocks: CacheBlocks = None,
@@ -100,7 +101,7 @@ def command(
     report, check = slo_report(one, goal), None
     if simulate and not report.reached:
         try:
-            recording = recording_of(one)
+            recording = recording_of(one, code=None if allow_code else ())
             choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
             fit, check = fitted(
                 recording,

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def command() -> None:
     """Route OpenAI API requests to engines.
 
-    Precedence of settings: flags, environment (LMETRIC_...), file (--config), defaults. SIGTERM and
-    Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads settings: the
-    reference of the configuration marks them. SIGUSR1 and SIGUSR2 are ignored.
+    Precedence of settings: flags, environment (LMETRIC__...), file (--config), defaults. SIGTERM
+    and Ctrl-C drain: /ready fails, and streams finish up to a deadline. SIGHUP reloads settings:
+    the reference of the configuration marks them. SIGUSR1 and SIGUSR2 are ignored.
     """
 
 

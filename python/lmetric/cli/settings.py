@@ -116,7 +116,7 @@ def _read(
             metavar="KEY=VALUE",
             show_default="none",
             help="Any setting, e.g. timeouts.connect=1; repeatable. Other users of the machine see flags: "
-            "set secrets in the file or the environment, e.g. LMETRIC_REPLICAS__TOKEN.",
+            "set secrets in the file or the environment, e.g. LMETRIC__REPLICAS__TOKEN.",
         ),
     ] = None,
     **more: Any,

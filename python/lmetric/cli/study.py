@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, RESULTS
+from lmetric.cli.options import AllowCode
 
 if TYPE_CHECKING:
     from lmetric.sim.backends import Backend
@@ -60,6 +61,7 @@ def command(
             rich_help_panel=BASIC,
         ),
     ] = None,
+    allow_code: AllowCode = False,
     backend: Annotated[
         BackendName,
         typer.Option(help="Run on this machine's cores, or on a Ray cluster.", rich_help_panel=_EXECUTION),
@@ -120,7 +122,7 @@ def command(
     if against and not policy:
         raise typer.BadParameter("needs --policy", param_hint="--against")
     policies = list(dict.fromkeys(split_policies([*(policy or []), *(against or [])])))
-    study = load_study(file, trace, policies)
+    study = load_study(file, trace, policies, allow_code=allow_code)
     for message in study.deprecated:
         note(message)
     directory = out if out is not None else Path(f"{file.stem if file else 'comparison'}-results")

@@ -16,7 +16,7 @@ def command(
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="LMETRIC_ADMIN__TOKEN",
+            envvar="LMETRIC__ADMIN__TOKEN",
             help="Admin token, or an API key for your own requests only.",
             show_default="none",
         ),

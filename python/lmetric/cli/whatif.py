@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
-from lmetric.cli.options import SloTpot, SloTtft, check_file
+from lmetric.cli.options import AllowCode, SloTpot, SloTtft, check_file
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result
@@ -130,6 +130,7 @@ def command(
     seeds: Seeds = 3,
     model: Model = None,
     open_loop: OpenLoop = False,
+    allow_code: AllowCode = False,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     max_batch_tokens: MaxBatchTokens = None,
@@ -166,7 +167,7 @@ def command(
     if roles is not None and instances is not None:
         raise typer.BadParameter("the pools are the engines: omit --instances", param_hint="--roles")
     pools = fleets([] if roles is None else [roles], transfer, kv_bytes_per_token)
-    recording = read(records, model)
+    recording = read(records, model, allow_code=allow_code)
     fleet = pools[0] if pools else Fleet(instances or len(recording.engines))
     choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
     fit, check = fitted(
@@ -200,8 +201,11 @@ def command(
         raise WhatIfError(check.reason())
 
 
-def read(paths: Sequence[Path], model: str | None) -> Recording:
-    """The recording in these files, with notes of skipped lines on stderr. Raises LmetricError."""
+def read(paths: Sequence[Path], model: str | None, *, allow_code: bool) -> Recording:
+    """The recording in these files, with notes of skipped lines on stderr.
+
+    ``allow_code``: whether the recorded policy may be Python code. Raises LmetricError.
+    """
     from lmetric.cli.show import note
     from lmetric.record_files import read_records
     from lmetric.whatif import recording_of
@@ -209,7 +213,7 @@ def read(paths: Sequence[Path], model: str | None) -> Recording:
     found = read_records(list(paths))
     for text in found.notes:
         note(f"note: {text}")
-    recording = recording_of(found.of(model))
+    recording = recording_of(found.of(model), code=None if allow_code else ())
     for text in recording.notes:
         note(f"note: {text}")
     return recording

@@ -10,27 +10,101 @@ from typing import Any
 
 import yaml
 from pydantic import SecretStr
+from yaml.composer import Composer, ComposerError
+from yaml.constructor import ConstructorError, SafeConstructor
+from yaml.resolver import Resolver
 
 from lmetric._core import LmetricError
-from lmetric.config.kinds import is_token
+from lmetric.config.kinds import token_problem
 
 
 class ConfigError(LmetricError):
     """An invalid configuration. The message gives the place, the value, and what was expected."""
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
+MAX_DEPTH = 64  # of nested lists and mappings: readers of values are recursive
+MAX_ALIASED = 100_000  # values that aliases may repeat: a few lines can name billions
+
+try:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+except ImportError:  # PyYAML without libyaml
+    _Loader: Any = yaml.SafeLoader
+else:
+
+    class _Loader(CParser, Composer, SafeConstructor, Resolver):  # type: ignore[no-redef]
+        """`yaml.SafeLoader` with the scanner of libyaml, which is several times as fast.
+
+        `yaml.CSafeLoader` also composes nodes in C. Deep nesting ends the process there.
+        """
+
+        def __init__(self, stream: str) -> None:
+            CParser.__init__(self, stream)
+            Composer.__init__(self)
+            SafeConstructor.__init__(self)
+            Resolver.__init__(self)
+
+        check_node, get_node = Composer.check_node, Composer.get_node
+        get_single_node = Composer.get_single_node
+
+
+class TooLarge(ComposerError):
+    """A YAML file beyond the bounds of `BoundedLoader`."""
+
+
+class BoundedLoader(_Loader):  # type: ignore[misc]
+    """A YAML loader for files of others.
+
+    It refuses deep nesting, and aliases that repeat many values or contain themselves. Every error
+    is a YAMLError with the line.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._nodes = self._aliased = 0
+        self._sizes: dict[int, int] = {}  # nodes below a node, aliases included
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        before = self._nodes
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise TooLarge(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._nodes += 1
+            self._sizes[id(node)] = self._nodes - before
+            return node
+        size = self._sizes.get(id(node))
+        if size is None:
+            raise TooLarge(None, None, f"alias {event.anchor!r} contains itself", mark)
+        self._nodes += size
+        self._aliased += size
+        if self._aliased > MAX_ALIASED:
+            raise TooLarge(None, None, f"aliases repeat more than {MAX_ALIASED:,} values", mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError) as error:  # such as a date in month 13
+            raise ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+class UniqueKeys(BoundedLoader):
+    """A bounded YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # an error in the base class
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {key.value!r}", key.start_mark
-                )
+                raise ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 @contextlib.contextmanager
@@ -72,6 +146,6 @@ def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:
         return secret.get_secret_value() if secret is not None else None
     with reading(file):
         text = file.read_text(encoding="utf-8").strip()
-    if not is_token(text):
-        raise ConfigError(f"{file}: expected exactly one token of visible ASCII characters")
+    if (problem := token_problem(text)) is not None:
+        raise ConfigError(f"{file}: the content is not a token: {problem}")
     return text

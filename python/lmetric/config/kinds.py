@@ -16,7 +16,14 @@ from lmetric import options
 from lmetric.options import Role as Role
 
 
+def _visible(text: str, what: str) -> None:
+    """Raises ValueError for a text that must not be in the head of a request."""
+    if not re.fullmatch("[!-~]*", text):
+        raise ValueError(f"{what} has only visible ASCII characters, without spaces")
+
+
 def _http_url(url: str, whose: str) -> str:
+    _visible(url, f"{whose} URL")  # urlsplit drops line breaks
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{whose} URL looks like http://host:port")
@@ -97,6 +104,7 @@ def _nameserver(text: str) -> str:
 def _origin(text: str) -> str:
     if text == "*":
         return text
+    _visible(text, "an origin")
     parts = urlsplit(text)
     if not parts.scheme or not parts.netloc or text != f"{parts.scheme}://{parts.netloc}" or "@" in text:
         raise ValueError('an origin looks like https://host or https://host:port, without a path, or is "*"')
@@ -133,14 +141,33 @@ def _zmq_endpoint(endpoint: str) -> str:
     return endpoint
 
 
-def is_token(text: str) -> bool:
-    """Whether a text is valid as a bearer token: one or more visible ASCII characters."""
-    return re.fullmatch("[!-~]+", text) is not None
+# ${NAME}, $(NAME) and {{ NAME }} anywhere; $NAME and os.environ/NAME as the whole text.
+_REFERENCE = re.compile(
+    r".*(\$\{[^}]*\}|\$\(\w+\)|\{\{.*\}\}).*|\$[A-Za-z_]\w*|os\.environ/\w+", re.ASCII | re.DOTALL
+)
+
+
+def is_reference(text: str) -> bool:
+    """Whether a secret looks like a reference to a variable that nobody has expanded."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def token_problem(text: str) -> str | None:
+    """Why a text is no bearer token; None: it is one, of visible ASCII characters."""
+    if is_reference(text):
+        return (
+            "it looks like a reference to a variable, which is not expanded here; in the configuration file, "
+            "write ${NAME} as the whole value, or give the secret itself in a variable LMETRIC__... or a file"
+        )
+    if re.fullmatch("[!-~]+", text) is None:
+        return "a token has one or more characters, all visible ASCII"
+    return None
 
 
 def _token(secret: SecretStr) -> SecretStr:
-    if not is_token(secret.get_secret_value()):
-        raise ValueError("a token has one or more characters, all visible ASCII")
+    problem = token_problem(secret.get_secret_value())
+    if problem is not None:
+        raise ValueError(problem)
     return secret
 
 

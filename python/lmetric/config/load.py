@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric import _deprecated, options
 from lmetric._core import LmetricError
-from lmetric.config.files import ConfigError, read_yaml_mapping
+from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.public_traces import FOLDER_VARIABLE
 
-ENV_PREFIX = "LMETRIC_"
+ENV_PREFIX = "LMETRIC__"
+"""Prefix of environment variables with settings."""
+
+# Kubernetes adds such variables to pods for each Service of their namespace: LMETRIC_PORT for the
+# Service `lmetric`. A Service's name ends in a letter or digit, so no setting has such a variable.
+_SERVICE_LINK = re.compile(
+    r"LMETRIC(\w*[A-Z0-9])?_"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9]+)*|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)",
+    re.ASCII,
+)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}", re.ASCII)
 
 
 def load_config(
@@ -30,8 +42,10 @@ def load_config(
     Args:
         file: YAML file; None: no file.
         overrides: values of flags by dotted key (``timeouts.connect``); None: flag not given.
-        environ: environment variables; None: those of the process. ``LMETRIC_TIMEOUTS__CONNECT``
-            sets ``timeouts.connect``. Texts that start with ``[`` or ``{`` are read as YAML.
+        environ: environment variables; None: those of the process. ``LMETRIC__TIMEOUTS__CONNECT``
+            sets ``timeouts.connect``. Texts that start with ``[`` or ``{`` are read as YAML if the
+            key takes a list or mapping. A secret in any source may be ``${NAME}``: the value of
+            the variable ``NAME``.
 
     Raises:
         ConfigError: a source cannot be read, or a value is invalid.
@@ -39,24 +53,34 @@ def load_config(
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
     old = _OldKeys()
+    environ = os.environ if environ is None else environ
+    ignored = []
 
     def take(source: str, values: Mapping[str, Any]) -> None:
         _merge(merged, old.replaced(source, values), origin, source)
 
     if file is not None:
         take(str(file), _read_yaml(Path(file)))
-    for name, value in sorted((os.environ if environ is None else environ).items()):
-        if name.startswith(ENV_PREFIX) and name != FOLDER_VARIABLE:
-            take(name, _nested(name.removeprefix(ENV_PREFIX).lower().split("__"), _value(name, value)))
+    for name, value in sorted(environ.items()):
+        if not name.startswith("LMETRIC") or name == FOLDER_VARIABLE or _is_service_link(name, value):
+            continue
+        if not name.startswith(ENV_PREFIX):
+            ignored.append(name)
+            continue
+        path = name.removeprefix(ENV_PREFIX).lower().split("__")
+        take(name, _nested(path, _value(name, path, value)))
     for key, value in (overrides or {}).items():
         if value is not None:
-            take("command line", _nested(key.split("."), _value("command line", value)))
+            path = key.split(".")
+            take("command line", _nested(path, _value("command line", path, value)))
+    merged = _expanded(merged, ServerConfig, (), origin, environ)
     _complete(merged, old)
     try:
         config = ServerConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
     config._deprecated = tuple(old.messages)
+    config._ignored = tuple(ignored)
     config._origin = origin
     return config
 
@@ -134,8 +158,15 @@ def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: s
 
 
 def render(config: ServerConfig) -> str:
-    """The whole configuration as YAML, defaults included, secrets masked."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    """The whole configuration as YAML, defaults included, secrets masked.
+
+    Settings that models inherit from the top level are there alone.
+    """
+    values = config.model_dump(mode="json", by_alias=True)
+    for model, shown in zip(config.models, values["models"], strict=True):
+        for name in model.inherited:
+            del shown[name]
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def render_changed(config: ServerConfig) -> str:
@@ -186,13 +217,95 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return content
 
 
-def _value(name: str, value: Any) -> Any:
+def _is_service_link(name: str, value: str) -> bool:
+    if _SERVICE_LINK.fullmatch(name) is None:
+        return False
+    # LMETRIC_PORT=9000 is meant as a setting: Kubernetes sets an address such as tcp://10.0.0.1:80.
+    numbers = ("_SERVICE_PORT", "_TCP_PORT", "_UDP_PORT", "_SCTP_PORT")
+    return "://" in value or not name.endswith("_PORT") or name.endswith(numbers)
+
+
+def _value(name: str, path: Sequence[str], value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith(("[", "{")):
         return value
+    kind: Any = ServerConfig
+    for key in path:
+        kind = _below(kind, key)
+    if not _takes_yaml(kind):
+        return value  # a secret, for example, may begin with a bracket
     try:
-        return yaml.safe_load(value)
+        return yaml.load(value, UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not readable as YAML: {str(error).splitlines()[0]}") from None
+
+
+def _below(kind: Any, key: str) -> Any:
+    """The type of a key of a section or mapping; None: unknown."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = kind.model_fields.items()
+        return next((field.annotation for name, field in fields if key in (name, field.alias)), None)
+    if get_origin(kind) is dict:
+        return get_args(kind)[1]
+    return next((found for part in get_args(kind) if (found := _below(part, key)) is not None), None)
+
+
+def _takes_yaml(kind: Any) -> bool:
+    """Whether a type has values that are lists or mappings."""
+    if isinstance(kind, type) and (issubclass(kind, BaseModel | list | dict) or is_dataclass(kind)):
+        return True
+    return kind is Any or get_origin(kind) in (list, dict) or any(map(_takes_yaml, get_args(kind)))
+
+
+def _is_secret(kind: Any) -> bool:
+    return kind is SecretStr or any(map(_is_secret, get_args(kind)))
+
+
+def _items_of(kind: Any) -> Any:
+    """The type of a list's items; None: no list."""
+    if get_origin(kind) is list:
+        return get_args(kind)[0]
+    return next((found for part in get_args(kind) if (found := _items_of(part)) is not None), None)
+
+
+def _expanded(
+    value: Any,
+    kind: Any,
+    path: tuple[str | int, ...],
+    origin: Mapping[tuple[str, ...], str],
+    environ: Mapping[str, str],
+) -> Any:
+    """A value with the secrets to which `${NAME}` refers. Raises ConfigError.
+
+    ``kind``: the type of the value. Only secrets are expanded: elsewhere, a reference is an error.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: _expanded(each, _below(kind, str(key)), (*path, str(key)), origin, environ)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        items = _items_of(kind)
+        return [_expanded(each, items, (*path, n), origin, environ) for n, each in enumerate(value)]
+    if not isinstance(value, str) or not (found := _VARIABLE.search(value)):
+        return value
+    secret = _is_secret(kind)
+    if secret and found[0] == value and environ.get(found[1]):
+        return environ[found[1]]
+    names = tuple(part for part in path if isinstance(part, str))
+    source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), "")
+    shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if secret and found[0] == value:
+        problem = f"the variable {found[1]} is not set; set it where the router starts"
+    elif secret:
+        problem = f"{found[0]} must be the whole value; put all of the secret into the variable"
+    else:
+        own = (
+            ""
+            if any(isinstance(part, int) for part in path)
+            else f", or set {ENV_PREFIX}{'__'.join(names).upper()}"
+        )
+        problem = f"{found[0]} is expanded only in secrets; write the value{own}"
+    raise ConfigError(f"{source}: {shown}: {problem}")
 
 
 def _nested(path: list[str], value: Any) -> dict[str, Any]:

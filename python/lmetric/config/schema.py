@@ -10,7 +10,6 @@ from pydantic import (
     Discriminator,
     Field,
     PrivateAttr,
-    SecretStr,
     Tag,
     model_validator,
 )
@@ -131,7 +130,7 @@ class EngineConfig(Strict):
     kv_events: KvEventsSetting | None = Field(
         None, description="source of KV events; default: kv_events of the model"
     )
-    api_key: SecretStr | None = Field(
+    api_key: Token | None = Field(
         None, description="bearer token for the engine; it replaces the client's Authorization header"
     )
     tls: EngineTls | None = Field(
@@ -511,7 +510,26 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether values are equal, and both inherit the same settings from the top level."""
+        return (
+            isinstance(other, ModelConfig)
+            and self.__dict__ == other.__dict__
+            and self.inherited == other.inherited
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def inherited(self) -> set[str]:
+        """The settings of the top level that the model has no own value for."""
+        return PoolSettings.model_fields.keys() - self.model_fields_set
 
 
 class DnsSource(Strict):
@@ -600,7 +618,7 @@ class DiscoverySource(Strict):
     model: str | None = Field(
         None, min_length=1, description="model of engines that report none; default: the top level's"
     )
-    api_key: SecretStr | None = Field(None, description="bearer token for engines without an api_key")
+    api_key: Token | None = Field(None, description="bearer token for engines without an api_key")
     scheme: Literal["http", "https"] = Field(
         "http", description="scheme of the engines' URLs with dns and kubernetes; https: as engine_tls says"
     )
@@ -742,7 +760,9 @@ class Health(Strict):
     """Health checks of the engines."""
 
     path: str = Field(
-        "/health", pattern="^/", description="path of the GET request; every status below 500 is healthy"
+        "/health",
+        pattern="^/[!-~]*$",
+        description="path of the GET request; every status below 500 is healthy",
     )
     interval: Seconds = Field(2.0, description="time between two checks of an engine, seconds")
     timeout: Seconds = Field(2.0, description="time limit of a check, seconds")
@@ -779,10 +799,24 @@ class Limits(Strict):
     max_concurrent_requests: Positive = Field(
         8192, description="maximum number of requests in flight; others get a 503"
     )
+    max_concurrent_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="maximum share of max_concurrent_requests for a client address (except trusted proxies) "
+        "and for one tenant; others get a 503. 1: no such limit, for example if all clients share a gateway",
+    )
+    max_head_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="maximum size of a request's head: request line and header fields, at most 256; others "
+        "get a 431",
+    )
     max_body_bytes_total: Positive = Field(
         256 << 20,
-        description="maximum size of all request bodies that are being received or await an answer; others "
-        "get a 503",
+        description="maximum size of all requests that are being received, and of all request bodies that "
+        "await an answer; others get a 503",
     )
     max_body_bytes_per_client: Positive = Field(
         128 << 20,
@@ -822,7 +856,8 @@ class Errors(Strict):
         True,
         description="show engine names and failure reasons in errors, and engine names in the headers "
         "x-lmetric-instance and x-lmetric-prefill. An engine's default name is its host:port. false: hide "
-        "them from clients; logs and the /debug pages still show them",
+        "them from clients, also on the live page and in decision records; logs and administrators' pages "
+        "still show them",
     )
 
 
@@ -1086,6 +1121,7 @@ class ServerConfig(PoolSettings):
     )
 
     _deprecated: tuple[str, ...] = PrivateAttr(())
+    _ignored: tuple[str, ...] = PrivateAttr(())
     _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
@@ -1098,6 +1134,11 @@ class ServerConfig(PoolSettings):
     def deprecated(self) -> tuple[str, ...]:
         """Warnings about deprecated keys in the sources, each with the current spelling."""
         return self._deprecated
+
+    @property
+    def ignored_variables(self) -> tuple[str, ...]:
+        """Environment variables that begin with LMETRIC and are no settings."""
+        return self._ignored
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -60,8 +60,3 @@ class CanaryStart(CanaryConfig):
     """The body of POST /admin/canary/start."""
 
     model: str | None = Field(None, description="model; null: the only one")
-
-
-def policy_alone(value: object) -> object:
-    """Expands a policy's name to the section that it abbreviates."""
-    return {"policy": value} if isinstance(value, str) else value

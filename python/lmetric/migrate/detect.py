@@ -11,9 +11,13 @@ import yaml
 from pydantic import ValidationError
 
 from lmetric.config import ConfigError, ServerConfig, explain, reading
+from lmetric.config.files import BoundedLoader, TooLarge
 from lmetric.migrate import epp, litellm, nginx, production_stack, smg
 from lmetric.migrate.commands import Command, commands
 from lmetric.migrate.draft import Draft
+
+MAX_BYTES = 1 << 20  # of a file; Kubernetes stores smaller objects, too
+MAX_TEXTS = 2  # depth of YAML texts inside YAML: a ConfigMap in Helm values
 
 KINDS = ("sglang-router", "smg", "vllm-router", "production-stack", "llm-d", "litellm", "nginx")
 
@@ -38,8 +42,20 @@ def import_config(file: Path, kind: str | None = None) -> Draft:
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"--from = {kind!r}: unknown kind; expected one of {', '.join(KINDS)}")
     with reading(file):
-        text = file.read_text(encoding="utf-8")
-    draft = _translate(file, text, kind)
+        with file.open("rb") as source:
+            content = source.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{file}: larger than {MAX_BYTES:,} bytes; import the router's part of it")
+        try:
+            draft = _translate(file, content.decode(), kind)
+        except UnicodeDecodeError:
+            raise
+        # Files of others have any shape, and translators read the expected one.
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{file}: a value is missing or has another shape than in the documentation of that router "
+                f"({type(error).__name__}: {error})"
+            ) from None
     try:
         ServerConfig.model_validate(draft.settings)
     except ValidationError as error:
@@ -54,8 +70,9 @@ def _translate(file: Path, text: str, kind: str | None) -> Draft:
         nginx.translate(draft, file, text)
         return draft
     documents = _documents(text)
+    mappings = list(_nested(documents, set()))
     for each, marks, translate in _MAPPINGS:
-        if kind in (None, each) and (matching := [d for d in _nested(documents) if marks & d.keys()]):
+        if kind in (None, each) and (matching := [d for d in mappings if marks & d.keys()]):
             chosen = [d for d in matching if each != "llm-d" or d.get("kind") == epp.KIND]
             if chosen:
                 draft = Draft(str(file), each)
@@ -82,7 +99,7 @@ def _from_command(file: Path, kind: str | None, found: list[Command]) -> Draft:
     if not found or not any(each.flags for each in found):
         raise ConfigError(f"{file}: no router's configuration; {_EXPECTED}")
     if len(found) > 1:
-        shown = ", ".join(f"{each.program!r}" for each in found)
+        shown = ", ".join(f"{each.program!r}" for each in found[:3]) + (", ..." if len(found) > 3 else "")
         raise ConfigError(
             f"{file}: {len(found)} router commands ({shown}); expected one: import one command per file"
         )
@@ -97,24 +114,37 @@ def _from_command(file: Path, kind: str | None, found: list[Command]) -> Draft:
 
 
 def _is_nginx(text: str) -> bool:
-    return re.search(r"^\s*upstream\s+\S+\s*\{", text, re.MULTILINE) is not None
+    return re.search(r"^[ \t]*+upstream\s++[^\s{]++\s*+\{", text, re.MULTILINE) is not None
 
 
 def _documents(text: str) -> list[Any]:
-    """The YAML documents; none if the file is not YAML."""
+    """The YAML documents; none if the file is not YAML. Raises TooLarge."""
     try:
-        return [each for each in yaml.safe_load_all(text) if each is not None]
+        return [each for each in yaml.load_all(text, BoundedLoader) if each is not None]
+    except TooLarge:
+        raise
     except yaml.YAMLError:
         return []
 
 
-def _nested(documents: list[Any]) -> Iterator[dict[str, Any]]:
-    """The mappings in documents: also those in texts, as in a ConfigMap or in Helm values."""
+def _nested(documents: list[Any], seen: set[str], texts: int = 0) -> Iterator[dict[str, Any]]:
+    """The mappings in documents: also those in texts, as in a ConfigMap or in Helm values.
+
+    ``seen``: texts that were read. ``texts``: how many texts are around the documents.
+    """
     for document in documents:
         if isinstance(document, Mapping):
             yield dict(document)
-            yield from _nested(list(document.values()))
+            yield from _nested(list(document.values()), seen, texts)
         elif isinstance(document, list):
-            yield from _nested(document)
-        elif isinstance(document, str) and "\n" in document and ":" in document:
-            yield from _nested([each for each in _documents(document) if not isinstance(each, str)])
+            yield from _nested(document, seen, texts)
+        elif (
+            isinstance(document, str)
+            and "\n" in document
+            and ":" in document
+            and texts < MAX_TEXTS
+            and document not in seen
+        ):
+            seen.add(document)
+            inside = [each for each in _documents(document) if not isinstance(each, str)]
+            yield from _nested(inside, seen, texts + 1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import yaml
 
 from lmetric.config import ConfigError
+from lmetric.printable import printable
 
 WIDTH = 100
 SECRET = re.compile(
@@ -29,7 +32,7 @@ class Draft:
     Attributes:
         settings: the settings, as in a configuration file.
         notes: comments for top-level keys.
-        remarks: pairs of a setting of the other router and the reason why it has no equivalent.
+        remarks: as keys, pairs of a setting of the other router and why it has no equivalent.
     """
 
     def __init__(self, source: str, kind: str) -> None:
@@ -37,7 +40,8 @@ class Draft:
         self.kind = kind
         self.settings: dict[str, Any] = {}
         self.notes: dict[str, list[str]] = {}
-        self.remarks: list[tuple[str, str]] = []
+        self.remarks: dict[tuple[str, str], None] = {}  # in their order
+        self._engines: set[bytes] = set()
 
     def set(self, path: str, value: Any, note: str | None = None) -> None:
         """Sets `path`, such as ``timeouts.request``, with a note for readers."""
@@ -59,14 +63,20 @@ class Draft:
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             text = "***" if SECRET.search(what) else str(value)
             shown = f"{what} {text}" if len(text) <= 60 and "\n" not in text else what
-        if (shown, why) not in self.remarks:
-            self.remarks.append((shown, why))
+        self.remarks[shown, why] = None
 
     def add_engine(self, url: str, what: str, **settings: Any) -> None:
         """Adds an engine, or a remark if the router cannot use its URL."""
         engine = self.engine(url, what, **settings)
-        if engine is not None and engine not in self.settings.setdefault("engines", []):
-            self.settings["engines"].append(engine)
+        if engine is not None and self.is_new(engine):
+            self.settings.setdefault("engines", []).append(engine)
+
+    def is_new(self, engine: dict[str, Any], *, model: str = "") -> bool:
+        """Whether no engine of the model with the same settings has been added before."""
+        key = orjson.dumps([model, engine], option=orjson.OPT_SORT_KEYS)
+        new = key not in self._engines
+        self._engines.add(key)
+        return new
 
     def engine(self, url: str, what: str, **settings: Any) -> dict[str, Any] | None:
         """The entry of an engine; None, and a remark, if the router cannot use its URL."""
@@ -93,6 +103,8 @@ class Draft:
             number = float(self.text(what, value))
         except ValueError:
             raise self.error(what, value, "a number") from None
+        if not math.isfinite(number):
+            raise self.error(what, value, "a finite number")
         return int(number) if whole or number == int(number) else number
 
     def seconds(self, what: str, value: str) -> float | int:
@@ -124,7 +136,7 @@ class Draft:
         for key, value in self.settings.items():
             for note in self.notes.get(key, ()):
                 yield from _comment(note)
-            yield from yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True).splitlines()
+            yield from _yaml({key: value})
         if not self.settings:
             yield "{}"
         if self.remarks:
@@ -134,10 +146,18 @@ class Draft:
             yield from _comment(f"{what}: {why}", head="# - ")
 
 
+def _yaml(value: dict[str, Any]) -> list[str]:
+    """A mapping as lines of YAML, with escapes for characters that a terminal would not show."""
+    lines = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).split("\n")[:-1]
+    if all(line.isprintable() for line in lines):
+        return lines
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=False).split("\n")[:-1]
+
+
 def _comment(text: str, head: str = "# ") -> list[str]:
     rest = "#" + " " * (len(head) - 1)
     return textwrap.wrap(
-        " ".join(text.split()),
+        printable(" ".join(text.split())),
         WIDTH,
         initial_indent=head,
         subsequent_indent=rest,

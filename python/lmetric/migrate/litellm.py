@@ -86,7 +86,7 @@ def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
             draft.remark(f"{name}.{key}", _REASONS.get(key, "no equivalent known"), value)
     if config.get("environment_variables"):
         draft.remark(
-            "environment_variables", "the router reads LMETRIC_... (docs/reference/configuration.md)"
+            "environment_variables", "the router reads LMETRIC__... (docs/reference/configuration.md)"
         )
     known = {"model_list", "router_settings", "general_settings", "litellm_settings", "environment_variables"}
     for key in config.keys() - known:
@@ -149,7 +149,8 @@ def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict
         draft.remark(f"{where}.{key}", "clients send request parameters themselves", value)
     for key in sorted(entry.keys() - {"model_name", "litellm_params", *_WEIGHTS}):
         draft.remark(f"{where}.{key}", "the router asks the engines for their models")
-    if engine not in (engines := pools.setdefault(served, [])):
+    engines = pools.setdefault(served, [])
+    if draft.is_new(engine, model=served):
         engines.append(engine)
 
 

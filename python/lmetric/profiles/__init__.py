@@ -163,7 +163,7 @@ def load_profile(name_or_path: str) -> Profile:
             else f"; shipped: {', '.join(names)}, or a path to a YAML file"
         )
         raise ProfileError(f"profile {name_or_path!r}: {error.strerror}{hint}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ProfileError(f"profile {path}: not YAML: {' '.join(str(error).split())}") from error
     return check_profile(content, str(path))
 

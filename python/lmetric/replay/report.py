@@ -49,6 +49,8 @@ class Report:
     late_requests: int  # sent more than LATE_SECONDS late
     first_token_share: float = 1.0  # requests with their first token when the last one was sent
     programs: ProgramReport | None = None  # None: agent programs were not summarized
+    # Part of the mean TTFT that the engines did not count: of router, client and a busy machine.
+    added_ttft_seconds: float | None = None  # None: the engines were not asked
 
 
 def summarize(

@@ -8,9 +8,9 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
@@ -22,6 +22,7 @@ from lmetric.server.background.monitor import Monitor
 from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.policies import Policies
 from lmetric.server.http.frontend import DRAINING, REFUSING, REPLACED, Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
@@ -45,6 +46,22 @@ EXIT_INTERRUPTED = 130
 STOP_SECONDS = 2.0
 IDLE_CLIENT_SECONDS = 1.0  # for clients of idle connections to use them once more
 DRAIN_LOOK_SECONDS = 0.05  # time between two looks whether all clients have left
+
+
+class Change(NamedTuple):
+    """A new configuration that `Server.prepare` has read and checked.
+
+    ``config``: as in its sources; ``new``: what the running router takes of it. ``changed_keys``:
+    numbers of API keys that it adds and removes.
+    """
+
+    config: ServerConfig
+    new: ServerConfig
+    keys: Keys
+    tls: TlsContext | None
+    policies: Mapping[str | None, Policies]
+    apply: Callable[[], None]  # applies keys and settings of requests
+    changed_keys: tuple[int, int]
 
 
 class Server:
@@ -206,13 +223,11 @@ class Server:
         self._listeners.close()
         self.replaced.set()
 
-    def reload(self, config: ServerConfig) -> dict[str, Any]:
-        """Applies the settings of a new configuration that need no restart (`RELOADED`).
+    def prepare(self, config: ServerConfig) -> Change:
+        """Reads and builds what a new configuration needs. It changes nothing, in any thread.
 
-        Running requests continue under the old settings. Returns the changes. Raises LmetricError;
-        then nothing has changed.
+        Raises LmetricError.
         """
-        front = self.front
         config = config.model_copy(update={"engines": [*config.engines, *self._further]})
         if self._bound is not None and self._bound.shared:
             config = _at(config, self._bound)
@@ -222,12 +237,28 @@ class Server:
             raise ConfigError(f"not possible without a restart: {error}") from None
         keys = Keys.load(new.auth.keys_file)
         tls = None if new.tls is None else listener_context(new.tls)
-        policies = self.fleet.policies_of(config)
+        policies, changed_keys = self.fleet.policies_of(config), self.front.keys.changes(keys)
+        return Change(config, new, keys, tls, policies, self.front.prepare(keys, new), changed_keys)
+
+    def reload(self, config: ServerConfig) -> dict[str, Any]:
+        """Prepares and applies a new configuration. Raises LmetricError; then nothing has changed.
+
+        `Reloads` prepares in a thread instead.
+        """
+        return self.apply(self.prepare(config))
+
+    def apply(self, change: Change) -> dict[str, Any]:
+        """Applies the settings of a new configuration that need no restart (`RELOADED`).
+
+        Running requests continue under the old settings. Returns the changes. Raises LmetricError;
+        then nothing has changed.
+        """
+        front, config, new, keys, tls = self.front, change.config, change.new, change.keys, change.tls
         listed: list[tuple[EngineConfig, str | None]] = [(engine, None) for engine in new.engines]
         listed += [(engine, model.name) for model in new.models for engine in model.engines]
         for engine, model in listed:
             self.fleet.contexts.get(new.tls_of(engine, model)).refresh()
-        added, removed = front.keys.changes(keys)
+        added, removed = change.changed_keys
         old = front.config.tenants
         tenants = sorted(
             name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
@@ -235,9 +266,8 @@ class Server:
         changed = sorted(
             name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
-        apply = front.prepare(keys, new)
-        self.fleet.reload(new, policies)
-        apply()
+        self.fleet.reload(new, change.policies)
+        change.apply()
         if tls is not None and front.tls is not None:
             tls.failures = front.tls.failures
             front.tls = tls
@@ -326,6 +356,9 @@ class Server:
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
+        for pool in self.fleet.pools:
+            if pool.changes is not None:
+                await pool.changes.stop()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.stop)
         if self.front.recorder is not None:
@@ -396,8 +429,9 @@ async def serve(
 
         def handle_signals() -> None:
             if reread is not None:
-                loop.add_signal_handler(signal.SIGHUP, _reload, server, reread)
-                server.front.reread = lambda: server.reload(reread())
+                reloads = Reloads(server, reread)
+                loop.add_signal_handler(signal.SIGHUP, reloads.on_signal)
+                server.front.reread = reloads.reload
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, on_signal, number)
 
@@ -456,6 +490,10 @@ def check_config(config: ServerConfig) -> None:
 def _warn_deprecated(config: ServerConfig) -> None:
     for message in config.deprecated:
         log.warning("deprecated configuration", reason=message)
+    if config.ignored_variables:
+        log.warning(
+            "environment variables ignored: settings begin with LMETRIC__", names=config.ignored_variables
+        )
 
 
 def _check_moves(config: ServerConfig) -> None:
@@ -472,13 +510,50 @@ def _ignored(number: signal.Signals) -> None:
     log.info("signal ignored", signal=number.name)
 
 
-def _reload(server: Server, reread: Callable[[], ServerConfig]) -> None:
-    try:
-        config = reread()
+class Reloads:
+    """Reloads of the configuration, one at a time.
+
+    A thread reads and checks it, because a file with thousands of keys takes long. Reloads that are
+    requested while one waits for its turn are the same reload.
+    """
+
+    def __init__(self, server: Server, reread: Callable[[], ServerConfig]) -> None:
+        self._server = server
+        self._reread = reread
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[dict[str, Any]] | None = None
+
+    def on_signal(self) -> None:
+        """Requests a reload. An error is only logged."""
+        self._request()
+
+    async def reload(self) -> dict[str, Any]:
+        """Reloads. Returns the changes. Raises LmetricError; then nothing has changed."""
+        return await asyncio.shield(self._request())  # a client that leaves ends no reload
+
+    def _request(self) -> asyncio.Task[dict[str, Any]]:
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(), name="reload")
+            self._next.add_done_callback(_log_failure)
+        return self._next
+
+    async def _run(self) -> dict[str, Any]:
+        async with self._turn:
+            self._next = None  # later requests may follow a change of the files
+            return self._server.apply(await asyncio.to_thread(self._prepare))
+
+    def _prepare(self) -> Change:
+        config = self._reread()
         _check_moves(config)
-        server.reload(config)
-    except LmetricError as error:
-        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
+        return self._server.prepare(config)
+
+
+def _log_failure(reload: asyncio.Task[dict[str, Any]]) -> None:
+    if not reload.cancelled() and (error := reload.exception()) is not None:
+        defect = None if isinstance(error, LmetricError) else error
+        log.error(
+            "cannot reload the configuration; the old one stays in use", reason=str(error), exc_info=defect
+        )
 
 
 def run_server(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from lmetric import _deprecated, options
+from lmetric import _deprecated, options, plugins
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_mapping
 from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
@@ -434,11 +434,16 @@ COMPARISON: dict[str, Any] = {
 
 
 def load_study(
-    path: Path | None, traces: list[Path] | None = None, policies: list[str] | None = None
+    path: Path | None,
+    traces: list[Path] | None = None,
+    policies: list[str] | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Study:
     """Reads and checks a study file. ``traces`` and ``policies`` replace the file's.
 
-    Without a file, the other settings are those of `COMPARISON`.
+    Without a file, the other settings are those of `COMPARISON`. ``allow_code``: whether the file
+    may name Python objects, whose code runs. ``policies`` always may.
 
     Raises:
         ConfigError: an invalid file, policy, parameter or profile. The message has the file, the
@@ -452,14 +457,16 @@ def load_study(
         content["traces"] = [str(trace_path(trace).resolve()) for trace in traces]
     messages: list[str] = []
     try:
-        if isinstance(settings := content.get("settings"), Mapping):
-            content["settings"], old = _deprecated.settings(settings)
-            messages = [
-                f"{path}: settings: " + _deprecated.settings_message(names, key, content["settings"].get(key))
-                for key, names in old.items()
-            ]
-        file = StudyFile.model_validate(content)
-        return replace(_expand(file, path), deprecated=tuple(messages))
+        with plugins.code_only_in(None if allow_code else policies or ()):
+            if isinstance(settings := content.get("settings"), Mapping):
+                content["settings"], old = _deprecated.settings(settings)
+                messages = [
+                    f"{path}: settings: "
+                    + _deprecated.settings_message(names, key, content["settings"].get(key))
+                    for key, names in old.items()
+                ]
+            file = StudyFile.model_validate(content)
+            return replace(_expand(file, path), deprecated=tuple(messages))
     except ValidationError as error:
         origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
         raise ConfigError("\n".join(explain(error, origin, StudyFile))) from None

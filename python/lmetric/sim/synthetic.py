@@ -381,7 +381,7 @@ def read_synthetic(description: str) -> AnySynthetic:
     where = "on the command line" if inline else description
     try:
         content = yaml.safe_load(description if inline else Path(description).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SyntheticError(f"synthetic trace {where}: not YAML: {' '.join(str(error).split())}") from None
     return check_synthetic(content, where)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric._core import LmetricError
+from lmetric.policies import is_code
 from lmetric.record_files import Records, hashes_of
 from lmetric.sim.churn import FleetChange
 from lmetric.sim.setups import PolicyChoice
@@ -101,12 +102,14 @@ class Recording:
         )
 
 
-def recording_of(records: Records) -> Recording:
+def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Recording:
     """The recording of the complete requests of one model (`Records.of`).
 
+    ``code``: recorded policies that may run Python code; None: all of them.
+
     Raises:
-        WhatIfError: a sample, too few or too many incomplete requests, no state of the fleet, or
-            pools for prefill and decode.
+        WhatIfError: a sample, too few or too many incomplete requests, no state of the fleet,
+            pools for prefill and decode, or a policy that ``code`` does not allow.
     """
     if records.sample < 1.0:
         raise WhatIfError(
@@ -152,7 +155,7 @@ def recording_of(records: Records) -> Recording:
         e2e_seconds=_column(requests, "e2e_seconds"),
         cached_tokens=_column(requests, "cached_tokens"),
         engines=tuple(names),
-        policy=_policy(fleet, requests, notes),
+        policy=_policy(fleet, requests, notes, code),
         block_tokens=block,
         cache_blocks=cache,
         exact=all(each["mode"] == "exact" for each in fleet["engines"]),
@@ -227,12 +230,21 @@ def changes_of(
 
 
 def _policy(
-    fleet: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], notes: list[str]
+    fleet: Mapping[str, Any],
+    requests: Sequence[Mapping[str, Any]],
+    notes: list[str],
+    code: Collection[str] | None,
 ) -> PolicyChoice:
+    """The policy of the fleet. Raises WhatIfError for code that ``code`` does not allow."""
     names = Counter(each.get("policy") for each in requests)
     if len(names) > 1:
         notes.append(f"{len(names)} policies ran; the fit simulates the last one")
     policy = fleet["policy"]
+    if code is not None and is_code(policy) and policy not in code:
+        raise WhatIfError(
+            f"the recorded policy {policy!r} is Python code, which records do not run by themselves. If you "
+            "trust it, run whatif, report or advise with --allow-code"
+        )
     label = policy if isinstance(policy, str) else str(policy.get("name") or policy.get("score"))
     return PolicyChoice(policy, fleet["knobs"], "").labelled(None if isinstance(policy, str) else label)
 

@@ -283,7 +283,7 @@ def _cause(line: Line, late: bool, longest_wait: float) -> str:
     if "load" not in line:
         return "unknown"
     own = line["prompt_tokens"] - line.get("cached_tokens", line.get("predicted_cached_tokens", 0))
-    return "queue" if line["load"]["queued_prefill_tokens"] - own > own else "prompt"
+    return "queue" if line["load"].get("queued_prefill_tokens", 0) - own > own else "prompt"
 
 
 def _column(lines: Sequence[Line], name: str) -> Floats:

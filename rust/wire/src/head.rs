@@ -4,7 +4,7 @@ use crate::body::Framing;
 use std::mem::MaybeUninit;
 
 /// Header fields of one connection, and fields that the router sets itself; never passed on.
-const DROPPED: [&str; 12] = [
+const DROPPED: [&str; 13] = [
     "connection",
     "content-length",
     "endpoint-load-metrics",
@@ -16,6 +16,7 @@ const DROPPED: [&str; 12] = [
     "upgrade",
     "x-lmetric-decision",
     "x-lmetric-instance",
+    "x-lmetric-prefill",
     "x-request-id",
 ];
 
@@ -60,12 +61,14 @@ pub(crate) struct Head {
     pub(crate) status: u16,
     pub(crate) framing: Framing,
     pub(crate) keep_alive: bool,
+    /// A stream of events that can be read. An error answer is none, whatever its type is.
     pub(crate) event_stream: bool,
+    /// JSON that can be read.
     pub(crate) json: bool,
+    /// The `content-encoding`, except `identity`: the values in the body cannot be read.
+    pub(crate) coding: Option<String>,
     /// The `endpoint-load-metrics` header (ORCA), if the engine sent one.
     pub(crate) load: Option<String>,
-    /// Seconds of the `retry-after` header; `None` without one, or if it is a date.
-    pub(crate) retry_after: Option<u64>,
     /// Status line and the fields to pass on, each with its line end.
     pub(crate) lines: Vec<u8>,
 }
@@ -97,8 +100,8 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
         keep_alive: response.version == Some(1),
         event_stream: false,
         json: false,
+        coding: None,
         load: None,
-        retry_after: None,
         lines: Vec::new(),
     };
     let (mut chunked, mut content_length, mut named) = (false, None, Vec::new());
@@ -123,9 +126,6 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
                 }
                 content_length = Some(n);
             }
-            11 if field.name.eq_ignore_ascii_case("retry-after") => {
-                head.retry_after = digits_value(value);
-            }
             17 if field.name.eq_ignore_ascii_case("transfer-encoding") => {
                 if chunked || !value.eq_ignore_ascii_case(b"chunked") {
                     let value = String::from_utf8_lossy(value);
@@ -140,6 +140,11 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
                 head.event_stream = kind.eq_ignore_ascii_case(b"text/event-stream");
                 head.json = kind.to_ascii_lowercase().ends_with(b"json");
             }
+            16 if field.name.eq_ignore_ascii_case("content-encoding") => {
+                if !value.is_empty() && !value.eq_ignore_ascii_case(b"identity") {
+                    head.coding = Some(String::from_utf8_lossy(value).into_owned());
+                }
+            }
             21 if field.name.eq_ignore_ascii_case("endpoint-load-metrics") => {
                 head.load = Some(String::from_utf8_lossy(value).into_owned());
             }
@@ -149,6 +154,8 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
     if chunked && content_length.is_some() {
         return Err(WireError::malformed("both content-length and transfer-encoding"));
     }
+    head.json &= head.coding.is_none();
+    head.event_stream &= head.coding.is_none() && status < 400;
     for field in response.headers.iter() {
         let name = field.name;
         if DROPPED.iter().any(|dropped| dropped.eq_ignore_ascii_case(name))
@@ -173,13 +180,10 @@ pub(crate) fn parse(input: &[u8], bodiless: bool) -> Result<Option<(Head, usize)
 }
 
 /// The number in a field of digits only: `str::parse` alone would accept a sign.
-fn digits_value(value: &[u8]) -> Option<u64> {
-    let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
-    std::str::from_utf8(value).ok().filter(|_| digits).and_then(|text| text.parse().ok())
-}
-
 pub(crate) fn length_value(value: &[u8]) -> Result<u64, WireError> {
-    digits_value(value)
+    let digits = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
+    let text = std::str::from_utf8(value).ok().filter(|_| digits);
+    text.and_then(|text| text.parse().ok())
         .ok_or_else(|| WireError::malformed(format!("content-length {:?}", String::from_utf8_lossy(value))))
 }
 
@@ -210,14 +214,19 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_is_a_number_of_seconds() {
-        let seconds = |field: &str| head(&format!("{field}\r\n")).unwrap().retry_after;
-        assert_eq!(seconds("Retry-After: 17"), Some(17));
-        for field in
-            ["Retry-After: -1", "Retry-After: 1.5", "Retry-After: Wed, 21 Oct 2026 07:28:00 GMT", "X: 1"]
-        {
-            assert_eq!(seconds(field), None, "{field}");
-        }
+    fn a_coded_answer_and_an_error_are_no_readable_stream() {
+        let read = |status: u16, field: &str| {
+            let text =
+                format!("HTTP/1.1 {status} X\r\nContent-Type: text/event-stream\r\n{field}Server: x\r\n\r\n");
+            let head = parse(text.as_bytes(), false).unwrap().unwrap().0;
+            (head.event_stream, head.coding.as_deref().unwrap_or("").to_owned())
+        };
+        assert_eq!(read(200, ""), (true, String::new()));
+        assert_eq!(read(200, "Content-Encoding: identity\r\n"), (true, String::new()));
+        assert_eq!(read(200, "Content-Encoding: gzip\r\n"), (false, "gzip".into()));
+        assert_eq!(read(429, ""), (false, String::new()));
+        let json = head("Content-Type: application/json\r\nContent-Encoding: br\r\n").unwrap();
+        assert!(!json.json && json.lines.ends_with(b"Content-Encoding: br\r\n"));
     }
 
     #[test]

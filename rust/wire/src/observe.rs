@@ -20,6 +20,7 @@ const BAD_IDS: &str = "the engine reports invalid token ids";
 const TOO_LONG: &str = "an event is too long to be followed";
 const SEVERAL_LINES: &str = "an event is in several lines";
 const DECLARED: &str = "its length is declared";
+const CODED: &str = "it has a content-encoding";
 const PARSED: &str = "the engine parses its answers into more than text (tool calls or reasoning)";
 
 fn no_completion(why: impl fmt::Display) -> String {
@@ -108,6 +109,12 @@ impl Observer {
     pub(crate) fn declared(&mut self) {
         self.off = true;
         self.lose(DECLARED);
+    }
+
+    /// Records that the stream has a content-encoding, so it passes unread.
+    pub(crate) fn coded(&mut self) {
+        self.off = true;
+        self.lose(CODED);
     }
 
     /// Records that a part of an event goes to the client, because the event is too long.

@@ -18,7 +18,9 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    426: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "overloaded_error",
 }
 
@@ -51,6 +53,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.more = dict(more or {})
+
+    def first_lines(self) -> bytes:
+        """Returns the status line and the content type of its answer."""
+        phrase = _PHRASES.get(self.status, "")
+        return f"HTTP/1.1 {self.status} {phrase}\r\ncontent-type: application/json\r\n".encode()
 
     def body(self, show_engines: bool = True) -> bytes:
         """Returns the error object as JSON."""
@@ -99,16 +106,14 @@ def whole_answer(
     `more_fields`: further lines of its head.
     """
     body = error.body(show_engines)
-    fields = {"content-type": "application/json", "content-length": str(len(body))}
+    fields = {"content-length": str(len(body))}
     if request_id is not None:
         fields["x-request-id"] = request_id
     fields |= error.headers
     if not keep_alive:
         fields["connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    phrase = _PHRASES.get(error.status, "")  # engines also send statuses that no standard defines
-    head = f"HTTP/1.1 {error.status} {phrase}\r\n{lines}".encode("latin-1")
-    return b"%b%b\r\n%b" % (head, more_fields, body)
+    return b"%b%b%b\r\n%b" % (error.first_lines(), lines.encode("latin-1"), more_fields, body)
 
 
 class Unusable(NamedTuple):

@@ -20,6 +20,7 @@ from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lmetric.config import CapacityConfig, RecordsConfig
+from lmetric.policies import is_code
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.fleet import Fleet
 
@@ -131,7 +132,9 @@ class CapacityTwin:
         begun = time.monotonic()
         line = b""
         try:
-            await self._send(process, {"round": number, "now": time.time(), "running": running})
+            await self._send(
+                process, {"round": number, "now": time.time(), "running": running, "code": self._code()}
+            )
             async with asyncio.timeout(self._config.timeout):
                 line = await process.stdout.readline()
         except TimeoutError:
@@ -154,6 +157,12 @@ class CapacityTwin:
             self._take(name, told, now)
         served = {pool.name for pool in self._fleet.pools}
         self._models = {name: each for name, each in self._models.items() if name in served}
+
+    def _code(self) -> list[str]:
+        """The Python policies in the configuration: records may name them, and no others."""
+        settings = [pool.policies.settings for pool in self._fleet.pools]
+        policies = [policy for each in settings for policy in (each.policy, *each.policies.values())]
+        return sorted({policy for policy in policies if isinstance(policy, str) and is_code(policy)})
 
     def _take(self, name: str, told: dict[str, Any], now: float) -> None:
         model = self._models.setdefault(name, ModelAdvice(now))

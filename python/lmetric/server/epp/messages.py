@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.struct_pb2 import Struct
 
-from lmetric.server.api.errors import ApiError
 from lmetric.server.epp.ext_proc_pb2 import (
     BodyMutation,
     BodyResponse,
@@ -114,13 +113,6 @@ def immediate(answer: bytes) -> ProcessingResponse:
             body=body,
             details="lmetric-router",
         )
-    )
-
-
-def unsupported(error: ApiError) -> ProcessingResponse:
-    """Returns the answer to a gateway whose configuration the picker does not support."""
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(status=HttpStatus(code=error.status), body=error.body())
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import structlog
 from aiohttp import web
+from google.protobuf.message import DecodeError
 
 from lmetric.config import ConfigError, ServerConfig
 from lmetric.server.api.errors import ApiError
@@ -14,7 +15,6 @@ from lmetric.server.api.paths import stored_response
 from lmetric.server.epp.ext_proc_pb2 import (
     HealthCheckRequest,
     HealthCheckResponse,
-    ProcessingRequest,
     ProcessingResponse,
 )
 from lmetric.server.epp.shared import Shared
@@ -26,6 +26,7 @@ from lmetric.server.http.protocol import origin_form
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _HEALTH = "grpc.health.v1.Health"
 _STOP_SECONDS = 1.0
+_MORE_STREAMS = 256  # beside those of requests in flight: health checks, and requests that begin or end
 _READY = frozenset({"", "readiness", SERVICE})
 
 log = structlog.get_logger("lmetric.epp")
@@ -66,6 +67,7 @@ class Picker:
         config = self._config
         epp, limit = config.epp, config.limits.max_body_bytes
         server = grpc.aio.server(
+            maximum_concurrent_rpcs=config.limits.max_concurrent_requests + _MORE_STREAMS,
             options=[
                 ("grpc.max_receive_message_length", limit + (1 << 20)),
                 ("grpc.max_send_message_length", limit + (1 << 20)),
@@ -73,14 +75,15 @@ class Picker:
                 # Gateways keep their connection open with pings.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
                 ("grpc.keepalive_permit_without_calls", 1),
-            ]
+            ],
         )
+        # Without deserializers: gRPC would log each malformed message with its bytes.
         process = grpc.stream_stream_rpc_method_handler(
-            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+            self._process, response_serializer=ProcessingResponse.SerializeToString
         )
-        health = {"request_deserializer": HealthCheckRequest.FromString}
-        health["response_serializer"] = HealthCheckResponse.SerializeToString
-        check = grpc.unary_unary_rpc_method_handler(self._check, **health)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check, response_serializer=HealthCheckResponse.SerializeToString
+        )
         server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
@@ -112,7 +115,11 @@ class Picker:
         finally:
             self.shared.streams -= 1
 
-    async def _check(self, request: HealthCheckRequest, _: object) -> HealthCheckResponse:
+    async def _check(self, data: bytes, context: Any) -> HealthCheckResponse:
+        try:
+            request = HealthCheckRequest.FromString(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a HealthCheckRequest")
         status = HealthCheckResponse.SERVICE_UNKNOWN
         if request.service == "liveness":
             status = HealthCheckResponse.SERVING

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.epp import messages, request_fields
@@ -17,9 +18,11 @@ from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.http.client_load import Client
 from lmetric.server.http.frontend import no_room_error
 
 _BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
+IDLE_SECONDS = 10.0  # until a stream's first message, and from the end of its request to its own
 
 
 class GatewayStream:
@@ -56,7 +59,8 @@ class GatewayStream:
         self._has_body = False
         self._body = b""  # as the client sent it
         self._has_trailers = False
-        self._deadline: asyncio.TimerHandle | None = None  # for the body
+        self._deadline: asyncio.TimerHandle | None = None  # for the gateway's next step
+        self._routed = False  # the request is whole: the executor has it, or it was refused
         self._prefill: str | None = None  # address of the engine that computes the prompt
         self._link: EngineLink | None = None
         self._picks: list[str] = []  # IP:PORT, best first
@@ -68,8 +72,13 @@ class GatewayStream:
     async def serve(self) -> None:
         """Reads the gateway's messages and answers them, until one side ends the stream."""
         context, out = self._context, self._out
+        self._await_step(IDLE_SECONDS, f"no request_headers within {IDLE_SECONDS:g} s")
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                try:
+                    message = ProcessingRequest.FromString(data)
+                except DecodeError:  # gRPC would log it with the bytes
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a ProcessingRequest")
                 self._receive(message)
                 if self._decided is not None:
                     await self._decided
@@ -106,7 +115,10 @@ class GatewayStream:
         elif kind == "request_body":
             self._request_part(message.request_body.body, message.request_body.end_of_stream)
         elif kind == "request_headers":
-            self._begin(message)
+            if self.request is None:
+                self._begin(message)
+            else:
+                self._abort("a stream has one request: request_headers came twice")
         elif kind == "response_headers":
             self._answer_head(message)
         elif kind == "request_trailers":
@@ -118,8 +130,7 @@ class GatewayStream:
 
     def _left(self) -> None:
         """Ends what is open: the gateway has ended the stream."""
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._await_step()
         relay, self._link = self.relay, None
         if relay is not None:
             relay.client_gone()
@@ -127,15 +138,33 @@ class GatewayStream:
             self.release_body()
         self._front.clients.end(self._sender)
 
+    @property
+    def payer(self) -> Client:
+        """The client that pays for the request: its gateway."""
+        return self._sender
+
     def end(self, reason: str) -> None:
         """Ends the stream with an error: the router no longer follows its answer."""
-        if self._broken is None and self._task is not None and not self.answer_ended:
+        if not self.answer_ended:
+            self._abort(reason)
+
+    def _abort(self, reason: str) -> None:
+        if self._broken is None and self._task is not None:
             self._broken = reason
             self._task.cancel()
+
+    def _await_step(self, seconds: float | None = None, reason: str = "") -> None:
+        """Ends the stream after these seconds, unless it is called again. None: no time limit."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if seconds is not None:
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self._abort, reason)
 
     # -- the request -------------------------------------------------------------------------------
 
     def _begin(self, message: ProcessingRequest) -> None:
+        self._await_step()
         if message.HasField("protocol_config"):
             config = message.protocol_config
             self._modes = [config.request_body_mode, config.response_body_mode]
@@ -175,8 +204,8 @@ class GatewayStream:
         return self._shared.path_error(fields.method, fields.path)
 
     def _request_part(self, part: bytes, ends: bool) -> None:
-        if self.request is None or self.transport.refused:
-            return  # the rest of a refused request
+        if self.request is None or self._routed or self.transport.refused:
+            return  # the rest of a refused request, or parts after its end
         self._size += len(part)
         limit = self._front.config.limits.max_body_bytes
         if self._size > limit:
@@ -196,7 +225,7 @@ class GatewayStream:
         return True
 
     def _body_late(self, seconds: float) -> None:
-        if self.request is not None and not self.transport.refused:
+        if self.request is not None and not self._routed and not self.transport.refused:
             text = f"the body is incomplete after {seconds:g} s: {self._size} bytes received"
             self._front.refuse_request(self.request, ApiError(408, text))
             self.end(text)
@@ -204,11 +233,10 @@ class GatewayStream:
     def _complete(self) -> None:
         """Routes the whole request. The pick or the refusal may come later."""
         request, front = self.request, self._front
-        if request is None or self.transport.refused or self._picks:
+        if request is None or self._routed or self.transport.refused:
             return
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._routed = True
+        self._await_step()
         self._received_at = time.monotonic()
         body = self._body = b"".join(self._parts)
         self._parts.clear()
@@ -336,6 +364,7 @@ class GatewayStream:
     def _answered(self, _: bool) -> None:
         """Called at the end of the request."""
         self.relay = None
+        self._await_step(IDLE_SECONDS, "the request has ended")
         if self.body_size:
             self.release_body()
 

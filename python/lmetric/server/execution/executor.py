@@ -9,7 +9,7 @@ actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -28,7 +28,15 @@ from lmetric._core import (
 from lmetric.engines.handover import HandoverError
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import ParsedRequest
-from lmetric.server.execution.exchange import FAILED, SATURATED, STOPPING, ClientRequest, Rules
+from lmetric.server.execution.exchange import (
+    FAILED,
+    SATURATED,
+    STOPPING,
+    ClientRequest,
+    Rules,
+    why_no_stream,
+    without_cors,
+)
 from lmetric.server.execution.plan import (
     FOLLOWING,
     Act,
@@ -36,6 +44,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Comment,
     Commit,
     Event,
     Finish,
@@ -49,6 +58,7 @@ from lmetric.server.execution.planners.hedge import Hedge
 from lmetric.server.execution.planners.migration import Migration
 from lmetric.server.execution.planners.prefix_fetch import PrefixFetch
 from lmetric.server.execution.progress import Progress
+from lmetric.server.execution.refusal import EngineRefusal, retry_after_seconds
 from lmetric.server.execution.transcript import (
     UNBOUNDED,
     Delta,
@@ -75,26 +85,16 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 # Kinds of failure that the core router knows by another name.
-CORE_KINDS = {"saturated": "status"}
+CORE_KINDS = {"saturated": "status", "not_served": "status"}
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
 # Failures before an engine accepted the request. No client can cause them.
-NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated"})
+NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated", "not_served"})
+# Of these, failures that say nothing about the engine's health.
+HEALTHY_KINDS = frozenset({"saturated", "not_served"})
 
 COMMIT, FINISH = Commit(), Finish()
 
 log = structlog.get_logger("lmetric.relay")
-
-
-class EngineRefusal(ApiError):
-    """An engine's own error answer, which the client gets unchanged."""
-
-    def __init__(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(status, "", headers=headers)
-        self._answer = body
-
-    def body(self, show_engines: bool = True) -> bytes:
-        """Returns the engine's answer."""
-        return self._answer
 
 
 class RequestExecution(Progress):
@@ -113,7 +113,7 @@ class RequestExecution(Progress):
     _withheld: bytes = b""  # the error that ended the engine's stream; the client did not get it
     _tried: tuple[str, ...] = ()
     _verdicts: Verdicts | None = None  # set after a failure
-    _refusal: tuple[int, bytes] | None = None  # status and body of an engine's last error answer
+    _refusal: EngineRefusal | None = None  # the last error answer of an engine, if it was whole
     _retry_after = 0  # seconds, the longest Retry-After of engines that declined the request
     _over_budget = False  # the retry budget forbade another attempt
     _resume_slices_at: Engine | None = None  # set while slices wait for a slow client
@@ -150,7 +150,7 @@ class RequestExecution(Progress):
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
-        if hedge is not None:
+        if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
             self.hedge = hedge
         if moves or fetches or resumes:
             self.call = call
@@ -230,6 +230,15 @@ class RequestExecution(Progress):
         kv = migration.kv if attempt.step is self.side and migration is not None else self.transfer()
         kv.sent()
 
+    def _comments(self, attempt: Attempt, now: float, comments: bytes) -> None:
+        """Passes an engine's comments on to a client that waits for a token."""
+        if self.client_request.gateway is not None:
+            return  # the client has the engine's own bytes
+        if self.committed:  # its engine failed, and this one continues
+            self._acts.append(Write(b"".join(b": %b\n" % line for line in comments.splitlines()) + b"\n"))
+        else:
+            self._acts.append(Comment(comments))
+
     def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
         status, statuses = reader.status, self.rules.statuses
@@ -246,6 +255,10 @@ class RequestExecution(Progress):
             self._drop_and_fail(step, _kind(code or 500), f"error {code} as the first event", now)
         elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
+        elif status == 404 and flags & END and self._lacks_model(attempt):
+            attempt.answer = reader.payload()
+            self._declined(attempt, status, whole=True)
+            self._drop_and_fail(step, "not_served", f"status 404{attempt.error_words()}", now)
         elif step.carries_kv and self.transfer().broke(status, reader.error_code):
             self._resend(step.engine, now)
         elif flags & ENGINE_ERROR and step.merges and not reader.tokens:
@@ -264,7 +277,7 @@ class RequestExecution(Progress):
                 attempt.begun = True
             self._pass_refusal(attempt)
         elif self.client_request.opened and not reader.event_stream:
-            self._drop_and_fail(step, "reset", "the engine did not answer with an event stream", now)
+            self._drop_and_fail(step, "reset", why_no_stream(reader), now)
         elif step.reader == "pass":
             if self.paired_body is not None and not self._second_begins(step, now):
                 return
@@ -611,10 +624,11 @@ class RequestExecution(Progress):
             self._ready(attempt, now, flags)
             return
         code, reason = reader.status, f"status {reader.status}"
-        if code == 200:
+        if code == 200 and not reader.event_stream:
+            code, reason = 400, why_no_stream(reader)
+        elif code == 200:
             code, reason = reader.error_code or 500, "the stream ended with an error before a token"
-        seconds = reader.retry_after
-        if code in SATURATED and seconds:
+        if code in SATURATED and (seconds := retry_after_seconds(reader.head_lines)):
             self.pool.saturated(step.engine, seconds)
         self._acts.append("cancel_hedge")
         # An engine is not to blame for a status below 500.
@@ -1143,6 +1157,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason, now):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
+                self.pool.retried[CORE_KINDS.get(kind, kind)] += 1
                 self._note("retry", engine.name, following, kind, now)
                 self._start_segment(following, now, "FAILED")
                 return
@@ -1153,6 +1168,8 @@ class RequestExecution(Progress):
         allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason, now)
         outcome = self._continued(now) if allowed else "not_retried"
         self.pool.failovers[outcome] += 1
+        if outcome == "continued":
+            self.pool.retried["reset" if kind == "engine_error" else CORE_KINDS.get(kind, kind)] += 1
         self._note("failover", engine.name, self.ticket.instance, outcome, now)
         if outcome not in ("continued", "complete"):
             self._give_up(engine, kind, reason)
@@ -1211,7 +1228,7 @@ class RequestExecution(Progress):
         """Records a failed attempt for the verdict. Returns whether its engine is lost."""
         self._tried += (f"{engine.name}: {reason}",)
         if kind in NOT_ACCEPTED:
-            if kind != "saturated":
+            if kind not in HEALTHY_KINDS:
                 engine.failed(kind, reason)
             return kind == "refused"
         if self._verdicts is None:
@@ -1223,7 +1240,7 @@ class RequestExecution(Progress):
         """Records a failure of a step that no other engine repeats."""
         if kind not in NOT_ACCEPTED:
             self.pool.blame(engine, self.client_request.client_key, reason, proven=False)
-        elif kind != "saturated":
+        elif kind not in HEALTHY_KINDS:
             engine.failed(kind, reason)
 
     def _prove(self) -> None:
@@ -1243,15 +1260,31 @@ class RequestExecution(Progress):
 
         A full engine gets no new requests for the time of its Retry-After.
         """
-        self._refusal = (status, bytes(attempt.answer)) if whole else None
-        seconds = attempt.reader.retry_after
-        if status in SATURATED and seconds:
+        self._refusal = self._refusal_of(attempt) if whole else None
+        if status in SATURATED and (seconds := retry_after_seconds(attempt.reader.head_lines)):
             self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
             self.pool.saturated(attempt.step.engine, seconds)
+
+    def _lacks_model(self, attempt: Attempt) -> bool:
+        """Whether a 404 says that the engine does not serve the model that the router lists for it.
+
+        vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the
+        engine is asked for its models again.
+        """
+        name = self.client_request.model
+        words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
+        if name is None or name not in words or not ("model" in words or "adapter" in words):
+            return False
+        self.pool.look_again(attempt.step.engine)
+        return True
 
     def _refused(self, attempt: Attempt, now: float) -> None:
         """Handles an engine's error answer."""
         engine, status = attempt.step.engine, attempt.reader.status
+        if status == 404 and not self.committed and self._lacks_model(attempt):
+            self._declined(attempt, status, whole=True)
+            self._retry(engine, "not_served", f"status 404{attempt.error_words()}", now)
+            return
         retried = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
         transfer = not retried or status in TRANSFER_STATUSES
@@ -1267,20 +1300,27 @@ class RequestExecution(Progress):
         else:
             self._pass_refusal(attempt)
 
+    def _refusal_of(self, attempt: Attempt) -> EngineRefusal:
+        """Returns an engine's whole error answer."""
+        engine, lines = attempt.step.engine.name, attempt.reader.head_lines
+        if self.client_request.cors:
+            lines = without_cors(lines)
+        return EngineRefusal(attempt.reader.status, lines, bytes(attempt.answer), engine)
+
     def _pass_refusal(self, attempt: Attempt) -> None:
         """Ends the request with an engine's error answer."""
-        answer = (attempt.reader.status, bytes(attempt.answer))
-        self._end_refused(*answer, attempt.step.engine, attempt.error_words())
+        self._end_refused(self._refusal_of(attempt), attempt.error_words())
 
-    def _end_refused(
-        self, status: int, body: bytes, engine: Engine, words: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _end_refused(self, refusal: EngineRefusal, words: str, failure: str = "engine_error") -> None:
         """Ends the request with an engine's error answer. In an opened stream it must be JSON."""
-        error: ApiError = EngineRefusal(status, body, headers)
-        if self.client_request.opened and not _is_object(body):
-            said = f"the engine refused the request with status {status}{words}"
-            error = ApiError(status, said, engines=engine.name)
-        self._finish("FAILED", "engine_error", error)
+        error: ApiError = refusal
+        refusal.headers["x-lmetric-decision"] = self.label
+        if self.rules.show_engines:
+            refusal.headers["x-lmetric-instance"] = refusal.engine
+        if self.client_request.opened and not _is_object(refusal.body()):
+            said = f"the engine refused the request with status {refusal.status}{words}"
+            error = ApiError(refusal.status, said, engines=refusal.engine)
+        self._finish("FAILED", failure, error)
 
     def _give_up(self, engine: Engine, kind: str, reason: str) -> None:
         """Ends the request with an error, because no engine is left, or none may be tried."""
@@ -1290,20 +1330,22 @@ class RequestExecution(Progress):
             stays = "" if why is None else f"; no other engine can continue it: {why.why}"
             code = CORE_KINDS.get(kind, kind)
             error = ApiError(502, broke, engines=f"{engine.name}: {reason}{stays}", code=code)
-            self._finish("FAILED", kind, EngineRefusal(502, self._withheld) if self._withheld else error)
+            if self._withheld:
+                error = EngineRefusal(502, b"", self._withheld, engine.name)
+            self._finish("FAILED", kind, error)
             return
         headers = {"x-lmetric-decision": self.label}
         suspect = self._verdicts is not None and self._verdicts.suspect
-        if self._refusal is not None and (kind == "status" or self._refusal[0] == 429):
-            status, body = self._refusal
-            if status in SATURATED:
-                headers["retry-after"] = self._wait_seconds()
-            self._end_refused(status, body, engine, f": {reason}", headers)
+        refusal = self._refusal
+        if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
+            if refusal.status in SATURATED:
+                refusal.wait(self._wait_seconds())
+            self._end_refused(refusal, f": {reason}", kind)
             return
         code, tried = CORE_KINDS.get(kind, kind), "; ".join(self._tried)
         status = 503 if self._over_budget else STATUSES[code]
-        if status == 503:
-            headers["retry-after"] = self._wait_seconds()
+        if status == 503 and not suspect:
+            headers["retry-after"] = str(self._wait_seconds())
         if suspect:
             message = "the request failed on two engines in the same way, and is not tried again"
             error = ApiError(502, message, engines=tried, code="failed_twice", headers=headers)
@@ -1319,12 +1361,12 @@ class RequestExecution(Progress):
             error = ApiError(status, message, engines=tried, code=code, headers=headers)
         self._finish("FAILED", kind, error)
 
-    def _wait_seconds(self) -> str:
+    def _wait_seconds(self) -> int:
         """Returns the client's Retry-After: the engines' longest, else 1 to 3 s.
 
         It differs between clients, so that they do not return all at once.
         """
-        return str(self._retry_after or 1 + self.decision.id % 3)
+        return self._retry_after or 1 + self.decision.id % 3
 
     def _leave(self, reason: str, error: ApiError | None = None) -> None:
         if self.state == "DONE":
@@ -1401,6 +1443,7 @@ def _is_object(body: bytes) -> bool:
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {
     "sent": RequestExecution._sent,
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._ready,
     "events": RequestExecution._events,
     "unseen": RequestExecution._unseen,
@@ -1415,6 +1458,7 @@ _OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
     "stale": RequestExecution._side_stale,
 }
 _OF_HEDGE: dict[AttemptEvent, Callable[..., None]] = {
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._hedge_ready,
     "unseen": RequestExecution._unseen,
     "failed": RequestExecution._hedge_failed,

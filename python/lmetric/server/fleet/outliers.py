@@ -57,7 +57,7 @@ MIN_GAP = 0.1
 MIN_DEVIATIONS = 3.0  # standard errors of the difference
 SUSPECT_LOG_SECONDS = 60.0
 # Longest time without new requests for an engine that returned Retry-After.
-MAX_SATURATED_SECONDS = 10.0
+MAX_SATURATED_SECONDS = 60.0
 
 
 class Tally(NamedTuple):

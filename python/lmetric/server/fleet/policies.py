@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from lmetric import plugins
 from lmetric._core import BadValueError, LmetricError, Request, Router, check_policy
 from lmetric.config import CanaryConfig, PoolSettings, ShadowConfig
+from lmetric.config.reload import POLICIES
 from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
@@ -79,10 +80,10 @@ class Policies:
         self.first = build(settings, settings.policy, settings.knobs)
         self.decode = build(settings, settings.decode_policy, settings.decode_knobs)
         self.shadow = _on_trial(settings, "shadow", settings.shadow)
-        canary = _on_trial(settings, "canary", settings.canary)
+        self.canary = _on_trial(settings, "canary", settings.canary)
         # Whether the policies read indicators that cost time to compute.
         self.reads_length_class = self.reads_priority = False
-        for built in (self.first, self.decode, self.shadow, canary):
+        for built in (self.first, self.decode, self.shadow, self.canary):
             self.also_reads(built)
 
     def also_reads(self, built: Built | None) -> None:
@@ -108,6 +109,13 @@ class Policies:
         except Exception:
             router.set_policy(before.first.policy, knobs=before.first.knobs)
             raise
+
+    def equals(self, other: "Policies") -> bool:
+        """Returns whether both policies, their files and all that they read are equal."""
+        own, theirs = self.settings, other.settings
+        return self._files == other._files and all(
+            getattr(own, name) == getattr(theirs, name) for name in POLICIES
+        )
 
     def differs(self, other: "Policies") -> bool:
         """Returns whether first segments have another policy than in other settings."""

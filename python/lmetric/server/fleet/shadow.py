@@ -8,7 +8,7 @@ from typing import Any
 
 from lmetric._core import Decision, Router
 from lmetric.config import ShadowConfig
-from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.policies import Built, Policies
 
 
 class Shadow:
@@ -18,6 +18,7 @@ class Shadow:
         self._router = router
         self._random = random.Random()
         self._value: object = None  # of the policy in use
+        self.built: Built | None = None  # the policy in use
         self.config: ShadowConfig | None = None
         self.outcomes: Counter[str] = Counter()  # agreed, differed or failed
         # Sums over the requests that agreed or differed, first the router's choice.
@@ -29,6 +30,7 @@ class Shadow:
         """Applies the settings. A new policy begins with counts of 0. Raises LmetricError."""
         built = policies.shadow
         self._router.set_shadow(built and built.policy, knobs=built and built.knobs)
+        self.built = built
         value = None if config is None else (config.policy, config.knobs)
         if value != self._value:
             self.outcomes.clear()

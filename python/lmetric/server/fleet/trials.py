@@ -23,6 +23,16 @@ class Trials:
         """Whether a request needs `route`."""
         return self.canary.running or self.shadow.config is not None
 
+    def check(self, policies: Policies) -> None:
+        """Raises LmetricError if the router refuses the policies on trial. Changes nothing."""
+        for install, new, present in (
+            (self._router.set_shadow, policies.shadow, self.shadow.built),
+            (self._router.set_canary, policies.canary, self.canary.built if self.canary.running else None),
+        ):
+            if new is not None:
+                install(new.policy, knobs=new.knobs)
+                install(present and present.policy, knobs=present and present.knobs)
+
     def configure(self, policies: Policies, *, policy_changed: bool = False) -> None:
         """Applies the settings of the model. Raises LmetricError."""
         settings = policies.settings

@@ -7,6 +7,10 @@ from functools import lru_cache
 from lmetric._core import Peer
 
 UNIX = "unix"  # the rule for all clients of a unix socket, and their name in logs
+# Bytes of X-Forwarded-For that are read, from its end: a dozen addresses. Clients set the length.
+READ_BYTES = 512
+CACHED = 4096  # senders whose client is cached
+CACHE_BYTES = CACHED * (READ_BYTES + 512)  # the bound on its memory; 512: objects of an entry
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -18,7 +22,7 @@ class Forwarding:
         self._unix = UNIX in rules
         self._networks = [ipaddress.ip_network(rule) for rule in rules if rule != UNIX]
         # Requests of one proxy often come from the same few clients.
-        self.client = lru_cache(4096)(self._client)
+        self._cached = lru_cache(CACHED)(self._client)
 
     def peer(self, peername: object, *, secure: bool) -> Peer:
         """Returns the sender of a connection's requests. ``secure``: the connection uses TLS."""
@@ -28,12 +32,18 @@ class Forwarding:
     def _trusts(self, address: _Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
 
-    def _client(self, address: str, forwarded_for: bytes | None) -> str:
+    def client(self, address: str, forwarded_for: bytes | None) -> str:
         """Returns the address of the client of a trusted proxy.
 
         It is the last address of X-Forwarded-For that is no trusted proxy: a client can write only
         those before it. Without such an address: the proxy's own.
         """
+        if forwarded_for is not None and len(forwarded_for) > READ_BYTES:
+            # The first entry of the rest may be cut.
+            forwarded_for = forwarded_for[-READ_BYTES:].partition(b",")[2]
+        return self._cached(address, forwarded_for)
+
+    def _client(self, address: str, forwarded_for: bytes | None) -> str:
         nearest = address
         for entry in reversed((forwarded_for or b"").split(b",")):
             found = _parse(entry.decode("latin-1").strip())

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import hashlib
 import time
+from collections import Counter
 from importlib import resources
 
 from aiohttp import web
@@ -95,12 +96,14 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     if "text/event-stream" not in request.headers.get("accept", "") or request.method == "HEAD":
         body = shown.view.snapshot(tenant)
         return web.Response(body=body, content_type="application/json", headers=headers)
-    # Tenants leave places for the administrator.
-    limit = front.config.ui.viewers if tenant is None else (front.config.ui.viewers + 1) // 2
-    if shown.viewers >= limit:
+    viewers = front.config.ui.viewers
+    # Tenants leave places for the administrator, and each tenant for the others.
+    limit = viewers if tenant is None else (viewers + 1) // 2
+    own_limit = viewers if tenant is None else (viewers + 3) // 4
+    if shown.viewers.total() >= limit or shown.viewers[tenant] >= own_limit:
         raise ApiError(
             503,
-            f"{limit} viewers are connected; close one, or raise ui.viewers",
+            f"{min(limit, own_limit)} viewers are connected; close one, or raise ui.viewers",
             code="too_many_viewers",
             headers={"retry-after": "10"},
         )
@@ -108,7 +111,7 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
     response.content_type = "text/event-stream"
     response.charset = "utf-8"
     access = b"admin" if tenant is None else b"tenant"
-    shown.viewers += 1
+    shown.viewers[tenant] += 1
     try:
         await response.prepare(request)
         await response.write(
@@ -120,7 +123,7 @@ async def live(front: Frontend, request: web.BaseRequest, path: str) -> web.Stre
         if request.transport is not None:
             request.transport.abort()
     finally:
-        shown.viewers -= 1
+        shown.viewers -= Counter({tenant: 1})  # keeps no tenant without a viewer
     return response
 
 

@@ -30,6 +30,7 @@ from lmetric.config import (
     Role,
     unix_path,
 )
+from lmetric.engines.adapter import MOST_NAME_CHARACTERS
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
@@ -48,6 +49,7 @@ from lmetric.server.http import canary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
+from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.timeline import timeline
@@ -66,6 +68,14 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+# What a tenant reads of its own record with `errors.show_engines: false`.
+_WITHOUT_ENGINES = frozenset(
+    (
+        *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),
+        *("program_tokens", "prompt_tokens", "predicted_cached_tokens", "predicted_tier_tokens"),
+        *("cached_tokens", "output_tokens", "ttft_seconds", "e2e_seconds", "outcome"),
+    )
+)
 
 
 async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
@@ -76,15 +86,17 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     """
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, OWN_PAGES[replicas.PATH])
-        front.replicas.authorize(request.headers.get("authorization"))
+        front.replicas.authorize(request.headers)
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
+        if wants_websocket(request.headers):
+            raise upgrade_required(REALTIME, instead)
         raise ApiError(
             501,
-            f"{REALTIME} needs WebSocket, which the router does not relay; connect to an engine directly, or "
-            "send audio to /v1/audio/transcriptions",
+            f"{REALTIME} needs WebSocket, which the router does not relay; {instead}",
             code="not_implemented",
             headers={"connection": "close"},
         )
@@ -110,9 +122,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json(front.fleet.models())
         case "/v1/models/{model}":
             name = unquote(path.removeprefix(_MODELS))
+            if name not in front.fleet.names and (found := front.fleet.seek(name)) is not None:
+                await found
             front.fleet.find(name)
-            cards = orjson.loads(front.fleet.models())["data"]
-            return _json(next(card for card in cards if card["id"] == name))
+            return _json(front.fleet.card(name))
         case "/debug":
             return debug_index(request)
         case "/debug/decisions":
@@ -218,7 +231,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     for engine in engines:
         pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
-            column = pool.router.indicators()["report_age_seconds"]
+            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         shown.append(
@@ -314,6 +327,8 @@ def _record(front: Frontend, request: web.BaseRequest, label: str, full: bool) -
             shown["timeline"] = timeline(shown)
             if record["priority"] is not None and engine is not None:
                 shown["priority_sent"] = priority.how(engine)
+            if not admin and not front.config.errors.show_engines:
+                shown = {name: value for name, value in shown.items() if name in _WITHOUT_ENGINES}
             return shown if full else {name: value for name, value in shown.items() if value is not None}
     # The same answer for unknown records and for records of other tenants.
     raise ApiError(
@@ -340,7 +355,7 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json({"guard": body["on"]})
     if path == "/admin/reload":
         _only(request, path, OWN_PAGES[path])
-        return _json(_reload(front))
+        return _json(await _reload(front))
     if path == "/admin/policy":
         _only(request, path, OWN_PAGES[path])
         pools = front.fleet.pools if request.method == "GET" else await _set_policy(front, request)
@@ -374,14 +389,13 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
     return _json(*_engines(front.fleet, [engine]))
 
 
-def _reload(front: Frontend) -> dict[str, Any]:
+async def _reload(front: Frontend) -> dict[str, Any]:
     """Applies the configuration as it is now. Returns the changes."""
     if front.reread is None:
         raise ApiError(409, "the router was started without a configuration to read again", code="no_reload")
     try:
-        return front.reread()
+        return await front.reread()
     except LmetricError as error:
-        log.error("cannot reload the configuration; the old one stays in use", reason=str(error))
         raise ApiError(400, str(error), code="bad_configuration") from None
 
 
@@ -400,7 +414,7 @@ async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> di
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(), pool.policies.settings
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
     return {
         "model": pool.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
@@ -426,7 +440,7 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model).pool]:
             settings = pool.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
@@ -488,8 +502,8 @@ async def _remove(front: Frontend, engine: Engine, query: str) -> None:
 async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     body = await _object(front, request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
-    if model is not None and (not isinstance(model, str) or not model):
-        raise bad("model must be a name, a non-empty string", "model")
+    if model is not None and (not isinstance(model, str) or not 0 < len(model) <= MOST_NAME_CHARACTERS):
+        raise bad(f"model must be a name, a string of 1 to {MOST_NAME_CHARACTERS} characters", "model")
     if body.get("tls") is not None:
         raise bad("files of TLS come from the configuration: set engine_tls there", "tls")
     try:
@@ -525,9 +539,19 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
-        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
     allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+    for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 

@@ -22,18 +22,43 @@ import structlog
 from lmetric.server.http.port import remove_stale
 
 SOCKETS, LISTENING, DONE = b"sockets\n", b"listening\n", b"done\n"
+MAX_WORD_BYTES = 64
 ANSWER_SECONDS = 5.0
 MAX_SOCKETS = 64
 
 log = structlog.get_logger("lmetric.server")
 
 
+class Words:
+    """The words that come over a connection, one per line."""
+
+    def __init__(self, connection: socket.socket, begun: bytes = b"") -> None:
+        self._connection = connection
+        self._received = begun
+
+    async def next(self) -> bytes:
+        """Returns the next word with its line end; empty at the end of the connection.
+
+        Raises OSError, also for a word that is too long.
+        """
+        loop = asyncio.get_running_loop()
+        while (end := self._received.find(b"\n") + 1) == 0:
+            if len(self._received) > MAX_WORD_BYTES:
+                raise OSError("a word is too long")
+            if not (more := await loop.sock_recv(self._connection, MAX_WORD_BYTES)):
+                return b""
+            self._received += more
+        word, self._received = self._received[:end], self._received[end:]
+        return word
+
+
 class Predecessor:
     """A running router, as its successor sees it. ``sockets``: copies of its listening sockets."""
 
-    def __init__(self, connection: socket.socket, sockets: list[socket.socket]) -> None:
+    def __init__(self, connection: socket.socket, words: Words, sockets: list[socket.socket]) -> None:
         self.sockets = sockets
         self._connection = connection
+        self._words = words
 
     def close_all_but(self, used: Sequence[socket.socket]) -> None:
         """Closes the sockets that this process does not use: clients would wait there forever."""
@@ -47,7 +72,8 @@ class Predecessor:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await loop.sock_sendall(self._connection, LISTENING)
-                await loop.sock_recv(self._connection, len(DONE))
+                if await self._words.next() != DONE:
+                    raise OSError("no answer")
         except (OSError, TimeoutError) as error:
             log.warning("the predecessor did not confirm that it drains", reason=str(error) or "no answer")
         finally:
@@ -63,21 +89,27 @@ async def find_predecessor(path: Path) -> Predecessor | None:
     loop = asyncio.get_running_loop()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)
+    sockets: list[socket.socket] = []
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             await loop.sock_connect(connection, str(path))
             await loop.sock_sendall(connection, SOCKETS)
             await _readable(loop, connection)
-        _, descriptors, _, _ = socket.recv_fds(connection, len(DONE), MAX_SOCKETS)
+            # The descriptors come with the first byte.
+            begun, descriptors, _, _ = socket.recv_fds(connection, MAX_WORD_BYTES, MAX_SOCKETS)
+            sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            words = Words(connection, begun)
+            if await words.next() != DONE:
+                raise OSError("no answer")
     except (OSError, TimeoutError) as error:
-        connection.close()
+        for each in (connection, *sockets):
+            each.close()
         if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
             log.warning("no listening sockets from a predecessor", path=str(path), reason=str(error))
         return None
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     for each in sockets:
         os.set_inheritable(each.fileno(), False)
-    return Predecessor(connection, sockets)
+    return Predecessor(connection, words, sockets)
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
@@ -136,7 +168,8 @@ class UpgradeSocket:
 
     async def _serve(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            while word := await loop.sock_recv(connection, len(LISTENING)):
+            words = Words(connection)
+            while word := await words.next():
                 if word == SOCKETS:
                     log.info("a successor takes over the listening sockets")
                     socket.send_fds(connection, [DONE], [each.fileno() for each in self._sockets])

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -145,7 +145,7 @@ class Live:
         self.requests: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
         self.ticks = 0
         self.closed = False
-        self.viewers = 0  # connected streams
+        self.viewers: Counter[str | None] = Counter()  # connected streams by tenant; None: administrators
         self.dropped = 0  # updates that slow viewers did not get
         self.view: Any = None  # the `LiveView`, once someone looks
         self._relays = relays

@@ -70,7 +70,9 @@ class LiveView:
     def _describe_fleet(self) -> None:
         """Describes what changes rarely: models and engines. Called before `update`."""
         pools = self._live.fleet.pools
-        rows: Rows = {name: [] for name in ("name", "model", "role", "mode", "state", "reason")}
+        rows: Rows = {
+            name: [] for name in ("name", "model", "role", "mode", "state", "reason", "mode_reason")
+        }
         for pool in pools:
             for name in pool.router.instances():
                 _describe(rows, name, pool, pool.engines.get(name))
@@ -157,12 +159,17 @@ class LiveView:
             made = self._made[tenant] = (self._live.ticks, encode(self.update(tenant)))
         return made[1]
 
+    def _names(self, tenant: str | None) -> bool:
+        """Returns whether a viewer reads the names of engines."""
+        return tenant is None or self._live.fleet.config.errors.show_engines
+
     def _label(self, pool_index: int, number: int, tenant: str | None) -> str | None:
         pool = next((pool for pool in self._live.fleet.pools if pool.index == pool_index), None)
         return pool.labels.label(number, tenant or "") if pool is not None and number else None
 
     def _requests(self, now: float, tenant: str | None) -> list[dict[str, Any]]:
         found = [self._running(relay, now, tenant) for relay in self._live.running(RUNNING_SHOWN, tenant)]
+        names = self._names(tenant)
         for each in reversed(self._live.requests):
             if tenant is not None and each.tenant != tenant:
                 continue
@@ -173,7 +180,7 @@ class LiveView:
                     "request_id": each.request_id,
                     "model": each.model,
                     "tenant": each.tenant or None,
-                    "instance": each.instance,
+                    "instance": each.instance if names else None,
                     "status": each.status,
                     "prompt_tokens": each.prompt_tokens,
                     "cached_tokens": each.cached_tokens,
@@ -198,7 +205,7 @@ class LiveView:
             "request_id": request.head.request_id,
             "model": pool.name,
             "tenant": request.tenant or None,
-            "instance": relay.instance,
+            "instance": relay.instance if self._names(tenant) else None,
             "status": None,
             "prompt_tokens": execution.decision.prompt_tokens,
             "seconds": _rounded(now - request.started),
@@ -216,22 +223,23 @@ class LiveView:
                 if of_pool == EVENTS_SHOWN:
                     break
         found.sort(key=lambda each: each[1].at, reverse=True)
+        names = self._names(tenant)
         return [
             {
                 "key": f"{pool.index}-{event.sequence}",
                 "at": round(time.time() - now + event.at, 2),
                 "id": self._label(pool.index, event.number, tenant),
                 "model": pool.name,
-                **_event(event),
+                **_event(event, names),
             }
             for pool, event in found[:EVENTS_SHOWN]
         ]
 
     def _guard_of(self, pool: Pool, now: float) -> dict[str, Any]:
-        """Returns the guard's counts. They need a copy of all statistics."""
+        """Returns the guard's counts."""
         at, shown = self._guard.get(pool.name, (-GUARD_SECONDS, {}))
         if not shown or now - at >= (GUARD_SECONDS if len(pool.engines) > SMALL else 0.9):
-            stats = pool.router.stats()
+            stats = pool.router.stats(instances=False)
             shown = {
                 "on": stats["guard_on"],
                 "suspected": stats["guard_suspected"],
@@ -249,11 +257,14 @@ def event_shown(event: ActivityEvent, decided_at: float) -> dict[str, Any]:
     return {"after_seconds": round(max(event.at - decided_at, 0.0), 6), **_event(event)}
 
 
-def _event(event: ActivityEvent) -> dict[str, Any]:
-    shown = event._asdict()
-    for name in ("sequence", "at", "number", "tenant"):
-        del shown[name]
-    return {name: value for name, value in shown.items() if value is not None}
+def _event(event: ActivityEvent, names: bool = True) -> dict[str, Any]:
+    """Returns the JSON object of an event. ``names``: with the engines' names."""
+    hidden = ["sequence", "at", "number", "tenant"]
+    if not names:
+        hidden += ["source", "target", "details"]
+    return {
+        name: value for name, value in event._asdict().items() if name not in hidden and value is not None
+    }
 
 
 def _policy(setting: str | dict[str, Any]) -> str:
@@ -282,6 +293,8 @@ def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -
     rows["mode"].append(engine.mode.name if engine is not None and engine.identified else None)
     rows["state"].append(state)
     rows["reason"].append(why.reason if why is not None else None)
+    inexact = engine is not None and engine.identified and engine.mode.name != "exact"
+    rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
 
 
 def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[EndedRequest]) -> dict[str, Any]:
@@ -296,7 +309,8 @@ def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[End
     hits: list[float | None] = []
     running: list[int] = []
     for pool in pools:
-        columns, names = pool.router.indicators(), pool.router.instances()
+        wanted = [indicator for indicator, _ in _COLUMNS.values()]
+        columns, names = pool.router.indicators(names=wanted), pool.router.instances()
         for name, (indicator, decimals) in _COLUMNS.items():
             parts[name].append(np.round(columns[indicator], decimals))
         for name in names:

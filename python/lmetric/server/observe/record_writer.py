@@ -97,10 +97,7 @@ class RecordWriter:
     # -- on the thread
 
     def _run(self) -> None:
-        try:
-            self._open()
-        except OSError as error:
-            self._fail(error, 0)
+        self._write_lines([])  # the head of the first file
         while True:
             self._wake.wait(FLUSH_SECONDS)
             self._wake.clear()
@@ -125,8 +122,10 @@ class RecordWriter:
             except Exception:
                 self.count_error()
         self._taken_bytes += taken
-        if not lines:
-            return
+        if lines:
+            self._write_lines(lines)
+
+    def _write_lines(self, lines: list[bytes]) -> None:
         try:
             self._append(b"".join(lines))
         except OSError as error:
@@ -134,7 +133,7 @@ class RecordWriter:
         except Exception:  # a defect here must not end the thread
             self._close_file()
             self.count_error()
-            self.outcomes["error"] += len(lines) - 1
+            self.outcomes["error"] += max(len(lines) - 1, 0)
         else:
             self.outcomes["written"] += len(lines)
             if self._failed:
@@ -166,7 +165,7 @@ class RecordWriter:
         self._size = 0
         try:
             self._write(b"".join(orjson.dumps(line) + b"\n" for line in self._head()))
-        except OSError:
+        except BaseException:
             self._close_file()
             path.unlink(missing_ok=True)  # else each try on a full disk would leave a file
             raise

@@ -5,6 +5,11 @@ const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["because", "timeline", "alternatives", "facts", "record"];
 const part = (name) => document.getElementById(name);
 
+// A link can be cut or mistyped.
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; }
+}
+
 export class Details {
   constructor(load) {
     this.load = load;
@@ -16,7 +21,7 @@ export class Details {
 
   async open() {
     if (!location.hash.startsWith("#request=")) return;
-    const id = decodeURIComponent(location.hash.slice("#request=".length));
+    const id = decoded(location.hash.slice("#request=".length));
     for (const name of PARTS) part(name).replaceChildren();
     part("details-title").textContent = `Request ${id}`;
     part("because").textContent = "Loading the decision record.";
@@ -26,9 +31,11 @@ export class Details {
       const record = await this.load(`debug/decisions/${encodeURIComponent(id)}`);
       if (this.id !== id) return;
       part("details-title").textContent = `Request ${record.request_id ?? id}`;
-      part("because").textContent = record.because[0].toUpperCase() + record.because.slice(1);
-      part("timeline").replaceChildren(...timeline(record));
-      part("alternatives").replaceChildren(...alternatives(record));
+      // A tenant's record can be without engines (errors.show_engines).
+      const because = record.because ?? "the router does not show its engines.";
+      part("because").textContent = because[0].toUpperCase() + because.slice(1);
+      part("timeline").replaceChildren(...(record.timeline ? timeline(record) : []));
+      part("alternatives").replaceChildren(...(record.best ? alternatives(record) : []));
       part("facts").replaceChildren(...facts(record));
       part("record").textContent = JSON.stringify(record, null, 2);
     } catch (error) {

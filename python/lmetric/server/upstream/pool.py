@@ -131,6 +131,11 @@ class Upstream(Kept):
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""
         self._heads.clear()
 
+    @property
+    def allowed(self) -> AllowedEngines | None:
+        """The addresses that the engine may have; None: any."""
+        return self._allowed
+
     def set_tls(self, settings: EngineTls | None) -> None:
         """Sets TLS for new connections, if the URL is https. Raises ConfigError."""
         if self._secure:
@@ -146,7 +151,10 @@ class Upstream(Kept):
         """Sets the API key for new requests. None: requests keep their clients' keys."""
         secret = key.get_secret_value() if key else ""
         self.has_key = bool(secret)
-        self._fixed = f"host: {self._host}\r\n" + (f"authorization: Bearer {secret}\r\n" if secret else "")
+        # Without this field, engines may send any coding (RFC 9110, 12.5.3).
+        self._fixed = f"host: {self._host}\r\naccept-encoding: identity\r\n"
+        if secret:
+            self._fixed += f"authorization: Bearer {secret}\r\n"
         if self._rank is not None:
             self._fixed += f"x-data-parallel-rank: {self._rank}\r\n"
         self._heads.clear()

@@ -6,7 +6,7 @@ more token after prompt and answer so far. After its answer, its prefix cache ho
 tokens, and the stream switches. Earlier failures cost nothing, because the source still runs. An
 engine without a prefix cache computes everything in the gap.
 
-Alternatively the target fetches the KV cache (`pull`). Then the source also gets a request for one
+Alternatively the target fetches the KV cache (`fetch`). Then the source also gets a request for one
 more token, as a segment that allows fetches. It finds all tokens in its own prefix cache, so this
 costs one step.
 
