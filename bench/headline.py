@@ -95,7 +95,7 @@ def table(means: Means, seeds: int) -> str:
         f"vLLM's balancer, mean TTFT changes by {Span(changes['TTFT']):+.0%} and mean TPOT by "
         f"{Span(changes['TPOT']):+.0%}. This load is {Span(own):.0%} of the load that vLLM's balancer "
         f"sustains: above its limit, its queue grows. At half of its own limit, mean TTFT changes by "
-        f"{Span(own_ttft):+.0%}. Two rivals come close: sums whose weight is tuned for each workload. "
+        f"{Span(own_ttft):+.0%}. Two rivals are sums with a weight tuned for each workload. "
         f"Dynamo's form differs from LMETRIC by {Span(tuned[0]):+.0%} in TTFT and {Span(tuned[1]):+.0%} in "
         f"TPOT, BAILIAN's by {Span(tuned[2]):+.0%} and {Span(tuned[3]):+.0%}. Near the limit a tuned sum can "
         f"be better: BAILIAN's sustains {Span(more):+.0%} on {len(more)} of the {len(WORKLOADS)} workloads, "

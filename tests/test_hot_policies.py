@@ -53,7 +53,7 @@ def test_functions_are_policies_everywhere() -> None:
     assert router.stats()["policy"] == "mine"
     decision, ticket = router.route(lm.Request(range(64)))
     assert decision.scores().tolist() == [64, 64, 64]
-    ticket.cancelled()
+    ticket.done(output_tokens=1)
     router.set_policy("vllm")
     router.set_policy(mine)
     router.set_shadow(mine)
@@ -75,7 +75,7 @@ def test_a_decision_explains_itself() -> None:
     """UX papercut 15: `Router.explain` wanted the number of the decision."""
     router = fleet("bs")
     decision, ticket = router.route(lm.Request(range(64)))
-    ticket.cancelled()
+    ticket.done(output_tokens=1)
     record = router.explain(decision)
     assert record is not None
     assert record == router.explain(decision.id)

@@ -18,7 +18,7 @@ from lmetric.server import check_config
 from lmetric.server.fleet.summary import summary
 from moves_world import LONG, mover, moving, plain
 from pd_world import nixl, pd
-from split_world import COMPLETIONS, asked
+from split_world import COMPLETIONS, asked, body_of
 
 
 def check(tmp_path: Path, text: str) -> None:
@@ -48,7 +48,7 @@ async def test_rounds_move_nothing_without_transfer_and_ready_warns() -> None:
         last = list(engines.values())[1]
         last.draining = True
         last.hold()
-        body = {"model": "tiny", "prompt": LONG, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = body_of(COMPLETIONS, LONG, stream=True, max_tokens=200)
         tasks = [asyncio.create_task(asked(w, COMPLETIONS, body)) for _ in range(6)]
         await w.until(lambda: len(mover(w).running) == 6)
         last.draining = False

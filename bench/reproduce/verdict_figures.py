@@ -9,7 +9,7 @@ from verdicts import Raw, Span, mean
 # Settings, and figures of the paper.
 WRITTEN = (
     "-92%", "84%", "-44%", "-42.8%", "-20%", "+71%", "3%", "10% more", "13%", "20%", "30%", "95%",
-    "0.7", "0.9", "8,000", "16,000", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", "Dynamo 1.6",
+    "0.7", "0.9", "16,000", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", "Dynamo 1.6",
     "Qwen2-7B", "(5.1)", "gives an idle instance 0", "scores 0", "15 s", "60 s",
     "10% of the maximum", "85%",
     "50% of its maximum", "50% of the maximum", "8 H20 and 8 H200", "At 90%", "at 90%", "at 50%",

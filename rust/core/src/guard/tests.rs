@@ -198,7 +198,7 @@ fn requests_without_a_choice_leave_the_count_as_it_is() {
     let mut scores = Scores::default();
     scores.reset(4);
     scores.score = vec![1.0, 2.0, 2.0, 2.0];
-    let mut observe = |guard: &mut Guard, eligible: [bool; 4]| {
+    let observe = |guard: &mut Guard, eligible: [bool; 4]| {
         guard.observe(0.0, &chain, 4, &scores, &eligible, InstanceId(0));
         guard.excluded(&chain).is_some()
     };

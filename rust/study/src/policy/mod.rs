@@ -1,7 +1,7 @@
 //! Policies for studies. Each is one file (formula, source, parameters, tests) and one row of
 //! `policies!`.
 use lmetric_core::CoreError;
-use lmetric_core::policy::{Knob, Knobs, Policy, PolicySpec, Prefer, highest, lowest};
+use lmetric_core::policy::{Knob, Knobs, Policy, PolicySpec, highest, lowest};
 
 lmetric_core::policies! {
     dynamo_reference,
