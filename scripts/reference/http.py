@@ -14,8 +14,9 @@ HEAD = """\
 `python/lmetric/server/api/openapi.py` and `own_pages.py`.
 
 The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads the fields `model`,
-`prompt`, `messages`, `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`; all other fields pass. `paths` in the
-configuration adds paths; each must accept a JSON object by POST.
+`max_tokens`, `stream`, `session_id`, `cache_salt`, `priority`, and [all parts of the prompt](engines.md#relayed-paths); all other fields pass. The
+engine judges values: the router refuses only `model`, fields for engines, and bodies that are not JSON or have an absurd shape. `paths` in
+the configuration adds paths; each must accept a JSON object by POST.
 
 ```sh
 lmetric-router serve --embedded 2 --port 8000

@@ -36,9 +36,7 @@ def anthropic(url: str) -> None:
     from anthropic import Anthropic
 
     client = Anthropic(base_url=url, api_key="none", max_retries=0, timeout=300)
-    tools = [
-        {"name": name, "description": what, "input_schema": SCHEMA} for name, what in TOOLS.items()
-    ]
+    tools = [{"name": name, "description": what, "input_schema": SCHEMA} for name, what in TOOLS.items()]
     messages: list[Any] = [{"role": "user", "content": TASK}]
     for number in range(TURNS):
         messages[-1] = marked(messages[-1])
@@ -69,7 +67,10 @@ def marked(message: dict[str, Any], *, mark: bool = True) -> dict[str, Any]:
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     last = {name: value for name, value in blocks[-1].items() if name != "cache_control"}
-    return {**message, "content": [*blocks[:-1], last | ({"cache_control": {"type": "ephemeral"}} if mark else {})]}
+    return {
+        **message,
+        "content": [*blocks[:-1], last | ({"cache_control": {"type": "ephemeral"}} if mark else {})],
+    }
 
 
 def openai(url: str) -> None:
