@@ -32,7 +32,7 @@ NOT_THE_PROMPT = {
     *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("parallel_tool_calls", "reasoning_ended", "reasoning_parser_kwargs", "output_mode"),
     *("dimensions", "encoding_format", "embed_dtype", "endianness", "use_activation", "task", "top_n"),
-    # What the answer repeats.
+    # Copies of the prompt in the answer.
     *("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text", "return_token_offsets"),
     *("return_mm_kwargs", "mm_payload", "enable_response_messages", "routed_experts_prompt_start"),
     # Names and order of requests, storage.

@@ -13,9 +13,10 @@ HEAD = """\
 `scripts/make_reference http` generates this page and the [OpenAPI document](openapi.json) from the declarations in
 `python/lmetric/server/api/openapi.py` and `own_pages.py`.
 
-The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`, the
-parts of the prompt (such as `messages`, `system`, `tools` and `input`), `max_tokens`, `stream`, `session_id`, `cache_salt` and
-`priority`. All fields pass. The router sets fields of a body only if a setting or path needs them. They are `cache_salt` of isolated
+The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`,
+[all parts of the prompt](engines.md#relayed-paths), `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`. All fields pass, and the
+engine judges their values: the router refuses only a wrong `model`, fields for engines, and bodies that are not JSON or have an absurd
+shape. The router sets fields of a body only if a setting or path needs them. They are `cache_salt` of isolated
 tenants, `priority`, KV transfers, token IDs of streams that may move, and IDs of stored responses. `paths` in the configuration adds
 paths; each must accept a JSON object by POST.
 

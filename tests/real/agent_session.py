@@ -50,7 +50,8 @@ def anthropic(url: str) -> None:
         )
         usage = raw.parse().usage
         cached = usage.cache_read_input_tokens or 0
-        told(raw.headers, usage.input_tokens + cached, cached)
+        other = usage.input_tokens + (usage.cache_creation_input_tokens or 0)
+        told(raw.headers, other + cached, cached)
         messages[-1] = marked(messages[-1], mark=False)
         thought, said, given, seen = turn(number)
         blocks: list[Any] = [{"type": "thinking", "thinking": thought, "signature": "AAAA"}]

@@ -406,36 +406,37 @@ async def test_a_running_engine_agrees_and_its_cache_is_predicted(
 
 
 def test_the_recorded_fields_are_those_of_this_vllm() -> None:
-    """If this fails, run `tests/real/record_prompts.py` and see what `tests/test_prompt_fields.py` says."""
+    """If this fails, run `tests/real/record_prompts.py`, then `tests/test_prompt_fields.py`."""
     command = [environment() / "bin" / "python", Path(__file__).with_name("vllm_fields.py")]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     recorded = Path(__file__).parents[1] / "data" / "vllm_fields.json"
     assert json.loads(told.stdout.splitlines()[-1]) == json.loads(recorded.read_text())
 
 
-@pytest.mark.parametrize("api", ["anthropic", "openai"])
 async def test_an_agents_session_is_predicted_exactly(
-    vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path, api: str
+    vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path
 ) -> None:
     """Bugs 37: 30 turns with tools, by the official clients of /v1/messages and /v1/responses."""
     folder = make_folder(tmp_path / "model", "byte-level")
     (engine,) = vllm_engines(1, tokenizer=str(folder), max_model_len=8192)
     flags = ("--set", f"tokenizer={folder}", "--set", f"block_size={BLOCK}")
     async with served([engine], *flags) as w:
-        process = await asyncio.create_subprocess_exec(
-            *(environment() / "bin" / "python", Path(__file__).with_name("agent_session.py"), w.url, api),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        out, _ = await asyncio.wait_for(process.communicate(), 600)
-        assert process.returncode == 0
-        turns = [json.loads(line) for line in out.splitlines()]
-        assert len(turns) == 30
-        for number, turn in enumerate(turns):
-            receipt = await w.receipt({"x-lmetric-decision": turn["decision"]})
-            assert receipt["prompt_tokens"] == turn["prompt_tokens"], number
-            # The engine computes at least one token of every prompt.
-            most = (turn["prompt_tokens"] - 1) // BLOCK * BLOCK
-            assert min(receipt["predicted_cached_tokens"], most) == turn["cached"], (number, receipt, turn)
-        cached = [turn["cached"] for turn in turns]
-        assert cached[1:] == sorted(cached[1:])
-        assert cached[-1] > 50 * BLOCK
+        for api in ("anthropic", "openai"):
+            process = await asyncio.create_subprocess_exec(
+                *(environment() / "bin" / "python", Path(__file__).with_name("agent_session.py"), w.url, api),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            out, _ = await asyncio.wait_for(process.communicate(), 600)
+            assert process.returncode == 0
+            turns = [json.loads(line) for line in out.splitlines()]
+            assert len(turns) == 30
+            for turn in turns:
+                receipt = await w.receipt({"x-lmetric-decision": turn["decision"]})
+                assert receipt["prompt_tokens"] == turn["prompt_tokens"], (api, turn)
+                # The engine computes at least one token of every prompt.
+                most = (turn["prompt_tokens"] - 1) // BLOCK * BLOCK
+                predicted = min(receipt["predicted_cached_tokens"], most)
+                assert predicted == turn["cached"], (api, receipt, turn)
+            cached = [turn["cached"] for turn in turns]
+            assert cached[1:] == sorted(cached[1:])
+            assert cached[-1] > 50 * BLOCK

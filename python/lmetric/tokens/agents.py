@@ -199,7 +199,7 @@ def _changed_tools(given: Any, changes: list[JSON]) -> list[Any] | None:
     if not changes:
         return None if given is None else _list(given, "tools")
     tools = {_object(tool, "a tool").get("name"): tool for tool in _list(given or [], "tools")}
-    removed = set()
+    removed: set[Any] = set()
     for block in changes:
         change = _object(block.get("tool"), "a changed tool")
         if "definition" in change:
@@ -245,10 +245,11 @@ def chat_of_responses(request: JSON) -> dict[str, Any]:
         messages.append({"role": "user", "content": given})
     else:
         conversation: list[dict[str, Any]] = []
-        for item in _list(given, "input"):
+        items = _list(given, "input")
+        for item in items:
             _add_item(_object(item, "an item"), conversation)
         messages += conversation
-        continues = bool(given) and _continues(given[-1])
+        continues = bool(items) and _continues(items[-1])
     chat: dict[str, Any] = {
         "messages": messages,
         "add_generation_prompt": not continues,

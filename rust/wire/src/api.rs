@@ -306,7 +306,7 @@ pub fn utf8(body: &[u8]) -> Cow<'_, [u8]> {
         char::decode_utf16(units.map(|unit| unit as u16)).collect::<Result<_, _>>().ok()
     };
     match text {
-        Some(text) if (body.len() - skip) % width == 0 => Cow::Owned(text.into_bytes()),
+        Some(text) if (body.len() - skip).is_multiple_of(width) => Cow::Owned(text.into_bytes()),
         _ => Cow::Borrowed(body),
     }
 }

@@ -26,9 +26,11 @@ pub const MAX_TOKENS: u64 = 1 << 24;
 /// Token counts of a `usage` object; each `None` if absent or null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// `prompt_tokens` or `input_tokens`.
+    /// `prompt_tokens` or `input_tokens`. In Anthropic's API, `input_tokens` leaves out the tokens
+    /// that its two counts of the cache have; they are added.
     pub prompt: Option<u64>,
-    /// `prompt_tokens_details.cached_tokens` (or `input_tokens_details`).
+    /// `prompt_tokens_details.cached_tokens` (or `input_tokens_details`), or
+    /// `cache_read_input_tokens`.
     pub cached: Option<u64>,
     /// `completion_tokens` or `output_tokens`.
     pub output: Option<u64>,
@@ -130,6 +132,8 @@ enum Key {
     Output,
     Details,
     Cached,
+    CacheRead,
+    CacheCreation,
     Error,
     Code,
     Object,
@@ -153,6 +157,8 @@ impl Key {
             b"completion_tokens" | b"output_tokens" => Key::Output,
             b"prompt_tokens_details" | b"input_tokens_details" => Key::Details,
             b"cached_tokens" => Key::Cached,
+            b"cache_read_input_tokens" => Key::CacheRead,
+            b"cache_creation_input_tokens" => Key::CacheCreation,
             b"error" => Key::Error,
             b"code" => Key::Code,
             b"object" => Key::Object,
@@ -170,7 +176,7 @@ enum Lex {
     Word,
 }
 
-const WORD: usize = 24;
+const WORD: usize = 32;
 /// Deepest nesting of known places: Top, Choices, Choice, Delta, ToolCalls.
 const DEPTH: usize = 6;
 
@@ -187,6 +193,8 @@ pub(crate) struct Probe {
     word: [u8; WORD],
     /// Length of the string or word so far; bytes beyond `WORD` are counted but not kept.
     length: usize,
+    /// Prompt tokens of the last usage that its `input_tokens` leaves out.
+    cache_tokens: u64,
     found: Found,
 }
 
@@ -201,6 +209,7 @@ impl Default for Probe {
             key: Key::Other,
             word: [0; WORD],
             length: 0,
+            cache_tokens: 0,
             found: Found::default(),
         }
     }
@@ -287,7 +296,11 @@ impl Probe {
         if self.lex == Lex::Word {
             self.letters(b" ");
         }
-        std::mem::take(self).found
+        let Self { cache_tokens, mut found, .. } = std::mem::take(self);
+        if cache_tokens > 0 {
+            found.usage.prompt = found.usage.prompt.map(|tokens| tokens.saturating_add(cache_tokens));
+        }
+        found
     }
 
     fn between(&mut self, rest: &[u8]) -> usize {
@@ -345,7 +358,10 @@ impl Probe {
             }
             (Place::Delta, Key::ToolCalls, false) => Place::ToolCalls,
             (Place::Top, Key::Wrapper | Key::Message, true) => Place::Wrapper,
-            (Place::Top | Place::Wrapper, Key::Usage, true) => Place::Usage,
+            (Place::Top | Place::Wrapper, Key::Usage, true) => {
+                self.cache_tokens = 0;
+                Place::Usage
+            }
             (Place::Usage, Key::Details, true) => Place::Details,
             (Place::Top | Place::Wrapper, Key::Error, true) => {
                 self.found.error = true;
@@ -399,7 +415,17 @@ impl Probe {
     fn scalar(&mut self, word: Option<&[u8]>) {
         let place = self.place();
         let Found { token_ids, error_code, usage, .. } = &mut self.found;
+        let value =
+            || word.and_then(|word| std::str::from_utf8(word).ok()).and_then(|word| word.parse().ok());
         let number = match (place, self.key) {
+            (Place::Usage, Key::CacheRead | Key::CacheCreation) => {
+                let tokens: Option<u64> = value();
+                self.cache_tokens = self.cache_tokens.saturating_add(tokens.unwrap_or(0));
+                if self.key == Key::CacheRead {
+                    usage.cached = tokens.or(usage.cached);
+                }
+                return;
+            }
             (Place::TokenIds, _) => {
                 *token_ids = token_ids.map(|n| n + 1);
                 return;
@@ -410,8 +436,7 @@ impl Probe {
             (Place::Error | Place::Top, Key::Code) => error_code,
             _ => return,
         };
-        let value = word.and_then(|word| std::str::from_utf8(word).ok()).and_then(|word| word.parse().ok());
-        *number = value.or(*number);
+        *number = value().or(*number);
     }
 }
 
@@ -448,6 +473,19 @@ mod tests {
         );
         assert_eq!((found.choices, found.content, found.tokens()), (true, true, 2));
         assert_eq!((found.finish, found.error), (Finish::Open, false));
+    }
+
+    #[test]
+    fn cached_tokens_of_messages_are_prompt_tokens() {
+        let usage = r#"{"input_tokens":5,"output_tokens":7,"cache_creation_input_tokens":2,"cache_read_input_tokens":40}"#;
+        let expected = Usage { prompt: Some(47), cached: Some(40), output: Some(7) };
+        assert_eq!(probe(&format!(r#"{{"type":"message","usage":{usage}}}"#)).usage, expected);
+        assert_eq!(
+            probe(&format!(r#"{{"type":"message_start","message":{{"usage":{usage}}}}}"#)).usage,
+            expected
+        );
+        let null = r#"{"usage":{"cache_read_input_tokens":null,"input_tokens":5}}"#;
+        assert_eq!(probe(null).usage, Usage { prompt: Some(5), ..Usage::default() });
     }
 
     #[test]
