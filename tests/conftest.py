@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import structlog
@@ -12,6 +13,10 @@ import uvloop
 from hypothesis import settings
 
 from log_watch import watched_log
+
+IN_ROUTER = Path(__file__).parent / "in_router"
+sys.path.append(str(IN_ROUTER))
+from turn_guard import watch_servers  # noqa: E402
 
 # Draws the same examples each time; `--hypothesis-profile default` draws new ones.
 settings.register_profile("same", derandomize=True)
@@ -56,6 +61,35 @@ def logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def no_long_turn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """In all tests of the server, no turn of its loop is long (`turn_guard.py`); reload included.
+
+    It holds for servers in this process and for the processes of routers.
+    """
+    if "_server" not in request.node.nodeid and "_epp" not in request.node.nodeid:
+        yield
+        return
+    from lmetric.server import Server
+
+    file = tmp_path_factory.getbasetemp() / "turns.txt"
+    file.unlink(missing_ok=True)
+    monkeypatch.setenv("TURN_GUARD_FILE", str(file))
+    monkeypatch.setenv("PYTHONPATH", str(IN_ROUTER))
+    found: list[str] = []
+    undo = watch_servers(Server, found.append, own=False)
+    try:
+        yield
+    finally:
+        undo()
+    if file.exists():
+        found += [f"router process: {line}" for line in file.read_text().splitlines()]
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
 
 
 @pytest.fixture(autouse=True)

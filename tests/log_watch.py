@@ -80,9 +80,10 @@ def watched_log() -> Iterator[Secrets]:
             secrets.add(request)
         return request
 
-    def tenant_of(keys: Keys, authorization: str | None, api_key: str | None = None) -> str:
-        secrets.add_key(authorization, api_key)
-        return tenant(keys, authorization, api_key)
+    def tenant_of(keys: Keys, authorization: str | None, *api_keys: str | None) -> str:
+        for key in api_keys or (None,):
+            secrets.add_key(authorization, key)
+        return tenant(keys, authorization, *api_keys)
 
     handler = logging.StreamHandler(secrets.log)
     before = structlog.get_config()

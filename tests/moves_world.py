@@ -34,6 +34,7 @@ async def moving(*options: EngineOptions, cache: bool = True, **config: Any) -> 
         "tokenizer": None,
         "policy": "round_robin",
         "rebalance": {"kind": "star", "period_seconds": 3600.0},
+        "migration_by": "recompute",
     }
     async with pd(*kinds, **(given | config)) as world:
         pool = world.server.fleet.pools[0]

@@ -85,6 +85,21 @@ async def answer(engine: "FakeEngine", request: Request, writer: asyncio.StreamW
     return True
 
 
+def lora(name: str, parent: str = "tiny", **more: Any) -> dict[str, Any]:
+    """The card of an adapter."""
+    return {"id": name, "parent": parent, **more}
+
+
+async def strict(engine: "FakeEngine", request: Request, writer: asyncio.StreamWriter) -> bool:
+    """Answers as vLLM does to models that it does not list, and else like a healthy engine."""
+    name = request.json.get("model")
+    if all(card["id"] != name for card in engine.cards or [{"id": engine.model}]):
+        said = {"message": f"The model `{name}` does not exist.", "type": "NotFoundError", "param": "model"}
+        writer.write(plain(404, {"error": said | {"code": 404}}))
+        return True
+    return await answer(engine, request, writer)
+
+
 async def reset(_: "FakeEngine", __: Request, writer: asyncio.StreamWriter) -> bool:
     """Reads the request and breaks the connection."""
     writer.transport.abort()
@@ -142,6 +157,10 @@ class FakeEngine:
     pace: float = 0.0
     health: int = 200
     metrics: bytes = b""
+    # Its list of models, instead of `model` alone, and any other page by path: status and body.
+    cards: list[dict[str, Any]] | None = None
+    extra_pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    page_reads: list[str] = field(default_factory=list)  # the paths of its pages, as they were read
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
     left: int = 0
@@ -216,10 +235,13 @@ class FakeEngine:
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if request.method == "GET":
+            self.page_reads.append(request.path)
+            cards = self.cards or [{"id": self.model, "parent": None}]
             pages = {
                 "/health": (self.health, b""),
                 "/metrics": (200, self.metrics),
-                "/v1/models": (200, orjson.dumps({"data": [{"id": self.model, "parent": None}]})),
+                "/v1/models": (200, orjson.dumps({"data": cards})),
+                **self.extra_pages,
             }
             writer.write(plain(*pages.get(request.path, (404, b"{}"))))
             return "close" not in request.headers.get("connection", "")

@@ -26,6 +26,14 @@ def entry(label: str, ttft: float, tpot: float | None = 0.05, **more: Any) -> En
     return Entry(label, *spans, **{"requests": 100, **more})
 
 
+def test_demo_takes_commas_as_simulate_does() -> None:
+    """UX papercut 14: `demo --policy lmetric,vllm` was one expression with a comma."""
+    for given, wrong in (("lmetric,vllmm", "'vllmm' is neither"), ("max(bs, q_bs),linea", "'linea' is neither")):
+        done = CliRunner().invoke(build(["demo"]), ["demo", "--policy", given])
+        assert done.exit_code == 2
+        assert wrong in " ".join(done.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from lmetric._core import EventFeed
 from lmetric.cli import canary, top
 from lmetric.config import load_config
 from lmetric.config.schema import ServerConfig
+from lmetric.server.http.client_load import UNREAD_BYTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -73,7 +75,8 @@ def bounded_bytes() -> int:
     engine_block_map = config.index_bytes  # bounded like the index, beside it
     bodies = config.limits.max_body_bytes_total
     parts = (config.index_bytes, engine_block_map, config.token_cache_bytes, config.receipt_bytes, bodies)
-    return sum(parts) + PROCESS_BYTES
+    # One engine that sends more KV events than the router applies.
+    return sum(parts) + UNREAD_BYTES + EventFeed.MAX_SOURCE_BYTES + PROCESS_BYTES
 
 
 def test_the_pod_keeps_the_restricted_profile() -> None:

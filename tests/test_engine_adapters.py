@@ -59,7 +59,8 @@ async def test_sglang_as_its_sources_have_it() -> None:
     assert isinstance(adapter, Sglang)
     assert (told.engine, told.version) == ("sglang", "0.5.23")
     model, lora = told.models
-    assert (model.name, model.root, model.max_model_len) == ("qwen", "/models/qwen", 32768)
+    assert (model.name, model.root, model.max_model_len) == ("qwen", "qwen", 32768)
+    assert told.root() == "/models/qwen"  # the list of models has only the name
     assert (lora.name, lora.root, lora.parent) == ("sql", "/adapters/sql", "qwen")
     assert (told.block_size, told.cache_blocks) == (64, 2 * 131072 // 64)
     assert told.event_sources == (
@@ -220,6 +221,17 @@ def test_endpoints_are_made_reachable(tmp_path: Path) -> None:
         assert reachable(endpoint, host) == there
     for endpoint, host, why in (
         ("tcp://127.0.0.1:5557", "10.0.0.4", "only its own machine"),
+        # security F9: other spellings of this machine's addresses, and sockets on it.
+        ("tcp://[::ffff:127.0.0.1]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://[::1]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://127.1:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://0x7f000001:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://0:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://:::5557", "10.0.0.4", "only its own machine"),
+        ("tcp://[::ffff:0.0.0.0]:5557", "10.0.0.4", "only its own machine"),
+        ("tcp://localhost.:5557", "10.0.0.4", "only its own machine"),
+        (f"ipc://{socket}", "10.0.0.4", "its own machine"),
+        ("ipc://@kv", "engine-0", "its own machine"),
         ("tcp://*:kv", "10.0.0.4", "not tcp://host:port"),
         ("tcp://*:70000", "10.0.0.4", "not tcp://host:port"),
         ("inproc://kv", "localhost", "no other process"),

@@ -22,6 +22,10 @@ def made(**values: Any) -> ServerConfig:
     [
         ({"prefix_fetch": "on"}, "prefix_fetch is not possible in `epp`: a gateway cannot fetch prefixes"),
         ({"hedging": {"after_seconds": 1.0}}, "hedging.after_seconds is not possible"),
+        (
+            {"admission": {"ttft_seconds": 4, "classes": {"quick": {"hedge_after_seconds": 1}}}},
+            "admission.classes.quick.hedge_after_seconds is not possible",
+        ),
         ({"upgrade_socket": "/run/router.sock"}, "upgrade_socket is not possible"),
         ({"host": "unix:/run/router.sock"}, "host is a unix socket"),
         ({"engines": [{"url": "http://engine:8000"}]}, "engine"),

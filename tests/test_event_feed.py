@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -321,6 +323,59 @@ def test_engines_that_connect_are_told_apart_by_topic(bed: Bed) -> None:
         assert bed.status()["other_topic"] == "kv@stranger"
         assert [[bed.held([n] * BLOCK, name) for n in (0, 1, 9)] for name in names] == [[1, 0, 0], [0, 1, 0]]
     until(lambda: not bed.status()["connected"])
+
+
+def test_strangers_at_a_bound_port_end_no_connection(bed: Bed) -> None:
+    """rust 7.12: connections without ZMTP's handshake do not mark engines as lost."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as one:
+        port = one.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    bed.feed.subscribe("e0", endpoint, topic="kv@e0", bind=True)
+    with publisher(f"connect {endpoint}", replay=False, topic="kv@e0") as engine:
+        until(lambda: engine.heard() and bed.status()["connected"])
+        engine.publish(stored([1], [1] * BLOCK))
+        bed.settle(engine, "live")
+        for bytes_sent in (
+            b"",
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            bytes(200),
+            b"\xff" * 64,
+            b"\x16\x03\x01",
+        ):
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(bytes_sent)
+                    stranger.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):
+                        while stranger.recv(100):
+                            pass
+        # The thread has seen all of it when it answers.
+        bed.feed.subscribe("e1", endpoint, topic="kv@e1", bind=True)
+        assert bed.status("e1")["connected"], "an engine is connected to the address"
+        engine.publish(stored([2], [2] * BLOCK, parent=1))
+        bed.settle(engine, "live")
+        status = bed.status()
+        assert (status["connected"], status["connections"], status["resyncs"]) == (True, 1, 0)
+    until(lambda: not bed.status()["connected"])
+
+
+def test_a_message_that_is_too_large_costs_its_own_engine_its_events(bed: Bed) -> None:
+    """security F5: at most 4 MiB; only this engine is ignored, and the reason is shown."""
+    assert EventFeed.MAX_MESSAGE_BYTES == 4 << 20
+    assert EventFeed.MAX_SOURCE_BYTES <= 100 << 20
+    with publisher(replay=False) as bad, publisher() as good:
+        bed.subscribe(bad)
+        bed.subscribe(good, "e1")
+        until(lambda: bad.heard() and bed.status()["connected"])
+        bad.publish(stored([1], [1] * BLOCK))
+        bed.settle(bad, "live")
+        bad.publish(bytes(EventFeed.MAX_MESSAGE_BYTES))
+        until(lambda: bed.status()["over_limit"])
+        assert "more than 4194304 bytes" in bed.status()["over_limit"]
+        assert (bed.status()["state"], bed.held([1] * BLOCK)) == ("incomplete", 0)
+        good.publish(stored([1], [1] * BLOCK))
+        bed.settle(good, "live", "e1")
+        assert bed.status("e1")["over_limit"] is None
 
 
 def test_adapters_salts_pictures_tiers_and_groups(bed: Bed) -> None:

@@ -138,6 +138,23 @@ async def test_an_engine_that_hangs_breaks_no_stream(path: str) -> None:
         assert w.server.fleet.pools[0].failovers == {"continued": STREAMS // 2}
 
 
+async def test_requests_of_a_stopped_engine_move_when_it_is_marked_as_down() -> None:
+    """UX, section 4: eight requests without a token waited until the engine was continued."""
+    health = {"interval": 0.1, "timeout": 0.3, "down_after": 2}
+    async with world(health=health) as w:
+        process = w.engines.engines[0].process
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            bodies = [body_of(COMPLETIONS, f"Story {n}", stream=True, max_tokens=3) for n in range(16)]
+            answers = await w.run(COMPLETIONS, bodies, None)
+            assert all(raw.endswith(b"data: [DONE]\n\n") for raw in answers)
+            stopped = w.server.fleet.pools[0].engines["e0"]
+            assert not stopped.healthy
+            assert w.server.fleet.pools[0].router.stats()["retries"] == 8
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+
 async def test_without_failover_the_streams_of_a_killed_engine_break() -> None:
     bodies = bodies_of(COMPLETIONS, {})
     async with world(stream_failover=False) as w:

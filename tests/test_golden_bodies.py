@@ -344,6 +344,7 @@ def begin_move(w: World, ticket: int, target: str) -> None:
 
 MOVES: dict[str, Any] = {
     "rebalance": {"kind": "star", "period_seconds": 3600.0},  # only the test's moves
+    "migration_by": "recompute",
     "migration_max_gap_seconds": 60.0,
 }
 BOTH_WAYS: dict[str, Any] = {"bidirectional": True}

@@ -18,12 +18,12 @@ from lmetric.sim.synthetic import check_synthetic
 from lmetric.sim.traces import Trace
 
 SETTINGS: dict[str, Any] = {
-    "window_seconds": 60.0,
+    "window_seconds": 15.0,
     "period_seconds": 1.0,
     "classes": 64,
     "min_requests": 16,
     "phase2_factor": 2.0,
-    "release_factor": 0.8,
+    "release_factor": 0.1,
 }
 OUT_OF_RANGE: dict[str, Any] = {
     "window_seconds": 0.0,

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import lmetric as lm
 from lmetric import plugins
 from lmetric.cli.app import build
+from lmetric.config import PoolSettings
 from lmetric.server.fleet import policies
 from lmetric.server.fleet.policies import build as build_policy
 from lmetric.sim.setups import PolicyChoice
@@ -40,6 +41,45 @@ def mine(tmp_path: Path) -> Path:
     file = tmp_path / "mine.py"
     file.write_text(LMETRIC)
     return file
+
+
+def test_functions_are_policies_everywhere() -> None:
+    """UX papercut 2: `lm.Router(function)` raised an AttributeError."""
+
+    def mine(p_token: Any, bs: Any) -> Any:
+        return p_token * (bs + 1)
+
+    router = fleet(mine, decode_policy=mine)
+    assert router.stats()["policy"] == "mine"
+    decision, ticket = router.route(lm.Request(range(64)))
+    assert decision.scores().tolist() == [64, 64, 64]
+    ticket.cancelled()
+    router.set_policy("vllm")
+    router.set_policy(mine)
+    router.set_shadow(mine)
+    assert router.stats()["policy"] == "mine"
+    run, same = (
+        lm.simulate("slice", policy=policy, instances=4, guard=False)
+        for policy in (mine, "p_token * (bs + 1)")
+    )
+    assert run.policy == "mine"
+    assert (run.instance == same.instance).all()
+    with pytest.raises(lm.UnknownNameError, match=r"parameter 'c' is not an indicator.*policy_function"):
+        lm.Router(lambda c: c["bs"])
+    for wrong in (3, object()):
+        with pytest.raises(TypeError, match="is no policy; expected a name, an expression, a"):
+            lm.Router(wrong)  # type: ignore[arg-type]
+
+
+def test_a_decision_explains_itself() -> None:
+    """UX papercut 15: `Router.explain` wanted the number of the decision."""
+    router = fleet("bs")
+    decision, ticket = router.route(lm.Request(range(64)))
+    ticket.cancelled()
+    record = router.explain(decision)
+    assert record is not None
+    assert record == router.explain(decision.id)
+    assert record["instance"] == decision.instance
 
 
 # Policies by name.
@@ -353,7 +393,9 @@ async def test_an_administrator_replaces_the_policy_under_load(mine: Path) -> No
 
 async def test_a_failing_policy_falls_back_and_is_counted(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
-    file.write_text("def score(bs):\n    raise ValueError('no idea')\n")
+    # The test call at the start succeeds.
+    body = "    calls.append(0)\n    assert len(calls) == 1, 'no idea'\n    return bs\n"
+    file.write_text(f"calls = []\ndef score(bs):\n{body}")
     async with world(
         2, policy=f"{file}:score", policy_fallback="round_robin", policy_time_limit_seconds=10
     ) as w:
@@ -362,6 +404,18 @@ async def test_a_failing_policy_falls_back_and_is_counted(tmp_path: Path) -> Non
         text = (await w.get("/metrics"))[1].decode()
         assert 'lmetric_policy_fallbacks_total{cause="errors",model="tiny"} 3.0' in text
         assert 'lmetric_policy_fallbacks_total{cause="paused",model="tiny"} 2.0' in text
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [("return bz", "name 'bz' is not defined"), ("return bs[:1]", "returned 1 scores for 2 instances")],
+)
+def test_a_policy_is_called_once_before_it_is_used(tmp_path: Path, body: str, problem: str) -> None:
+    """UX papercut 8: an error in the body showed only when the fallback decided."""
+    file = tmp_path / "bad.py"
+    file.write_text(f"def score(bs):\n    {body}\n")
+    with pytest.raises(lm.BadValueError, match=f"a test call on two idle engines failed: .*{problem}"):
+        build_policy(PoolSettings(), f"{file}:score", {})
 
 
 async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
@@ -373,9 +427,10 @@ async def test_a_watched_file_replaces_the_policy(mine: Path) -> None:
         assert stats()["policy"] == f"{mine}:score"
         write("import lmetric as lm\nscore = lm.Policy('bs', name='second')\n")
         await w.until(lambda: stats()["policy"] == "second")
-        write("def score(:")
-        await asyncio.sleep(1.2)
-        assert stats()["policy"] == "second"
+        for wrong in ("def score(:", "def score(bs):\n    return bz\n"):
+            write(wrong)
+            await asyncio.sleep(1.2)
+            assert stats()["policy"] == "second"
         assert (await w.post())[0] == 200
         write("import lmetric as lm\nscore = lm.Policy('bs', name='third')\n")
         await w.until(lambda: stats()["policy"] == "third")

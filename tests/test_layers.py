@@ -155,5 +155,7 @@ def test_files_of_the_core_router_are_short() -> None:
 def test_aiohttp_has_what_the_short_way_uses() -> None:
     """`ClientConnection` reads attributes that aiohttp does not document."""
     assert issubclass(ClientConnection, RequestHandler)
-    assert {"_messages", "_current_request"} <= set(RequestHandler.__slots__)
-    assert "_loop" in BaseProtocol.__slots__
+    assert "_messages" in RequestHandler.__slots__
+    assert {"_loop", "_reading_paused", "_buffer_paused"} <= set(BaseProtocol.__slots__)
+    assert callable(BaseProtocol._pause_transport_reading)
+    assert callable(BaseProtocol._resume_transport_reading)

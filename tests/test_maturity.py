@@ -40,7 +40,8 @@ def test_every_maturity_is_used() -> None:
     assert {"lmetric", "vllm", "least_requests", "round_robin"} <= {
         name for name, maturity in MATURITY.items() if maturity == "stable"
     }
-    assert {"always_worst", "sibyl_plus", "simulation"} <= set(STUDY_POLICIES)
+    assert {"always_worst", "simulation"} <= set(STUDY_POLICIES)
+    assert MATURITY["sibyl_plus"] == "experimental"
     assert STUDY_PLANNERS == ["libra_three"]
     assert planners("stable") == []
 
@@ -145,7 +146,8 @@ async def test_the_admin_api_refuses_what_the_server_does_not_offer() -> None:
         assert (await put(w, "vllm"))[0] == 200
     async with world(1, admin=True, experimental=True) as w:
         assert (await put(w, "dynamo"))[0] == 200
-        assert (await put(w, "sibyl_plus"))[0] == 400
+        assert (await put(w, "sibyl_plus"))[0] == 200
+        assert (await put(w, "simulation"))[0] == 400
 
 
 def test_the_core_depends_on_no_part_for_studies() -> None:

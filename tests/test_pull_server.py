@@ -207,7 +207,8 @@ async def test_with_requests_that_may_move(by: str, path: str, stream: bool) -> 
 async def test_a_stream_that_was_pulled_for_moves() -> None:
     body = body_of(COMPLETIONS, LONG + "and then?", stream=True, max_tokens=120)
     kinds = [both(clock_speed=2.0)] * 3
-    async with pulling(*kinds, rebalance={"kind": "star", "period_seconds": 3600.0}) as w:
+    star = {"kind": "star", "period_seconds": 3600.0}
+    async with pulling(*kinds, rebalance=star, migration_by="recompute") as w:
         expected = await alone(w, COMPLETIONS, body)
         await heated(w)
         task = asyncio.create_task(asked(w, COMPLETIONS, body))

@@ -242,7 +242,7 @@ def test_a_move_that_would_pause_too_long_is_given_up() -> None:
     assert one.moves.sum() > 0
     assert (one.finished_seconds != many.finished_seconds).any()
     for wrong, said in (
-        ({"migration_by": "segments"}, "migration_by.*kv or recompute"),
+        ({"migration_by": "segments"}, "migration_by.*fetch or recompute"),
         ({"migration_by": "recompute", "migration_max_concurrent": 0}, "migration_max_concurrent: 0"),
         (
             {"migration_by": "recompute", "migration_max_gap_seconds": -1.0},

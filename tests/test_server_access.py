@@ -89,7 +89,7 @@ async def test_a_body_that_cannot_be_read_is_the_clients_fault(capsys: pytest.Ca
         for path in (REPLICAS, "/admin/guard"):
             status, _, got = await it.post(b"no gzip", path, {"content-encoding": "gzip"})
             assert (status, got["error"]["type"]) == (400, "invalid_request_error"), got
-            head = f"POST {path} HTTP/1.1\nhost: x\n"
+            head = f"POST {path} HTTP/1.1\nhost: 127.0.0.1:80\n"
             await send(it, head + "content-length: 9000\n", b"half of it", leave=True)
             await send(it, head + "transfer-encoding: chunked\n", b"5\r\nhalf ", leave=True)
         await it.until(lambda: len(it.server.front.connections) <= 1)
@@ -110,7 +110,7 @@ async def test_a_body_that_never_comes_is_waited_for_no_longer_than_others(path:
     """Server 7.10 c: such a request once kept its connection forever."""
     config = {"replicas": {"urls": ["http://127.0.0.1:1"]}, "admin": True, "timeouts": {"body": 0.1}}
     async with world(1, **config) as it:
-        got = await send(it, f"POST {path} HTTP/1.1\nhost: x\ncontent-length: 20\n", b"{")
+        got = await send(it, f"POST {path} HTTP/1.1\nhost: localhost\ncontent-length: 20\n", b"{")
         assert got.startswith(b"HTTP/1.1 408 ")
         assert b"the body is incomplete after 0.1 s" in got
 
@@ -315,11 +315,13 @@ async def test_names_in_paths_may_be_encoded() -> None:
         assert b'"a b/c"' in await send(it, "GET /v1/models/a%20b%2Fc HTTP/1.1\nhost: x\nconnection: close\n")
         for path, draining in (("at%2Fa/drain", b"true"), ("at/a/undrain", b"false")):
             got = await send(
-                it, f"POST /admin/engines/{path} HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 0\n"
+                it,
+                f"POST /admin/engines/{path} HTTP/1.1\nhost: [::1]\nconnection: close\ncontent-length: 0\n",
             )
             assert b'"draining": ' + draining in got
         got = await send(
-            it, "POST /admin/engines/at%2Fa%2Fdrain HTTP/1.1\nhost: x\nconnection: close\ncontent-length: 0\n"
+            it,
+            "POST /admin/engines/at%2Fa%2Fdrain HTTP/1.1\nhost: [::1]\nconnection: close\n",
         )
         assert got.startswith(b"HTTP/1.1 404 ")
     await engine.stop()

@@ -70,6 +70,7 @@ async def test_lines_of_requests_that_were_refused_failed_or_left(
     hanging = says(STREAM_HEAD, chunk(token("a")), then="hang")
     async with world([FakeEngine(behave=hanging)], **LOG) as it:
         await it.post(b"{")
+        await it.post({"model": "no", "prompt": "x"})
         it.engines[0].behave = reset
         await it.post()
         it.engines[0].behave = hanging
@@ -77,7 +78,10 @@ async def test_lines_of_requests_that_were_refused_failed_or_left(
         await stream.content.readany()
         stream.close()
         await it.settled()
-        refused, failed, left = lines(logs)
+        refused, unknown, failed, left = lines(logs)
+        # UX, section 3, number 10: a refused request had no reason.
+        assert "JSON" in refused["note"]
+        assert (unknown["status"], unknown["note"]) == (404, "model_not_found")
         assert (refused["status"], refused["decision"], refused["instance"]) == (400, None, None)
         assert (failed["status"], failed["instance"], failed["output_tokens"]) == (502, "e0", 0)
         assert failed["decision"] is not None

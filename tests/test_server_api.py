@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from lmetric._core import INTERNAL_FIELDS, BadRequestError, check_object
 from lmetric.engines.handover import CHAT, COMPLETIONS
+from lmetric.server.api.eligibility import split_ineligibility
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
-from server_world import FakeEngine, answer, decision_id, hang, plain, says, world
+from server_world import FakeEngine, answer, decision_id, hang, lora, plain, says, world
+from token_folders import byte_level, write_folder
 
 CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -27,53 +29,13 @@ CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "con
         (CHAT, b'{"model": "tiny",\n "messages": [}', "line 2, column 15", None),
         (CHAT, b"[1]", "must be a JSON object, not a list", None),
         (CHAT, b'"\xff"', "not valid JSON", None),
-        (CHAT, {"model": "tiny"}, "messages must be a list", "messages"),
-        (CHAT, {"messages": []}, "not an empty list", "messages"),
-        (
-            CHAT,
-            {"messages": "hi"},
-            "messages must be a list of at least one message, not a string",
-            "messages",
-        ),
-        (CHAT, {"messages": [3]}, "messages[0] must be an object", "messages[0]"),
-        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role must be a string", "messages[0].role"),
-        (CHAT, {"messages": [{"role": "user", "content": 3}]}, "a list of parts", "messages[0].content"),
-        (CHAT, {"messages": [{"role": "user", "content": [3]}]}, "content[0]", "messages[0].content[0]"),
         (CHAT, CHAT_BODY | {"model": 3}, "model must be a string, not the number 3", "model"),
-        (CHAT, CHAT_BODY | {"stream": "yes"}, "stream must be true or false", "stream"),
-        (CHAT, CHAT_BODY | {"max_tokens": -1}, "max_tokens must be a whole number", "max_tokens"),
-        (CHAT, CHAT_BODY | {"max_completion_tokens": 1.5}, "whole number", "max_completion_tokens"),
-        (CHAT, CHAT_BODY | {"cache_salt": {}}, "cache_salt must be a string", "cache_salt"),
-        (CHAT, CHAT_BODY | {"vllm_xargs": []}, "vllm_xargs must be an object", "vllm_xargs"),
         (
             CHAT,
             CHAT_BODY | {"vllm_xargs": {"kv_transfer_params": "x"}},
             "internal",
             "vllm_xargs.kv_transfer_params",
         ),
-        (CHAT, CHAT_BODY | {"max_tokens": True}, "a whole number from 0, not a boolean", "max_tokens"),
-        (CHAT, CHAT_BODY | {"max_tokens": 2**31}, "not the number 2147483648", "max_tokens"),
-        (CHAT, CHAT_BODY | {"max_output_tokens": "5"}, "whole number", "max_output_tokens"),
-        (
-            CHAT,
-            CHAT_BODY | {"max_tokens": 1.0, "max_completion_tokens": "5"},
-            "max_completion_tokens must be a whole number from 0, not a string",
-            "max_completion_tokens",
-        ),
-        (COMPLETIONS, {}, "prompt must be a string or a list of token ids", "prompt"),
-        (COMPLETIONS, {"prompt": 3}, "not the number 3", "prompt"),
-        (COMPLETIONS, {"prompt": [1, -2]}, "prompt[1] must be a token id", "prompt"),
-        (COMPLETIONS, {"prompt": [1, 2**32]}, "prompt[1] must be a token id", "prompt"),
-        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt[1] must be a token id", "prompt"),
-        (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt[1] must be a list of token ids", "prompt"),
-        (
-            COMPLETIONS,
-            {"prompt": ["a", 1]},
-            "prompt[1] must be a string like prompt[0], not the number 1",
-            "prompt",
-        ),
-        (COMPLETIONS, {"prompt": ["a"] * 10_001}, "at most 10000 are accepted", "prompt"),
-        (COMPLETIONS, {"prompt": [None]}, "prompt[0] must be", "prompt"),
         ("/v1/embeddings", {"input": "x", "kv_transfer_params": None}, "internal", "kv_transfer_params"),
     ],
 )
@@ -87,7 +49,114 @@ async def test_bad_bodies_are_told_apart(path: str, body: Any, says_so: str, par
         assert not w.engines[0].requests
 
 
-def test_what_the_engine_judges_passes() -> None:
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SAYS: dict[str, Any] = {"model": "tiny", "prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"model": "tiny"}),
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": "hi"}),
+        (CHAT, {"messages": [3]}),
+        (CHAT, {"messages": [{"content": "x"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [3]}]}),
+        (CHAT, CHAT_BODY | {"stream": "perhaps"}),
+        (CHAT, CHAT_BODY | {"max_tokens": -1}),
+        (CHAT, CHAT_BODY | {"max_tokens": 2.0}),
+        (CHAT, CHAT_BODY | {"max_tokens": "2"}),
+        (CHAT, CHAT_BODY | {"max_completion_tokens": 1.5}),
+        (CHAT, CHAT_BODY | {"max_tokens": True}),
+        (CHAT, CHAT_BODY | {"max_tokens": 10**15}),
+        (CHAT, CHAT_BODY | {"cache_salt": ["a"]}),
+        (CHAT, CHAT_BODY | {"vllm_xargs": []}),
+        (CHAT, CHAT_BODY | {"stream_options": "x", "user": 3, "session_id": [], "priority": "x"}),
+        ("/v1/chat/completions/batch", {"messages": {}}),
+        (COMPLETIONS, {}),
+        (COMPLETIONS, {"prompt": 3}),
+        (COMPLETIONS, {"prompt": [1, -2]}),
+        (COMPLETIONS, {"prompt": [1, 2**32]}),
+        (COMPLETIONS, {"prompt": [1, "a"]}),
+        (COMPLETIONS, {"prompt": [[1], "a"]}),
+        (COMPLETIONS, {"prompt": ["a", 1]}),
+        (COMPLETIONS, {"prompt": ["a"] * 10_001}),
+        (COMPLETIONS, {"prompt": [None]}),
+        (COMPLETIONS, {"prompt_embeds": "AAAA"}),
+        (COMPLETIONS, {"prompt_embeds": "AAAA", "prompt": None}),
+        (COMPLETIONS, {"prompt_embeds": ["AAAA"], "prompt": []}),
+        ("/inference/v1/generate", {"token_ids": []}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": -1}}),
+        (MESSAGES, {"messages": 3, "system": 4, "tools": 5}),
+        (RESPONSES, {"input": 3, "instructions": 4, "tools": 5}),
+        ("/v1/rerank", {"query": 3, "documents": {}}),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [False, True])
+async def test_what_the_engine_judges_reaches_it(
+    path: str, body: Any, tokenizer: bool, tmp_path: Path
+) -> None:
+    """Bugs 9, 23, 25: a field that is read for load or matching only never refuses a request."""
+    settings: dict[str, Any] = {"tokenizer": str(write_folder(tmp_path, byte_level()))} if tokenizer else {}
+    async with world(1, **settings) as w:
+        status, _, _ = await w.post(body, path)
+        assert status == 200
+        (request,) = (each for each in w.engines[0].requests if each.path == path)
+        assert request.json == request.json | body  # all that the client sent
+        assert w.in_flight() == 0
+
+
+def test_long_lists_are_bounded_by_the_bytes_of_the_body() -> None:
+    """Bugs 23: LangChain's 1,000 texts of 1,000 IDs, long prompts, documents with two members."""
+    texts = parse(RELAYED["/v1/embeddings"], orjson.dumps({"input": [[1] * 1000] * 1001}))
+    assert texts.tokens is not None
+    assert (len(texts.tokens), texts.more_tokens) == (1000, 1_000_000)
+    prompts = parse(RELAYED[COMPLETIONS], orjson.dumps({"prompt": [[20_000] * 20_000] * 64}))
+    assert prompts.more_tokens == 63 * 20_000
+    documents = [{"text": "word " * 40, "id": number} for number in range(30_000)]
+    ranked = parse(RELAYED["/v1/rerank"], orjson.dumps({"query": "query", "documents": documents}))
+    assert ranked.more_bytes == 29_999 * (5 + 200)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_bodies_pass_in_the_encodings_that_engines_read(encoding: str, path: str) -> None:
+    """Bugs 34: a byte order mark, UTF-16 and UTF-32."""
+    body = {"model": "tiny", "prompt": "é🙂", "input": "é🙂"}
+    async with world(1) as w:
+        assert (await w.post(json.dumps(body, ensure_ascii=False).encode(encoding), path))[0] == 200
+        got = w.engines[0].requests[-1].json
+        assert {name: got[name] for name in body} == body
+
+
+@pytest.mark.parametrize(
+    ("value", "streams"),
+    [(True, True), (1, True), ("true", True), ("On", True), (0, False), ("false", False), (None, False)],
+)
+async def test_stream_is_read_as_engines_read_it(value: Any, streams: bool) -> None:
+    """Bugs 25: numbers and texts for `stream`."""
+    assert parse(RELAYED[COMPLETIONS], orjson.dumps(SAYS | {"stream": value})).stream is streams
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stream": "false"}, "stream"),
+        ({"stream_options": "x"}, "stream_options"),
+        ({"max_tokens": 2.0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": "2"}, "max_completion_tokens"),
+    ],
+)
+def test_spellings_that_only_engines_read_keep_a_request_on_one_engine(fields: Any, says: str) -> None:
+    """Bugs 25: segments and resumed streams need limits that the router reads as engines do."""
+    why = split_ineligibility(CHAT, CHAT_BODY | {"max_tokens": 9} | fields, tokens=True)
+    assert why is not None
+    assert f"({says})" in why
+
+
+def test_fields_that_are_null_or_of_other_types_count_as_absent() -> None:
     nothing = dict.fromkeys(("model", "stream", "cache_salt", "vllm_xargs", "user", "max_tokens"))
     call = parse(RELAYED[CHAT], orjson.dumps(CHAT_BODY | nothing))
     assert (call.model, call.stream, call.salt, call.session, call.max_tokens) == (
@@ -102,11 +171,6 @@ def test_what_the_engine_judges_passes() -> None:
         orjson.dumps({"prompt": ["a", "bc"], "user": 3, "n": {}, "max_output_tokens": 7}),
     )
     assert (call.text, call.more_bytes, call.session, call.max_tokens) == (b"a", 2, None, 7)
-    # A limit that another limit replaces.
-    limits = {"max_output_tokens": [], "max_tokens": "x", "max_completion_tokens": 5}
-    assert (
-        parse(RELAYED["/v1/responses"], orjson.dumps({"input": [3], "model": "m", **limits})).max_tokens == 5
-    )
 
 
 _VALUES = st.recursive(
@@ -175,7 +239,7 @@ def test_prompt_keys_share_prefixes_exactly_where_prompts_do() -> None:
 
 
 async def test_models() -> None:
-    engines = [FakeEngine(), FakeEngine(model="other")]
+    engines = [FakeEngine(cards=[{"id": "tiny"}, lora("sql")]), FakeEngine(model="other")]
     for number, engine in enumerate(engines):
         engine.name = f"e{number}"
         await engine.start()
@@ -190,7 +254,7 @@ async def test_models() -> None:
             ("sql", "tiny"),
             ("other", None),
         ]
-        assert orjson.loads((await w.get("/v1/models/sql"))[1])["root"] == "tiny"
+        assert orjson.loads((await w.get("/v1/models/sql"))[1])["parent"] == "tiny"
         for model, instance in (("tiny", "e0"), ("sql", "e0"), ("other", "e1")):
             _, headers, _ = await w.post({"model": model, "prompt": "x" * 600})
             assert headers["x-lmetric-instance"] == instance
@@ -221,8 +285,8 @@ async def test_engines_tell_their_models_also_late() -> None:
 
 
 async def test_adapters_and_salts_never_share_a_prefix() -> None:
-    async with world(1, models=[], policy="lmetric", model="tiny") as w:
-        w.server.fleet.names["sql"] = (w.server.fleet.pools[0], "sql")
+    fakes = [FakeEngine(cards=[{"id": "tiny"}, lora("sql")])]
+    async with world(fakes, models=[], policy="lmetric", model="tiny") as w:
         prompt = "x" * 4096
         hits = []
         for body in (
@@ -300,7 +364,9 @@ async def test_body_limits() -> None:
 
 
 async def test_concurrency_and_connection_limits() -> None:
-    async with world([FakeEngine(behave=hang)], limits={"max_concurrent_requests": 2}) as w:
+    async with world(
+        [FakeEngine(behave=hang)], limits={"max_concurrent_requests": 2, "max_concurrent_share": 1.0}
+    ) as w:
         tasks = [asyncio.create_task(w.post()) for _ in range(2)]
         await w.until(lambda: w.in_flight() == 2)
         status, headers, got = await w.post()

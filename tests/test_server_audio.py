@@ -156,7 +156,7 @@ async def test_websocket_is_refused_with_the_reason() -> None:
     async with world() as w:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await w.client.ws_connect(w.url + "/v1/realtime?model=tiny")
-        assert refused.value.status == 501
+        assert refused.value.status == 426
         status, body = await w.get("/v1/realtime/sessions")
         assert status == 501
         assert b"WebSocket" in body

@@ -18,6 +18,7 @@ import pytest
 from lmetric.config import Log
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import read_object
+from lmetric.server.fleet.fleet import Served
 from lmetric.server.http import frontend as front_module
 from lmetric.server.observe.logs import configure_logging, flush_logs
 from server_world import FakeEngine, World, answer, hang, world
@@ -76,7 +77,10 @@ async def test_absurd_nesting_is_a_400(path: str, body: bytes) -> None:
 
 
 def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
-    """Reliability C1: limits on depth, containers and values, counted outside of strings."""
+    """Reliability C1: limits on depth, containers and values, counted outside of strings.
+
+    Bugs 23: token IDs are bounded by the bytes of the body, and long bodies may have more members.
+    """
 
     def told(value: bytes) -> str:
         try:
@@ -91,7 +95,10 @@ def test_the_bounds_on_json_are_exact_and_ignore_strings() -> None:
     assert "50000 lists and objects" in told(b"[" + b"[]," * 50_000 + b"1]")
     keys = b",".join(b'"k%d":1' % number for number in range(50_001))
     assert "50000 members" in told(b"{" + keys + b"}")
-    assert "1000000 values" in told(b"[" + b"1," * 1_000_000 + b"1]")
+    assert "1000000 values" in told(b"[" + b'"",' * 1_000_000 + b"1]")
+    assert "1000000 values" in told(b"[" + b"-1," * 1_000_000 + b"1]")
+    assert not told(b"[" + b"1," * 1_000_000 + b"1]")
+    assert not told(b"[" + b",".join([b'{"text":"%s","id":1}' % (b"x" * 250)] * 30_000) + b"]")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -149,7 +156,7 @@ async def test_unknown_models_are_not_compared_at_any_length() -> None:
             "did you mean 'tiny'" in (await w.post({"model": "tini", "prompt": "a"}))[2]["error"]["message"]
         )
         pool = w.server.fleet.pools[0]
-        w.server.fleet.names |= {f"adapter-{number}": (pool, None) for number in range(50_000)}
+        w.server.fleet.names |= {f"adapter-{number}": Served(pool, None) for number in range(50_000)}
         begun = time.thread_time()
         with pytest.raises(front_module.ApiError):
             w.server.fleet.find("adapter-x")

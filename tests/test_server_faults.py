@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import lmetric as lm
-from server_world import FakeEngine, Request, decision_id, plain, says, usage, world
+from server_world import FakeEngine, Request, decision_id, plain, reset, says, usage, world
 
 GOOD: dict[str, Any] = {
     "id": "cmpl-1",
@@ -55,6 +55,29 @@ async def test_used_up_attempts_are_booked_as_what_they_were() -> None:
         assert (len(receipt["tried"]), receipt["outcome"]) == (3, "status")
         stats = router.stats()
         assert (stats["retries"], stats["failed"]["status"]) == (2, 1)
+
+
+async def test_failed_attempts_count_by_kind_also_if_another_engine_answered() -> None:
+    """UX, section 3: `lmetric_failures_total` stayed 0 after an attempt that was retried."""
+    async with world(2, health={"interval": 60}) as it:
+        it.engines[0].behave = reset
+        for _ in range(2):
+            assert (await it.post())[0] == 200
+        await it.engines[0].stop()
+        for _ in range(2):
+            assert (await it.post())[0] == 200
+        _, page = await it.get("/metrics")
+        for kind in ("refused", "reset"):
+            assert b'lmetric_failures_total{kind="%b",model="tiny"} 1.0' % kind.encode() in page
+
+
+async def test_a_request_that_failed_twice_is_not_invited_back() -> None:
+    """Python, section 6, number 8: the 502 had a Retry-After."""
+    too_long_to_pass = says(plain(500, b"x" * 2_000_000), then="keep")
+    async with world([FakeEngine(behave=too_long_to_pass) for _ in range(3)]) as it:
+        status, headers, got = await it.post()
+        assert (status, got["error"]["code"]) == (502, "failed_twice")
+        assert "retry-after" not in headers
 
 
 async def test_an_engine_that_only_fails_is_taken_out() -> None:

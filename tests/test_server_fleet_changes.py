@@ -223,3 +223,20 @@ async def test_a_rolling_restart_loses_nothing() -> None:
         for name in ("b0", "b1", "b2"):
             await w.engines[name].stop()
             w.stopped.add(name)
+
+
+async def test_changes_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python, section 6, number 7: warm fetches outlived the server."""
+
+    async def hangs(self: FleetChanges, engine: Any, change: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FleetChanges, "_run", hangs)
+    async with fleet(both(), both()) as w:
+        await asked(w, COMPLETIONS, talk(1))
+        pool = w.server.fleet.pools[0]
+        changes(w).leaves(pool.engines["b0"])
+        (task,) = (change.task for change in changes(w)._changes.values())
+        assert task is not None
+        assert not task.done()
+    assert task.cancelled()

@@ -19,7 +19,7 @@ from lmetric.config import ConfigError, ServerConfig, load_config
 from lmetric.config.schema import IndicatorConfig
 from lmetric.server import Server
 from lmetric.server.fleet.indicators import Indicators
-from server_world import FakeEngine, Request, World, answer, plain, says, world
+from server_world import FakeEngine, Request, World, answer, lora, plain, says, world
 from test_server_kv import emulated
 
 LOAD = {"interval": 0.02}
@@ -380,7 +380,8 @@ async def test_lora_affinity_is_one_line() -> None:
         await go.wait()
         return await answer(engine, request, writer)
 
-    engines = [FakeEngine(behave=waits) for _ in range(3)]
+    cards = [{"id": "tiny"}, *map(lora, ("sql", "chat", "code"))]
+    engines = [FakeEngine(behave=waits, cards=cards) for _ in range(3)]
     for engine in engines:
         await engine.start()
     entries = [{"url": engine.url, "name": f"e{number}"} for number, engine in enumerate(engines)]

@@ -249,7 +249,7 @@ async def test_a_slow_viewer_misses_updates_and_costs_at_most_one(monkeypatch: p
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, ("127.0.0.1", it.server.port))
         await loop.sock_sendall(
-            client, b"GET /debug/live HTTP/1.1\r\nhost: a\r\naccept: text/event-stream\r\n\r\n"
+            client, b"GET /debug/live HTTP/1.1\r\nhost: localhost\r\naccept: text/event-stream\r\n\r\n"
         )
 
         def buffered() -> int:

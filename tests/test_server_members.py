@@ -42,7 +42,7 @@ async def test_removal_waits_for_running_requests() -> None:
 
 
 async def test_a_server_of_two_models_is_two_engines() -> None:
-    async with world(1, admin=True) as it:
+    async with world([FakeEngine(cards=[{"id": "a"}, {"id": "b"}, {"id": "c"}])], admin=True) as it:
         url = it.engines[0].url
         models = [{"name": name, "engines": [{"url": url, "name": f"at/{name}"}]} for name in ("a", "b")]
         async with world(0, models=models, admin=True) as both:

@@ -11,8 +11,9 @@ import pytest
 
 from lmetric.config import KvEvents
 from lmetric.engines.adapter import Capabilities, EventSource
+from lmetric.engines.endpoints import EndpointError
 from lmetric.engines.handover import CHAT, COMPLETIONS
-from lmetric.server.fleet.kv_backfill import REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
+from lmetric.server.fleet.kv_backfill import MAX_BODY_BYTES, REFILL_REQUESTS, REFILL_SECONDS, KvBackfill
 from lmetric.server.fleet.kv_mode import PoolFacts, Subscription, choose
 
 TOLD = Capabilities(
@@ -102,6 +103,39 @@ def test_the_configuration_has_the_last_word_on_where_events_are() -> None:
     assert "text prompts count as not cached" in mode.reason
 
 
+def test_a_replay_endpoint_that_is_out_of_reach_is_not_used() -> None:
+    """security F9: such an endpoint was kept as the engine had reported it."""
+    for replay in ("tcp://127.0.0.1:5558", "ipc:///run/kv", "tcp://[::ffff:127.0.0.1]:5558", "tcp://*:kv"):
+        source = EventSource(0, "tcp://*:5557", replay_endpoint=replay)
+        mode, heard = choose(replace(TOLD, event_sources=(source,)), HOST, "auto", POOL)
+        assert (mode.name, heard) == ("exact", (Subscription("tcp://10.0.0.4:5557", None),))
+
+    def admit(endpoint: str) -> str:
+        if endpoint == "tcp://10.0.0.4:5557":
+            return endpoint
+        raise EndpointError("not allowed", "allow it")
+
+    source = EventSource(0, "tcp://*:5557", replay_endpoint="tcp://*:5558")
+    _, heard = choose(replace(TOLD, event_sources=(source,)), HOST, "auto", POOL, admit=admit)
+    assert heard == (Subscription("tcp://10.0.0.4:5557", None),)
+    source = EventSource(0, "tcp://10.0.0.9:5557")
+    mode, heard = choose(replace(TOLD, event_sources=(source,)), HOST, "auto", POOL, admit=admit)
+    assert (mode.name, mode.detail, mode.fix, heard) == ("approximate", "not allowed", "allow it", ())
+
+
+def test_the_number_of_an_engines_sources_is_bounded() -> None:
+    """security F5: each source takes two sockets and a share of the feed's memory."""
+    for ranks in (range(257), [-1], [65_536]):
+        sources = tuple(EventSource(rank, "tcp://*:5557") for rank in ranks)
+        mode, heard = choose(replace(TOLD, event_sources=sources), HOST, "auto", POOL)
+        assert (mode.name, mode.cause, heard) == (
+            *("approximate", "it reports too many or wrong KV event sources"),
+            (),
+        )
+    sources = tuple(EventSource(rank, "tcp://*:5557") for rank in range(256))
+    assert len(choose(replace(TOLD, event_sources=sources), HOST, "auto", POOL)[1]) == 256
+
+
 def test_a_refill_asks_where_something_may_be_hidden_and_is_bounded() -> None:
     field = {"vllm_xargs": {"kv_cache_report_mode": "full"}}
     refill = KvBackfill(field, 16, now=100.0)
@@ -114,6 +148,9 @@ def test_a_refill_asks_where_something_may_be_hidden_and_is_bounded() -> None:
     assert refill.left == REFILL_REQUESTS - 2
     assert not refill.over(100.0 + REFILL_SECONDS - 1)
     assert refill.over(100.0 + REFILL_SECONDS)
+    # The engine would report it in a message that the feed refuses (security F5).
+    long = body + b" " * MAX_BODY_BYTES
+    assert refill.body(CHAT, long, 9999) is long
     refill.left = 0
     assert refill.over(100.0)
     assert refill.body(CHAT, body, 9999) is body

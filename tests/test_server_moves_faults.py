@@ -202,7 +202,8 @@ def tale(*, ids: bool = True, text: str | None = None, lingers: float = 0.0) -> 
 
 @contextlib.asynccontextmanager
 async def tellers(behave: Behaviour, metrics: bytes = b"", **config: Any) -> AsyncIterator[World]:
-    given: dict[str, Any] = {"rebalance": {"kind": "star", "period_seconds": 3600.0}, "model": "tiny"}
+    star = {"kind": "star", "period_seconds": 3600.0}
+    given: dict[str, Any] = {"rebalance": star, "migration_by": "recompute", "model": "tiny"}
     fakes = [FakeEngine(behave=behave, metrics=metrics) for _ in range(2)]
     async with world(fakes, tokenizer=str(TOKENIZER_PATH.parent), **(given | config)) as w:
         yield w

@@ -172,7 +172,7 @@ async def test_what_was_sent_once_is_not_sent_again() -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_transfer_that_breaks_costs_no_answer(streamed: bool) -> None:
-    prefill = FakeEngine(behave=second(PARAMS))
+    prefill = FakeEngine(behave=second(PARAMS), model="emulated")
     (config,) = await fakes(prefill)
     async with EngineServer(nixl("decode")) as decode:
         engines = [config, {"url": decode.url, "name": "d", "role": "decode"}]

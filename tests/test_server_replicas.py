@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmetric.config import ConfigError, load_config
 from lmetric.ports import free_ports
+from lmetric.server.background.replica_loads import Entry, ReceivedLoads, SentLoads, load_message
 from lmetric.server.background.replicas import PATH
 from server_world import FakeEngine, World, decision_id, hang, world
 from test_server_programs import SETTINGS, body, held, programs
@@ -207,9 +211,122 @@ async def test_engines_and_models_that_are_not_known_here_are_passed_over() -> N
     models = {"tiny": [["e0", numbers, []], ["elsewhere", numbers, []]], "other": [["e0", numbers, []]]}
     async with world(1, replicas={"urls": ["http://127.0.0.1:1"], "silent_after": 0.2}) as a:
         status, _, answer = await a.post({"router": "ab", "names": SHARE_NAMES, "models": models}, PATH)
-        assert (status, answer) == (200, {"router": a.server.front.replicas.id})
+        assert (status, answer) == (200, {"router": a.server.front.replicas.id, "version": 0})
         assert bs(a) == [4.0]  # coming, queued, scheduled, decoding
         await until(lambda: bs(a) == [0.0])
+
+
+async def test_an_answer_of_another_router_is_short_plain_and_from_its_address() -> None:
+    """Security F13: no more than 4 KiB of it are read, nothing is unpacked, no redirect is followed."""
+    sent: list[int] = []
+    got: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                got.append(head + await reader.readexactly(length))
+                writer.write(answers[0][0])
+                parts = 0
+                for _ in range(answers[0][1]):
+                    writer.write(bytes(65536))
+                    await writer.drain()
+                    parts += 1
+                    sent.append(parts)
+        writer.close()
+
+    async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got.append(b"redirected" + await reader.read(100))
+        writer.close()
+
+    other = await asyncio.start_server(elsewhere, "127.0.0.1", 0)
+    place = "127.0.0.1:%d" % other.sockets[0].getsockname()[1]
+    zipped = gzip.compress(b'{"router":"ab","version":1}')
+    head = b"HTTP/1.1 200 OK\r\n"
+    answers = [(b"", 0)]
+    peer = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = peer.sockets[0].getsockname()[1]
+    told = {"urls": [f"http://127.0.0.1:{port}"], "interval": 0.02, "silent_after": 5}
+    for each, reason in [
+        ((head + b"content-length: 1000000000\r\n\r\n", 10_000), "more than 4096 bytes"),
+        ((head + b"transfer-encoding: chunked\r\n\r\n3fffffff\r\n", 10_000), "more than 4096 bytes"),
+        (
+            (head + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n%s" % (len(zipped), zipped), 0),
+            "",
+        ),
+        (
+            (
+                b"HTTP/1.1 307 Temporary Redirect\r\nlocation: http://%s/\r\ncontent-length: 0\r\n\r\n"
+                % place.encode(),
+                0,
+            ),
+            "status 307",
+        ),
+    ]:
+        answers[0] = each
+        sent.clear()
+        got.clear()
+        async with world(1, replicas=told) as a:
+            replicas = a.server.front.replicas
+            await until(lambda: any(address.error for address in replicas.addresses.values()))
+            (error,) = [address.error for address in replicas.addresses.values()]
+            assert error is not None
+            assert reason in error
+        # What the kernel and the sender buffer, and no more.
+        assert sum(1 for parts in sent if parts > 200) == 0
+        assert not any(message.startswith(b"redirected") for message in got)
+    peer.close()
+    other.close()
+
+
+async def test_a_message_has_only_what_changed_and_a_lost_one_costs_a_full_one() -> None:
+    """Defect 24 of the core review."""
+    engines = [FakeEngine(behave=hang), FakeEngine(behave=hang)]
+    async with two(engines, {"silent_after": 60}) as (a, b):
+        ours, theirs = a.server.front.replicas, b.server.front.replicas
+        asking = [asyncio.create_task(a.post()) for _ in range(4)]
+        await until(lambda: bs(b) == [2, 2])
+        (address,) = [each for each in ours.addresses.values() if each.reached]
+        full_at = address.full_at
+        await until(lambda: address.version is not None and address.version > 20)
+        assert address.full_at == full_at
+        # The other router has lost the load: the next message is full.
+        theirs._loads.clear()
+        asking.append(asyncio.create_task(a.post()))
+        await until(lambda: sum(bs(b)) == 5)
+        assert address.full_at > full_at
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: bs(b) == [0, 0])
+
+
+loads = st.dictionaries(
+    st.sampled_from(["e0", "e1", "e2"]), st.tuples(st.integers(1, 3), st.booleans()), max_size=3
+)
+
+
+@given(st.lists(st.tuples(loads, st.sampled_from(["read", "lost", "late", "restart"])), max_size=40))
+def test_changes_add_up_to_the_load(rounds: list[tuple[dict[str, tuple[int, bool]], str]]) -> None:
+    """Whatever is lost, what a router has received is what the other one sent at that version."""
+    sent, received, known = SentLoads(), ReceivedLoads(), None
+    for round_, outcome in rounds:
+        roots = [(7, 1.0, 0.5)]
+        entries: list[Entry] = [
+            (name, [float(load)], roots if root else []) for name, (load, root) in round_.items()
+        ]
+        sent.update({"tiny": entries}, sent.version if known is None else known)
+        if outcome == "late":
+            continue  # the last message has no answer yet
+        message = load_message("ab", ["load"], sent, known)
+        assert all(len(each) <= 3 for each in message["models"].values())
+        known = None
+        if outcome == "restart":
+            received = ReceivedLoads()
+        if outcome != "lost" and received.apply(message["version"], message["base"], message["models"]):
+            known = sent.version
+            assert sorted(received.entries("tiny")) == sorted(entries)
 
 
 async def test_no_more_routers_than_are_listened_to() -> None:

@@ -100,8 +100,8 @@ def test_old_values_of_settings_are_the_present_ones_and_warn(tmp_path: Path) ->
         ]
     assert not load("migration_by: recompute", tmp_path).deprecated
     # Studies and simulations read the same table. They have no such method, under either name.
-    assert _deprecated.settings({"migration_by": ["kv", "legs"]}) == (
-        {"migration_by": ["kv", "segments"]},
+    assert _deprecated.settings({"migration_by": ["fetch", "legs"]}) == (
+        {"migration_by": ["fetch", "segments"]},
         {"migration_by": ["migration_by: legs"]},
     )
     with pytest.raises(

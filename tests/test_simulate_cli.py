@@ -255,7 +255,7 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
 
 
 GUARD = {
-    "window_seconds": 15.0, "period_seconds": 0.5, "classes": 8, "min_requests": 4, "phase2_factor": 1.0,
+    "window_seconds": 20.0, "period_seconds": 0.5, "classes": 8, "min_requests": 4, "phase2_factor": 1.0,
     "release_factor": 0.5,
 }  # fmt: skip
 

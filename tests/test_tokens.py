@@ -1,5 +1,6 @@
 """Prompts to tokens: the cache changes no result, and chats are rendered as engines render them."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,16 @@ from lmetric.tokens import (
     find_folder,
     verify,
 )
-from token_folders import CHATML, INST, KINDS, byte_level, make_folder, metaspace, write_folder
+from token_folders import (
+    CHATML,
+    INST,
+    KINDS,
+    byte_level,
+    make_folder,
+    metaspace,
+    shipped_folder,
+    write_folder,
+)
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -398,6 +408,112 @@ def test_a_model_is_found_by_folder_or_in_the_cache(tmp_path: Path, monkeypatch:
     assert find_folder(str(tmp_path)) == tmp_path
     for other in ("Owner/Other", "Name", "../Name", "a/b/c", ""):
         assert find_folder(other) is None
+
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "vllm_prompts.json").read_text())
+
+
+@pytest.mark.parametrize("template", ["chatml", "inst"])
+@pytest.mark.parametrize("number", range(len(RECORDED["requests"])))
+def test_recorded_requests_have_the_tokens_of_vllm(
+    tmp_path_factory: pytest.TempPathFactory, template: str, number: int
+) -> None:
+    """Bugs 37: requests of chats, /v1/messages and /v1/responses, rendered by vLLM itself.
+
+    `tests/real/record_prompts.py` records them.
+    """
+    path, body = RECORDED["requests"][number]
+    expected = RECORDED["tokens"][template][number]
+    source = {"chatml": CHATML, "inst": INST}[template]
+    tokenizer = shipped(tmp_path_factory.getbasetemp() / template, source)
+    predict = {
+        "/v1/chat/completions": tokenizer.chat,
+        "/v1/messages": tokenizer.messages,
+        "/v1/responses": tokenizer.responses,
+    }[path]
+    if expected is not None:  # vLLM refuses the others
+        assert predict(body).tolist() == expected
+
+
+@functools.cache
+def shipped(folder: Path, template: str) -> PromptTokenizer:
+    return PromptTokenizer.load(shipped_folder(folder, template))
+
+
+AGENT = {"messages": [{"role": "user", "content": "hi"}]}
+IMAGE_BLOCK = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("messages", {"messages": [{"role": "user", "content": [IMAGE_BLOCK]}]}, "media"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [IMAGE_BLOCK]}]}]},
+            "media",
+        ),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "shape"),
+        ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "shape"),
+        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "shape"),
+        ("messages", AGENT | {"tools": [{"name": "f"}]}, "shape"),
+        ("messages", {"messages": "x"}, "shape"),
+        ("responses", {"input": "x", "previous_response_id": "r"}, "history"),
+        ("responses", {"input": "x", "truncation": "auto"}, "truncation"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "shape"),
+        ("responses", {"input": [{"type": "reasoning", "encrypted_content": "A", "summary": []}]}, "shape"),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "media",
+        ),
+        ("responses", {"input": 3}, "shape"),
+        ("responses", {"input": "x", "chat_template_kwargs": {"tokenize": True}}, "template"),
+    ],
+)
+def test_agents_requests_that_cannot_be_predicted_are_said_to_be_so(
+    folder_of: Callable[[str], Path], path: str, body: dict[str, Any], reason: str
+) -> None:
+    tokenizer = PromptTokenizer.load(folder_of("byte-level"))
+    with pytest.raises(NotPredictable) as caught:
+        getattr(tokenizer, path)(body)
+    assert caught.value.reason == reason
+
+
+def test_system_messages_are_merged_if_the_template_wants_one_in_front(tmp_path: Path) -> None:
+    """As vLLM finds it out: a template that fails on a later system message, or needs a filter."""
+    later = {"role": "system", "content": "later"}
+    body = {"system": "first", "messages": [*AGENT["messages"], later, *AGENT["messages"]]}
+    plain = "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}"
+        "{% endif %}[{{ m.role }} {{ m.content }}]{% endfor %}"
+    )
+    in_place = write_folder(tmp_path / "plain", byte_level(), plain)
+    assert PromptTokenizer.load(in_place).messages_text(body).text == (
+        "[system first][user hi][system later][user hi]"
+    )
+    merged = write_folder(tmp_path / "strict", byte_level(), strict)
+    assert PromptTokenizer.load(merged).messages_text(body).text == "[system firstlater][user hi][user hi]"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort"),
+    [
+        ("{{ reasoning_effort }}{{ enable_thinking }}", "noneFalse"),
+        ("{% if reasoning_effort == 'high' %}high{% else %}low{% endif %}", "low"),
+        (
+            "{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}{{ reasoning_effort }}",
+            "low",
+        ),
+    ],
+)
+def test_disabled_thinking_is_an_effort_that_the_template_knows(
+    tmp_path: Path, template: str, effort: str
+) -> None:
+    folder = write_folder(tmp_path, byte_level(), template)
+    text = PromptTokenizer.load(folder).messages_text(AGENT | {"thinking": {"type": "disabled"}}).text
+    assert text == effort
 
 
 async def test_a_running_engine_agrees(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tokenizers import (
     trainers,
 )
 
+from lmetric.engines.emulated.text import TOKENIZER_PATH
+
 CORPUS = [
     "The router sends each request to the engine that holds most of its prefix.",
     "def add(a, b):\n    return a + b  # two numbers\n\n\nclass Tree:\n\tpass\n",
@@ -218,3 +220,8 @@ def make_folder(folder: Path, kind: str) -> Path:
     """The folder of one of `KINDS`."""
     make, template = KINDS[kind]
     return write_folder(folder, make(), template)
+
+
+def shipped_folder(folder: Path, template: str) -> Path:
+    """A folder with the tokenizer of emulated engines, whose tokens never change."""
+    return write_folder(folder, Tokenizer.from_file(str(TOKENIZER_PATH)), template)

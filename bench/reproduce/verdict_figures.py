@@ -158,7 +158,11 @@ def figures(raw: Raw) -> dict[str, Any]:
             for stage, value in claim("guard", "a hot spot breaks the score").items()
             if stage.startswith("known")
         ),
-        "guard_context": Span(claim("guard", "and guard on against vLLM's, on those engines").values()),
+        "guard_vllm_tpot": Span(claim("guard", "their TPOT, guard on against vLLM's").values()),
+        "guard_vllm_ttft": Span(claim("guard", "their TTFT, guard on against vLLM's").values()),
+        "guard_vllm_all_tpot": Span(claim("guard", "TPOT of all requests, guard on").values()),
+        "guard_vllm_all_ttft": Span(claim("guard", "TTFT of all requests, guard on").values()),
+        "simulation_half": against("simulation", "ttft_mean_s", "50%", scaled + h200, base=SECONDS),
         "offset_long": on("offset", "BS alone against BS + 1, hits at 10%", *LONG),
         "offset_half": claim("offset", "hits at half of the maximum")["conversation"],
         "offset_half_7b": claim("offset", "hits at half of the maximum")["conversation-7b"],
@@ -195,8 +199,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         "decode_tpot": max(claim("19", "the decode batch size in place of BS, mean TPOT").values()),
         "hot_share": heavy["coder"],
         "guard_ttft": Span(claim("guard", "their TTFT, on against off").values()),
-        "guard_8k": Span(value for stage, value in guard.items() if "8,000" in stage),
-        "guard_16k": Span(value for stage, value in guard.items() if "16,000" in stage),
+        "guard_tpot": Span(guard.values()),
         "offset_hits": min(claim("offset", "BS alone against BS + 1, hits at 10%").values()),
         "live": Span(claim("signals", "LMETRIC as live").values()),
     }

@@ -94,7 +94,7 @@ class Rival:
     placement: str = "least_tokens"
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     stride: int = STRIDE
-    by: MoveBy = "kv"
+    by: MoveBy = "fetch"
 
     @property
     def told(self) -> bool:

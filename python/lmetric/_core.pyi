@@ -5,13 +5,12 @@ Times are seconds on the caller's monotonic clock (``time.monotonic()``); ``now=
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, final
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-from lmetric.expr import Expr
 from lmetric.options import (
     Binding,
     CountedTiers,
@@ -28,7 +27,7 @@ from lmetric.options import (
     SplitOption,
     WarmChanges,
 )
-from lmetric.policies import Policy, PolicyFunction
+from lmetric.policies import PolicyLike
 from lmetric.records import DecisionRecord, LearnedValues, RouterStats, TierStats
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "INCOMPLETE",
     "INTERNAL_FIELDS",
     "MAX_EXPRESSION_LENGTH",
+    "MAX_REQUEST_FIELDS",
     "MAX_TOKENS",
     "OUT",
     "PASS",
@@ -47,11 +47,13 @@ __all__ = [
     "Arrival",
     "BadRequestError",
     "BadValueError",
+    "ChunkedBody",
     "Decision",
     "DecisionLabels",
     "Engine",
     "EventFeed",
     "ExpressionError",
+    "HeadTooLargeError",
     "LmetricError",
     "NoInstanceError",
     "Peer",
@@ -229,7 +231,7 @@ class Warming:
 class Router:
     def __new__(
         cls,
-        policy: str | Expr | Policy | PolicyFunction | None = None,  # default: "lmetric"
+        policy: PolicyLike | None = None,  # default: "lmetric"
         *,
         knobs: Mapping[str, float] | None = None,
         block_size: int = 16,
@@ -242,7 +244,7 @@ class Router:
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
         seed: int = 0,
-        decode_policy: str | Expr | Policy | PolicyFunction | None = None,  # "least_requests"
+        decode_policy: PolicyLike | None = None,  # "least_requests"
         decode_knobs: Mapping[str, float] | None = None,
         binding: Binding = "early",
         colocate: bool = True,
@@ -374,21 +376,17 @@ class Router:
     def tick(self, now: float | None = None) -> tuple[list[dict[str, Any]], float]: ...
     @property
     def guard_reason(self) -> str: ...  # why the guard is on or off under the policy
-    def set_policy(
-        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
-    ) -> None: ...
-    def set_decode_policy(
-        self, policy: str | Expr | Policy | PolicyFunction, *, knobs: Mapping[str, float] | None = None
-    ) -> None: ...
+    def set_policy(self, policy: PolicyLike, *, knobs: Mapping[str, float] | None = None) -> None: ...
+    def set_decode_policy(self, policy: PolicyLike, *, knobs: Mapping[str, float] | None = None) -> None: ...
     def set_canary(
         self,
-        policy: str | Expr | Policy | PolicyFunction | None,
+        policy: PolicyLike | None,
         *,
         knobs: Mapping[str, float] | None = None,
     ) -> None: ...
     def set_shadow(
         self,
-        policy: str | Expr | Policy | PolicyFunction | None,
+        policy: PolicyLike | None,
         *,
         knobs: Mapping[str, float] | None = None,
     ) -> None: ...
@@ -396,15 +394,17 @@ class Router:
     @property
     def unscored(self) -> int: ...  # choices in which a policy scored no candidate
     def policy_warnings(self) -> list[str]: ...
-    def indicators(self, now: float | None = None) -> dict[str, NDArray[np.float64]]: ...
+    def indicators(
+        self, now: float | None = None, *, names: Sequence[str] | None = None
+    ) -> dict[str, NDArray[np.float64]]: ...
     def indicators_of(
         self, instance: str, names: Sequence[str], now: float | None = None
     ) -> dict[str, float]: ...
     def prefill_rate(
         self, instance: str
     ) -> float | None: ...  # tokens/s, learned from first tokens; None: no prefill yet
-    def explain(self, decision_id: int) -> DecisionRecord | None: ...
-    def stats(self) -> RouterStats: ...
+    def explain(self, decision: Decision | int) -> DecisionRecord | None: ...
+    def stats(self, *, instances: bool = True) -> RouterStats: ...
 
 @final
 class EventFeed:
@@ -413,9 +413,14 @@ class EventFeed:
     Runs on a thread of its own (`rust/feed`). Only instances with `kv_source="exact"` learn.
     """
 
+    MAX_SOURCE_BYTES: ClassVar[int]  # most bytes of received events that wait for one subscription
+    MAX_MESSAGE_BYTES: ClassVar[int]  # a larger message ends its connection
+
     def __new__(cls, router: Router) -> EventFeed: ...
     @property
     def router(self) -> Router: ...
+    @property
+    def problem(self) -> str | None: ...  # of the feed's thread
     def subscribe(
         self,
         instance: str,
@@ -575,9 +580,11 @@ def bench_decision(
 ) -> list[dict[str, Any]]: ...
 
 class WireError(LmetricError): ...
+class HeadTooLargeError(WireError): ...  # its message names a field and no value
 
 READY: int  # commit() may be called
 END: int  # the message ended
+MAX_REQUEST_FIELDS: int  # most header fields of a client's request
 MAX_TOKENS: int  # largest token count in a usage; a higher count is an engine error
 PASS: int  # the client receives the bytes unchanged
 OUT: int  # take() has bytes for the client
@@ -608,7 +615,9 @@ class RequestHead:
         self,
     ) -> bool: ...  # a POST over HTTP/1.1 with one content-length and no other expectations
     @property
-    def framed(self) -> bool: ...  # HTTP/1.1 with a known length; true if plain
+    def framed(self) -> bool: ...  # the length is known; true if plain
+    @property
+    def chunked(self) -> bool: ...  # HTTP/1.1 with a chunked body
     @property
     def start(self) -> int: ...  # bytes of the head
     @property
@@ -628,7 +637,9 @@ class RequestHead:
     @property
     def authorization(self) -> bytes | None: ...
     @property
-    def api_key(self) -> bytes | None: ...  # x-api-key
+    def x_api_key(self) -> bytes | None: ...
+    @property
+    def api_key(self) -> bytes | None: ...
     @property
     def tenant(self) -> str | None: ...  # x-tenant
     @property
@@ -695,7 +706,7 @@ def read_request(
 
     Returns the fields of `ParsedRequest` in their order, from the second:
 
-    - the body
+    - the body in UTF-8, without a byte order mark
     - model, whether it streams, session by other fields, ``session_id``, cache salt, largest number
       of answer tokens
     - its prompt as UTF-8 text or as token IDs, bytes and tokens of its further prompts
@@ -711,18 +722,35 @@ def check_object(body: bytes) -> None:
     """
 
 @final
+class ChunkedBody:
+    """The chunked body of a client's request."""
+
+    def __new__(cls) -> ChunkedBody: ...
+    def read(self, data: bytes) -> tuple[bytes, int]:
+        """Returns the payload in ``data``, and the number of bytes read: fewer at the end.
+
+        Raises WireError.
+        """
+    @property
+    def done(self) -> bool: ...  # the body has ended
+
+@final
 class RequestReader:
     """Reads heads of requests (see `rust/wire`).
 
-    ``own_keys``: `authorization` is for the router and does not go to engines. ``id_prefix``:
-    prefix of the ids of requests that have no id.
+    ``own_keys``: credentials are for the router and do not go to engines. ``id_prefix``: prefix of
+    the ids of requests that have no id. ``limit``: most bytes of a head.
     """
 
-    def __new__(cls, own_keys: bool, id_prefix: str) -> RequestReader: ...
+    def __new__(cls, own_keys: bool, id_prefix: str, limit: int) -> RequestReader: ...
+    @property
+    def limit(self) -> int: ...
     def read(self, data: bytes) -> RequestHead | None: ...  # None: incomplete; raises WireError
     def sort(
         self, target: bytes, fields: Sequence[tuple[bytes, bytes]]
     ) -> RequestHead: ...  # of fields read by another parser
+
+FULL_READ: int  # bytes of a read that may not have been the last one of its turn of the event loop
 
 @disjoint_base
 class ResponseReader:
@@ -756,6 +784,7 @@ class ResponseReader:
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
+    def full(self) -> None: ...  # called after data of at least FULL_READ bytes; does nothing
     def eof(
         self,
     ) -> int: ...  # flags; raises WireError if the message is incomplete
@@ -765,7 +794,12 @@ class ResponseReader:
     def continue_stream(
         self, write: Callable[[bytes], None]
     ) -> bytes: ...  # instead of commit(), for a client that has the head of a stream: the withheld bytes
+    @property
+    def held(self) -> bytes: ...
     def payload(self) -> bytes: ...  # instead of commit(): the body so far, for the router itself
+    def take_comments(
+        self,
+    ) -> bytes: ...  # texts of comments dropped before the commit, each as a line
     def commit_events(self) -> list[bytes]: ...
     # Instead of commit() if there is no client: nothing is written, no piece is PASS. Returns
     # events().
@@ -984,7 +1018,7 @@ def local_orders() -> list[str]: ...
 def simulate(
     workload: Workload,
     *,
-    policy: str | Expr | Policy | PolicyFunction | None = None,
+    policy: PolicyLike | None = None,
     knobs: Mapping[str, float] | None = None,
     profiles: Sequence[Mapping[str, Any]],  # one for each instance
     seed: int = 0,
@@ -1000,7 +1034,7 @@ def simulate(
     output_known: bool = True,
     timeline_seconds: float = 10.0,
     roles: Sequence[str] | None = None,  # of each instance; None: all "both"
-    decode_policy: str | Expr | Policy | PolicyFunction | None = None,
+    decode_policy: PolicyLike | None = None,
     decode_knobs: Mapping[str, float] | None = None,
     binding: str = "early",
     unlimited_prefill: bool = False,

@@ -320,8 +320,8 @@ class Guard:
 
     enabled: bool | None = None
     """Whether the guard is on; None: as the policy declares."""
-    window_seconds: float = 60.0
-    """Sliding window for the request shares of prefixes."""
+    window_seconds: float = 15.0
+    """Sliding window for the shares of prefixes in prompt tokens."""
     period_seconds: float = 1.0
     """Time between two checks."""
     classes: int = 64
@@ -330,7 +330,7 @@ class Guard:
     """Fewest requests in the window for an alarm about a prefix."""
     phase2_factor: float = 2.0
     """The guard filters after more than this many consecutive requests per holder of the prefix."""
-    release_factor: float = 0.8
+    release_factor: float = 0.1
     """An alarm ends at this fraction of the ratio that raised it."""
 
 

@@ -14,6 +14,7 @@ from lmetric.expr import Expr
 End: TypeAlias = Literal["min", "max"]
 TieBreak: TypeAlias = "Expr | str | tuple[Expr | str, End]"
 Columns: TypeAlias = Mapping[str, NDArray[np.float64] | float]
+PolicyLike: TypeAlias = "str | Expr | Policy | PolicyFunction | Callable[..., ArrayLike]"
 
 _KEYS = ("name", "score", "filter", "prefer", "then", "knobs", "guard")
 
@@ -277,7 +278,10 @@ def policy_function(
     policy_function(score, reads=['p_token', 'bs'])
     """
     if not callable(fn):
-        raise TypeError(f"{fn!r} is not callable; expected a function from columns to scores")
+        raise TypeError(
+            f"{fn!r} is no policy; expected a name, an expression, an lmetric.Policy, or a function of "
+            "indicators"
+        )
     if time_limit_seconds is not None and not 0 < time_limit_seconds <= 60:
         raise _bad("time_limit_seconds", time_limit_seconds, "more than 0, at most 60")
     name = name or str(getattr(fn, "__name__", type(fn).__name__))

@@ -45,6 +45,7 @@ class DecisionRecord(TypedDict):
     best: list[Candidate]
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance
+    scored: int  # instances with a score
     left_out: int  # instances without a finite score
     filter_waived: bool
     unscored: bool  # no instance had a score, so the fewest requests decided

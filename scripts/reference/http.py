@@ -13,8 +13,10 @@ HEAD = """\
 `scripts/make_reference http` generates this page and the [OpenAPI document](openapi.json) from the declarations in
 `python/lmetric/server/api/openapi.py` and `own_pages.py`.
 
-The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads the fields `model`,
-`prompt`, `messages`, `max_tokens`, `stream`, `session_id`, `cache_salt` and `priority`; all other fields pass. `paths` in the
+The router serves OpenAI's API. Bodies and answers of the paths under [Engines](#engines) are the engine's own. Routing reads `model`, the
+parts of the prompt (such as `messages`, `system`, `tools` and `input`), `max_tokens`, `stream`, `session_id`, `cache_salt` and
+`priority`. All fields pass. The router sets fields of a body only for a setting or path that needs them: `cache_salt` of isolated
+tenants, `priority`, KV transfers, token IDs of streams that another engine can continue, and IDs of stored responses. `paths` in the
 configuration adds paths; each must accept a JSON object by POST.
 
 ```sh
@@ -27,6 +29,33 @@ curl -i http://127.0.0.1:8080/v1/completions -H 'content-type: application/json'
 ```
 
 [Access](../how-to/access.md) describes keys and tokens. [Engines](engines.md#http-between-clients-and-engines) describes HTTP itself.
+"""
+HEADERS_OF_REQUESTS = """
+The router passes other header fields to the engine, except:
+
+- fields of the connection, such as `connection`, `te` and `upgrade`
+- `accept-encoding`: the router sends `identity`, because it reads answers
+- `content-encoding`: the router sends bodies unpacked
+- API keys that the router checks ([access](../how-to/access.md)), and the client's key if the engine has its own (`engines[].api_key`)
+- fields that only routers send: `x-lmetric-*`, `x-data-parallel-rank`, `x-prefiller-host-port`, `endpoint-load-metrics-format`, and
+  `x-forwarded-*` from clients that are no [trusted proxy](../how-to/networking.md#proxies-in-front)
+"""
+HEADERS_OF_ANSWERS = """
+The router passes an engine's other header fields to the client, except fields of the connection, `endpoint-load-metrics`, and with
+`cors.origins` the engine's own CORS fields.
+
+A stream may begin before an engine answers: if a request is [held](../how-to/agents.md#held-streams), or if its engine sends comments for
+half a second without a token. Then the router sends the head. Its own fields follow as comments, such as
+`: x-lmetric-instance: gpu-3`, and the engine's fields are lost.
+"""
+ENGINE_ERRORS = """\
+**An engine's own error** reaches the client unchanged: its status, its [header fields](#response-headers) and its body. If
+several engines refused the request, the client gets the last error. One field may differ. With 429 and 503, `retry-after` is the longest
+of all engines that refused, at most 60 s; without one, it is 1 to 3 s.
+
+**In a stream that has begun**, an error is the last event, in the format of the path's API. The connection stays open. If the stream has
+no chunks or a `content-encoding`, or if a plain answer breaks, the connection closes instead.
+
 """
 ACCESS = {"apiKey": "API key", "adminToken": "admin token", "replicaToken": "replica token"}
 
@@ -84,15 +113,16 @@ def files() -> dict[str, str]:
     page += "\n## Request headers\n\n" + table(
         "header | meaning", [(f"`{name}`", about) for name, about in REQUEST_HEADERS.items()]
     )
-    page += "\nThe router passes other header fields to the engine, except fields of the connection.\n"
+    page += HEADERS_OF_REQUESTS
     page += "\n## Response headers\n\n" + table(
         "header | meaning", [(f"`{name}`", about) for name, about in RESPONSE_HEADERS.items()]
     )
+    page += HEADERS_OF_ANSWERS
     for tag in made["tags"]:
         page += tag_section(tag, made["paths"])
     page += "\n## Errors\n\nThe router's own errors have the format of OpenAI's API:\n\n```json\n"
     page += '{"error": {"message": "model \'x\' is unknown; served here: emulated", "type": "not_found_error", "param": "model", "code": "model_not_found"}}\n```\n\n'
-    page += "An engine's own error reaches the client unchanged. In a stream that has begun, an error is an event, and the connection closes.\n\n"
+    page += ENGINE_ERRORS
     page += table("type | statuses", [(f"`{name}`", statuses) for name, statuses in ERROR_TYPES.items()])
     page += "\n" + table(
         "code | status | meaning", [(f"`{code}`", status, about) for code, (status, about) in ERRORS.items()]

@@ -39,6 +39,7 @@ PATIENT: dict[str, Any] = {
     "health": {"timeout": 30},
     "timeouts": {"connect": 30},
     "rebalance": "star",
+    "migration_by": "recompute",
     "migration_max_gap_seconds": 30.0,
 }
 
@@ -233,11 +234,12 @@ async def test_a_client_that_leaves_while_its_stream_moves(
                 await asyncio.sleep(0.05)
 
 
-async def test_star_moves_what_piles_up(vllm_engines: Start, flags: dict[str, Any], tmp_path: Path) -> None:
+async def test_star_moves_what_piles_up(vllm_engines: Start, tmp_path: Path) -> None:
     """A process with `rebalance: star`: one engine gets every stream, then another takes some."""
-    engines = vllm_engines(2, **flags)
+    engines = vllm_engines(2, kv_transfer_config=NIXL)
     config = PATIENT | {
         "rebalance": {"kind": "star", "period_seconds": 0.2},
+        "migration_by": "fetch",
         "migration_max_concurrent": 2,
         "admin": True,
     }

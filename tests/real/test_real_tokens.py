@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_process import BLOCK, VllmEngine, environment
 pytestmark = pytest.mark.nightly
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 WORDS = (
     *(
         "the router",
@@ -142,6 +144,170 @@ class Requests:
             body["documents"] = [{"title": "t", "text": self.text()}]
         return body
 
+    # Anthropic's Messages.
+
+    def _blocks(self, role: str) -> Any:
+        if self._some(0.3):
+            return self.text()
+        return [self._block(role) for _ in range(self._random.randint(0 if role == "system" else 1, 4))]
+
+    def _block(self, role: str) -> dict[str, Any]:
+        kinds = {
+            "user": ("text", "text", "tool_result", "tool_result", "tool_reference"),
+            "assistant": ("text", "thinking", "tool_use", "tool_use", "redacted_thinking", "tool_result"),
+            "system": ("text", "text", "text", "tool_addition", "tool_removal"),
+        }[role]
+        kind = self._random.choice(kinds)
+        block: dict[str, Any] = {"type": kind}
+        if kind == "text":
+            block["text"] = self.text()
+            if role == "system" and self._some(0.2):
+                block["text"] = "x-anthropic-billing-header: cch=1;" + self._random.choice(
+                    ["", "\nBe brief."]
+                )
+        elif kind == "thinking":
+            block |= {"thinking": self.text(), "signature": "AAAA"}
+        elif kind == "redacted_thinking":
+            block["data"] = "AAAA"
+        elif kind == "tool_use":
+            block |= {"id": f"toolu_{self._random.randrange(99)}", "name": "weather"}
+            if self._some(0.9):
+                block["input"] = {self.text(2): self._value(1) for _ in range(self._random.randint(0, 3))}
+        elif kind == "tool_result":
+            block["tool_use_id"] = f"toolu_{self._random.randrange(99)}"
+            if self._some(0.5):
+                block["content"] = self.text()
+            elif self._some(0.8):
+                part = {"type": "text", "text": self.text()}
+                reference = {"type": "tool_reference", "tool_name": "weather"}
+                block["content"] = self._random.choices((part, part, part, reference), k=3)
+            if self._some(0.2):
+                block["is_error"] = True
+        elif kind == "tool_reference":
+            block["tool_name"] = "weather"
+        else:
+            block["tool"] = {"type": "tool_reference", "name": "weather"}
+            if kind == "tool_addition" and self._some(0.5):
+                name = self._random.choice(["weather", "other"])
+                block["tool"] = {"type": "tool_definition", "definition": self._anthropic_tool(name)}
+        if self._some(0.1):
+            block["cache_control"] = {"type": "ephemeral"}
+        return block
+
+    def _anthropic_tool(self, name: str = "weather") -> dict[str, Any]:
+        tool: dict[str, Any] = {"name": name, "input_schema": {"properties": self._value(1)}}
+        if self._some(0.7):
+            tool["input_schema"]["type"] = "object"
+        for field, value in (("description", self.text()), ("strict", True), ("defer_loading", True)):
+            if self._some(0.4):
+                tool[field] = value
+        return tool
+
+    def messages(self) -> dict[str, Any]:
+        roles = ["user", "assistant", "user", "assistant", "user"][: self._random.randint(1, 5)]
+        if self._some(0.2):
+            roles.insert(self._random.randint(0, len(roles)), "system")
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 2000}
+        body["messages"] = [{"role": role, "content": self._blocks(role)} for role in roles]
+        if self._some(0.6):
+            text = self.text() if self._some(0.4) else [self._block("system") for _ in range(3)]
+            body["system"] = (
+                text if isinstance(text, str) else [each for each in text if each["type"] == "text"]
+            )
+        if self._some(0.6):
+            body["tools"] = [self._anthropic_tool() for _ in range(self._random.randint(0, 2))]
+            if self._some(0.3):
+                body["tool_choice"] = {"type": self._random.choice(["auto", "any", "none"])}
+        if self._some(0.3):
+            thinking = (
+                {"type": "disabled"},
+                {"type": "enabled", "budget_tokens": 1024},
+                {"type": "adaptive"},
+            )
+            body["thinking"] = self._random.choice(thinking)
+        if self._some(0.2):
+            body["output_config"] = {"effort": self._random.choice(["low", "high", None])}
+        if self._some(0.2):
+            body["chat_template_kwargs"] = {"enable_thinking": self._some(0.5)}
+        return body
+
+    # OpenAI's Responses.
+
+    def _item(self) -> Any:
+        kind = self._random.choice(
+            [
+                *("user", "user", "assistant", "output", "output", "reasoning", "call", "call", "custom"),
+                *("result", "result", "custom_result", "developer"),
+            ]
+        )
+        call_id = f"call_{self._random.randrange(99)}"
+        if kind in ("user", "developer"):
+            content: Any = self.text()
+            if self._some(0.5):
+                parts = self._random.randint(1, 3)
+                content = [{"type": "input_text", "text": self.text()} for _ in range(parts)]
+            item: dict[str, Any] = {"role": kind, "content": content}
+            return item | ({"type": "message"} if self._some(0.5) else {})
+        if kind == "assistant":
+            item = {"role": "assistant", "content": self.text()}
+            return item | ({"type": "message"} if self._some(0.5) else {})
+        if kind == "output":
+            content = [
+                {"type": "output_text", "text": self.text()} for _ in range(self._random.randint(1, 2))
+            ]
+            item = {"type": "message", "role": "assistant", "content": content}
+            if self._some(0.5):
+                item |= {"id": "msg_1", "status": self._random.choice(["completed", "incomplete"])}
+            return item
+        if kind == "reasoning":
+            item = {"type": "reasoning", "summary": []}
+            if self._some(0.5):
+                item["summary"] = [{"type": "summary_text", "text": self.text()}]
+            if self._some(0.5):
+                item["content"] = [{"type": "reasoning_text", "text": self.text()} for _ in range(2)]
+            return item
+        if kind == "call":
+            item = {"type": "function_call", "call_id": call_id, "name": "weather"}
+            item["arguments"] = json.dumps(self._value()) if self._some(0.8) else ""
+            return item | ({"namespace": "ns"} if self._some(0.2) else {})
+        if kind == "custom":
+            return {"type": "custom_tool_call", "call_id": call_id, "name": "patch", "input": self.text()}
+        output: Any = self.text()
+        if self._some(0.3):
+            output = [{"type": "input_text", "text": self.text()} for _ in range(2)]
+        kind = "function_call_output" if kind == "result" else "custom_tool_call_output"
+        return {"type": kind, "call_id": call_id, "output": output}
+
+    def _flat_tool(self) -> dict[str, Any]:
+        kind = self._random.choice(("function", "function", "custom", "namespace", "web_search"))
+        if kind == "custom":
+            return {"type": "custom", "name": "patch", "description": self.text()}
+        if kind == "web_search":
+            return {"type": "web_search"}
+        function = {"type": "function", "name": "weather", "parameters": self._value(1), "strict": False}
+        if not isinstance(function["parameters"], dict):
+            function["parameters"] = None
+        if self._some(0.5):
+            function["description"] = self.text()
+        if kind == "function":
+            return function
+        return {"type": "namespace", "name": "ns", "description": "all", "tools": [function]}
+
+    def responses(self) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": "tiny"}
+        body["input"] = (
+            self.text() if self._some(0.2) else [self._item() for _ in range(self._random.randint(1, 7))]
+        )
+        if self._some(0.6):
+            body["instructions"] = self.text()
+        if self._some(0.6):
+            body["tools"] = [self._flat_tool() for _ in range(self._random.randint(0, 3))]
+        if self._some(0.3):
+            body["reasoning"] = {"effort": self._random.choice(["low", "high", "none", None])}
+        if self._some(0.2):
+            body["chat_template_kwargs"] = {"enable_thinking": self._some(0.5)}
+        return body
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) -> None:
@@ -149,6 +315,8 @@ def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) 
     folder = make_folder(tmp_path / "model", kind)
     made = Requests(7)
     requests: list[tuple[str, dict[str, Any]]] = [(CHAT, made.chat()) for _ in range(600)]
+    requests += [(MESSAGES, made.messages()) for _ in range(600)]
+    requests += [(RESPONSES, made.responses()) for _ in range(600)]
     requests += [(COMPLETIONS, {"prompt": made.text(30)}) for _ in range(100)]
     requests += [(COMPLETIONS, {"prompt": made.text(30), "add_special_tokens": False}) for _ in range(20)]
     told = subprocess.run(
@@ -161,22 +329,28 @@ def test_vllm_makes_the_same_tokens_of_every_request(tmp_path: Path, kind: str) 
     )
     theirs = json.loads(told.stdout.splitlines()[-1])
     tokenizer = PromptTokenizer.load(folder)
-    compared = 0
+    predict = {
+        CHAT: tokenizer.chat,
+        MESSAGES: tokenizer.messages,
+        RESPONSES: tokenizer.responses,
+        COMPLETIONS: lambda body: tokenizer.completion(
+            body["prompt"], add_special_tokens=body.get("add_special_tokens", True)
+        ),
+    }
+    compared: Counter[str] = Counter()
     for (path, body), expected in zip(requests, theirs, strict=True):
         if isinstance(expected, str):
             continue
         try:
-            if path == CHAT:
-                got = tokenizer.chat(body)
-            else:
-                got = tokenizer.completion(
-                    body["prompt"], add_special_tokens=body.get("add_special_tokens", True)
-                )
+            got = predict[path](body)
         except NotPredictable as error:
             raise AssertionError(f"{body}: {error}; vLLM makes {len(expected)} tokens of it") from None
         assert got.tolist() == expected, body
-        compared += 1
-    assert compared > 400, [answer for answer in theirs if isinstance(answer, str)][:5]
+        compared[path] += 1
+    refused = [(path, why) for (path, _), why in zip(requests, theirs, strict=True) if isinstance(why, str)]
+    assert compared[CHAT] > 300, refused[:5]
+    assert compared[MESSAGES] > 300, [each for each in refused if each[0] == MESSAGES][:5]
+    assert compared[RESPONSES] > 300, [each for each in refused if each[0] == RESPONSES][:5]
 
 
 async def test_a_running_engine_agrees_and_its_cache_is_predicted(
@@ -229,3 +403,39 @@ async def test_a_running_engine_agrees_and_its_cache_is_predicted(
             prompt += f"Turn {turn}: " + "one router and many engines, " * 6
             await check(COMPLETIONS, {"prompt": prompt})
         assert seen[-1] > 5 * BLOCK
+
+
+def test_the_recorded_fields_are_those_of_this_vllm() -> None:
+    """If this fails, run `tests/real/record_prompts.py` and see what `tests/test_prompt_fields.py` says."""
+    command = [environment() / "bin" / "python", Path(__file__).with_name("vllm_fields.py")]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    recorded = Path(__file__).parents[1] / "data" / "vllm_fields.json"
+    assert json.loads(told.stdout.splitlines()[-1]) == json.loads(recorded.read_text())
+
+
+@pytest.mark.parametrize("api", ["anthropic", "openai"])
+async def test_an_agents_session_is_predicted_exactly(
+    vllm_engines: Callable[..., list[VllmEngine]], tmp_path: Path, api: str
+) -> None:
+    """Bugs 37: 30 turns with tools, by the official clients of /v1/messages and /v1/responses."""
+    folder = make_folder(tmp_path / "model", "byte-level")
+    (engine,) = vllm_engines(1, tokenizer=str(folder), max_model_len=8192)
+    flags = ("--set", f"tokenizer={folder}", "--set", f"block_size={BLOCK}")
+    async with served([engine], *flags) as w:
+        process = await asyncio.create_subprocess_exec(
+            *(environment() / "bin" / "python", Path(__file__).with_name("agent_session.py"), w.url, api),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await asyncio.wait_for(process.communicate(), 600)
+        assert process.returncode == 0
+        turns = [json.loads(line) for line in out.splitlines()]
+        assert len(turns) == 30
+        for number, turn in enumerate(turns):
+            receipt = await w.receipt({"x-lmetric-decision": turn["decision"]})
+            assert receipt["prompt_tokens"] == turn["prompt_tokens"], number
+            # The engine computes at least one token of every prompt.
+            most = (turn["prompt_tokens"] - 1) // BLOCK * BLOCK
+            assert min(receipt["predicted_cached_tokens"], most) == turn["cached"], (number, receipt, turn)
+        cached = [turn["cached"] for turn in turns]
+        assert cached[1:] == sorted(cached[1:])
+        assert cached[-1] > 50 * BLOCK

@@ -9,6 +9,8 @@ import errno
 import os
 import sys
 
+from lmetric.printable import printable
+
 OK, FAILED, USAGE, PORT_IN_USE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -30,7 +32,7 @@ def main() -> None:
         code = exit_code(error)
         if code is None:
             raise
-        print(f"lmetric-router: {describe(error)}", file=sys.stderr)
+        print(printable(f"lmetric-router: {describe(error)}", "\n\t"), file=sys.stderr)
         sys.exit(code)
 
 

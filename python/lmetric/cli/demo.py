@@ -27,7 +27,7 @@ def command(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Policy to compare; repeatable.",
+            help="Policies to compare, separated by commas; repeatable.",
             show_default="round_robin, vllm, lmetric",
             rich_help_panel=BASIC,
         ),
@@ -130,6 +130,7 @@ def command(
     from lmetric.cli.show import note, print_json, print_text, stdout
     from lmetric.demo import Setting
     from lmetric.options import served
+    from lmetric.sim.setups import split_policies
 
     if clock_speed is None:
         clock_speed = AGENTS_CLOCK_SPEED if agents else CLOCK_SPEED
@@ -150,8 +151,9 @@ def command(
                 raise typer.BadParameter(
                     "--agents has its own requests and policies; remove one of the two", param_hint=name
                 )
+    policies = list(split_policies(policy or [])) or ["round_robin", "vllm", "lmetric"]
     try:
-        for each in policy or ():
+        for each in policies:
             Router(Policy.from_config(each), offers="experimental")
     except LmetricError as refused:
         raise typer.BadParameter(str(refused), param_hint="--policy") from None
@@ -159,7 +161,7 @@ def command(
     if wrong := [each for each in priority or () if each not in known]:
         raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(known)}", param_hint="--priority")
     setting = Setting(
-        policies=policy or ["round_robin", "vllm", "lmetric"],
+        policies=policies,
         engines=engines,
         profile=profile or (AGENTS_PROFILE if agents else DEFAULT_PROFILE),
         clock_speed=clock_speed,

@@ -6,14 +6,17 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from lmetric.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,15 +30,30 @@ GAP, EDGES = 2, 2  # columns between two cells, and at the borders of a table
 _JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY
 
 
+class _Console(Console):
+    """A console that escapes control characters, and gives no text a meaning as markup.
+
+    Names and messages of engines and files reach the tables of many commands.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yields the segments of a renderable, with escapes for control characters."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, "\n\t"), style, control)
+
+
 def stdout() -> Console:
     """A console for data, as wide as the terminal or as COLUMNS says, else 80 columns."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(width=None if known else _PIPED_WIDTH, highlight=False)
+    return _Console(width=None if known else _PIPED_WIDTH)
 
 
 def stderr() -> Console:
     """A console for progress and notes."""
-    return Console(stderr=True, highlight=False)
+    return _Console(stderr=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -103,7 +121,7 @@ def print_text(text: str, console: Console | None = None, *, head: str = "") -> 
         head: text before it. Further lines are indented to the start of the text.
     """
     width = max((console or stdout()).width, len(head) + 20)
-    print(wrapped(text, width, head=head))
+    print(printable(wrapped(text, width, head=head), "\n"))
 
 
 def wrapped(text: str, width: int, *, head: str = "") -> str:
@@ -159,8 +177,8 @@ def progress(what: str) -> Progress:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
-    print(text, file=sys.stderr)
+    """Print a text on stderr."""
+    print(printable(text, "\n\t"), file=sys.stderr)
 
 
 def warn_unscored(results: Iterable[Result]) -> None:

@@ -38,6 +38,7 @@ Index = StrEnum("Index", {"exact": "exact", "approximate": "approximate"})
 TierUse = StrEnum("TierUse", {"auto": "auto", "all": "all", "off": "off"})
 Binding = StrEnum("Binding", {"early": "early", "late": "late"})
 Prefill = StrEnum("Prefill", {"queues": "queues", "unlimited": "unlimited"})
+MoveBy = StrEnum("MoveBy", {"fetch": "fetch", "recompute": "recompute"})
 
 
 _SIGNALS = "Load reports and routers"
@@ -111,6 +112,14 @@ def _command(
             metavar="GB/S[,layers]",
             help="Bandwidth of KV transfers, also with fixed=SECONDS per transfer; or none.",
             show_default="50",
+            rich_help_panel=DISAGGREGATION,
+        ),
+    ] = None,
+    migration_by: Annotated[
+        MoveBy | None,
+        typer.Option(
+            help="With --rebalance: the KV cache is sent, or the target computes it again.",
+            show_default="fetch, as in serve",
             rich_help_panel=DISAGGREGATION,
         ),
     ] = None,
@@ -368,6 +377,8 @@ def _command(
     splits, moves = swept["split"], swept["rebalance"]
     if decode_profile is not None and not pooled:
         raise typer.BadParameter("needs --roles with a decode pool", param_hint="--decode-profile")
+    if migration_by is not None and not any(move != "none" for move in moves):
+        raise typer.BadParameter("needs --rebalance", param_hint="--migration-by")
     fetches = settings.get("prefix_fetch", "none") != "none"
     if not (pooled or planned or any(map(_several_segments, _ways([], splits, moves)))):
         told = {
@@ -404,6 +415,7 @@ def _command(
         "tiers": tiers and str(tiers), "tier_load_ratio": tier_load_ratio,
         "predictor": predictor, "binding": binding and str(binding), "prefill": prefill and str(prefill),
         "transfer": transfer, "decode_profile": decode_profile,
+        "migration_by": migration_by and str(migration_by),
     }  # fmt: skip
     settings |= {name: value for name, value in optional.items() if value is not None}
     taken = TraceChoice(

@@ -155,6 +155,12 @@ class EngineConfig(Strict):
         "rank its url, so that the ranks of an engine form a group; else none",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: object) -> object:
+        """Reads a plain URL, which stands for an entry with this URL."""
+        return {"url": value} if isinstance(value, str) else value
+
     @property
     def group_label(self) -> str | None:
         """The engine's group, shared by the ranks of an engine; None: the engine alone."""
@@ -343,15 +349,15 @@ class PoolSettings(Strict):
         None,
         description="migration of running streams away from engines that would overload: `none`; `star` (by "
         "predicted load); `star_current` (by current load); `llumnix`. Or a mapping: `{kind: star, "
-        "threshold: 0.2}`",
+        "threshold: 0.2}`. Engines need KV transfer (NIXL): without it, no stream moves",
     )
-    migration_by: Literal["recompute", "fetch", "segments"] = Field(
-        "recompute",
-        description="how streams migrate. `recompute`: the target computes prompt and answer so far while "
-        "the stream continues. `fetch`: the target fetches their KV from the source engine (both need a KV "
-        "connector). `segments`: requests run in segments of limited length and can migrate between two "
-        "segments. With `segments`, answers that are not streamed migrate, too, and clients get tokens "
-        "segment by segment",
+    migration_by: Literal["fetch", "recompute", "segments"] = Field(
+        "fetch",
+        description="how streams migrate. `fetch`: the target fetches the KV of prompt and answer so far, "
+        "while the stream continues. `recompute`: the target computes them; not with `rebalance`. Streams "
+        "leave a draining engine without a KV connector by `recompute` in any case. `segments`: requests run "
+        "in segments of limited length and can migrate between two segments. With `segments`, answers that "
+        "are not streamed migrate, too, and clients get tokens segment by segment",
     )
     migration_segment_tokens: Positive | None = Field(
         None,
@@ -510,7 +516,11 @@ class ModelConfig(PoolSettings):
 
     name: str = Field(min_length=1, description="model name in requests")
     engines: list[EngineConfig] = Field(default_factory=list, description="engines of the model")
-    adapters: list[str] = Field(default_factory=list, description="additional model names (LoRA adapters)")
+    adapters: list[str] = Field(
+        default_factory=list,
+        description="names of LoRA adapters that are known before an engine lists them. Requests go to "
+        "engines that list the name, so adapters need no entry",
+    )
 
     def __eq__(self, other: object) -> bool:
         """Whether values are equal, and both inherit the same settings from the top level."""
@@ -795,10 +805,24 @@ class Limits(Strict):
     max_concurrent_requests: Positive = Field(
         8192, description="maximum number of requests in flight; others get a 503"
     )
+    max_concurrent_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="maximum share of max_concurrent_requests for a client address (except trusted proxies) "
+        "and for one tenant; others get a 503. 1: no such limit, for example if all clients share a gateway",
+    )
+    max_head_bytes: int = Field(
+        64 << 10,
+        ge=1024,
+        le=1 << 20,
+        description="maximum size of a request's head: request line and header fields, at most 256; others "
+        "get a 431",
+    )
     max_body_bytes_total: Positive = Field(
         256 << 20,
-        description="maximum size of all request bodies that are being received or await an answer; others "
-        "get a 503",
+        description="maximum size of all requests that are being received, and of all request bodies that "
+        "await an answer; others get a 503",
     )
     max_body_bytes_per_client: Positive = Field(
         128 << 20,
@@ -1058,7 +1082,9 @@ class ServerConfig(PoolSettings):
     model: str | None = Field(
         None, description="model of engines without one in their entry; default: as the engines report"
     )
-    engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
+    engines: list[EngineConfig] = Field(
+        default_factory=list, description="engines outside `models`; a URL stands for {url: URL}"
+    )
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
     embedded: Embedded | None = Field(
         None,
@@ -1230,6 +1256,16 @@ class ServerConfig(PoolSettings):
     def fetches_prefixes(self) -> bool:
         """Whether engines of some model fetch prefixes from each other."""
         return any(pool.routing.prefix_fetch is not None for pool in self._pools)
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether running requests of some model move between engines by a rule."""
+        return any(pool.rebalance is not None for pool in self._pools)
+
+    @property
+    def recomputes_moves(self) -> bool:
+        """Whether a rule moves running requests of some model by recomputation."""
+        return any(pool.rebalance is not None and pool.migration_by == "recompute" for pool in self._pools)
 
     @property
     def orders(self) -> bool:

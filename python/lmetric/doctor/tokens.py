@@ -74,8 +74,7 @@ async def check_tokenizer(subject: Subject) -> None:
 
 def _remedy(subject: Subject, tokenizer: PromptTokenizer, differences: list[Difference]) -> str:
     """The advice for tokens that differ."""
-    model = subject.capabilities.base(subject.model)
-    command = EXPORT_COMMAND.replace("MODEL", (model.root if model else None) or "MODEL")
+    command = EXPORT_COMMAND.replace("MODEL", subject.capabilities.root(subject.model) or "MODEL")
     if differences and all(difference.kind == "chat" for difference in differences):
         return f"set chat_template to the engine's --chat-template; or run {command}, and set tokenizer: DIR"
     if tokenizer.exported_with:
@@ -118,8 +117,7 @@ async def _by_count(subject: Subject, tokenizer: PromptTokenizer) -> list[str]:
 async def _folder(subject: Subject) -> Path | None:
     """The folder of the tokenizer; None, with a verdict, if there is none."""
     setting, revision = subject.target.settings.tokenizer, subject.target.settings.tokenizer_revision
-    model = subject.capabilities.base(subject.model)
-    root = model.root if model else None
+    root = subject.capabilities.root(subject.model)
     if setting == "off":
         subject.not_offered(
             "tokenizer", "tokenizer is off in the configuration: prompts are matched as text", REMEDY

@@ -8,15 +8,16 @@ test.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import orjson
 
@@ -24,6 +25,28 @@ from lmetric.engines.errors import error_text
 
 # GET of a path with its query: status and body. Raises what its maker raises where nobody answers.
 Ask = Callable[[str], Awaitable[tuple[int, bytes]]]
+
+T = TypeVar("T")
+
+# Bounds of reported values. A value beyond its bound counts as not reported: no engine has it, and
+# larger numbers fit neither into JSON of 64 bits nor into the index.
+MOST_NAME_CHARACTERS = 256  # of a model's name, which becomes a label of metrics
+MOST_MODELS = 4096  # names of one engine
+MOST_TEXT_CHARACTERS = 4096  # of any other text; a path has at most as many
+MOST_BLOCK_TOKENS = 1 << 20
+MOST_BLOCKS = 1 << 40
+MOST_TOKENS = 1 << 30  # of a model's context
+MOST_COUNT = 1 << 30  # of anything else
+MOST_RANKS = 1024  # data-parallel ranks
+MOST_LOAD = 1e9  # requests, or any other figure of `Load`
+# Larger pages are read in a thread. Metrics are read in pieces of this size, and a line that is
+# longer is left out. A piece takes less than a millisecond.
+LARGE_PAGE = 64 << 10
+
+
+async def read_page(page: bytes, read: Callable[[bytes], T]) -> T:
+    """Returns `read(page)`; for a large page, computed in a thread."""
+    return await asyncio.to_thread(read, page) if len(page) > LARGE_PAGE else read(page)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +57,8 @@ class Model:
     root: str | None = None  # source: a folder on the engine's machine, or a name at a hub
     parent: str | None = None  # set: an adapter (LoRA) of that model
     max_model_len: int | None = None  # tokens of prompt and answer together
+    # Unix time, s. Engines report the time of the request, so it is no difference.
+    created: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +144,8 @@ class Capabilities:
     engine: str  # vllm, sglang, unknown
     version: str | None = None
     models: tuple[Model, ...] = ()
+    # The source of the main model, if the list of models has only its name (SGLang).
+    model_path: str | None = None
     # Revision or version of its weights. KV never passes between engines with different revisions.
     revision: str | None = None
     block_size: int | None = None  # tokens of a KV block; the unit of its events and of its cache
@@ -151,6 +178,7 @@ class Capabilities:
     role: Role | None = None  # its role
     pause_pages: tuple[str, ...] = ()  # paths that report whether it is paused or asleep
     data_parallel_rank: int | None = None  # rank of these capabilities; None: all ranks together
+    ignored: tuple[str, ...] = ()  # reported values beyond their bounds, which count as not reported
 
     def of_rank(self, rank: int) -> Capabilities:
         """The capabilities of one data-parallel rank, of pages read by `Adapter.of_rank`.
@@ -185,6 +213,55 @@ class Capabilities:
         named = next((model for model in self.models if model.name == name), None)
         return named or next((model for model in self.models if model.parent is None), None)
 
+    def root(self, name: str | None = None) -> str | None:
+        """The source of the model `base(name)`: a folder on its machine, or a name at a hub."""
+        base = self.base(name)
+        return self.model_path or (base.root if base is not None else None)
+
+
+MODELS = "/v1/models"
+
+
+async def read_models(status: int, body: bytes) -> tuple[tuple[Model, ...], list[str]]:
+    """The models in an answer to GET /v1/models, and what was ignored. Raises ValueError."""
+    if status != 200:
+        raise ValueError(f"GET {MODELS}: status {status}")
+    return await read_page(body, _models_of)
+
+
+def _models_of(body: bytes) -> tuple[tuple[Model, ...], list[str]]:
+    models: list[Model] = []
+    ignored: list[str] = []
+    try:
+        for card in orjson.loads(body)["data"]:
+            name = card["id"]
+            if not isinstance(name, str) or not name:
+                continue
+            if len(name) > MOST_NAME_CHARACTERS:
+                ignored.append(f"model {name[:40]}…: more than {MOST_NAME_CHARACTERS} characters")
+                continue
+            if len(models) == MOST_MODELS:
+                ignored.append(f"models beyond the first {MOST_MODELS}")
+                break
+            tokens = _count(card, "max_model_len", MOST_TOKENS, ignored)
+            created = count_of(card, "created", MOST_BLOCKS)
+            models.append(Model(name, text_of(card, "root"), text_of(card, "parent"), tokens, created))
+        if all(model.parent is not None for model in models):
+            raise KeyError
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        why = f"; ignored: {ignored[0]}" if ignored else ""
+        raise ValueError(f"GET {MODELS}: not a list of models: {body[:120]!r}{why}") from None
+    return tuple(models), ignored
+
+
+def _count(values: Mapping[str, Any], name: str, most: int, ignored: list[str]) -> int | None:
+    """A whole number from 1 to ``most`` under that name, else None. A larger one is noted."""
+    number = count_of(values, name, None)
+    if number is None or number <= most:
+        return number
+    ignored.append(f"{name}: {str(values[name])[:40]} (at most {most})")
+    return None
+
 
 class Pages:
     """An engine's endpoints. Each is requested at most once."""
@@ -192,6 +269,8 @@ class Pages:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._got: dict[str, tuple[int, bytes]] = {}
+        self.unread: dict[str, str] = {}  # pages that have no JSON object, with the reason
+        self.ignored: list[str] = []  # values beyond their bounds
 
     async def answer(self, path: str) -> tuple[int, bytes]:
         """Status and body of a path."""
@@ -205,39 +284,36 @@ class Pages:
         return body if status == 200 else b""
 
     async def object(self, path: str) -> dict[str, Any]:
-        """The JSON object of a path; empty if there is none."""
-        try:
-            value = orjson.loads(await self.text(path))
-        except orjson.JSONDecodeError:
+        """The JSON object of a path; empty if there is none, and `unread` has the reason."""
+        status, body = await self.answer(path)
+        if status != 200:
+            self.unread[path] = f"GET {path}: status {status}"
             return {}
-        return value if isinstance(value, dict) else {}
+        try:
+            value = await read_page(body, orjson.loads)
+        except orjson.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            self.unread[path] = f"GET {path}: not a JSON object: {body[:80]!r}"
+            return {}
+        return value
 
     async def models(self) -> tuple[Model, ...]:
         """The models of /v1/models; the first one is the main model. Raises ValueError."""
-        status, body = await self.answer("/v1/models")
-        if status != 200:
-            raise ValueError(f"GET /v1/models: status {status}")
-        try:
-            cards = orjson.loads(body)["data"]
-            models = tuple(
-                Model(
-                    card["id"],
-                    text_of(card, "root"),
-                    text_of(card, "parent"),
-                    count_of(card, "max_model_len"),
-                )
-                for card in cards
-                if isinstance(card["id"], str)
-            )
-            if all(model.parent is not None for model in models):
-                raise KeyError
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"GET /v1/models: not a list of models: {body[:120]!r}") from None
+        models, ignored = await read_models(*await self.answer(MODELS))
+        self.ignored += ignored
         return models
+
+    def count(self, values: Mapping[str, Any], name: str, most: int = MOST_COUNT) -> int | None:
+        """A whole number from 1 to ``most`` under that name, else None.
+
+        A larger one is noted in `ignored`.
+        """
+        return _count(values, name, most, self.ignored)
 
     async def owner(self) -> str | None:
         """The owner of the models in /v1/models."""
-        cards = (await self.object("/v1/models")).get("data")
+        cards = (await self.object(MODELS)).get("data")
         first = cards[0] if isinstance(cards, list) and cards else None
         return text_of(first, "owned_by") if isinstance(first, dict) else None
 
@@ -305,7 +381,7 @@ class Adapter(ABC):
         values = header_values(header)
         found: dict[str, float] = {}
         for name, value in values.items():
-            meaning, number = self.gauges.get(name), number_of(value)
+            meaning, number = self.gauges.get(name), load_of(value)
             if meaning is not None and number is not None:
                 found[meaning] = number
         return Load(**found, names=tuple(name for name in values if name in self.gauges))
@@ -340,16 +416,45 @@ def header_values(header: str) -> dict[str, Any]:
 
 @functools.cache
 def _pattern(prefix: str, names: tuple[str, ...]) -> re.Pattern[bytes]:
-    """Finds these gauges on a Prometheus page: name without prefix, labels, value."""
-    labels = rb'(?:\{(?:[^"}]|"(?:[^"\\]|\\.)*")*\})?'
+    """Finds these gauges on a Prometheus page: name without prefix, labels, value.
+
+    It never crosses the end of a line and never goes back (`*+`), so its time grows with the page.
+    """
+    labels = rb'(?:\{(?:[^"{}\n]++|"(?:[^"\\\n]++|\\.)*+")*+\})?+'
     name = "|".join(map(re.escape, names)).encode()
-    return re.compile(b"^%b(%b)(%b) +([0-9.eE+-]+)" % (prefix.encode(), name, labels), re.MULTILINE)
+    number = rb"[0-9.eE+-]{1,64}"
+    return re.compile(b"^%b(%b)(%b) ++(%b)" % (prefix.encode(), name, labels, number), re.MULTILINE)
 
 
 @functools.cache
 def _rank_pattern(label: str) -> re.Pattern[bytes]:
     """Finds the data-parallel rank in a sample's labels."""
-    return re.compile(rb'[{,]%b="(\d+)"' % label.encode())
+    return re.compile(rb'[{,]%b="(\d{1,9})"' % label.encode())
+
+
+_LABEL = re.compile(r'[{,] *+([a-zA-Z_]\w*+)="((?:[^"\\]++|\\.)*+)"')
+
+
+def labels_of(raw: bytes) -> dict[str, str]:
+    """The labels of a sample, which `samples` returns in their braces."""
+    return dict(_LABEL.findall(raw.decode(errors="replace")))
+
+
+def _pieces(page: bytes) -> Iterator[bytes]:
+    """A page in pieces of at most `LARGE_PAGE` bytes, cut between lines.
+
+    Without this, one search would hold the interpreter for the whole page, also in a thread.
+    """
+    at, end = 0, len(page)
+    while end - at > LARGE_PAGE:
+        cut = page.rfind(b"\n", at, at + LARGE_PAGE) + 1
+        if cut:
+            yield page[at:cut]
+            at = cut
+        else:  # a longer line
+            at = page.find(b"\n", at + LARGE_PAGE) + 1 or end
+    if at < end:
+        yield page[at:]
 
 
 def samples(
@@ -357,10 +462,12 @@ def samples(
 ) -> Iterator[tuple[str, bytes, float]]:
     """Name without prefix, labels in their braces, and value of each such sample on a Prometheus
     page. Values below 0 are left out unless ``negative``."""
-    for name, labels, value in _pattern(prefix, tuple(names)).findall(page):
-        number = finite(value) if negative else number_of(value)
-        if number is not None:
-            yield name.decode(), labels, number
+    pattern = _pattern(prefix, tuple(names))
+    for piece in _pieces(page):
+        for name, labels, value in pattern.findall(piece):
+            number = finite(value) if negative else number_of(value)
+            if number is not None:
+                yield name.decode(), labels, number
 
 
 def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
@@ -373,7 +480,12 @@ def read_gauges(page: bytes, prefix: str, gauges: Mapping[str, str]) -> Load:
         before = found.get(meaning, 0.0)
         found[meaning] = max(before, number) if meaning == "kv_usage" else before + number
         names[prefix + name] = None
-    return Load(**found, names=tuple(names))
+    return bounded_load(found, tuple(names))
+
+
+def bounded_load(values: Mapping[str, float | None], names: tuple[str, ...]) -> Load:
+    """The load with these values by field; values above `MOST_LOAD` are unknown."""
+    return Load(**{meaning: load_of(value) for meaning, value in values.items()}, names=names)
 
 
 def finite(value: Any) -> float | None:
@@ -382,7 +494,7 @@ def finite(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 
@@ -393,13 +505,21 @@ def number_of(value: Any) -> float | None:
     return number if number is not None and number >= 0 else None
 
 
-def count_of(values: Mapping[str, Any], name: str) -> int | None:
-    """A whole number from 1 under that name, else None."""
+def load_of(value: Any) -> float | None:
+    """A number from 0 to `MOST_LOAD`, else None."""
+    number = number_of(value)
+    return number if number is not None and number <= MOST_LOAD else None
+
+
+def count_of(values: Mapping[str, Any], name: str, most: int | None = MOST_COUNT) -> int | None:
+    """A whole number from 1 to ``most`` under that name, else None."""
     number = number_of(values.get(name))
-    return int(number) if number and number == int(number) else None
+    if not number or number != int(number) or (most is not None and number > most):
+        return None
+    return int(number)
 
 
 def text_of(values: Mapping[str, Any], name: str) -> str | None:
-    """A text under that name, else None."""
+    """A text of at most `MOST_TEXT_CHARACTERS` under that name, else None."""
     value = values.get(name)
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and 0 < len(value) <= MOST_TEXT_CHARACTERS else None

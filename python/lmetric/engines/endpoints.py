@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
 from pathlib import Path
 
-_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+_WILDCARDS = ("*", "0.0.0.0", "[::]")
 _USE_TCP = "set a tcp endpoint on the engine, such as tcp://*:5557"
 
 
@@ -24,6 +26,8 @@ def reachable(endpoint: str, host: str) -> str:
     """
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc":
+        if not is_local(host):
+            raise EndpointError(f"its KV events are at {endpoint}, a socket of its own machine", _USE_TCP)
         if rest.startswith("@") or Path(rest).exists():
             return endpoint
         raise EndpointError(
@@ -32,7 +36,7 @@ def reachable(endpoint: str, host: str) -> str:
     if scheme != "tcp":
         raise EndpointError(f"its KV events are at {endpoint}, which no other process can reach", _USE_TCP)
     name, _, port = rest.rpartition(":")
-    if not name or not port.isdigit() or not 0 < int(port) < 65536:
+    if not name or not _is_port(port):
         raise EndpointError(f"its KV events are at {endpoint}, which is not tcp://host:port", _USE_TCP)
     if name in _WILDCARDS:
         name = f"[{host}]" if ":" in host else host
@@ -47,12 +51,47 @@ def reachable(endpoint: str, host: str) -> str:
 def at_rank(endpoint: str, rank: int) -> str:
     """The endpoint of a data-parallel rank: engines add the rank to the port."""
     base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}" if rank and port.isdigit() else endpoint
+    return f"{base}:{int(port) + rank}" if rank and _is_port(port) else endpoint
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def is_local(host: str) -> bool:
     """Whether a host is a loopback address of this machine."""
+    address = literal(host)
+    if address is None:
+        name = host.rstrip(".").lower()
+        return name == "localhost" or name.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified  # connections to 0.0.0.0 stay here
+
+
+def literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host spells, in any form that the system's look-up reads. None: a name.
+
+    An IPv4 address within an IPv6 address counts as the IPv4 address.
+    """
+    host = host.strip("[]").partition("%")[0]
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        if not re.fullmatch("[0-9a-fA-FxX.]+", host):
+            return None
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # such as 127.1 and 0x7f000001
+        except OSError:
+            return None
+    return (address.version == 6 and address.ipv4_mapped) or address
+
+
+def host_of(endpoint: str) -> str | None:
+    """The host of a tcp endpoint, without brackets. None: another kind of endpoint."""
+    scheme, _, rest = endpoint.partition("://")
+    return rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else None
+
+
+def with_host(endpoint: str, host: str) -> str:
+    """A tcp endpoint with another host."""
+    name = f"[{host}]" if ":" in host else host
+    return f"tcp://{name}:{endpoint.rpartition(':')[2]}"

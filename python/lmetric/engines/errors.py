@@ -23,5 +23,5 @@ def error_text(body: bytes) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(said, dict) and said.get(key):
             said = said[key]
-    text = said if isinstance(said, str) else body.decode(errors="replace")
-    return " ".join(text.split())[:_LONGEST]
+    text = said if isinstance(said, str) else body[: 16 * _LONGEST].decode(errors="replace")
+    return " ".join(text[: 4 * _LONGEST].split())[:_LONGEST]

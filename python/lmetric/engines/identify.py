@@ -45,6 +45,7 @@ class Unknown(Adapter):
             models=await pages.models(),
             no_events=f"its type is unknown (neither {titles})",
             load_path="/metrics",
+            ignored=tuple(pages.ignored),
         )
 
     def load(self, page: bytes) -> Load:

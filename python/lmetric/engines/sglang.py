@@ -8,17 +8,21 @@ from typing import Any, Literal
 import orjson
 
 from lmetric.engines.adapter import (
+    MOST_BLOCK_TOKENS,
+    MOST_BLOCKS,
+    MOST_RANKS,
     Adapter,
     Capabilities,
     EventSource,
     Handover,
     Load,
-    Model,
     Pages,
     Priority,
     Role,
+    bounded_load,
     count_of,
     number_of,
+    read_page,
     samples,
     text_of,
 )
@@ -28,6 +32,7 @@ _EVENTS_FLAG = """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:
 _HANDOVER_FLAG = "--disaggregation-mode prefill (or decode)"
 _ROLES: Mapping[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 _BOOTSTRAP_PORT = 8998  # where the flag is left out
+_MOST_PORT = 65535
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
@@ -67,24 +72,29 @@ class Sglang(Adapter):
         """Capabilities from its endpoints. /server_info has all its flags."""
         info = await _info(pages)
         model = await pages.object("/model_info") or await pages.object("/get_model_info")
-        metrics = await pages.text("/metrics")
-        sizes = {name: int(value) for name, _, value in samples(metrics, self.prefix, _SIZES)}
-        page = count_of(info, "page_size") or sizes.get("page_size")
+        metrics = await read_page(await pages.text("/metrics"), self._sizes)
+        sizes = {**metrics, **{name: info[name] for name in _SIZES if count_of(info, name, None)}}
+        page = pages.count(sizes, "page_size", MOST_BLOCK_TOKENS)
+        tokens = pages.count(sizes, "max_total_num_tokens", MOST_BLOCKS)
         events = info["kv_events"] if isinstance(info.get("kv_events"), dict) else {}
-        tokens = count_of(info, "max_total_num_tokens") or sizes.get("max_total_num_tokens")
-        ranks = count_of(events, "dp_size") or count_of(info, "dp_size") or 1
-        load_path = LOADS if self.load(await pages.text(LOADS)) else "/metrics"
-        load = self.load(await pages.text(load_path))
+        block_size = pages.count(events, "block_size", MOST_BLOCK_TOKENS) or page
+        ranks = pages.count(events, "dp_size", MOST_RANKS) or pages.count(info, "dp_size", MOST_RANKS) or 1
+        load_path = LOADS if await read_page(await pages.text(LOADS), self.load) else "/metrics"
+        load = await read_page(await pages.text(load_path), self.load)
         sources, no_events = _sources(info, events, ranks)
+        if not info:
+            no_events = "; ".join(pages.unread[path] for path in _INFO if path in pages.unread)
         role = _ROLES.get(str(info.get("disaggregation_mode") or model.get("disaggregation_mode")))
         parts = role in ("prefill", "decode")
-        port = count_of(info, "disaggregation_bootstrap_port") or _BOOTSTRAP_PORT
-        load_base = count_of(events, "load_endpoint_port_base")
+        port = pages.count(info, "disaggregation_bootstrap_port", _MOST_PORT) or _BOOTSTRAP_PORT
+        load_base = pages.count(events, "load_endpoint_port_base", _MOST_PORT)
         return Capabilities(
             self.name,
             await self.version(pages),
-            tuple(_rooted(card, model) for card in await pages.models()),
-            block_size=count_of(events, "block_size") or page,
+            await pages.models(),
+            # /v1/models repeats the model's name as its root; /model_info has the folder.
+            model_path=text_of(model, "tokenizer_path") or text_of(model, "model_path"),
+            block_size=block_size,
             # Its pool of tokens is that of one rank.
             cache_blocks=tokens // page * (ranks if self.rank is None else 1) if tokens and page else None,
             revision=text_of(model, "weight_version"),
@@ -105,7 +115,11 @@ class Sglang(Adapter):
             if parts
             else f"it serves whole requests; start it with {self.flags['handover']}",
             role=role,
+            ignored=tuple(pages.ignored),
         )
+
+    def _sizes(self, page: bytes) -> dict[str, float]:
+        return {name: value for name, _, value in samples(page, self.prefix, _SIZES)}
 
     def load(self, page: bytes) -> Load:
         """The load on /v1/loads, of `rank` or over all data-parallel ranks, or on /metrics."""
@@ -121,29 +135,23 @@ class Sglang(Adapter):
         if not ranks:
             return Load()
         names = ("num_waiting_reqs", "num_running_reqs", *(("token_usage",) if usages else ()))
-        return Load(waiting, running, max(usages) if usages else None, names)
+        usage = max(usages) if usages else None
+        return bounded_load({"waiting": waiting, "running": running, "kv_usage": usage}, names)
 
 
 _SIZES = ("page_size", "max_total_num_tokens")
+_INFO = ("/server_info", "/get_server_info")  # the second one before 0.5
 
 
 async def _info(pages: Pages) -> dict[str, Any]:
-    """The content of /server_info, before 0.5 /get_server_info."""
-    return await pages.object("/server_info") or await pages.object("/get_server_info")
+    """The content of /server_info or its older name."""
+    return await pages.object(_INFO[0]) or await pages.object(_INFO[1])
 
 
 def _priority(info: Mapping[str, Any]) -> Priority:
     low_first = info.get("schedule_low_priority_values_first") is True
     honoured = bool(info["enable_priority_scheduling"]) if "enable_priority_scheduling" in info else None
     return Priority("lower_first" if low_first else "higher_first", honoured)
-
-
-def _rooted(card: Model, info: Mapping[str, Any]) -> Model:
-    """/v1/models repeats the model's name as its root; /model_info has the folder."""
-    root = text_of(info, "tokenizer_path") or text_of(info, "model_path")
-    return (
-        card if card.parent is not None or root is None else Model(card.name, root, None, card.max_model_len)
-    )
 
 
 def _sources(
@@ -154,15 +162,17 @@ def _sources(
         config = orjson.loads(text_of(info, "kv_events_config") or "{}")
     except orjson.JSONDecodeError:
         config = {}
-    host, port = text_of(events, "endpoint_host"), count_of(events, "endpoint_port_base")
+    config = config if isinstance(config, dict) else {}
+    host, port = text_of(events, "endpoint_host"), count_of(events, "endpoint_port_base", _MOST_PORT)
     if host is None or port is None:
         # The block does not contain a local socket.
         local = str(config.get("endpoint", ""))
         if config.get("publisher") == "zmq" and local.startswith("ipc://"):
-            source = EventSource(0, local, config.get("topic") or "", config.get("replay_endpoint"))
+            replay_at = text_of(config, "replay_endpoint")
+            source = EventSource(0, local, text_of(config, "topic") or "", replay_at)
             return (source,), None
         return (), "its KV events are off"
-    replay = count_of(events, "replay_endpoint_port_base")
+    replay = count_of(events, "replay_endpoint_port_base", _MOST_PORT)
     # The engine listens on a concrete host only if its flag sets this host.
     connects = host not in _WILDCARDS and config.get("bind") is not True
     return tuple(

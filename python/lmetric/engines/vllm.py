@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, Literal
 
+import orjson
+
 from lmetric.engines.adapter import (
+    MOST_BLOCK_TOKENS,
+    MOST_BLOCKS,
+    MOST_RANKS,
     Adapter,
     Capabilities,
     EventSource,
     Handover,
+    Load,
     Pages,
     Priority,
     Role,
-    count_of,
+    labels_of,
     number_of,
+    read_page,
     samples,
     text_of,
 )
@@ -28,6 +36,9 @@ _HANDOVER_FLAG = (
     """--kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both", """
     """"kv_load_failure_policy": "recompute"}'"""
 )
+_INFOS = ("cache_config_info", "lora_requests_info")
+_SOURCES = "/kv_event_sources"
+_OFF = "its KV events are off"
 _NIXL = re.compile(rb"^vllm:nixl_", re.MULTILINE)
 _ROLES: Mapping[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 # The first version that can report a request's cached prefix again.
@@ -74,30 +85,28 @@ class Vllm(Adapter):
         """Capabilities from its endpoints. Block and cache size are labels of
         `vllm:cache_config_info`."""
         version = await self.version(pages)
-        metrics = self.own(await pages.text("/metrics"))
-        caches = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("cache_config_info",))]
-        blocks = [count for cache in caches if (count := count_of(cache, "num_gpu_blocks"))]
-        loras = [_labels(raw) for _, raw, _ in samples(metrics, self.prefix, ("lora_requests_info",))]
+        caches, loras, load, nixl = await read_page(await pages.text("/metrics"), self._metrics)
+        blocks = [count for cache in caches if (count := pages.count(cache, "num_gpu_blocks", MOST_BLOCKS))]
+        sizes = [size for cache in caches if (size := pages.count(cache, "block_size", MOST_BLOCK_TOKENS))]
         caching = {cache.get("enable_prefix_caching") for cache in caches}
-        kv_events = await pages.answer("/kv_event_sources")
-        sources, no_events = _sources(kv_events, version)
-        load = self.load(metrics)
+        kv_events = await pages.answer(_SOURCES)
+        sources, no_events = await read_page(kv_events[1], lambda body: _sources(kv_events[0], body, version))
         # In development mode it reports its configuration.
         told = (await pages.object("/server_info?config_format=json")).get("vllm_config")
-        handover, role = _handover(told, metrics)
+        handover, role = _handover(told, nixl)
         return Capabilities(
             self.name,
             version,
             await pages.models(),
             revision=_revision(told),
-            block_size=next((size for cache in caches if (size := count_of(cache, "block_size"))), None),
-            cache_blocks=sum(blocks) if blocks else None,
-            max_loras=next((count for each in loras if (count := count_of(each, "max_lora"))), None),
+            block_size=sizes[0] if sizes else None,
+            cache_blocks=min(sum(blocks), MOST_BLOCKS) if blocks else None,
+            max_loras=next((count for each in loras if (count := pages.count(each, "max_lora"))), None),
             prefix_caching=None if not caching & {"True", "False"} else "True" in caching,
             ranks=tuple(source.rank for source in sources),
             event_sources=sources,
             no_events=no_events,
-            events_fix=None if kv_events[0] == 200 else "set kv_events.endpoint in the configuration",
+            events_fix=None if no_events in (None, _OFF) else "set kv_events.endpoint in the configuration",
             load_path="/metrics" if load else None,
             load_names=load.names,
             load_header=True,
@@ -119,7 +128,17 @@ class Vllm(Adapter):
             role=role,
             # Only in development mode can it be paused. /health does not show it.
             pause_pages=("/is_paused", "/is_sleeping") if isinstance(told, dict) else (),
+            ignored=tuple(pages.ignored),
         )
+
+    def _metrics(self, page: bytes) -> tuple[list[dict[str, str]], list[dict[str, str]], Load, bool]:
+        """The labels about its caches and adapters, the load, and whether it has NIXL metrics."""
+        own = self.own(page)
+        infos: dict[str, list[dict[str, str]]] = {name: [] for name in _INFOS}
+        for name, raw, _ in samples(own, self.prefix, _INFOS):
+            infos[name].append(labels_of(raw))
+        caches, loras = infos.values()
+        return caches, loras, self.load(own), _NIXL.search(own) is not None
 
 
 def _honours(config: object) -> bool | None:
@@ -135,9 +154,9 @@ def _revision(config: object) -> str | None:
     return text_of(model, "revision") if isinstance(model, dict) else None
 
 
-def _handover(config: object, metrics: bytes) -> tuple[Handover | None, Role | None]:
+def _handover(config: object, nixl: bool) -> tuple[Handover | None, Role | None]:
     """Its KV connector (from its metrics) and role, with details in development mode."""
-    if not _NIXL.search(metrics):
+    if not nixl:
         return None, None
     transfer = config.get("kv_transfer_config") if isinstance(config, dict) else None
     if not isinstance(transfer, dict):
@@ -150,41 +169,53 @@ def _handover(config: object, metrics: bytes) -> tuple[Handover | None, Role | N
     return told, _ROLES.get(str(transfer.get("kv_role")))
 
 
-def _labels(raw: bytes) -> dict[str, str]:
-    return dict(re.findall(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"', raw.decode(errors="replace")))
-
-
 def _number(version: str | None) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", version or "")
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", version or "")
     return tuple(map(int, found.groups())) if found else ()
 
 
-def _sources(answer: tuple[int, bytes], version: str | None) -> tuple[tuple[EventSource, ...], str | None]:
-    """The KV event sources by rank, or the reason why there are none."""
-    import orjson
+def _sources(status: int, body: bytes, version: str | None) -> tuple[tuple[EventSource, ...], str | None]:
+    """The KV event sources by rank, or the reason why there are none.
 
-    status, body = answer
+    The page is optional, and a proxy may answer it with a page of its own.
+    """
     if status != 200:
         what = f"vLLM {version or 'of this version'} does not report its KV event endpoints"
-        return (), f"{what} (GET /kv_event_sources: status {status})"
+        return (), f"{what} (GET {_SOURCES}: status {status})"
     try:
         ranks: dict[str, Any] = orjson.loads(body)
+        if len(ranks) > MOST_RANKS:
+            return (), f"GET {_SOURCES}: {len(ranks)} ranks (at most {MOST_RANKS})"
         sources = tuple(
             EventSource(
-                int(rank),
+                rank,
                 source["endpoint"],
-                source.get("topic") or "",
-                source.get("replay_endpoint"),
+                text_of(source, "topic") or "",
+                text_of(source, "replay_endpoint"),
                 connects=not binds(source["endpoint"]),
             )
-            for rank, source in sorted(ranks.items(), key=lambda item: int(item[0]))
+            for rank, source in sorted(
+                ((_rank(name), each) for name, each in ranks.items()), key=itemgetter(0)
+            )
             if source.get("publisher", "zmq") == "zmq"
         )
+        if not all(
+            isinstance(text, str) for each in sources for text in (each.topic, each.replay_endpoint or "")
+        ):
+            raise TypeError
     except (orjson.JSONDecodeError, ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"GET /kv_event_sources: not a list of sources: {body[:120]!r}") from None
-    return sources, None if sources else "its KV events are off"
+        return (), f"GET {_SOURCES}: not a list of sources: {body[:120]!r}"
+    return sources, None if sources else _OFF
+
+
+def _rank(name: str) -> int:
+    """A data-parallel rank. Raises ValueError."""
+    rank = int(name)
+    if not 0 <= rank < MOST_RANKS:
+        raise ValueError(name)
+    return rank
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher with this endpoint listens on it. Otherwise it connects to it."""
+    """Whether vLLM's publisher with this endpoint listens on it. Otherwise it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

@@ -114,7 +114,7 @@ def _from_command(file: Path, kind: str | None, found: list[Command]) -> Draft:
 
 
 def _is_nginx(text: str) -> bool:
-    return re.search(r"^[ \t]*upstream\s+\S+\s*\{", text, re.MULTILINE) is not None
+    return re.search(r"^[ \t]*+upstream\s++[^\s{]++\s*+\{", text, re.MULTILINE) is not None
 
 
 def _documents(text: str) -> list[Any]:

@@ -356,6 +356,9 @@ class Server:
         await self._replicas.stop()
         await self._monitor.stop()
         await self._discovery.stop()
+        for pool in self.fleet.pools:
+            if pool.changes is not None:
+                await pool.changes.stop()
         if self.front.tracing is not None:
             await asyncio.to_thread(self.front.tracing.stop)
         if self.front.recorder is not None:
@@ -477,6 +480,7 @@ def check_config(config: ServerConfig) -> None:
     level = config.log.level if config.log.level == "error" else "warning"
     configure_logging(config.log.model_copy(update={"level": level}))
     _warn_deprecated(config)
+    _check_moves(config)
     server = Server(config)
     server.build()
     for pool in server.fleet.pools:
@@ -489,6 +493,16 @@ def _warn_deprecated(config: ServerConfig) -> None:
     if config.ignored_variables:
         log.warning(
             "environment variables ignored: settings begin with LMETRIC__", names=config.ignored_variables
+        )
+
+
+def _check_moves(config: ServerConfig) -> None:
+    """Raises `ConfigError` for moves that slow the streams that they should help."""
+    if config.recomputes_moves:
+        raise ConfigError(
+            "migration_by = 'recompute': it is not valid with rebalance; expected fetch or segments, and "
+            "engines with KV transfer (vLLM: NixlConnector). A target that computes the context again stalls "
+            "its other streams (docs/reference/engines.md#streams-that-move)"
         )
 
 
@@ -526,8 +540,12 @@ class Reloads:
     async def _run(self) -> dict[str, Any]:
         async with self._turn:
             self._next = None  # later requests may follow a change of the files
-            change = await asyncio.to_thread(lambda: self._server.prepare(self._reread()))
-            return self._server.apply(change)
+            return self._server.apply(await asyncio.to_thread(self._prepare))
+
+    def _prepare(self) -> Change:
+        config = self._reread()
+        _check_moves(config)
+        return self._server.prepare(config)
 
 
 def _log_failure(reload: asyncio.Task[dict[str, Any]]) -> None:
@@ -547,6 +565,7 @@ def run_server(
     """
     configure_logging(config.log)
     _warn_deprecated(config)
+    _check_moves(config)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         import uvloop
@@ -569,7 +588,7 @@ def _embedded_options(config: ServerConfig) -> list[EngineOptions]:
 
     embedded, order = config.embedded, "priority" if config.orders else "fcfs"
     if isinstance(embedded, int):
-        both = BOTH_WAYS if config.splits or config.fetches_prefixes else {}
+        both = BOTH_WAYS if config.splits or config.fetches_prefixes or config.rebalances else {}
         return [EngineOptions.model_validate({"order": order, **both})] * embedded
     assert embedded is not None
     kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}

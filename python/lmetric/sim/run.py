@@ -37,7 +37,7 @@ from lmetric.options import (
     kind_of,
     parse,
 )
-from lmetric.policies import Policy, PolicyFunction
+from lmetric.policies import Policy, PolicyFunction, PolicyLike, policy_function
 from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.queueing import HostTier, Swap
 from lmetric.sim.churn import ChangeResult, FleetChange, fleet_change_constants, listed
@@ -55,13 +55,12 @@ Admission = Literal["reserve", "vllm"]
 Index = Literal["exact", "approximate"]
 Binding = Literal["early", "late"]
 Prefill = Literal["queues", "unlimited"]
-MoveBy = Literal["kv", "recompute"]
+MoveBy = Literal["fetch", "recompute"]
 RolesLike = str | Mapping[str, int] | Roles
 TransferLike = str | Mapping[str, float | str] | Transfer
 SwapLike = str | Mapping[str, float] | Swap | None
 HostTierLike = str | Mapping[str, float] | HostTier | None
 Tiers = Literal["auto", "all", "off"]
-PolicyLike = str | Expr | Policy | PolicyFunction | None
 ProfileLike = str | Profile | Mapping[str, Any]
 
 
@@ -370,7 +369,7 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
 def simulate(
     trace: str | Path | Trace | Workload,
     *,
-    policy: PolicyLike = "lmetric",
+    policy: PolicyLike | None = "lmetric",
     knobs: Mapping[str, float] | None = None,
     instances: int | None = None,
     profile: ProfileLike | Sequence[ProfileLike] = DEFAULT_PROFILE,
@@ -388,7 +387,7 @@ def simulate(
     output_known: bool = True,
     timeline_seconds: float = 10.0,
     roles: RolesLike | None = None,
-    decode_policy: PolicyLike = None,
+    decode_policy: PolicyLike | None = None,
     decode_knobs: Mapping[str, float] | None = None,
     binding: Binding = "early",
     transfer: TransferLike | None = DEFAULT_TRANSFER,
@@ -403,7 +402,7 @@ def simulate(
     programs: str | Mapping[str, Any] | ProgramOption | None = "none",
     changes: str | Sequence[FleetChange | str] = (),
     fleet_changes: str | Mapping[str, Any] | WarmChanges | None = "none",
-    migration_by: MoveBy = "kv",
+    migration_by: MoveBy = "fetch",
     migration_max_concurrent: int = 4,
     migration_max_gap_seconds: float = 1.0,
     priority: str | Mapping[str, Any] | PriorityOption | None = "none",
@@ -430,7 +429,8 @@ def simulate(
     Args:
         trace: the path of a trace file (read with `load_trace`), a `Trace`, or the result of
             `prepare`, which saves time if you run a trace more than once.
-        policy: a policy as for `lmetric.Router`: name, expression, `Policy` or `policy_function`.
+        policy: a policy as for `lmetric.Router`: name, expression, `Policy`, `policy_function`, or
+            a function whose parameters are indicators.
         `knobs`: parameters of the policy by name.
         instances: number of engines; None: 16, or the number of profiles.
         profile: a shipped name, a path, a mapping, or a `Profile`. For a mixed fleet: a sequence
@@ -501,9 +501,11 @@ def simulate(
         fleet_changes: how they do so: ``"none"`` (with cold caches), or ``"warm"``: prefixes are
             fetched before a newcomer takes requests, and before an instance leaves; its running
             requests move.
-        migration_by: method of migrations. ``"kv"``: the KV cache is sent while the request pauses,
-            in the time of `transfer` (as in the paper). ``"recompute"`` (default of the server):
-            the target computes prompt and answer so far while the request continues.
+        migration_by: method of migrations, with the default of `serve`. ``"fetch"``: the KV cache
+            is sent in the time of `transfer`, and the request pauses as long, as in the paper. A
+            server's target fetches ahead, so its pause is shorter. ``"recompute"``: the target
+            computes prompt and answer so far while the request continues. `serve` refuses it with
+            `rebalance`.
         migration_max_concurrent: for ``"recompute"``: maximum number of concurrent migrations.
         migration_max_gap_seconds: for ``"recompute"``: maximum gap between two tokens during a
             migration; otherwise the migration is canceled.
@@ -692,13 +694,17 @@ def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:
     }
 
 
-def policy_name(policy: PolicyLike) -> str:
+def policy_name(policy: PolicyLike | None) -> str:
     """The name of a policy in results: its name, or the text of its expression."""
     if policy is None:
         return "lmetric"
     if isinstance(policy, str | Expr):
         return str(policy)
-    return policy.name or getattr(policy, "score", None) or "policy"
+    if isinstance(policy, Policy):
+        return policy.name or policy.score
+    if isinstance(policy, PolicyFunction):
+        return policy.name
+    return policy_function(policy).name
 
 
 __all__ = [

@@ -280,10 +280,10 @@ class SettingsEntry(Strict):
         description="hot-spot guard (docs/explanation/guard.md): true, false, or {window_seconds: [15, 60]}; "
         "default: as the policy declares",
     )
-    migration_by: Annotated[list[Literal["kv", "recompute"]], Listed] | None = Field(
+    migration_by: Annotated[list[Literal["fetch", "recompute"]], Listed] | None = Field(
         None,
-        description="method of migrations: kv (the KV cache is sent), or recompute (default of the server: "
-        "the target computes it in advance); default: kv",
+        description="method of migrations: fetch (the KV cache is sent), or recompute (the target computes "
+        "it in advance; `serve` refuses this with rebalance); default: fetch, as in `serve`",
     )
     migration_max_concurrent: Annotated[list[Count], Listed] | None = Field(
         None, description="with recompute: maximum number of concurrent migrations; default: 4"

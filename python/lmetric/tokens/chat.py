@@ -19,7 +19,8 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_BILLING_HEADER = "x-anthropic-billing-header"
+# A line that changes with each request of Claude Code; engines drop it.
+BILLING_HEADER = "x-anthropic-billing-header"
 # Arguments of Hugging Face's apply_chat_template that do more than set a template variable.
 _NOT_VARIABLES = frozenset(
     {
@@ -36,7 +37,8 @@ class NotPredictable(Exception):
     """The engine's tokens for a request cannot be predicted.
 
     ``reason`` is a label for counters: ``media``, ``no_template``, ``template`` (it failed, or came
-    with the request), ``shape``, ``truncation``, ``tokenizer``.
+    with the request), ``shape``, ``truncation``, ``history`` (only the engine has it),
+    ``tokenizer``.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -44,13 +46,18 @@ class NotPredictable(Exception):
         self.reason = reason
 
 
-def messages_of(request: Mapping[str, Any], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """The messages of a request for the template. Raises NotPredictable."""
+def messages_of(
+    request: Mapping[str, Any], content_format: ContentFormat, *, name_first: bool = False
+) -> list[dict[str, Any]]:
+    """The messages of a request for the template. Raises NotPredictable.
+
+    ``name_first``: in a call of a tool, the name precedes the arguments, as for /v1/responses.
+    """
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise NotPredictable("shape", "messages must be a list of at least one message")
     wrap = content_format == "openai"
-    return [_message(message, wrap) for message in messages]
+    return [_message(message, wrap, name_first) for message in messages]
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,7 +85,7 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _message(message: Any, wrap: bool) -> dict[str, Any]:
+def _message(message: Any, wrap: bool, name_first: bool) -> dict[str, Any]:
     try:
         role = message["role"]
         content = message.get("content")
@@ -95,15 +102,15 @@ def _message(message: Any, wrap: bool) -> dict[str, Any]:
     else:
         content = _parts(content, wrap)
     shaped = {"role": role, "content": content}
-    if len(message) > 2:
-        _further(message, role, shaped)
+    if len(message) > 2 or "content" not in message:
+        _further(message, role, shaped, name_first)
     return shaped
 
 
 def _without_billing_header(content: Any) -> Any:
     """A system message without Claude Code's header line, which changes with each request."""
     if type(content) is str:
-        if not content.startswith(_BILLING_HEADER):
+        if not content.startswith(BILLING_HEADER):
             return content
         rest = content.partition("\n")[2]
         return rest or None
@@ -112,19 +119,19 @@ def _without_billing_header(content: Any) -> Any:
     kept = []
     for part in content:
         text = part.get("text") if type(part) is dict and part.get("type") == "text" else part
-        if type(text) is not str or not text.startswith(_BILLING_HEADER):
+        if type(text) is not str or not text.startswith(BILLING_HEADER):
             kept.append(part)
         elif rest := text.partition("\n")[2]:
             kept.append({"type": "text", "text": rest})
     return kept
 
 
-def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> None:
+def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any], name_first: bool) -> None:
     """Adds the optional fields of a message, other than role and content."""
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
-            shaped["tool_calls"] = [_call(call) for call in calls]
+            shaped["tool_calls"] = [_call(call, name_first) for call in calls]
         reasoning = message.get("reasoning")
         if reasoning is None:
             reasoning = message.get("reasoning_content")
@@ -134,7 +141,8 @@ def _further(message: Mapping[str, Any], role: Any, shaped: dict[str, Any]) -> N
         if "tool_call_id" in message:
             shaped["tool_call_id"] = message["tool_call_id"]
         content = shaped["content"]
-        if type(content) is list:
+        # References to tools stay parts, which the template expands.
+        if type(content) is list and all(part["type"] == "text" for part in content):
             shaped["content"] = "\n".join(part["text"] for part in content)
     elif role == "developer":
         shaped["tools"] = message.get("tools")
@@ -148,36 +156,39 @@ def _parts(parts: Any, wrap: bool) -> Any:
     """Content in parts, returned as parts or as one text."""
     if type(parts) is not list:
         raise NotPredictable("shape", "content must be a text or a list of parts")
-    texts = []
+    shaped = []
     for part in parts:
         if type(part) is str:
-            texts.append(part)
+            shaped.append({"type": "text", "text": part})
             continue
         kind = part.get("type") if type(part) is dict else None
+        if kind == "tool_reference" and type(part.get("name")) is str:
+            shaped.append({"type": kind, "name": part["name"]})
+            continue
         where = _TEXT_PARTS.get(kind) if type(kind) is str else None
         if where is None:
             raise NotPredictable("media", f"a content part of type {kind!r:.40} is not text")
         text = part.get(where)
         if type(text) is str:
-            texts.append(text)
+            shaped.append({"type": "text", "text": text})
         elif text is not None or kind == "thinking":
             raise NotPredictable("shape", f"a content part of type {kind!r} has no text")
     if wrap:
-        return [{"type": "text", "text": text} for text in texts]
+        return shaped
+    texts = (part.get("text") or part.get("name") for part in shaped)
     return "\n".join(text for text in texts if text)
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any, name_first: bool) -> dict[str, Any]:
     """A tool call with its arguments as an object, as templates expect."""
     try:
-        function = call["function"]
+        given = call["function"]
         # Fields in the order of the OpenAI client's types, by which the engine checks and rebuilds
         # them.
-        return {
-            "id": call["id"],
-            "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
-            "type": call["type"],
-        }
+        function = {"arguments": _arguments(given["arguments"]), "name": given["name"]}
+        if name_first:
+            function = {"name": function["name"], "arguments": function["arguments"]}
+        return {"id": call["id"], "function": function, "type": call["type"]}
     except (TypeError, KeyError):
         raise NotPredictable("shape", "a tool call is malformed") from None
 
@@ -194,7 +205,7 @@ def _arguments(text: str) -> dict[str, Any]:
 def tools_of(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools for the template: fields in the engine's order, absent ones as null."""
     tools = request.get("tools")
-    if not tools:
+    if tools is None:
         return None
     try:
         return [_tool(tool) for tool in tools]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from lmetric._core import BadValueError, TokenEncoder, TokenizeError
+from lmetric.tokens.agents import chat_of_messages, chat_of_responses
 from lmetric.tokens.chat import NotPredictable, messages_of, tools_of, variables_of, without_developer
 from lmetric.tokens.files import ModelFiles, TokenizerError, read_folder
 from lmetric.tokens.template import TemplateError
@@ -91,16 +93,58 @@ class PromptTokenizer:
 
     def chat_text(self, request: Mapping[str, Any]) -> Text:
         """The rendered text of a body of /v1/chat/completions. Raises NotPredictable."""
+        return self._rendered(request)
+
+    def messages_text(self, request: Mapping[str, Any]) -> Text:
+        """The rendered text of a body of /v1/messages. Raises NotPredictable."""
+        return self._rendered(
+            chat_of_messages(request, lambda: self._merges_system, lambda: self._disabled_effort)
+        )
+
+    def responses_text(self, request: Mapping[str, Any]) -> Text:
+        """The rendered text of a body of /v1/responses. Raises NotPredictable."""
+        return self._rendered(chat_of_responses(request), name_first=True)
+
+    @cached_property
+    def _merges_system(self) -> bool:
+        """Whether engines merge all system messages of /v1/messages into the first."""
+        templates = (self._files.template, self._files.tool_template)
+        try:
+            return any(template is None or template.system_first for template in templates)
+        except TemplateError as error:
+            raise NotPredictable("template", str(error)) from None
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        """The reasoning effort by which engines disable thinking for /v1/messages.
+
+        It is "low" if the template refuses "none", or renders it as it renders another effort.
+        """
+
+        def rendered(effort: str) -> str | None:
+            messages = [{"role": "user", "content": "Hi"}]
+            try:
+                return self._rendered({"messages": messages, "reasoning_effort": effort}).text
+            except NotPredictable:
+                return None
+
+        none = rendered("none")
+        others = (rendered(effort) for effort in ("low", "medium", "high", "xhigh", "max"))
+        return "low" if none is None or none in others else "none"
+
+    def _rendered(self, request: Mapping[str, Any], *, name_first: bool = False) -> Text:
         files = self._files
         if files.no_chat is not None:
             raise NotPredictable("no_template", files.no_chat)
         variables = {**files.special, **variables_of(request)}
-        tools = variables.pop("tools", None) or tools_of(request)
+        tools = variables.pop("tools", None)
+        if tools is None:
+            tools = tools_of(request)
         template = files.template if tools is None else files.tool_template
         if template is None:
             raise NotPredictable("no_template", f"{files.folder}: no chat template for this kind of request")
         documents = request.get("documents")
-        messages = messages_of(request, template.content_format)
+        messages = messages_of(request, template.content_format, name_first=name_first)
         if not template.knows_developer:
             messages = without_developer(messages)
         try:
@@ -138,6 +182,14 @@ class PromptTokenizer:
     def chat(self, request: Mapping[str, Any]) -> Tokens:
         """Token ids of a body of /v1/chat/completions. Raises NotPredictable."""
         return self._all(self.chat_text(request))
+
+    def messages(self, request: Mapping[str, Any]) -> Tokens:
+        """Token ids of a body of /v1/messages. Raises NotPredictable."""
+        return self._all(self.messages_text(request))
+
+    def responses(self, request: Mapping[str, Any]) -> Tokens:
+        """Token ids of a body of /v1/responses. Raises NotPredictable."""
+        return self._all(self.responses_text(request))
 
     def completion(self, prompt: str, *, add_special_tokens: bool = True) -> Tokens:
         """Token ids of a completion's prompt. Raises NotPredictable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import jinja2
@@ -73,6 +74,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str) -> None:
         self.name = name
+        self._source = source
         try:
             tree = _ENVIRONMENT.parse(source)
             self._template = _ENVIRONMENT.from_string(source)
@@ -81,6 +83,24 @@ class ChatTemplate:
         self.variables: frozenset[str] = frozenset(meta.find_undeclared_variables(tree))
         self.knows_developer = "'developer'" in source or '"developer"' in source
         self.content_format: ContentFormat = "openai" if _loops_over_parts(tree) else "string"
+
+    @cached_property
+    def system_first(self) -> bool:
+        """Whether the template refuses a system message behind other messages.
+
+        vLLM finds out like this, once, for /v1/messages: without the functions and filters that a
+        template has otherwise, and a missing one is a refusal. Raises TemplateError if vLLM's check
+        fails.
+        """
+        messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        bare = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        try:
+            bare.from_string(self._source).render(messages=messages, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        except Exception as error:  # a template may fail in any way that Python can
+            raise TemplateError(f"{self.name}: {type(error).__name__}: {error}") from None
+        return False
 
     def render(
         self,

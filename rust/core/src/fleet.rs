@@ -3,7 +3,7 @@ use crate::error::CoreError;
 use crate::ids::{InstanceId, MAX_INSTANCES};
 use crate::suggest::nearest;
 use hashbrown::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Work that an instance accepts.
@@ -39,6 +39,8 @@ struct Slot {
     warming: bool,
     role: Role,
     group: Option<Arc<str>>,
+    /// Whether it accepts prompts, and requests prefilled elsewhere, and is not warming.
+    ready: [bool; 2],
 }
 
 impl Slot {
@@ -53,13 +55,18 @@ impl Slot {
 pub struct Fleet {
     slots: Vec<Slot>,
     by_name: HashMap<Arc<str>, u32>,
-    names: Arc<[Arc<str>]>,
+    /// Built when it is read first: many instances may join at once.
+    names: OnceLock<Arc<[Arc<str>]>>,
     name_hashes: Vec<u64>,
     eligible: Vec<bool>,
     eligible_count: usize,
     decoders: Vec<bool>,
     decoder_count: usize,
+    /// Slots that are ready, by [`Slot::ready`].
+    ready: [usize; 2],
     groups: Vec<u32>,
+    /// Instances with a named group.
+    grouped: usize,
 }
 
 impl Fleet {
@@ -79,7 +86,9 @@ impl Fleet {
         if self.by_name.contains_key(name) {
             return Err(bad("a name that is not in use in this router".into()));
         }
-        let slot = self.slots.iter().position(|s| !s.live).unwrap_or(self.slots.len());
+        let full = self.by_name.len() == self.slots.len();
+        let free = if full { None } else { self.slots.iter().position(|s| !s.live) };
+        let slot = free.unwrap_or(self.slots.len());
         if slot == MAX_INSTANCES {
             return Err(bad(format!("at most {MAX_INSTANCES} instances in one router")));
         }
@@ -94,6 +103,7 @@ impl Fleet {
                 warming: false,
                 role,
                 group: None,
+                ready: [false; 2],
             });
             self.name_hashes.push(0);
             self.eligible.push(false);
@@ -109,11 +119,12 @@ impl Fleet {
             warming: false,
             role,
             group: None,
+            ready: self.slots[slot].ready,
         };
         self.name_hashes[slot] = xxh3_64(name.as_bytes());
         self.by_name.insert(name, slot as u32);
-        self.rename();
-        self.refresh();
+        self.names = OnceLock::new();
+        self.refresh(slot);
         self.regroup();
         Ok(InstanceId(slot as u32))
     }
@@ -123,9 +134,10 @@ impl Fleet {
         let slot = &mut self.slots[id.index()];
         slot.live = false;
         let name = slot.name.clone();
+        self.grouped -= usize::from(slot.group.take().is_some());
         self.by_name.remove(&name);
-        self.rename();
-        self.refresh();
+        self.names = OnceLock::new();
+        self.refresh(id.index());
         self.regroup();
     }
 
@@ -168,7 +180,7 @@ impl Fleet {
     pub fn set_healthy(&mut self, id: InstanceId, healthy: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].healthy = healthy;
-        self.refresh();
+        self.refresh(id.index());
         Ok(())
     }
 
@@ -179,7 +191,7 @@ impl Fleet {
     pub fn set_draining(&mut self, id: InstanceId, draining: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].draining = draining;
-        self.refresh();
+        self.refresh(id.index());
         Ok(())
     }
 
@@ -191,7 +203,7 @@ impl Fleet {
     pub fn set_warming(&mut self, id: InstanceId, warming: bool) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].warming = warming;
-        self.refresh();
+        self.refresh(id.index());
         Ok(())
     }
 
@@ -207,7 +219,7 @@ impl Fleet {
     pub fn set_role(&mut self, id: InstanceId, role: Role) -> Result<(), CoreError> {
         self.check(id)?;
         self.slots[id.index()].role = role;
-        self.refresh();
+        self.refresh(id.index());
         Ok(())
     }
 
@@ -225,7 +237,10 @@ impl Fleet {
                 expected: "a name that is not empty, or none".into(),
             });
         }
-        self.slots[id.index()].group = group.map(Into::into);
+        let slot = &mut self.slots[id.index()];
+        let old = std::mem::replace(&mut slot.group, group.filter(|_| slot.live).map(Into::into));
+        self.grouped += usize::from(slot.group.is_some());
+        self.grouped -= usize::from(old.is_some());
         self.regroup();
         Ok(())
     }
@@ -238,8 +253,11 @@ impl Fleet {
     }
 
     fn regroup(&mut self) {
-        let mut first: HashMap<Arc<str>, u32> = HashMap::new();
         self.groups.clear();
+        if self.grouped == 0 {
+            return;
+        }
+        let mut first: HashMap<Arc<str>, u32> = HashMap::new();
         for (slot, instance) in (0..).zip(&self.slots) {
             let group = instance.group.as_ref().filter(|_| instance.live);
             self.groups.push(group.map_or(slot, |group| *first.entry(group.clone()).or_insert(slot)));
@@ -266,10 +284,13 @@ impl Fleet {
         &self.slots[id.index()].name
     }
 
-    /// Returns the names of all slots, empty for free ones. Decision records share the names of
-    /// their time.
+    /// Returns the names of all slots, empty for free ones. They change only when instances join or
+    /// leave: each decision record keeps those of its time.
     pub fn names(&self) -> &Arc<[Arc<str>]> {
-        &self.names
+        self.names.get_or_init(|| {
+            let free: Arc<str> = "".into();
+            self.slots.iter().map(|s| if s.live { s.name.clone() } else { free.clone() }).collect()
+        })
     }
 
     /// Yields the names of the live instances, in slot order.
@@ -358,25 +379,28 @@ impl Fleet {
         &self.name_hashes
     }
 
-    fn refresh(&mut self) {
+    /// Updates which slots accept requests after a change of one of them.
+    fn refresh(&mut self, changed: usize) {
         let columns = [&mut self.eligible, &mut self.decoders];
         let counts = [&mut self.eligible_count, &mut self.decoder_count];
-        for ((decode, column), count) in [false, true].into_iter().zip(columns).zip(counts) {
-            let ready = |slot: &Slot| slot.takes(decode) && !slot.warming;
+        for (decode, (column, count)) in columns.into_iter().zip(counts).enumerate() {
+            let slot = &mut self.slots[changed];
+            let ready = slot.takes(decode == 1) && !slot.warming;
+            let had_none = self.ready[decode] == 0;
+            let was_ready = std::mem::replace(&mut slot.ready[decode], ready);
+            self.ready[decode] = self.ready[decode] - usize::from(was_ready) + usize::from(ready);
+            let none = self.ready[decode] == 0;
+            if !none && !had_none {
+                column[changed] = ready;
+                *count = self.ready[decode];
+                continue;
+            }
             // Warming instances help out if no other instance takes requests.
-            let none = !self.slots.iter().any(ready);
             for (takes_it, slot) in column.iter_mut().zip(&self.slots) {
-                *takes_it = ready(slot) || none && slot.takes(decode);
+                *takes_it = slot.ready[decode] || none && slot.takes(decode == 1);
             }
             *count = column.iter().filter(|takes_it| **takes_it).count();
         }
-    }
-
-    /// Rebuilds the shared names. Called only when instances join or leave: each decision record
-    /// keeps a copy.
-    fn rename(&mut self) {
-        let free: Arc<str> = "".into();
-        self.names = self.slots.iter().map(|s| if s.live { s.name.clone() } else { free.clone() }).collect();
     }
 }
 
@@ -434,6 +458,61 @@ mod tests {
         fleet.remove(b);
         fleet.add("c", Role::Both).unwrap();
         assert_eq!(fleet.eligible_count(), 2);
+    }
+
+    /// Defect 19 of the core review: a change of one slot gives what a walk through all slots gives.
+    #[test]
+    fn one_change_at_a_time_agrees_with_a_walk_through_all_slots() {
+        let mut fleet = Fleet::default();
+        let mut state = 7u64;
+        let mut random = |most: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % most
+        };
+        for step in 0..2000 {
+            let slot = InstanceId(random(12) as u32);
+            let known = slot.index() < fleet.slots();
+            let on = random(2) == 0;
+            match random(8) {
+                0 if known && fleet.is_live(slot) => fleet.remove(slot),
+                1 if known && fleet.is_live(slot) => {
+                    fleet.set_group(slot, on.then_some("ranks")).unwrap();
+                }
+                2 | 3 if known => fleet.set_warming(slot, on).unwrap(),
+                4 if known => fleet.set_healthy(slot, on).unwrap(),
+                5 if known => fleet.set_draining(slot, on).unwrap(),
+                6 if known => fleet.set_role(slot, Role::NAMES[random(3) as usize].1).unwrap(),
+                _ if fleet.live_count() < 12 => {
+                    fleet.add(&format!("e{step}"), Role::NAMES[random(3) as usize].1).unwrap();
+                }
+                _ => {}
+            }
+            for (decode, column, count) in [
+                (false, fleet.eligible(), fleet.eligible_count()),
+                (true, fleet.decoders(), fleet.decoder_count()),
+            ] {
+                let ready = |slot: &Slot| slot.takes(decode) && !slot.warming;
+                let none = !fleet.slots.iter().any(ready);
+                let whole: Vec<bool> =
+                    fleet.slots.iter().map(|slot| ready(slot) || none && slot.takes(decode)).collect();
+                assert_eq!((column, count), (&whole[..], whole.iter().filter(|takes| **takes).count()));
+            }
+            let live: Vec<&str> =
+                fleet.names().iter().map(|name| &**name).filter(|n| !n.is_empty()).collect();
+            assert_eq!(live, fleet.live_names().collect::<Vec<_>>());
+            let grouped = fleet.slots.iter().filter(|slot| slot.live && slot.group.is_some());
+            let groups: Vec<u32> = (0..)
+                .zip(&fleet.slots)
+                .filter(|(_, s)| s.live && s.group.is_some())
+                .map(|(i, _)| i)
+                .collect();
+            assert_eq!(fleet.grouped, grouped.count());
+            if groups.len() > 1 {
+                assert!(groups.iter().all(|slot| fleet.groups()[*slot as usize] == groups[0]));
+            } else {
+                assert!(fleet.groups().is_empty());
+            }
+        }
     }
 
     #[test]

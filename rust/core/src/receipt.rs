@@ -6,12 +6,16 @@ use crate::policy::Prefer;
 use crate::priority::Priority;
 use crate::program::ProgramNote;
 use crate::request::Arm;
+use hashbrown::HashMap;
 use smallvec::SmallVec;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Number of best instances whose terms are kept.
 pub const TERMS_KEPT: usize = 8;
+/// Most slots whose scores are all kept. In a larger fleet, a record keeps those of the best
+/// instances, so that the number of kept records does not fall with the number of instances.
+pub const SCORES_KEPT: usize = 1024;
 
 /// One of the best instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -146,8 +150,12 @@ pub struct Receipt {
     pub prefer: Prefer,
     /// Names of all slots at the decision.
     pub names: Arc<[Arc<str>]>,
-    /// One score per slot; NaN if the slot was left out.
+    /// One score per slot; NaN if the slot was left out. Empty if the fleet has more than
+    /// [`SCORES_KEPT`] slots, or if the ring of records has wrapped since the decision: then only the
+    /// scores in `best` are known.
     pub scores: Vec<f32>,
+    /// Number of slots with a score.
+    pub scored: u32,
     /// Indicators that the policy read.
     pub reads: IndicatorSet,
     /// Declared indicators that the policy read.
@@ -236,10 +244,25 @@ impl Receipt {
         std::iter::once(&self.names[self.chosen as usize]).chain(self.moved.iter().map(|(_, name)| name))
     }
 
+    /// Returns one score per slot; NaN if the slot was left out or its score is not kept.
+    pub fn known_scores(&self) -> Vec<f32> {
+        if !self.scores.is_empty() {
+            return self.scores.clone();
+        }
+        let mut scores = vec![f32::NAN; self.names.len()];
+        self.best.iter().for_each(|best| scores[best.slot as usize] = best.score as f32);
+        scores
+    }
+
     /// Yields the best instances, each with the values of the indicators in `reads` and `declared`.
     pub fn explained(&self) -> impl Iterator<Item = (Candidate, &[f64])> {
         let width = self.reads.iter().count() + self.declared.len();
         self.best.iter().enumerate().map(move |(i, c)| (*c, &self.terms[i * width..(i + 1) * width]))
+    }
+
+    /// Returns whether the request has not ended.
+    fn runs(&self) -> bool {
+        self.outcome.ended.is_none() && !self.outcome.dropped
     }
 
     fn clear(&mut self) {
@@ -255,21 +278,79 @@ fn names_bytes(names: &[Arc<str>]) -> usize {
     names.iter().map(own).sum()
 }
 
-/// The latest decision records, bounded in bytes. Ids are consecutive, so a lookup is an index.
+/// Records that have left the ring while their requests ran: their outcome is still to come. They
+/// keep the scores of the best instances only.
+#[derive(Debug, Default)]
+struct Late {
+    running: BTreeMap<u64, Box<Receipt>>,
+    ended: BTreeMap<u64, Box<Receipt>>,
+    /// Number of records with these names; their bytes count once.
+    names: HashMap<usize, u32>,
+    bytes: usize,
+}
+
+impl Late {
+    fn push(&mut self, mut receipt: Box<Receipt>) {
+        receipt.scores = Vec::new();
+        let known = self.names.entry(receipt.names.as_ptr().addr()).or_default();
+        *known += 1;
+        let names = if *known == 1 { names_bytes(&receipt.names) } else { 0 };
+        self.bytes += receipt.bytes() + names;
+        self.running.insert(receipt.id, receipt);
+    }
+
+    /// Removes a record: the oldest one whose request has ended, else the oldest.
+    fn pop(&mut self) -> Option<Box<Receipt>> {
+        let (_, receipt) = self.ended.pop_first().or_else(|| self.running.pop_first())?;
+        self.bytes -= receipt.bytes();
+        let place = receipt.names.as_ptr().addr();
+        if let Some(known) = self.names.get_mut(&place) {
+            *known -= 1;
+            if *known == 0 {
+                self.names.remove(&place);
+                self.bytes -= names_bytes(&receipt.names);
+            }
+        }
+        Some(receipt)
+    }
+
+    fn get(&self, id: u64) -> Option<&Receipt> {
+        self.running.get(&id).or_else(|| self.ended.get(&id)).map(|receipt| &**receipt)
+    }
+
+    fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
+        let Some(receipt) = self.running.get_mut(&id) else { return };
+        let before = receipt.bytes();
+        change(receipt);
+        self.bytes = self.bytes + receipt.bytes() - before;
+        if !receipt.runs()
+            && let Some(receipt) = self.running.remove(&id)
+        {
+            self.ended.insert(id, receipt);
+        }
+    }
+}
+
+/// The latest decision records, bounded in bytes, and those of running requests. Ids are consecutive, so a lookup is an index.
 #[derive(Debug)]
 pub struct ReceiptRing {
     // Boxed, so that a removed record's memory is reused for a new record without a copy.
     receipts: VecDeque<Box<Receipt>>,
     spare: Option<Box<Receipt>>,
+    late: Late,
     bytes: usize,
     byte_bound: usize,
     next_id: u64,
 }
 
+/// Part of the ring's bytes that late records may take.
+const LATE_PART: usize = 4;
+
 impl ReceiptRing {
     /// Creates an empty ring that keeps at most `byte_bound` bytes, and at least the latest record.
     pub fn new(byte_bound: usize) -> Self {
-        ReceiptRing { receipts: VecDeque::new(), spare: None, bytes: 0, byte_bound, next_id: 1 }
+        let (receipts, late) = (VecDeque::new(), Late::default());
+        ReceiptRing { receipts, spare: None, late, bytes: 0, byte_bound, next_id: 1 }
     }
 
     /// Returns a cleared record to fill in; it reuses the buffers of a removed record.
@@ -294,13 +375,20 @@ impl ReceiptRing {
             self.bytes += names_bytes(&receipt.names);
         }
         self.receipts.push_back(receipt);
-        while self.bytes > self.byte_bound && self.receipts.len() > 1 {
+        while self.bytes() > self.byte_bound && self.receipts.len() > 1 {
             let old = self.receipts.pop_front().expect("more than one");
             self.bytes -= old.bytes();
             if self.receipts.front().is_none_or(|next| !Arc::ptr_eq(&next.names, &old.names)) {
                 self.bytes -= names_bytes(&old.names);
             }
-            self.spare = Some(old);
+            if old.runs() {
+                self.late.push(old);
+            } else {
+                self.spare = Some(old);
+            }
+            while self.late.bytes > self.byte_bound / LATE_PART {
+                self.spare = self.late.pop();
+            }
         }
         id
     }
@@ -308,13 +396,14 @@ impl ReceiptRing {
     /// Returns the record with this id, if it is still kept.
     pub fn get(&self, id: u64) -> Option<&Receipt> {
         let first = self.receipts.front()?.id;
-        self.receipts.get(usize::try_from(id.checked_sub(first)?).ok()?).map(|receipt| &**receipt)
+        let Some(place) = id.checked_sub(first) else { return self.late.get(id) };
+        self.receipts.get(usize::try_from(place).ok()?).map(|receipt| &**receipt)
     }
 
     /// Changes the record with this id, for example to add the outcome. Updates the byte count.
     pub fn update(&mut self, id: u64, change: impl FnOnce(&mut Receipt)) {
         let Some(first) = self.receipts.front().map(|r| r.id) else { return };
-        let Some(i) = id.checked_sub(first) else { return };
+        let Some(i) = id.checked_sub(first) else { return self.late.update(id, change) };
         if let Some(receipt) = self.receipts.get_mut(i as usize) {
             let before = receipt.bytes();
             change(receipt);
@@ -324,12 +413,12 @@ impl ReceiptRing {
 
     /// Returns the number of bytes kept.
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.bytes + self.late.bytes
     }
 
     /// Returns the number of records kept.
     pub fn len(&self) -> usize {
-        self.receipts.len()
+        self.receipts.len() + self.late.running.len() + self.late.ended.len()
     }
 
     /// Returns whether the ring is empty.
@@ -356,7 +445,40 @@ mod tests {
         assert!(ring.get(1).is_none() && ring.get(1001).is_none());
         ring.update(1000, |r| r.request_id = Some("x".repeat(100).into()));
         let counted: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
-        assert_eq!(ring.bytes(), counted);
+        assert_eq!(ring.bytes, counted);
+    }
+
+    /// Defect 15 of the core review: a request that outlasts the ring keeps its record and outcome.
+    #[test]
+    fn the_outcome_of_a_running_request_is_kept_when_the_ring_wraps() {
+        let bound = 100_000;
+        let mut ring = ReceiptRing::new(bound);
+        let push = |ring: &mut ReceiptRing, ended: bool| {
+            let mut receipt = ring.take();
+            receipt.scores.resize(256, 0.0);
+            receipt.outcome.ended = ended.then_some(None);
+            ring.push(receipt)
+        };
+        let running = [push(&mut ring, false), push(&mut ring, false)];
+        for _ in 0..1000 {
+            push(&mut ring, true);
+        }
+        for id in running {
+            assert!(ring.get(id).is_some_and(|receipt| receipt.id == id && receipt.scores.is_empty()));
+            ring.update(id, |receipt| receipt.outcome.ended = Some(None));
+            assert_eq!(ring.get(id).unwrap().outcome.ended, Some(None));
+            assert!(ring.bytes() <= bound);
+        }
+        assert!(ring.get(running[1] + 1).is_none());
+        // Many running requests stay within the bound; records of ended ones go first.
+        for _ in 0..1000 {
+            push(&mut ring, false);
+            let late = ring.late.running.values().chain(ring.late.ended.values());
+            let names = size_of::<[Arc<str>; 0]>();
+            assert_eq!(ring.late.bytes, late.map(|receipt| receipt.bytes()).sum::<usize>() + names);
+            assert!(ring.bytes() <= bound && ring.late.bytes <= bound / LATE_PART);
+        }
+        assert!(running.iter().all(|id| ring.get(*id).is_none()) && !ring.late.running.is_empty());
     }
 
     /// Names of an earlier fleet count with the records that keep them.
@@ -377,7 +499,7 @@ mod tests {
             let mut kept: Vec<_> = ring.receipts.iter().map(|r| r.names.as_ptr()).collect();
             kept.dedup();
             let own: usize = ring.receipts.iter().map(|r| r.bytes()).sum();
-            assert_eq!(ring.bytes(), own + kept.len() * one);
+            assert_eq!(ring.bytes, own + kept.len() * one);
             assert!(ring.bytes() <= bound);
         }
         assert!(ring.len() > 5);

@@ -89,17 +89,23 @@ pub fn text_number(hash: u64) -> f64 {
 
 impl Request<'_> {
     /// # Errors
-    /// `BadValue` if the tokens per block are not a finite number of at least 0.
+    /// `BadValue` if the tokens per block are not a finite number of at least 0, or the deadline is
+    /// not above 0.
     pub(crate) fn check(&self) -> Result<(), CoreError> {
-        if self.tokens_per_block.is_finite() && self.tokens_per_block >= 0.0 {
-            return Ok(());
+        if !(self.tokens_per_block.is_finite() && self.tokens_per_block >= 0.0) {
+            return bad("tokens_per_block", self.tokens_per_block, "a finite number, at least 0");
         }
-        Err(CoreError::BadValue {
-            what: "tokens_per_block".into(),
-            got: self.tokens_per_block.to_string(),
-            expected: "a finite number, at least 0".into(),
-        })
+        match self.ttft_slo_seconds {
+            Some(seconds) if seconds.is_nan() || seconds <= 0.0 => {
+                bad("ttft_slo_seconds", seconds, "more than 0 seconds, or none")
+            }
+            _ => Ok(()),
+        }
     }
+}
+
+fn bad(what: &str, got: f64, expected: &str) -> Result<(), CoreError> {
+    Err(CoreError::BadValue { what: what.into(), got: got.to_string(), expected: expected.into() })
 }
 
 /// Tenant of a request and its entitlements.

@@ -6,9 +6,9 @@ mod common;
 use common::{chain, request};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::GuardConfig;
-use lmetric_core::plan::{Binding, Event, Failure, Usage};
+use lmetric_core::plan::{Binding, Cuts, Event, Failure, Usage};
 use lmetric_core::request::{Allowed, Request};
-use lmetric_core::router::{IndexFeed, Router, RouterConfig};
+use lmetric_core::router::{Carry, IndexFeed, Router, RouterConfig};
 use lmetric_core::{CoreError, Registry};
 
 fn fleet(policy: &str, config: RouterConfig, roles: &[Role]) -> Router {
@@ -116,6 +116,21 @@ fn retries_stay_in_the_set() {
     assert_eq!(first.segment.instance.0 + second, 3, "the other one of the set");
     assert_eq!(failed(&mut router), None, "two idle instances are outside");
     assert_eq!(router.in_flight(), 0);
+}
+
+#[test]
+fn a_running_request_moves_only_inside_the_set() {
+    let mut router = both("least_requests", 4);
+    let ids: Vec<_> = (0..4).map(|slot| router.fleet().find(&format!("e{slot}")).unwrap()).collect();
+    ids.iter().for_each(|id| router.set_cuts(*id, Cuts::Output).unwrap());
+    let allowed = among(&[1, 2]);
+    let asked = Request { instances: Some(&allowed), ..request(&[]) };
+    let first = router.route(&asked, 0.0).unwrap();
+    router.advance(first.ticket, Event::FirstToken, 0.1).unwrap();
+    let error = router.begin_move(first.ticket, ids[3], Carry::Recompute, 0.2).unwrap_err().to_string();
+    assert!(error.contains("not one of its instances"), "{error}");
+    let other = ids[3 - first.segment.instance.index()];
+    router.begin_move(first.ticket, other, Carry::Recompute, 0.2).unwrap();
 }
 
 #[test]

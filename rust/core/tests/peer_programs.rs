@@ -113,8 +113,9 @@ impl Fleet {
     fn union(&self, routers: &[usize], instance: usize) -> f64 {
         let (mut tokens, mut roots) = (0.0, BTreeMap::<u64, (f64, f64)>::new());
         for at in routers {
-            let needed =
-                self.routers[*at].programs().unwrap().published(InstanceId(instance as u32), self.now);
+            let programs = self.routers[*at].programs().unwrap();
+            let demand = programs.demand_per_instance(self.now);
+            let needed = programs.published(InstanceId(instance as u32), demand);
             tokens += needed.tokens;
             for PeerRoot { root, probability } in needed.roots {
                 let entry = roots.entry(root.hash).or_insert((root.tokens, 0.0));

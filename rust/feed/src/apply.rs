@@ -1,7 +1,8 @@
 //! Applies cache events to the index: decides which blocks count, in which domain, and what a
 //! repeated report of known blocks means.
-use crate::early::Early;
-use crate::event::{Event, Removed, Scratch, Stored, read_batch};
+use crate::decode::DecodeError;
+use crate::early::EarlyEvents;
+use crate::event::{Event, MAX_STEPS, Removed, Scratch, Stored, read_batch};
 use crate::extra::Rest;
 use crate::groups::{Others, Role};
 use lmetric_core::kv::groups::Group;
@@ -11,8 +12,12 @@ use lmetric_core::router::feed::{Applied, KvFeed, Means, Source, Stored as Block
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Maximum number of tier names that are counted separately. Engines choose these names.
-const MOST_NAMES: usize = 16;
+/// Maximum number of tier names that are counted separately, and their maximum length in bytes.
+/// Engines choose these names.
+const MAX_TIER_NAMES: usize = 16;
+const MAX_TIER_NAME_BYTES: usize = 64;
+/// Blocks of one event that are applied at once. Other users of the feed wait that long.
+const PIECE: usize = 1024;
 
 /// Counts of a source's events and of their effects on the index.
 #[derive(Clone, Debug, Default)]
@@ -59,8 +64,12 @@ impl Tally {
     }
 
     fn tier(&mut self, name: &str, blocks: i64) {
-        let known = self.tiers.len() < MOST_NAMES || self.tiers.contains_key(name);
-        *self.tiers.entry(if known { name } else { "other" }.to_string()).or_default() += blocks;
+        if let Some(known) = self.tiers.get_mut(name) {
+            *known += blocks;
+            return;
+        }
+        let room = self.tiers.len() < MAX_TIER_NAMES && name.len() <= MAX_TIER_NAME_BYTES;
+        *self.tiers.entry(if room { name } else { "other" }.to_string()).or_default() += blocks;
     }
 
     fn add(&mut self, tier: Tier, applied: Applied) {
@@ -111,11 +120,15 @@ pub struct Applier {
     waiting: Option<Waiting>,
     hashes: Vec<u64>,
     /// Blocks of lower tiers whose previous block may come later in the batch.
-    early: Vec<Early>,
+    early: EarlyEvents,
     /// Lower tiers that have reported a removal.
     removes: BTreeSet<&'static str>,
     narrowing: Vec<u64>,
     scratch: Scratch,
+    /// Work since the start, in steps.
+    steps: u64,
+    /// The limit that the last batch exceeded.
+    over_limit: Option<String>,
 }
 
 impl Applier {
@@ -129,11 +142,23 @@ impl Applier {
             tally: Tally::default(),
             waiting: None,
             hashes: Vec::new(),
-            early: Vec::new(),
+            early: EarlyEvents::default(),
             removes: BTreeSet::new(),
             narrowing: Vec::new(),
             scratch: Scratch::default(),
+            steps: 0,
+            over_limit: None,
         }
+    }
+
+    /// Returns the work since the start, in steps ([`crate::event::Batch::steps`]).
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Returns the limit that a batch has exceeded since the last call.
+    pub fn take_over_limit(&mut self) -> Option<String> {
+        self.over_limit.take()
     }
 
     /// Returns the counts so far.
@@ -154,14 +179,14 @@ impl Applier {
     /// Sets the source after another instance took the same name.
     pub fn set_source(&mut self, source: Source) {
         self.source = source;
-        self.others.full_is_known = false;
+        (self.group, self.others) = (None, Others::default());
     }
 
     /// Forgets the source's blocks, tiers and block size.
     pub fn clear(&mut self) {
         self.feed.cleared(self.source);
-        self.others.take_unnamed();
-        self.early.clear();
+        drop(self.others.take_unnamed());
+        drop(self.early.take());
         self.tally.tiers.clear();
         self.tally.hints.clear();
         self.tally.block_size = None;
@@ -188,12 +213,18 @@ impl Applier {
         self.scratch = scratch;
         match read {
             Ok(batch) => {
+                self.steps += batch.steps;
                 self.tally.events += batch.events;
                 self.tally.skip("malformed_event", batch.malformed as usize);
                 self.tally.reported_rank = batch.rank.or(self.tally.reported_rank);
             }
             Err(error) => {
-                self.tally.skip("malformed_batch", 1);
+                self.steps += MAX_STEPS;
+                if matches!(error, DecodeError::TooMuch(_)) {
+                    self.over_limit = Some(error.to_string());
+                } else {
+                    self.tally.skip("malformed_batch", 1);
+                }
                 self.tally.last_error = Some(error.to_string());
             }
         }
@@ -257,53 +288,70 @@ impl Applier {
             None if event.parent.is_none() && self.others.count() == 0 => Means::Report,
             None => Means::NewCopy,
         };
-        let applied = self.feed.stored_in(
-            self.source,
-            tier,
-            &Blocks {
-                parent: event.parent,
-                engine_hashes: event.hashes,
-                token_ids: event.tokens,
-                domain,
-                narrowing: &self.narrowing,
-                means,
-            },
-        );
+        let applied = self.store(tier, event, domain, means);
         if tier == Tier::Gpu {
             self.tally.blocks_stored += applied.done as u64;
-        } else if applied.unknown_parent > 0 {
-            return self.early.push(Early::of(tier, event, domain, &self.narrowing));
+        } else if applied.unknown_parent == blocks && self.early.add(tier, event, domain, &self.narrowing) {
+            return;
         }
         self.tally.add(tier, applied);
-        if tier != Tier::Gpu && !self.early.is_empty() {
-            self.retry();
+        if tier != Tier::Gpu && applied.unknown_parent == 0 {
+            self.store_behind(tier, event.hashes.to_vec());
         }
     }
 
-    /// Stores early blocks whose previous block has come. Engines report a tier's blocks in any
-    /// order.
-    fn retry(&mut self) {
-        loop {
-            let before = self.early.len();
-            for early in std::mem::take(&mut self.early) {
-                let applied = self.feed.stored_in(self.source, early.tier, &early.blocks());
-                if applied.unknown_parent > 0 {
-                    self.early.push(early);
-                } else {
-                    self.tally.add(early.tier, applied);
+    /// Stores the blocks of an event, with their tokens, in pieces.
+    fn store(&mut self, tier: Tier, event: &Stored<'_>, domain: Domain, means: Means) -> Applied {
+        let (mut all, mut parent) = (Applied::default(), event.parent);
+        let block_size = self.feed.keys().block_size;
+        for (at, hashes) in event.hashes.chunks(PIECE).enumerate() {
+            let from = at * PIECE;
+            let piece = Blocks {
+                parent,
+                engine_hashes: hashes,
+                token_ids: &event.tokens[from * block_size..(from + hashes.len()) * block_size],
+                domain,
+                narrowing: self.narrowing.get(from..).unwrap_or_default(),
+                means,
+            };
+            let applied = self.feed.stored_in(self.source, tier, &piece);
+            all.add(applied);
+            if applied.done < hashes.len() {
+                // The rest has the same fate: the block before it is missing.
+                let rest = event.hashes.len() - from - hashes.len();
+                match applied {
+                    Applied { unknown_parent: 1.., .. } => all.unknown_parent += rest,
+                    Applied { gone: 1.., .. } => all.gone += rest,
+                    Applied { not_exact: 1.., .. } => all.not_exact += rest,
+                    _ => all.unplaced += rest,
                 }
+                break;
             }
-            // The other direction next: blocks in reverse order need one pass, not one pass each.
-            self.early.reverse();
-            if self.early.is_empty() || self.early.len() == before {
-                return;
+            parent = hashes.last().copied();
+        }
+        all
+    }
+
+    /// Stores the early blocks behind blocks that are stored now. Engines report a tier's blocks in
+    /// any order.
+    fn store_behind(&mut self, tier: Tier, mut stored: Vec<u64>) {
+        while !self.early.is_empty()
+            && let Some(block) = stored.pop()
+        {
+            for early in self.early.behind(tier, block) {
+                self.steps += early.hashes.len() as u64;
+                let applied = self.feed.stored_in(self.source, tier, &early.blocks());
+                self.tally.add(tier, applied);
+                if applied.unknown_parent == 0 {
+                    stored.extend(early.hashes);
+                }
             }
         }
     }
 
     /// Ends a batch: counts early blocks whose previous block has not come.
     fn drop_early(&mut self) {
-        for early in std::mem::take(&mut self.early) {
+        for early in self.early.take() {
             let unknown_parent = early.hashes.len();
             self.tally.add(early.tier, Applied { unknown_parent, ..Applied::default() });
         }
@@ -315,14 +363,16 @@ impl Applier {
             self.tally.tier(medium(tier, event.medium), -(event.hashes.len() as i64));
         }
         let Some(tier) = tier else { return };
-        if let Some(group) = event.group.filter(|group| self.others.knows(*group)) {
-            return self.removed_from_other(tier, group, event.hashes);
+        if let Some(group) = event.group.and_then(|group| self.others.get(group)) {
+            return self.removed_from_other(tier, group.id, event.hashes);
         }
         if event.group.is_some() && event.group != self.group {
             return self.tally.skip("group", event.hashes.len());
         }
         if tier != Tier::Gpu {
-            self.early.retain(|early| !early.hashes.iter().any(|hash| event.hashes.contains(hash)));
+            if !self.early.is_empty() {
+                event.hashes.iter().for_each(|hash| self.early.drop_with(tier, *hash));
+            }
             self.removes.insert(tier.medium());
             self.tally.hints.remove(tier.medium());
         }
@@ -343,15 +393,15 @@ impl Applier {
         };
         let place = (tier, group);
         self.tally.groups = self.others.count();
-        let unnamed = self.others.unnamed(tier, group.id);
+        let unnamed = &mut self.hashes;
         let applied = self.feed.stored_in_group(self.source, place, &blocks, self.group.is_some(), unnamed);
+        self.others.add_unnamed(tier, group.id, unnamed);
         self.tally.add_group(applied);
     }
 
     /// Removes blocks of a group apart from full attention.
-    fn removed_from_other(&mut self, tier: Tier, group: u64, hashes: &[u64]) {
+    fn removed_from_other(&mut self, tier: Tier, group: u32, hashes: &[u64]) {
         self.flush();
-        let group = group as u32;
         self.hashes.extend(hashes.iter().filter(|hash| !self.others.forget(tier, group, **hash)));
         let applied = self.feed.removed_from_group(self.source, tier, group, &self.hashes);
         self.hashes.clear();
@@ -381,18 +431,25 @@ impl Applier {
 
     /// Applies the blocks that wait.
     fn flush(&mut self) {
-        let (tier, applied) = match self.waiting.take() {
+        match self.waiting.take() {
             None => return,
-            Some(Waiting::Named(tier)) => (tier, self.feed.named_in(self.source, tier, &self.hashes)),
-            Some(Waiting::Removed(tier)) => {
-                let applied = self.feed.removed_from(self.source, tier, &self.hashes);
-                if tier == Tier::Gpu {
-                    self.tally.blocks_removed += applied.done as u64;
+            Some(Waiting::Named(tier)) => {
+                let applied = self.feed.named_in(self.source, tier, &self.hashes);
+                self.tally.add(tier, applied);
+                if !self.early.is_empty() && applied.done > 0 {
+                    self.store_behind(tier, self.hashes.clone());
                 }
-                (tier, applied)
             }
-        };
-        self.tally.add(tier, applied);
+            Some(Waiting::Removed(tier)) => {
+                for hashes in self.hashes.chunks(PIECE) {
+                    let applied = self.feed.removed_from(self.source, tier, hashes);
+                    if tier == Tier::Gpu {
+                        self.tally.blocks_removed += applied.done as u64;
+                    }
+                    self.tally.add(tier, applied);
+                }
+            }
+        }
         self.hashes.clear();
     }
 

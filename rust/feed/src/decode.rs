@@ -11,6 +11,11 @@ pub enum DecodeError {
     /// The value is of another kind than expected. The text names the expected kind.
     #[error("{0} expected, another kind of value found")]
     Unexpected(&'static str),
+    /// The message takes more work than this limit, in steps.
+    #[error(
+        "a batch takes more than {0} steps: an event, a block, 64 tokens and 16 extra keys are a step each"
+    )]
+    TooMuch(u64),
 }
 
 /// Result of decoding.

@@ -6,6 +6,10 @@
 use crate::decode::{DecodeError, Decoded, Reader};
 use std::ops::Range;
 
+/// Maximum work of one batch in steps ([`Batch::steps`]). A step takes about a microsecond. No
+/// engine comes near it: a step of the engine stores and removes some thousand blocks.
+pub const MAX_STEPS: u64 = 1 << 16;
+
 /// Buffers for the content of an event, reused for each event.
 #[derive(Debug, Default)]
 pub struct Scratch {
@@ -92,6 +96,16 @@ pub struct Batch {
     pub events: u64,
     /// Events that do not have the shape of their type.
     pub malformed: u64,
+    /// Work of the batch: an event, a block, 64 tokens and 16 extra keys are a step each.
+    pub steps: u64,
+}
+
+impl Batch {
+    /// Adds work.
+    fn spend(&mut self, steps: usize) -> Decoded<()> {
+        self.steps += steps as u64;
+        if self.steps > MAX_STEPS { Err(DecodeError::TooMuch(MAX_STEPS)) } else { Ok(()) }
+    }
 }
 
 /// Field names in the order of their declaration, which the array form of events relies on.
@@ -116,8 +130,8 @@ const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 /// Reads a batch and passes each event to `each`, in order.
 ///
 /// # Errors
-/// Fails if the batch is malformed; `each` has then received the events before the error. A
-/// malformed event in a valid batch is skipped and counted.
+/// Fails if the batch is malformed or takes more than [`MAX_STEPS`]; `each` has then received the
+/// events before the error. A malformed event in a valid batch is skipped and counted.
 pub fn read_batch(message: &[u8], scratch: &mut Scratch, mut each: impl FnMut(Event<'_>)) -> Decoded<Batch> {
     let mut reader = Reader::new(message);
     let mut batch = Batch::default();
@@ -177,10 +191,11 @@ fn read_events<'a>(
 ) -> Decoded<()> {
     for _ in 0..reader.array()? {
         batch.events += 1;
+        batch.spend(1)?;
         let before = *reader;
-        match read_event(message, reader, scratch, each) {
+        match read_event(message, reader, scratch, batch, each) {
             Ok(()) => {}
-            Err(DecodeError::Truncated) => return Err(DecodeError::Truncated),
+            Err(error @ (DecodeError::Truncated | DecodeError::TooMuch(_))) => return Err(error),
             Err(DecodeError::Unexpected(_)) => {
                 *reader = before;
                 reader.skip()?;
@@ -195,6 +210,7 @@ fn read_event<'a>(
     message: &'a [u8],
     reader: &mut Reader<'a>,
     scratch: &mut Scratch,
+    batch: &mut Batch,
     each: &mut impl FnMut(Event<'_>),
 ) -> Decoded<()> {
     scratch.hashes.clear();
@@ -224,6 +240,7 @@ fn read_event<'a>(
         }
     }
     let Scratch { hashes, tokens, extra_keys } = scratch;
+    batch.spend(hashes.len() + tokens.len() / 64 + extra_keys.len() / 16)?;
     each(match name {
         "BlockStored" => Event::Stored(Stored { hashes, tokens, extra_keys, ..fields }),
         "BlockRemoved" => Event::Removed(Removed { hashes, medium: fields.medium, group: fields.group }),
@@ -281,10 +298,13 @@ pub struct Load {
     pub kv_usage: Option<f64>,
 }
 
+/// Maximum number of a load report: no engine runs as many requests or holds as many tokens.
+const MAX_LOAD: f64 = 1e9;
+
 /// Reads `["LoadStat", running, waiting, tokens, most tokens, ...]`.
 ///
 /// # Errors
-/// Fails if the message has another shape, or a number that is negative or not finite.
+/// Fails if the message has another shape, or a number that is negative or above 1e9.
 pub fn read_load(message: &[u8]) -> Decoded<Load> {
     let mut reader = Reader::new(message);
     if reader.array()? < 5 || reader.text()? != "LoadStat" {
@@ -293,8 +313,8 @@ pub fn read_load(message: &[u8]) -> Decoded<Load> {
     let mut next = || reader.float();
     let (running, waiting, tokens, most) = (next()?, next()?, next()?, next()?);
     let all = [running, waiting, tokens, most];
-    if all.iter().any(|n| !n.is_finite() || *n < 0.0) {
-        return Err(DecodeError::Unexpected("numbers of at least 0"));
+    if all.iter().any(|n| !(0.0..=MAX_LOAD).contains(n)) {
+        return Err(DecodeError::Unexpected("numbers of 0 to 1e9"));
     }
     Ok(Load { running, waiting, kv_usage: (most > 0.0).then(|| tokens / most) })
 }

@@ -1,8 +1,8 @@
 //! KV cache groups of hybrid models: which blocks a prefix needs of each group.
 use crate::event::Stored;
-use lmetric_core::kv::groups::Group;
+use lmetric_core::kv::groups::{Group, MAX_GROUPS};
 use lmetric_core::kv::tiers::Tier;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Role of a group's blocks.
 pub(crate) enum Role {
@@ -19,8 +19,8 @@ pub(crate) enum Role {
 pub(crate) struct Others {
     /// Groups by their number. Events of lower tiers may have no kind.
     known: BTreeMap<u64, Group>,
-    /// Blocks of the present batch without a position.
-    unnamed: Vec<(Tier, u32, Vec<u64>)>,
+    /// Blocks of the present batch without a position, each with its number of copies.
+    unnamed: BTreeMap<(Tier, u32), HashMap<u64, u32>>,
     /// Whether the router knows that the engine also has full attention.
     pub full_is_known: bool,
 }
@@ -31,9 +31,9 @@ impl Others {
         self.known.len()
     }
 
-    /// Returns whether this is such a group.
-    pub fn knows(&self, group: u64) -> bool {
-        self.known.contains_key(&group)
+    /// Returns such a group by the engine's number.
+    pub fn get(&self, group: u64) -> Option<Group> {
+        self.known.get(&group).copied()
     }
 
     /// Returns the role of an event's group. `full`: the group of full attention, if it is known.
@@ -60,38 +60,41 @@ impl Others {
         if event.block_size == 0 || !event.block_size.is_multiple_of(block_size) {
             return Role::Unknown("group_block_size");
         }
+        let Ok(id) = u32::try_from(number) else { return Role::Unknown("group") };
+        if self.known.len() >= MAX_GROUPS && !self.known.contains_key(&number) {
+            return Role::Unknown("too_many_groups");
+        }
         let whole = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
-        let group =
-            Group { id: whole(number), needed: whole(needed), every: whole(event.block_size / block_size) };
+        let group = Group { id, needed: whole(needed), every: whole(event.block_size / block_size) };
         self.known.insert(number, group);
         Role::Other(group)
     }
 
-    /// Returns the list for a group's blocks without a position.
-    pub fn unnamed(&mut self, tier: Tier, group: u32) -> &mut Vec<u64> {
-        let at = self.unnamed.iter().position(|(t, g, _)| (*t, *g) == (tier, group));
-        let at = at.unwrap_or_else(|| {
-            self.unnamed.push((tier, group, Vec::new()));
-            self.unnamed.len() - 1
-        });
-        &mut self.unnamed[at].2
-    }
-
-    /// Drops a block without a position. Returns false if there is no such block.
-    pub fn forget(&mut self, tier: Tier, group: u32, hash: u64) -> bool {
-        let lists = self.unnamed.iter_mut().filter(|(t, g, _)| (*t, *g) == (tier, group));
-        for (_, _, hashes) in lists {
-            if let Some(at) = hashes.iter().position(|known| *known == hash) {
-                hashes.swap_remove(at);
-                return true;
-            }
+    /// Adds blocks without a position, and empties the list.
+    pub fn add_unnamed(&mut self, tier: Tier, group: u32, hashes: &mut Vec<u64>) {
+        if !hashes.is_empty() {
+            let unnamed = self.unnamed.entry((tier, group)).or_default();
+            hashes.drain(..).for_each(|hash| *unnamed.entry(hash).or_default() += 1);
         }
-        false
     }
 
-    /// Returns the blocks without a position, and forgets them.
-    pub fn take_unnamed(&mut self) -> Vec<(Tier, u32, Vec<u64>)> {
-        std::mem::take(&mut self.unnamed)
+    /// Drops a copy of a block without a position. Returns false if there is no such block.
+    pub fn forget(&mut self, tier: Tier, group: u32, hash: u64) -> bool {
+        let Some(unnamed) = self.unnamed.get_mut(&(tier, group)) else { return false };
+        let Some(copies) = unnamed.get_mut(&hash) else { return false };
+        *copies -= 1;
+        if *copies == 0 {
+            unnamed.remove(&hash);
+        }
+        true
+    }
+
+    /// Returns the blocks without a position, each as often as it has copies, and forgets them.
+    pub fn take_unnamed(&mut self) -> impl Iterator<Item = (Tier, u32, Vec<u64>)> + use<> {
+        std::mem::take(&mut self.unnamed).into_iter().map(|((tier, group), unnamed)| {
+            let copies = unnamed.into_iter().flat_map(|(hash, copies)| (0..copies).map(move |_| hash));
+            (tier, group, copies.collect())
+        })
     }
 }
 

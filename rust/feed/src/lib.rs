@@ -12,6 +12,7 @@ pub mod event;
 mod extra;
 mod groups;
 mod heartbeat;
+mod peers;
 pub mod source;
 pub mod status;
 pub mod stream;

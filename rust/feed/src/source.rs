@@ -1,28 +1,46 @@
 //! One source in the feed's thread: its stream, its applier, and its connection for replays.
-use crate::apply::Applier;
+use crate::apply::{Applier, Tally};
 use crate::event::{moment_of, read_load};
 use crate::status::Status;
-use crate::stream::{Sink, Stream};
+use crate::stream::{HELD_BYTES, Sink, Standing, Stream};
 use crate::subscriber::watch;
-use lmetric_core::router::feed::KvFeed;
+use lmetric_core::CoreError;
+use lmetric_core::router::feed::{KvFeed, Source as Origin};
 use lmetric_core::router::ledger::Report;
 use mio::Registry;
 use parking_lot::Mutex;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
 /// Maximum number of messages read from one socket before the next socket has its turn.
 pub const RUN: usize = 64;
+/// Work of a source in one turn, in steps ([`crate::event::Batch::steps`]). After it, the next
+/// source has its turn: about 30 ms. The last batch of a turn may take [`crate::event::MAX_STEPS`].
+pub const TURN_STEPS: u64 = 1 << 15;
+/// Bytes of a message that count as one step, so that reading it alone has its cost.
+const BYTES_PER_STEP: usize = 1024;
 /// Receive queue of a socket, in messages. Beyond it, libzmq leaves messages in the publisher's
-/// queue.
-const WAITING_MESSAGES: i32 = 4096;
-/// Maximum size of a message in bytes. A larger message ends the connection.
-const MOST_BYTES: i64 = 64 << 20;
+/// queue, where they wait or, at the publisher's limit, are lost and replayed later.
+const WAITING_MESSAGES: i32 = 8;
+/// Maximum size of a message in bytes. A larger message ends the connection. The largest messages
+/// report the cached blocks of a prompt; 4 MiB hold 500,000 tokens.
+pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
+/// Bytes of a replay that wait in the feed. Publishers drop messages of a replay that they cannot
+/// send at once.
+const REPLAY_BYTES: usize = 8 << 20;
+/// Maximum bytes of one source's messages: in the receive queues and half-read messages of its two
+/// sockets, in the feed, and held while a replay runs.
+pub const MAX_SOURCE_BYTES: usize =
+    2 * (WAITING_MESSAGES as usize + 1) * MAX_MESSAGE_BYTES + REPLAY_BYTES + MAX_MESSAGE_BYTES + HELD_BYTES;
+/// Time for which a source is ignored after it has exceeded a limit, in seconds. Doubles each time.
+const REST_SECONDS: f64 = 60.0;
+const MAX_REST_SECONDS: f64 = 3600.0;
 /// A peer without a sign of life for this long is gone; libzmq answers for an idle engine.
 const HEARTBEAT_MILLISECONDS: i32 = 5000;
-/// Maximum number of frames kept of a message; further frames are dropped.
-const MOST_FRAMES: usize = 4;
+/// Maximum number of frames kept of a message; further frames are dropped as they are read.
+const MAX_FRAMES: usize = 4;
 
 /// Kind of a subscription.
 pub enum Kind {
@@ -36,7 +54,7 @@ pub enum Kind {
 pub struct Blocks {
     /// Stream that orders the batches.
     pub stream: Stream,
-    /// The replay socket may hold more messages without a new signal.
+    /// The replay socket, or the feed, may hold more messages without a new signal.
     more: bool,
     /// Epoch of the index in which the applied batches are known.
     epoch: u64,
@@ -47,6 +65,9 @@ pub struct Blocks {
 struct Hands {
     applier: Applier,
     line: Line,
+    /// The applier's steps at the start of the turn, and the steps of reading since then.
+    began: u64,
+    read: u64,
 }
 
 /// Connection for replay requests.
@@ -57,6 +78,10 @@ pub struct Line {
     pub endpoint: Option<String>,
     /// Socket of the request in progress.
     pub socket: Option<Socket>,
+    /// Its messages that are read and not yet handled, and their bytes.
+    pub inbox: VecDeque<Vec<Message>>,
+    /// Bytes of `inbox`.
+    pub inbox_bytes: usize,
     /// Registry that watches the socket's descriptor.
     pub registry: Registry,
     /// Token that the descriptor signals.
@@ -75,7 +100,7 @@ impl Sink for Hands {
     fn ask(&mut self, from: u64) {
         // Each request has its own socket, so every message on the socket answers this request.
         let line = &mut self.line;
-        line.socket = None;
+        line.close();
         let Some(endpoint) = &line.endpoint else { return };
         let asked = line.context.socket(DEALER).and_then(|socket| {
             prepare(&socket)?;
@@ -89,6 +114,54 @@ impl Sink for Hands {
             Err(error) => self.applier.tally_mut().last_error = Some(format!("replay: {error}")),
         }
     }
+
+    fn is_spent(&self) -> bool {
+        self.applier.steps() - self.began + self.read >= TURN_STEPS
+    }
+}
+
+impl Hands {
+    fn begin_turn(&mut self) {
+        (self.began, self.read) = (self.applier.steps(), 0);
+    }
+
+    /// Counts the reading of a message.
+    fn spend(&mut self, frames: &[Message]) {
+        self.read += 1 + (bytes_of(frames) / BYTES_PER_STEP) as u64;
+    }
+}
+
+impl Line {
+    /// Closes the socket of the request in progress.
+    fn close(&mut self) {
+        self.socket = None;
+        self.inbox.clear();
+        self.inbox_bytes = 0;
+    }
+
+    /// Reads the messages that have arrived, up to `REPLAY_BYTES`.
+    fn fill(&mut self) {
+        while self.inbox_bytes < REPLAY_BYTES
+            && let Some(frames) = self.socket.as_ref().and_then(receive)
+        {
+            self.inbox_bytes += bytes_of(&frames);
+            self.inbox.push_back(frames);
+        }
+    }
+
+    fn next(&mut self) -> Option<Vec<Message>> {
+        if self.inbox.is_empty() {
+            self.fill();
+        }
+        let frames = self.inbox.pop_front()?;
+        self.inbox_bytes -= bytes_of(&frames);
+        Some(frames)
+    }
+}
+
+/// Returns the bytes that a message takes.
+fn bytes_of(frames: &[Message]) -> usize {
+    frames.iter().map(|frame| frame.len() + size_of::<Message>()).sum()
 }
 
 impl Blocks {
@@ -98,27 +171,31 @@ impl Blocks {
             epoch,
             stream: Stream::new(line.endpoint.is_some()),
             more: false,
-            hands: Hands { applier, line },
+            hands: Hands { applier, line, began: 0, read: 0 },
         }
     }
 
-    /// Reads a limited number of messages of an answer.
+    /// Handles messages of an answer until the turn is spent.
     fn hear_replay(&mut self, now: f64) {
-        self.more = false;
-        for _ in 0..4 * RUN {
-            let Some(frames) = self.hands.line.socket.as_ref().and_then(receive) else { return };
+        self.hands.line.fill();
+        self.more = true;
+        while !self.hands.is_spent() {
+            let Some(frames) = self.hands.line.next() else {
+                self.more = false;
+                return;
+            };
+            self.hands.spend(&frames);
             // Older engines leave out the topic.
             let [.., number, batch] = &frames[..] else { continue };
             match number_of(number) {
                 Some(u64::MAX) => {
-                    self.hands.line.socket = None;
+                    self.hands.line.close();
                     self.stream.replay_ended(now, &mut self.hands);
                 }
                 Some(number) => self.stream.replayed(number, batch, now, &mut self.hands),
                 None => self.hands.applier.tally_mut().skip("malformed_message", 1),
             }
         }
-        self.more = true;
     }
 }
 
@@ -137,13 +214,59 @@ pub struct Source {
     /// Status that other threads read.
     pub shown: Arc<Mutex<Status>>,
     status: Status,
+    /// Number of the loop's turn in which it last did something.
+    turn: u64,
+    /// When the source counts again, after it has exceeded a limit.
+    pub rest_until: Option<f64>,
+    /// Times that it has exceeded a limit.
+    exceeded: i32,
 }
 
 impl Source {
     /// Creates a source without messages. `status` holds its rank and topic.
     pub fn new(id: usize, instance: String, kind: Kind, status: Status) -> Source {
         let (topic, rank) = (status.topic.clone().into_bytes(), status.rank);
-        Source { id, instance, rank, topic, kind, shown: Arc::new(Mutex::new(status.clone())), status }
+        let shown = Arc::new(Mutex::new(status.clone()));
+        Source { id, instance, rank, topic, kind, shown, status, turn: 0, rest_until: None, exceeded: 0 }
+    }
+
+    /// Begins a turn of the loop, unless it has begun.
+    fn enter(&mut self, turn: u64) {
+        if let (true, Kind::Blocks(blocks)) = (self.turn != turn, &mut self.kind) {
+            blocks.hands.begin_turn();
+        }
+        self.turn = turn;
+    }
+
+    /// Returns whether the source has spent its turn.
+    pub fn is_spent(&self) -> bool {
+        matches!(&self.kind, Kind::Blocks(blocks) if blocks.hands.is_spent())
+    }
+
+    /// Ignores the source for a while if a batch has exceeded a limit, or for `reason`. Returns
+    /// whether it did.
+    pub fn rest_if_over_limit(&mut self, reason: Option<&str>, now: f64) -> bool {
+        let mut exceeded = reason.map(str::to_string);
+        if let Kind::Blocks(blocks) = &mut self.kind {
+            exceeded = exceeded.or_else(|| blocks.hands.applier.take_over_limit());
+        }
+        let Some(exceeded) = exceeded.filter(|_| self.rest_until.is_none()) else { return false };
+        if let Kind::Blocks(blocks) = &mut self.kind {
+            blocks.stream.disconnected();
+            blocks.stream.begin_anew(now, &mut blocks.hands);
+            blocks.hands.line.close();
+            blocks.more = false;
+        }
+        let seconds = (REST_SECONDS * 2f64.powi(self.exceeded.min(16))).min(MAX_REST_SECONDS);
+        self.exceeded += 1;
+        self.rest_until = Some(now + seconds);
+        self.status.over_limit = Some(exceeded);
+        true
+    }
+
+    /// Lets the source count again.
+    fn end_rest(&mut self) {
+        (self.rest_until, self.status.over_limit) = (None, None);
     }
 
     /// Handles a new connection. `bound`: any of several engines may have connected.
@@ -168,8 +291,21 @@ impl Source {
         }
     }
 
+    /// Handles the end of a connection that never spoke the protocol.
+    pub fn refused(&mut self) {
+        let refused = "a connection ended before ZMTP's handshake: is this the engine's port for KV events?";
+        self.tally_mut().last_error = Some(refused.into());
+    }
+
     /// Handles a message: topic, number, payload.
-    pub fn hear(&mut self, frames: &[Message], feed: &KvFeed, now: f64) {
+    pub fn hear(&mut self, frames: &[Message], feed: &KvFeed, turn: u64, now: f64) {
+        self.enter(turn);
+        if let Kind::Blocks(blocks) = &mut self.kind {
+            blocks.hands.spend(frames);
+        }
+        if self.rest_until.is_some() {
+            return;
+        }
         self.status.connected = true;
         self.status.messages += 1;
         self.status.last_message_at = Some(now);
@@ -192,8 +328,13 @@ impl Source {
                         kv_usage: load.kv_usage,
                     };
                     self.status.last_sequence = Some(number);
-                    if feed.router().lock_behind().engine_report(&self.instance, report).is_err() {
-                        self.skip("instance_gone");
+                    if let Err(error) = feed.report_load(&self.instance, report) {
+                        self.status.tally.last_error = Some(error.to_string());
+                        self.skip(match error {
+                            CoreError::UnknownName { .. } => "instance_gone",
+                            CoreError::Broken => "router_broken",
+                            _ => "malformed_message",
+                        });
                     }
                 }
                 Err(error) => {
@@ -204,45 +345,63 @@ impl Source {
         }
     }
 
-    /// Handles a message of another topic.
-    pub fn hear_other(&mut self, topic: &[u8]) {
-        self.status.other_topic = Some(String::from_utf8_lossy(&topic[..topic.len().min(128)]).into_owned());
-        self.skip("other_topic");
+    /// Handles messages of another topic.
+    pub fn hear_other(&mut self, topic: &[u8], messages: usize) {
+        self.status.other_topic = Some(String::from_utf8_lossy(topic).into_owned());
+        self.tally_mut().skip("other_topic", messages);
     }
 
     fn skip(&mut self, reason: &'static str) {
+        self.tally_mut().skip(reason, 1);
+    }
+
+    fn tally_mut(&mut self) -> &mut Tally {
         match &mut self.kind {
-            Kind::Blocks(blocks) => blocks.hands.applier.tally_mut().skip(reason, 1),
-            Kind::Load => self.status.tally.skip(reason, 1),
+            Kind::Blocks(blocks) => blocks.hands.applier.tally_mut(),
+            Kind::Load => &mut self.status.tally,
         }
     }
 
-    /// Reads replay messages and checks deadlines.
-    pub fn attend(&mut self, now: f64) {
-        if let Kind::Blocks(blocks) = &mut self.kind {
+    /// Reads replay messages, and handles what is due.
+    pub fn attend(&mut self, turn: u64, now: f64) {
+        self.enter(turn);
+        if self.rest_until.is_some_and(|until| now >= until) {
+            self.end_rest();
+        }
+        if let (Kind::Blocks(blocks), None) = (&mut self.kind, self.rest_until) {
             blocks.hear_replay(now);
             blocks.stream.tick(now, &mut blocks.hands);
         }
     }
 
+    /// Returns the source of its events in the router.
+    pub fn origin(&self) -> Option<Origin> {
+        match &self.kind {
+            Kind::Blocks(blocks) => Some(blocks.hands.applier.source()),
+            Kind::Load => None,
+        }
+    }
+
     /// Starts again if the router forgot the applied batches or another instance took the name.
-    pub fn renew(&mut self, feed: &KvFeed, now: f64) {
-        let Kind::Blocks(blocks) = &mut self.kind else { return };
-        if !feed.is_current(blocks.hands.applier.source()) {
-            let Ok(source) = feed.source(&self.instance, self.rank) else { return };
+    /// `epoch`: of the source's instance; `None`: it is gone. Returns whether it did.
+    pub fn renew(&mut self, feed: &KvFeed, epoch: Option<u64>, now: f64) -> bool {
+        let Kind::Blocks(blocks) = &mut self.kind else { return false };
+        let epoch = epoch.or_else(|| {
+            let source = feed.source(&self.instance, self.rank).ok()?;
             blocks.hands.applier.set_source(source);
             blocks.epoch = u64::MAX; // no epoch of that instance
-        }
-        let epoch = feed.epoch_of(blocks.hands.applier.source());
-        if blocks.epoch != epoch {
-            blocks.epoch = epoch;
-            blocks.stream.begin_anew(now, &mut blocks.hands);
-        }
+            feed.epochs_of(&[source])[0]
+        });
+        let Some(epoch) = epoch.filter(|epoch| blocks.epoch != *epoch) else { return false };
+        blocks.epoch = epoch;
+        blocks.stream.begin_anew(now, &mut blocks.hands);
+        true
     }
 
     /// Returns when [`Source::attend`] has something to do without a signal.
     pub fn deadline(&self) -> Option<f64> {
         match &self.kind {
+            _ if self.rest_until.is_some() => self.rest_until,
             Kind::Blocks(blocks) if blocks.more => Some(0.0),
             Kind::Blocks(blocks) => blocks.stream.deadline(),
             Kind::Load => None,
@@ -252,12 +411,13 @@ impl Source {
     /// Publishes the status for other threads.
     pub fn show(&mut self) {
         if let Kind::Blocks(blocks) = &self.kind {
-            self.status.standing = blocks.stream.standing();
+            let resting = self.rest_until.is_some();
+            self.status.standing = if resting { Standing::Incomplete } else { blocks.stream.standing() };
             self.status.counts = blocks.stream.counts();
             self.status.last_sequence = blocks.stream.last_sequence();
             self.status.tally.clone_from(blocks.hands.applier.tally());
         } else {
-            self.status.standing = crate::stream::Standing::of_load(self.status.connected);
+            self.status.standing = Standing::of_load(self.status.connected);
         }
         self.shown.lock().clone_from(&self.status);
     }
@@ -267,7 +427,7 @@ impl Source {
 pub fn prepare(socket: &Socket) -> zmq::Result<()> {
     socket.set_linger(0)?;
     socket.set_rcvhwm(WAITING_MESSAGES)?;
-    socket.set_maxmsgsize(MOST_BYTES)?;
+    socket.set_maxmsgsize(MAX_MESSAGE_BYTES as i64)?;
     socket.set_reconnect_ivl(100)?;
     socket.set_reconnect_ivl_max(2000)?;
     socket.set_heartbeat_ivl(HEARTBEAT_MILLISECONDS)?;
@@ -276,16 +436,17 @@ pub fn prepare(socket: &Socket) -> zmq::Result<()> {
 
 /// Returns the first few frames of the next message, if there is one.
 pub fn receive(socket: &Socket) -> Option<Vec<Message>> {
+    let mut frame = socket.recv_msg(DONTWAIT).ok()?;
     let mut frames = Vec::with_capacity(3);
     loop {
-        let frame = socket.recv_msg(DONTWAIT).ok()?;
         let more = frame.get_more();
-        if frames.len() < MOST_FRAMES {
+        if frames.len() < MAX_FRAMES {
             frames.push(frame);
         }
         if !more {
             return Some(frames);
         }
+        frame = socket.recv_msg(DONTWAIT).ok()?;
     }
 }
 

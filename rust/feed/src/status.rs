@@ -30,6 +30,8 @@ pub struct Status {
     /// Smallest delay in seconds from a batch's creation (engine's clock) to its arrival (this
     /// machine's clock). Replayed batches do not count. Negative if the engine's clock is ahead.
     pub least_delay_seconds: Option<f64>,
+    /// The limit that the source has exceeded: its events are ignored for a while.
+    pub over_limit: Option<String>,
     /// Number of the last applied batch.
     pub last_sequence: Option<u64>,
     /// Last topic received that is not the source's topic.

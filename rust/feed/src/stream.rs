@@ -23,7 +23,7 @@ const AGAIN_SECONDS: f64 = 30.0;
 const SUBSCRIBED_SECONDS: f64 = 1.0;
 /// Maximum number of batches, and of their bytes, held while a replay runs.
 const HELD_BATCHES: usize = 8192;
-const HELD_BYTES: usize = 64 << 20;
+pub(crate) const HELD_BYTES: usize = 8 << 20;
 
 /// Receiver of a stream's batches and requests.
 pub trait Sink {
@@ -33,6 +33,10 @@ pub trait Sink {
     fn clear(&mut self);
     /// Requests all batches from this number on, and cancels the previous request.
     fn ask(&mut self, from: u64);
+    /// Returns whether the source has spent its turn. Held batches then wait for the next turn.
+    fn is_spent(&self) -> bool {
+        false
+    }
 }
 
 /// Counts since the subscription.
@@ -95,6 +99,18 @@ struct Replay {
     deadline: f64,
 }
 
+/// Reason to apply held batches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Release {
+    /// A replay has ended. `hole`, `progressed`: as in [`Replay`].
+    Answered { hole: bool, progressed: bool },
+    /// A replay was not answered. `check`: the request only checked for missed batches. `anew`: it
+    /// replaced partial knowledge.
+    Unanswered { check: bool, anew: bool },
+    /// The missing batches are lost for good.
+    GivenUp,
+}
+
 /// State of one engine's stream.
 #[derive(Debug)]
 pub struct Stream {
@@ -115,6 +131,8 @@ pub struct Stream {
     check_at: Option<f64>,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
+    /// Held batches are applied, over several turns if necessary.
+    release: Option<Release>,
     counts: Counts,
 }
 
@@ -134,6 +152,7 @@ impl Stream {
             check_at: None,
             held: VecDeque::new(),
             held_bytes: 0,
+            release: None,
             counts: Counts::default(),
         }
     }
@@ -159,8 +178,11 @@ impl Stream {
         }
     }
 
-    /// Returns when [`Stream::tick`] has something to do.
+    /// Returns when [`Stream::tick`] has something to do; 0: at once.
     pub fn deadline(&self) -> Option<f64> {
+        if self.release.is_some() {
+            return Some(0.0);
+        }
         let check_at = self.check_at.filter(|_| self.next.is_some());
         self.replay.map(|r| r.deadline).or(self.again_at.into_iter().chain(check_at).reduce(f64::min))
     }
@@ -215,7 +237,7 @@ impl Stream {
             }
         }
         (self.heard, self.check_at) = (Some(number), None);
-        if self.replay.is_some() {
+        if self.replay.is_some() || self.release.is_some() {
             return self.hold(number, batch);
         }
         match self.next {
@@ -288,13 +310,43 @@ impl Stream {
         if replay.progressed {
             self.attempts = 0;
         }
-        self.catch_up(sink);
-        if replay.hole || !self.held.is_empty() {
-            self.attempts += 1;
-            if self.attempts <= ATTEMPTS && (replay.progressed || replay.hole) {
-                return self.ask(now, sink);
+        let Replay { hole, progressed, .. } = replay;
+        self.release(Release::Answered { hole, progressed }, now, sink);
+    }
+
+    /// Applies held batches until the turn is spent, then those of the next turn.
+    fn release(&mut self, release: Release, now: f64, sink: &mut impl Sink) {
+        self.release = Some(release);
+        if release == Release::GivenUp {
+            self.apply_all(sink);
+        } else {
+            self.catch_up(sink);
+        }
+        let next = self.next;
+        let ready = |(number, _): &(u64, Vec<u8>)| {
+            release == Release::GivenUp || next.is_some_and(|next| *number <= next)
+        };
+        if self.held.front().is_some_and(ready) {
+            return;
+        }
+        self.release = None;
+        match release {
+            Release::Answered { hole, progressed } if hole || !self.held.is_empty() => {
+                self.attempts += 1;
+                if self.attempts <= ATTEMPTS && (progressed || hole) {
+                    self.ask(now, sink);
+                } else {
+                    self.give_up(now, sink);
+                }
             }
-            self.give_up(sink);
+            Release::Unanswered { check: true, .. } if self.held.is_empty() => {}
+            Release::Unanswered { anew, .. } => {
+                self.again_at = Some(now + AGAIN_SECONDS);
+                if !(anew && self.held.is_empty()) {
+                    self.give_up(now, sink);
+                }
+            }
+            Release::Answered { .. } | Release::GivenUp => {}
         }
     }
 
@@ -302,6 +354,9 @@ impl Stream {
     pub fn tick(&mut self, now: f64, sink: &mut impl Sink) {
         if self.deadline().is_none_or(|at| now < at) {
             return;
+        }
+        if let Some(release) = self.release {
+            return self.release(release, now, sink);
         }
         let Some(replay) = self.replay else {
             self.attempts = 0;
@@ -328,14 +383,7 @@ impl Stream {
         }
         self.counts.unanswered += 1;
         self.replay = None;
-        self.catch_up(sink);
-        if replay.check && self.held.is_empty() {
-            return;
-        }
-        self.again_at = Some(now + AGAIN_SECONDS);
-        if !(replay.anew && self.held.is_empty()) {
-            self.give_up(sink);
-        }
+        self.release(Release::Unanswered { check: replay.check, anew: replay.anew }, now, sink);
     }
 
     fn ask(&mut self, now: f64, sink: &mut impl Sink) {
@@ -358,12 +406,13 @@ impl Stream {
 
     fn let_go(&mut self) {
         self.held.clear();
-        self.held_bytes = 0;
+        (self.held_bytes, self.release) = (0, None);
     }
 
     /// Applies the held batches up to the first missing one.
     fn catch_up(&mut self, sink: &mut impl Sink) {
-        while let Some((number, _)) = self.held.front()
+        while !sink.is_spent()
+            && let Some((number, _)) = self.held.front()
             && self.next.is_some_and(|next| *number <= next)
         {
             let Some((number, batch)) = self.held.pop_front() else { return };
@@ -375,11 +424,17 @@ impl Stream {
     }
 
     /// Gives up the missing batches and applies the held batches.
-    fn give_up(&mut self, sink: &mut impl Sink) {
+    fn give_up(&mut self, now: f64, sink: &mut impl Sink) {
         if self.next.is_some() {
             self.lose(None, sink);
         }
-        while let Some((number, batch)) = self.held.pop_front() {
+        self.release(Release::GivenUp, now, sink);
+    }
+
+    fn apply_all(&mut self, sink: &mut impl Sink) {
+        while !sink.is_spent()
+            && let Some((number, batch)) = self.held.pop_front()
+        {
             self.held_bytes -= batch.len();
             match self.next {
                 None => self.begin(number, &batch, sink),

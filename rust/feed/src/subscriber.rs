@@ -4,10 +4,15 @@
 //!
 //! The thread waits on the sockets' file descriptors. Asking hundreds of sockets in turn, as
 //! `zmq_poll` does, costs more than handling their messages. A descriptor signals once. So the
-//! thread reads a socket until it is empty, or reads it again without waiting.
+//! thread reads a socket until it is empty, or reads it again without waiting. A turn of the loop
+//! visits only sockets with a signal, with messages left, or with something due.
+//!
+//! Engines are not trusted with each other's events. A source has [`crate::source::TURN_STEPS`] per
+//! turn. A source that exceeds a limit is ignored for a while, and its socket is closed.
 use crate::apply::Applier;
 use crate::heartbeat::Heartbeat;
-use crate::source::{Blocks, Kind, Line, RUN, Source, prepare, receive};
+use crate::peers::{self, Change, Peers};
+use crate::source::{Blocks, Kind, Line, MAX_MESSAGE_BYTES, RUN, Source, prepare, receive};
 use crate::status::Status;
 use crate::stream::{Counts, Standing};
 use lmetric_core::CoreError;
@@ -15,12 +20,13 @@ use lmetric_core::router::feed::KvFeed;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Registry, Token};
 use parking_lot::Mutex;
-use std::collections::{BTreeMap, HashSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use zmq::{Context, DONTWAIT, Message, PAIR, SUB, Socket, SocketEvent};
+use zmq::{Context, DONTWAIT, PAIR, SUB, Socket};
 
 /// Maximum number of links in one context: the context's sockets and the work of its one I/O thread
 /// are limited.
@@ -29,6 +35,11 @@ const LINKS_PER_CONTEXT: usize = 128;
 const WAKE: usize = 0;
 /// Interval of the checks for replaced instances, in seconds.
 const HOUSEKEEPING_SECONDS: f64 = 1.0;
+/// Time after the end of a connection in which libzmq begins to connect again. It does not after a
+/// violation of the protocol, such as a message that is too large.
+const RETRY_SECONDS: f64 = 1.0;
+/// Maximum number of monitor events read before the socket's messages have their turn.
+const MONITOR_RUN: usize = 256;
 
 /// Subscription to one rank of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -107,7 +118,12 @@ impl EventFeed {
             registry,
             made: 0,
             ids: WAKE,
-            links: Vec::new(),
+            links: HashMap::new(),
+            links_of: HashMap::new(),
+            link_of: HashMap::new(),
+            pending: BTreeSet::new(),
+            due: Deadlines::default(),
+            turn: 0,
             wake: inside,
             commands: received,
             shown: shown.clone(),
@@ -148,13 +164,18 @@ impl EventFeed {
         let sources = self.shown.lock().get(instance).cloned().unwrap_or_default();
         let mut all: Vec<Status> = sources.iter().map(|status| status.lock().clone()).collect();
         all.sort_by_key(|status| (status.load, status.rank));
-        if let Some(problem) = self.heartbeat.problem() {
+        if let Some(problem) = self.problem() {
             for status in &mut all {
                 (status.standing, status.connected) = (Standing::Incomplete, false);
                 status.tally.last_error = Some(problem.clone());
             }
         }
         all
+    }
+
+    /// Returns the thread's problem; `None` if it works.
+    pub fn problem(&self) -> Option<String> {
+        self.heartbeat.problem()
     }
 
     /// Returns the names of the instances with a subscription.
@@ -206,18 +227,80 @@ fn closed() -> CoreError {
     bad("event feed", "a call after close()", "one that is open")
 }
 
-/// A socket and the sources that receive from it.
-struct Link {
+/// A socket, and the monitor of its connections.
+struct Sockets {
     socket: Socket,
     monitor: Socket,
+}
+
+/// A socket and the sources that receive from it.
+struct Link {
+    /// `None` while its source is ignored.
+    sockets: Option<Sockets>,
     endpoint: String,
     bound: bool,
-    /// Token that both sockets' descriptors signal.
-    id: usize,
-    /// The socket may hold more messages without a new signal.
-    pending: bool,
-    connections: i64,
-    sources: Vec<Source>,
+    peers: Peers,
+    /// When it counts as given up by libzmq, unless libzmq connects again.
+    lost_at: Option<f64>,
+    sources: BTreeMap<usize, Source>,
+    /// Sources by their topics. A source without a topic receives all other messages.
+    topics: HashMap<Vec<u8>, usize>,
+    /// Sources with a changed status.
+    changed: BTreeSet<usize>,
+}
+
+/// Deadlines by token. Entries whose time has changed are skipped.
+#[derive(Default)]
+struct Deadlines {
+    heap: BinaryHeap<Reverse<(Time, usize)>>,
+    set: HashMap<usize, f64>,
+}
+
+#[derive(PartialEq, PartialOrd)]
+struct Time(f64);
+
+impl Eq for Time {}
+
+impl Ord for Time {
+    fn cmp(&self, other: &Time) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+impl Deadlines {
+    /// Sets or removes the deadline of a token.
+    fn set(&mut self, id: usize, at: Option<f64>) {
+        let before = match at {
+            Some(at) => self.set.insert(id, at),
+            None => self.set.remove(&id),
+        };
+        if let Some(at) = at.filter(|at| before != Some(*at)) {
+            self.heap.push(Reverse((Time(at), id)));
+        }
+    }
+
+    /// Returns the time of the first deadline.
+    fn first(&mut self) -> Option<f64> {
+        while let Some(Reverse((Time(at), id))) = self.heap.peek() {
+            if self.set.get(id) == Some(at) {
+                return Some(*at);
+            }
+            self.heap.pop();
+        }
+        None
+    }
+
+    /// Removes and returns the tokens that are due.
+    fn take(&mut self, now: f64) -> Vec<usize> {
+        let mut due = Vec::new();
+        while self.first().is_some_and(|at| at <= now)
+            && let Some(Reverse((_, id))) = self.heap.pop()
+        {
+            self.set.remove(&id);
+            due.push(id);
+        }
+        due
+    }
 }
 
 struct Worker {
@@ -228,11 +311,20 @@ struct Worker {
     context: Context,
     poll: Poll,
     registry: Registry,
-    /// Number of links made so far.
+    /// Number of sockets made so far.
     made: usize,
-    /// Last token given to a socket.
+    /// Last token given to a link or a source.
     ids: usize,
-    links: Vec<Link>,
+    links: HashMap<usize, Link>,
+    /// Links of each instance.
+    links_of: HashMap<String, Vec<usize>>,
+    /// Link of each source.
+    link_of: HashMap<usize, usize>,
+    /// Links whose sockets may hold more messages without a new signal.
+    pending: BTreeSet<usize>,
+    due: Deadlines,
+    /// Number of turns of the loop.
+    turn: u64,
     wake: Socket,
     commands: Receiver<Command>,
     shown: Shown,
@@ -241,13 +333,14 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
-        let (mut events, mut signalled) = (Events::with_capacity(256), HashSet::new());
+        let mut events = Events::with_capacity(256);
+        let mut ready = BTreeSet::new();
         loop {
             self.wait(&mut events);
             self.heartbeat.beat();
-            signalled.clear();
-            signalled.extend(events.iter().map(|event| event.token().0));
-            while signalled.contains(&WAKE) && self.wake.recv_msg(DONTWAIT).is_ok() {}
+            self.turn += 1;
+            ready.extend(events.iter().map(|event| event.token().0));
+            while self.wake.recv_msg(DONTWAIT).is_ok() {}
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Subscribe(instance, subscription, reply) => {
@@ -262,16 +355,11 @@ impl Worker {
             }
             self.keep_house();
             let now = (self.clock)();
-            for link in &mut self.links {
-                if link.pending || signalled.contains(&link.id) {
-                    link.hear(&self.feed, now);
-                }
-                for source in &mut link.sources {
-                    if signalled.contains(&source.id) || source.deadline().is_some_and(|at| now >= at) {
-                        source.attend(now);
-                        source.show();
-                    }
-                }
+            ready.extend(&self.pending);
+            ready.extend(self.due.take(now));
+            while let Some(id) = ready.pop_first() {
+                self.heartbeat.beat();
+                self.visit(id);
             }
         }
     }
@@ -279,14 +367,84 @@ impl Worker {
     /// Waits until there is something to do.
     fn wait(&mut self, events: &mut Events) {
         let now = (self.clock)();
-        let mut until = now + HOUSEKEEPING_SECONDS;
-        for link in &self.links {
-            let deadlines = link.sources.iter().filter_map(Source::deadline);
-            until = deadlines.fold(if link.pending { now } else { until }, f64::min);
-        }
-        let seconds = (until - now).clamp(0.0, HOUSEKEEPING_SECONDS);
-        if self.poll.poll(events, Some(Duration::from_secs_f64(seconds))).is_err() {
+        let until = self.due.first().map_or(f64::INFINITY, |at| at).min(now + HOUSEKEEPING_SECONDS);
+        let seconds = if self.pending.is_empty() { until - now } else { 0.0 };
+        let timeout = Duration::from_secs_f64(seconds.clamp(0.0, HOUSEKEEPING_SECONDS));
+        if self.poll.poll(events, Some(timeout)).is_err() {
             events.clear(); // an interrupted wait is a short one
+        }
+    }
+
+    /// Handles what has arrived, or is due, at a link or a source.
+    fn visit(&mut self, id: usize) {
+        let now = (self.clock)();
+        let link_id = *self.link_of.get(&id).unwrap_or(&id);
+        let Some(link) = self.links.get_mut(&link_id) else { return };
+        if let Some(source) = link.sources.get_mut(&id) {
+            source.attend(self.turn, now);
+            link.changed.insert(id);
+        } else {
+            let more = link.hear(&self.feed, self.turn, now);
+            if more {
+                self.pending.insert(id)
+            } else {
+                self.pending.remove(&id)
+            };
+        }
+        self.settle(link_id, now);
+    }
+
+    /// Closes or opens the socket of a link after its sources have changed, notes its deadlines,
+    /// and publishes the status of its sources.
+    fn settle(&mut self, id: usize, now: f64) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        let given_up = link.lost_at.is_some_and(|at| now >= at).then(|| {
+            link.lost_at = None;
+            format!(
+                "its connection ended by a message of more than {MAX_MESSAGE_BYTES} bytes, or not of ZMTP"
+            )
+        });
+        let mut changed = std::mem::take(&mut link.changed);
+        if given_up.is_some() {
+            changed.extend(link.sources.keys());
+        }
+        let sources = changed
+            .iter()
+            .filter_map(|id| Some(link.sources.get_mut(id)?.rest_if_over_limit(given_up.as_deref(), now)));
+        // Several engines may connect to a bound socket.
+        if sources.filter(|rests| *rests).count() > 0 && !link.bound {
+            link.close();
+            self.pending.remove(&id);
+        }
+        for id in changed {
+            let Some(source) = link.sources.get_mut(&id) else { continue };
+            self.due.set(id, source.deadline());
+            source.show();
+        }
+        let is_open = link.sockets.is_some();
+        let rests = link.sources.values().any(|source| source.rest_until.is_some());
+        self.due.set(id, link.lost_at);
+        if !is_open && !rests {
+            self.reopen(id, now);
+        }
+    }
+
+    fn reopen(&mut self, id: usize, now: f64) {
+        let Some(link) = self.links.get(&id) else { return };
+        let sockets = self.open(id, &link.endpoint.clone(), link.bound);
+        let Some(link) = self.links.get_mut(&id) else { return };
+        match sockets {
+            Ok(sockets) => {
+                link.sockets = Some(sockets);
+                self.pending.insert(id);
+            }
+            // The system lacks files: try again.
+            Err(_) => {
+                for source in link.sources.values_mut() {
+                    source.rest_until = Some(now + RETRY_SECONDS);
+                    self.due.set(source.id, source.deadline());
+                }
+            }
         }
     }
 
@@ -298,9 +456,15 @@ impl Worker {
             return;
         }
         (self.epoch, self.looked_at) = (epoch, now);
-        for source in self.links.iter_mut().flat_map(|link| &mut link.sources) {
-            source.renew(&self.feed, now);
-            source.show();
+        let sources = || self.links.values().flat_map(|link| link.sources.values());
+        let origins: Vec<_> = sources().filter_map(Source::origin).collect();
+        let epochs = self.feed.epochs_of(&origins);
+        let sources = self.links.values_mut().flat_map(|link| link.sources.values_mut());
+        for (source, epoch) in sources.filter(|source| source.origin().is_some()).zip(epochs) {
+            if source.renew(&self.feed, epoch, now) {
+                self.due.set(source.id, source.deadline());
+                source.show();
+            }
         }
     }
 
@@ -310,36 +474,50 @@ impl Worker {
         for endpoint in [Some(&wanted.endpoint), wanted.replay_endpoint.as_ref()].into_iter().flatten() {
             check_endpoint(&what("endpoint"), endpoint, wanted.bind && *endpoint == wanted.endpoint)?;
         }
-        let same = |s: &&Source| {
+        let same = |s: &Source| {
             s.instance == instance && s.rank == wanted.rank && matches!(s.kind, Kind::Load) == wanted.load
         };
-        if self.links.iter().flat_map(|l| &l.sources).find(same).is_some() {
+        let own = self.links_of.get(&instance).into_iter().flatten().filter_map(|id| self.links.get(id));
+        if own.flat_map(|link| link.sources.values()).any(same) {
             let got = format!("a second one of rank {}", wanted.rank);
             return Err(bad(&what("subscription"), got, "one for each rank: unsubscribe the other first"));
         }
-        let shared = self.links.iter().position(|l| l.bound && wanted.bind && l.endpoint == wanted.endpoint);
-        let topics = shared.map_or(&[][..], |at| &self.links[at].sources);
-        let taken =
-            |s: &Source| wanted.topic.is_empty() || s.topic.is_empty() || s.topic == wanted.topic.as_bytes();
-        if topics.iter().any(taken) {
+        let shared = |link: &Link| link.bound && wanted.bind && link.endpoint == wanted.endpoint;
+        let shared = self.links.iter().find(|(_, link)| shared(link)).map(|(id, _)| *id);
+        let topics = shared.and_then(|id| self.links.get(&id)).map(|link| &link.topics);
+        let taken = |topics: &HashMap<Vec<u8>, usize>| {
+            let [own, any] = [wanted.topic.as_bytes(), b""];
+            own.is_empty() || topics.contains_key(any) || topics.contains_key(own)
+        };
+        if topics.is_some_and(taken) {
             let expected =
                 "a topic for each engine that connects to one address, none of them twice or empty";
             return Err(bad(&what("topic"), format!("{:?}", wanted.topic), expected));
         }
-        let link = match shared {
-            Some(at) => &mut self.links[at],
+        let link_id = match shared {
+            Some(id) => id,
             None => {
-                let link = self.open(&wanted).map_err(|error| {
+                self.ids += 1;
+                let id = self.ids;
+                let sockets = self.open(id, &wanted.endpoint, wanted.bind).map_err(|error| {
                     let doing = if wanted.bind { "bind" } else { "connect to" };
                     let got = format!("{} ({error})", wanted.endpoint);
-                    bad(
-                        &what("endpoint"),
-                        got,
-                        &format!("an address to {doing}, such as tcp://10.0.0.7:5557"),
-                    )
+                    let expected = format!("an address to {doing}, such as tcp://10.0.0.7:5557");
+                    bad(&what("endpoint"), got, &expected)
                 })?;
-                self.links.push(link);
-                self.links.last_mut().expect("just added")
+                let link = Link {
+                    sockets: Some(sockets),
+                    endpoint: wanted.endpoint.clone(),
+                    bound: wanted.bind,
+                    peers: Peers::default(),
+                    lost_at: None,
+                    sources: BTreeMap::new(),
+                    topics: HashMap::new(),
+                    changed: BTreeSet::new(),
+                };
+                self.links.insert(id, link);
+                self.pending.insert(id);
+                id
             }
         };
         self.ids += 1;
@@ -352,6 +530,8 @@ impl Worker {
                 context: self.context.clone(),
                 endpoint: wanted.replay_endpoint.clone(),
                 socket: None,
+                inbox: VecDeque::new(),
+                inbox_bytes: 0,
                 registry: self
                     .registry
                     .try_clone()
@@ -373,21 +553,30 @@ impl Worker {
             messages: 0,
             last_message_at: None,
             least_delay_seconds: None,
+            over_limit: None,
             last_sequence: None,
             other_topic: None,
             counts: Counts::default(),
             tally: Default::default(),
         };
+        let now = (self.clock)();
+        let Some(link) = self.links.get_mut(&link_id) else { return Err(closed()) };
         let mut source = Source::new(id, instance.clone(), kind, status);
-        if link.connections > 0 {
-            source.connected(link.bound, (self.clock)());
+        if link.peers.connected() > 0 {
+            source.connected(link.bound, now);
         }
-        self.shown.lock().entry(instance).or_default().push(source.shown.clone());
-        link.sources.push(source);
+        self.shown.lock().entry(instance.clone()).or_default().push(source.shown.clone());
+        link.topics.insert(source.topic.clone(), id);
+        link.sources.insert(id, source);
+        link.changed.insert(id);
+        self.link_of.insert(id, link_id);
+        self.links_of.entry(instance).or_default().push(link_id);
+        self.settle(link_id, now);
         Ok(())
     }
 
-    fn open(&mut self, wanted: &Subscription) -> zmq::Result<Link> {
+    /// Opens the sockets of a link.
+    fn open(&mut self, id: usize, endpoint: &str, bind: bool) -> zmq::Result<Sockets> {
         if self.made > 0 && self.made.is_multiple_of(LINKS_PER_CONTEXT) {
             self.context = Context::new();
         }
@@ -397,39 +586,40 @@ impl Worker {
         // silently.
         socket.set_subscribe(b"")?;
         let said_at = format!("inproc://monitor-{}", self.made);
-        let events = SocketEvent::HANDSHAKE_SUCCEEDED.to_raw() | SocketEvent::DISCONNECTED.to_raw();
+        let events = peers::EVENTS.iter().fold(0, |all, event| all | event.to_raw());
         socket.monitor(&said_at, events.into())?;
         monitor.set_linger(0)?;
         monitor.connect(&said_at)?;
-        match wanted.bind {
-            true => socket.bind(&wanted.endpoint)?,
-            false => socket.connect(&wanted.endpoint)?,
+        match bind {
+            true => socket.bind(endpoint)?,
+            false => socket.connect(endpoint)?,
         }
         self.made += 1;
-        let (endpoint, bound) = (wanted.endpoint.clone(), wanted.bind);
-        self.ids += 1;
         for socket in [&socket, &monitor] {
-            watch(&self.registry, socket, self.ids).map_err(|_| zmq::Error::EMFILE)?;
+            watch(&self.registry, socket, id).map_err(|_| zmq::Error::EMFILE)?;
         }
-        Ok(Link {
-            socket,
-            monitor,
-            endpoint,
-            bound,
-            id: self.ids,
-            pending: true,
-            connections: 0,
-            sources: Vec::new(),
-        })
+        Ok(Sockets { socket, monitor })
     }
 
     fn unsubscribe(&mut self, instance: &str) -> bool {
-        let sources = || self.links.iter().flat_map(|l| &l.sources);
-        let of_blocks = sources().any(|s| s.instance == instance && matches!(s.kind, Kind::Blocks(_)));
-        for link in &mut self.links {
-            link.sources.retain(|s| s.instance != instance);
+        let mut of_blocks = false;
+        for id in self.links_of.remove(instance).unwrap_or_default() {
+            let Some(link) = self.links.get_mut(&id) else { continue };
+            link.sources.retain(|id, source| {
+                if source.instance == instance {
+                    of_blocks |= matches!(source.kind, Kind::Blocks(_));
+                    link.topics.remove(&source.topic);
+                    self.link_of.remove(id);
+                    self.due.set(*id, None);
+                }
+                source.instance != instance
+            });
+            if link.sources.is_empty() {
+                self.links.remove(&id);
+                self.pending.remove(&id);
+                self.due.set(id, None);
+            }
         }
-        self.links.retain(|link| !link.sources.is_empty());
         if of_blocks {
             // The index has already forgotten an instance that is gone.
             let _ = self.feed.forget(instance);
@@ -439,41 +629,71 @@ impl Worker {
 }
 
 impl Link {
-    /// Reads up to `RUN` messages and passes each message to its source.
-    fn hear(&mut self, feed: &KvFeed, now: f64) {
-        let mut messages = Vec::new();
-        while messages.len() < RUN
-            && let Some(frames) = receive(&self.socket)
-        {
-            messages.push(frames);
+    /// Reads messages and passes each to its source, until a source has spent its turn. Returns
+    /// whether there may be more.
+    fn hear(&mut self, feed: &KvFeed, turn: u64, now: f64) -> bool {
+        let mut other = (Vec::new(), 0);
+        let more = self.hear_some(feed, turn, now, &mut other);
+        if other.1 > 0 {
+            self.sources.values_mut().for_each(|source| source.hear_other(&other.0, other.1));
+            self.changed.extend(self.sources.keys());
         }
-        self.pending = messages.len() == RUN;
-        // Read messages before monitor events: the monitor reports a connection before its messages
-        // come.
-        while let Some(frames) = receive(&self.monitor) {
-            let event = frames.first().and_then(|f| f.first_chunk::<2>()).map(|f| u16::from_ne_bytes(*f));
-            let stands = event == Some(SocketEvent::HANDSHAKE_SUCCEEDED.to_raw());
-            self.connections += if stands { 1 } else { -1 };
-            for source in &mut self.sources {
-                if stands {
-                    source.connected(self.bound, now);
-                } else if self.connections <= 0 {
-                    source.disconnected();
-                }
-            }
-        }
-        for frames in &messages {
-            self.hand_on(frames, feed, now);
-        }
-        self.sources.iter_mut().for_each(Source::show);
+        more
     }
 
-    fn hand_on(&mut self, frames: &[Message], feed: &KvFeed, now: f64) {
-        let topic = frames.first().map_or(&[][..], |f| f);
-        match self.sources.iter_mut().find(|s| s.topic.is_empty() || s.topic == topic) {
-            Some(source) => source.hear(frames, feed, now),
-            None => self.sources.iter_mut().for_each(|s| s.hear_other(topic)),
+    /// Counts messages of unknown topics in `other`, with the last one's topic.
+    fn hear_some(&mut self, feed: &KvFeed, turn: u64, now: f64, other: &mut (Vec<u8>, usize)) -> bool {
+        for _ in 0..RUN {
+            // Read a message before monitor events: the monitor reports a connection before its
+            // messages come.
+            let frames = self.sockets.as_ref().and_then(|sockets| receive(&sockets.socket));
+            let more = self.watch_peers(now);
+            let Some(frames) = frames else { return more };
+            let topic = frames.first().map_or(&[][..], |f| f);
+            let id = self.topics.get(topic).or_else(|| self.topics.get(&[][..]));
+            let Some(source) = id.and_then(|id| self.sources.get_mut(id)) else {
+                *other = (topic[..topic.len().min(128)].to_vec(), other.1 + 1);
+                continue;
+            };
+            source.hear(&frames, feed, turn, now);
+            self.changed.insert(source.id);
+            if source.is_spent() {
+                return true;
+            }
         }
+        true
+    }
+
+    /// Reads the monitor's events. Returns whether there may be more.
+    fn watch_peers(&mut self, now: f64) -> bool {
+        for _ in 0..MONITOR_RUN {
+            let frames = self.sockets.as_ref().and_then(|sockets| receive(&sockets.monitor));
+            let Some(frames) = frames else { return false };
+            let change = frames.first().and_then(|frame| self.peers.read(frame));
+            let Some(change) = change else { continue };
+            let left = self.peers.connected();
+            for source in self.sources.values_mut() {
+                match change {
+                    Change::Connected => source.connected(self.bound, now),
+                    Change::Lost if left == 0 => source.disconnected(),
+                    Change::Refused if !self.bound => source.refused(),
+                    Change::Lost | Change::Refused | Change::Retried => continue,
+                }
+                self.changed.insert(source.id);
+            }
+            self.lost_at = match change {
+                Change::Lost | Change::Refused if !self.bound => Some(now + RETRY_SECONDS),
+                _ => None,
+            };
+        }
+        true
+    }
+
+    /// Closes the sockets.
+    fn close(&mut self) {
+        self.sockets = None;
+        (self.peers, self.lost_at) = (Peers::default(), None);
+        self.sources.values_mut().for_each(Source::disconnected);
     }
 }
 

@@ -31,7 +31,7 @@ fn events(message: &[u8]) -> (Option<Batch>, Vec<String>) {
 #[test]
 fn a_value_that_is_refused_is_not_skipped() {
     let batch = bytes("93 cb3ff8000000000000 90 00");
-    assert_eq!(events(&batch).0, Some(Batch { rank: Some(0), events: 0, malformed: 0 }));
+    assert_eq!(events(&batch).0, Some(Batch { rank: Some(0), events: 0, malformed: 0, steps: 0 }));
     // A marker that MessagePack does not define, then a string that is not UTF-8 as the first
     // value.
     assert_eq!(events(&[b"\xc1".as_slice(), &batch].concat()).0, None);
@@ -61,7 +61,7 @@ fn vllm_maps() {
          00",
     );
     let (batch, all) = events(&message);
-    assert_eq!(batch, Some(Batch { rank: Some(0), events: 1, malformed: 0 }));
+    assert_eq!(batch, Some(Batch { rank: Some(0), events: 1, malformed: 0, steps: 2 }));
     assert_eq!(moment_of(&message), Some(f64::from_bits(0x41da_bfcb_7dd5_7ce4)));
     assert_eq!(
         all,
@@ -86,7 +86,7 @@ fn vllm_arrays() {
          91 b0416c6c426c6f636b73436c6561726564",
     );
     let (batch, all) = events(&message);
-    assert_eq!(batch, Some(Batch { rank: None, events: 3, malformed: 0 }));
+    assert_eq!(batch, Some(Batch { rank: None, events: 3, malformed: 0, steps: 6 }));
     assert_eq!(
         all,
         [
@@ -116,7 +116,7 @@ fn sglang_and_what_is_to_come() {
     }
     message.extend(bytes("81 a474797065 ab426c6f636b734d6f766564  03"));
     let (batch, all) = events(&message);
-    assert_eq!(batch, Some(Batch { rank: Some(3), events: 2, malformed: 0 }));
+    assert_eq!(batch, Some(Batch { rank: Some(3), events: 2, malformed: 0, steps: 3 }));
     assert_eq!(
         all,
         [
@@ -136,7 +136,7 @@ fn sglang_and_what_is_to_come() {
     assert_eq!(moment_of(&message), Some(1.0));
     assert_eq!(
         events(&message),
-        (Some(Batch { rank: None, events: 3, malformed: 2 }), vec!["cleared".to_string()])
+        (Some(Batch { rank: None, events: 3, malformed: 2, steps: 3 }), vec!["cleared".to_string()])
     );
 }
 

@@ -147,10 +147,14 @@ fn cleared() -> Vec<u8> {
 struct Hands {
     applier: Applier,
     asked: Option<u64>,
+    /// Batches that a turn may apply, and how many are left in this turn.
+    per_turn: usize,
+    left: usize,
 }
 
 impl Sink for Hands {
     fn apply(&mut self, batch: &[u8]) -> bool {
+        self.left = self.left.saturating_sub(1);
         self.applier.apply(batch)
     }
 
@@ -160,6 +164,10 @@ impl Sink for Hands {
 
     fn ask(&mut self, from: u64) {
         self.asked = Some(from);
+    }
+
+    fn is_spent(&self) -> bool {
+        self.left == 0
     }
 }
 
@@ -171,7 +179,7 @@ struct Bed {
 }
 
 impl Bed {
-    fn new(can_replay: bool) -> Bed {
+    fn new(can_replay: bool, per_turn: usize) -> Bed {
         let config =
             RouterConfig { index_feed: IndexFeed::Exact, index_bytes: 3 << 20, ..RouterConfig::default() };
         let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
@@ -179,14 +187,15 @@ impl Bed {
         let keys = Keys::new(&[], BLOCK as usize, 256).unwrap();
         let feed = Arc::new(KvFeed::new(SharedRouter::new(router), keys, 3 << 20, true));
         let applier = Applier::new(feed.clone(), feed.source("e", 0).unwrap());
-        let mut bed =
-            Bed { feed, stream: Stream::new(can_replay), hands: Hands { applier, asked: None }, now: 0.0 };
+        let hands = Hands { applier, asked: None, per_turn, left: per_turn };
+        let mut bed = Bed { feed, stream: Stream::new(can_replay), hands, now: 0.0 };
         bed.stream.connected(0.0, &mut bed.hands);
         bed
     }
 
     fn hear(&mut self, (number, batch): &(u64, Vec<u8>)) {
         self.now += 0.01;
+        self.hands.left = self.hands.per_turn;
         self.stream.live(*number, batch, self.now, &mut self.hands);
     }
 
@@ -194,6 +203,7 @@ impl Bed {
     /// way.
     fn answer(&mut self, engine: &Engine, without: Option<u64>) {
         let Some(from) = self.hands.asked.take() else { return };
+        self.hands.left = self.hands.per_turn;
         for (number, batch) in engine.past.iter().filter(|(number, _)| *number >= from) {
             if Some(*number) != without || *number == from {
                 self.stream.replayed(*number, batch, self.now, &mut self.hands);
@@ -203,6 +213,16 @@ impl Bed {
             }
         }
         self.stream.replay_ended(self.now, &mut self.hands);
+    }
+
+    /// Takes the turns that the stream asks for.
+    fn take_turns(&mut self) {
+        while self.stream.deadline() == Some(0.0) {
+            let before = self.stream.counts().batches;
+            self.hands.left = self.hands.per_turn;
+            self.stream.tick(self.now, &mut self.hands);
+            assert!(self.stream.counts().batches - before <= self.hands.per_turn as u64);
+        }
     }
 
     fn wait(&mut self) {
@@ -232,13 +252,17 @@ proptest! {
     #[test]
     fn the_index_is_the_engines_cache(
         can_replay in any::<bool>(),
+        per_turn in prop_oneof![Just(1usize), Just(2), Just(1000)],
         keep in prop_oneof![Just(3usize), Just(1000)],
         steps in prop::collection::vec(
-            (0u8..14, 0u8..12, 0..PROMPTS, 0u64..8, 1u64..4, 0u64..4, any::<bool>()), 1..80),
+            (0u8..14, 0u8..12, 0..PROMPTS, 0u64..8, 1u64..4, 0u64..4, any::<bool>(), any::<bool>()), 1..80),
     ) {
         let mut engine = Engine::new(keep, 0);
-        let mut bed = Bed::new(can_replay);
-        for (what, kind, prompt, block, length, number, lost) in steps {
+        let mut bed = Bed::new(can_replay, per_turn);
+        for (what, kind, prompt, block, length, number, lost, turns) in steps {
+            if turns {
+                bed.take_turns();
+            }
             match what {
                 0..=8 => {
                     let batch = engine.step(kind, prompt, block, length);
@@ -270,11 +294,13 @@ proptest! {
         for _ in 0..3 {
             for _ in 0..10 {
                 bed.answer(&engine, None);
+                bed.take_turns();
             }
             bed.now += 15.0;
             bed.stream.tick(bed.now, &mut bed.hands);
         }
         bed.answer(&engine, None);
+        bed.take_turns();
         prop_assert!(bed.hands.asked.is_none());
         prop_assert_eq!(bed.stream.last_sequence(), Some(engine.next - 1));
         let whole = bed.stream.standing() == Standing::Live;
@@ -290,7 +316,7 @@ proptest! {
 
 #[test]
 fn a_replay_that_nobody_answers_is_given_up() {
-    let (mut engine, mut bed) = (Engine::new(1000, 0), Bed::new(true));
+    let (mut engine, mut bed) = (Engine::new(1000, 0), Bed::new(true, 1000));
     assert_eq!(bed.hands.asked.take(), Some(0));
     let batches: Vec<_> = (0..3).map(|b| engine.step(0, 0, b, 1)).collect();
     batches.iter().for_each(|batch| bed.hear(batch));
@@ -307,7 +333,7 @@ fn a_replay_that_nobody_answers_is_given_up() {
 
 #[test]
 fn what_waits_for_a_replay_is_bounded() {
-    let (mut engine, mut bed) = (Engine::new(100_000, 0), Bed::new(true));
+    let (mut engine, mut bed) = (Engine::new(100_000, 0), Bed::new(true, 1000));
     for _ in 0..20_000 {
         let batch = engine.step(11, 0, 0, 0);
         bed.hear(&batch);
@@ -316,4 +342,22 @@ fn what_waits_for_a_replay_is_bounded() {
     bed.answer(&engine, None);
     assert_eq!((bed.held(0), bed.stream.standing()), (2, Standing::Live));
     assert_eq!(bed.stream.counts().batches, 20_001);
+}
+
+/// security F5: what a replay has held is applied over several turns, in its order, and batches
+/// that come meanwhile wait behind it.
+#[test]
+fn held_batches_take_several_turns() {
+    let (mut engine, mut bed) = (Engine::new(1000, 0), Bed::new(true, 2));
+    for block in 0..5 {
+        bed.hear(&engine.step(0, 0, block, 1));
+    }
+    let past = std::mem::take(&mut engine.past);
+    bed.answer(&engine, None); // the engine has nothing to replay
+    engine.past = past;
+    assert_eq!((bed.held(0), bed.stream.deadline()), (2, Some(0.0)));
+    bed.hear(&engine.step(0, 0, 5, 1));
+    assert_eq!(bed.held(0), 2);
+    bed.take_turns();
+    assert_eq!((bed.held(0), bed.stream.counts().gaps), (6, 0));
 }

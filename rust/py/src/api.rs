@@ -43,12 +43,17 @@ struct Parsed<'py>(
     Option<f64>,
 );
 
-/// Reads the fields of a request. `reader`: the name of a prompt reader. Raises `BadRequestError`.
+/// Reads the fields of a request. `reader`: the name of a prompt reader. The first field is the
+/// body in UTF-8 without a byte order mark. Raises `BadRequestError`.
 #[pyfunction]
 fn read_request<'py>(reader: &str, body: Bound<'py, PyBytes>) -> PyResult<Parsed<'py>> {
     let py = body.py();
     let reader = PromptReader::named(reader)
         .ok_or_else(|| PyValueError::new_err(format!("no prompt reader has the name {reader:?}")))?;
+    let body = match lmetric_wire::utf8(body.as_bytes()) {
+        Cow::Borrowed(same) if same.len() == body.as_bytes().len() => body,
+        other => PyBytes::new(py, &other),
+    };
     let read = ApiRequest::read(reader, body.as_bytes()).map_err(refused)?;
     let string = |text: Option<Cow<'_, str>>| text.map(|text| PyString::new(py, &text));
     let (text, tokens) = match read.prompt {

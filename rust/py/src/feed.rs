@@ -28,6 +28,14 @@ pub struct EventFeed {
 
 #[pymethods]
 impl EventFeed {
+    /// Maximum bytes of received events that wait for one subscription.
+    #[classattr]
+    const MAX_SOURCE_BYTES: usize = lmetric_feed::source::MAX_SOURCE_BYTES;
+
+    /// Maximum size of a message in bytes. A larger message ends its connection.
+    #[classattr]
+    const MAX_MESSAGE_BYTES: usize = lmetric_feed::source::MAX_MESSAGE_BYTES;
+
     #[new]
     fn new(router: Bound<'_, Router>) -> Result<EventFeed> {
         let clock = router.get().clock();
@@ -94,6 +102,12 @@ impl EventFeed {
         Ok(py.detach(|| self.feed.unsubscribe(instance))?)
     }
 
+    /// The problem of the feed's thread, if it has failed or hangs: then no events are applied.
+    #[getter]
+    fn problem(&self) -> Option<String> {
+        self.feed.problem()
+    }
+
     /// Names of the instances with a subscription.
     fn instances(&self) -> Vec<String> {
         self.feed.instances()
@@ -111,6 +125,8 @@ impl EventFeed {
     ///   media with stored blocks and without any removal, whose blocks may be gone. `groups`: KV
     ///   cache groups apart from full attention (windows, states); `group_blocks`: their blocks,
     ///   stored or removed. `session_blocks`: blocks stored with the session of their request.
+    /// - `over_limit`: the limit that the source has exceeded (size of a message, work of a batch),
+    ///   while the feed ignores it: for a minute, doubled each time, at most an hour. Else None.
     /// - `least_delay_seconds`: least time from a batch's timestamp (engine's clock) to its arrival
     ///   (this machine's clock), without replayed batches.
     fn status<'py>(&self, py: Python<'py>, instance: &str) -> Result<Bound<'py, PyDict>> {
@@ -161,6 +177,7 @@ impl EventFeed {
             ("topic", Some(&status.topic)),
             ("other_topic", status.other_topic.as_ref()),
             ("last_error", tally.last_error.as_ref()),
+            ("over_limit", status.over_limit.as_ref()),
         ] {
             dict.set_item(name, value)?;
         }

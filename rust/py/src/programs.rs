@@ -97,6 +97,7 @@ impl Snapshot {
             ("forks", counters.forks),
             ("continuations", counters.continuations),
             ("other_requests", counters.chats),
+            ("untracked", counters.untracked),
             ("forgotten", counters.forgotten),
             ("paused", counters.paused),
             ("held", counters.held),

@@ -9,12 +9,12 @@ use crate::policies;
 use crate::programs::Snapshot;
 use crate::registry::offering;
 use crate::request::{self, Request};
-use crate::ticket::{Decision, Stats, Ticket};
+use crate::ticket::{Decision, InstanceStats, Stats, Ticket};
 use crate::warm::Warming;
 use lmetric_core::Registry;
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
-use lmetric_core::indicators::{INDICATORS, Indicator, IndicatorDecl, IndicatorSet, Scope, declared};
+use lmetric_core::indicators::{DeclaredId, Indicator, IndicatorSet, Scope, declared};
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::kv::tiers::{Tier, TierUse};
 use lmetric_core::plan::{Binding, Cuts};
@@ -57,6 +57,9 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Instances whose names a router's repr shows.
 const NAMES_SHOWN: usize = 4;
+/// Values of indicators, and instances, that are copied while the router is held: some 20 us.
+const VALUES_PER_PIECE: usize = 16_384;
+const ROWS_PER_PIECE: usize = 256;
 /// Largest plausible difference, in seconds, between `now=` and the router's clocks.
 const DAY: f64 = 86_400.0;
 /// How long a policy function may wait for another router. That router's holder may wait for the
@@ -221,6 +224,40 @@ impl Router {
                 Ok(())
             }
         }
+    }
+
+    /// Copies indicator columns of instances, NaN for instances that were removed since. The router
+    /// is free for decisions between pieces of [`VALUES_PER_PIECE`].
+    fn copy_columns(
+        &self,
+        py: Python<'_>,
+        members: &[(InstanceId, u32)],
+        ids: &[ColumnId],
+        now: Option<f64>,
+    ) -> Result<Vec<Vec<f64>>> {
+        let mut columns = Vec::with_capacity(ids.len());
+        for piece in ids.chunks((VALUES_PER_PIECE / members.len().max(1)).max(1)) {
+            columns.extend(self.with_core(py, |router| {
+                let now = self.clock.now(now, router)?;
+                let built_in: Vec<Indicator> = piece.iter().filter_map(|id| id.built_in()).collect();
+                router.derive_some(IndicatorSet::of(&built_in), now);
+                let declared: Vec<_> = piece.iter().filter_map(|id| id.declared()).collect();
+                router.derive_declared(&declared, now);
+                let (fleet, values) = (router.fleet(), router.columns());
+                let column = |id: &ColumnId| {
+                    let column = match *id {
+                        ColumnId::BuiltIn(id) => values.get(id),
+                        ColumnId::Declared(id) => values.declared(id),
+                    };
+                    let value = |&(id, generation): &(InstanceId, u32)| {
+                        if fleet.is_current(id, generation) { column[id.index()] } else { f64::NAN }
+                    };
+                    members.iter().map(value).collect::<Vec<_>>()
+                };
+                Ok(piece.iter().map(column).collect::<Vec<_>>())
+            })?);
+        }
+        Ok(columns)
     }
 
     /// Builds a policy on trial, and whether the hot-spot guard filters its candidates.
@@ -737,12 +774,15 @@ impl Router {
         };
         let given = request::given(py, "Router.route", request, old.as_ref())?;
         let id = given.get().id(py)?;
-        let arrival = arrival.map(|arrival| arrival.get().take()).transpose()?;
+        let arrival = arrival.as_ref().map(|arrival| arrival.get());
         self.with_request(py, given.get(), |request, chain| {
             let arm = if canary { Arm::Canary } else { Arm::Stable };
-            let request = CoreRequest { arrival, arm, shadow, ..request };
+            let prompt_tokens = request.prompt_tokens;
             let (decision, name, next, pull, seen) = self.with_core(py, |router| {
                 let now = self.clock.now(now, router)?;
+                // Last: an error before keeps the arrival for its handle, one after ends it.
+                let arrival = arrival.map(Arrival::take).transpose()?;
+                let request = CoreRequest { arrival, arm, shadow, ..request };
                 let decision = router.route_taking(&request, chain, id, now)?;
                 let name = router.fleet().name(decision.segment.instance).clone();
                 let next = decision.next.map(|next| router.fleet().name(next.instance).clone());
@@ -753,15 +793,7 @@ impl Router {
             })?;
             let ticket = self.shared.ticket(&decision);
             Ok((
-                Decision::new(
-                    &decision,
-                    request.prompt_tokens,
-                    name.clone(),
-                    next,
-                    pull,
-                    seen,
-                    self.shared.clone(),
-                ),
+                Decision::new(&decision, prompt_tokens, name.clone(), next, pull, seen, self.shared.clone()),
                 Ticket::new(ticket, decision.segment, name, self.clock),
             ))
         })
@@ -1162,27 +1194,28 @@ impl Router {
     }
 
     /// Indicator columns of the live instances, in the order of `instances()`; declared indicators
-    /// come last.
-    #[pyo3(signature = (now=None))]
-    fn indicators<'py>(&self, py: Python<'py>, now: Option<f64>) -> Result<Bound<'py, PyDict>> {
-        let columns = self.with_core(py, |router| {
-            router.derive_all(self.clock.now(now, router)?);
-            let (members, of_instances) = (members(router), |d: &&IndicatorDecl| d.scope == Scope::Instance);
-            let column = |decl: &IndicatorDecl| {
-                let column = router.columns().get(decl.id);
-                (decl.name, members.iter().map(|(id, _)| column[id.index()]).collect::<Vec<_>>())
-            };
-            let built_in = INDICATORS.iter().filter(of_instances).map(column);
-            let declared = declared::declared();
-            let declared = declared.iter().map(|decl| {
-                let column = router.columns().declared(decl.id);
-                (decl.name, members.iter().map(|(id, _)| column[id.index()]).collect::<Vec<_>>())
-            });
-            Ok(built_in.chain(declared).collect::<Vec<_>>())
-        })?;
+    /// come last. `names`: only these indicators, in this order. Raises `UnknownNameError`.
+    ///
+    /// In a large fleet, decisions run between the columns.
+    #[pyo3(signature = (now=None, *, names=None))]
+    fn indicators<'py>(
+        &self,
+        py: Python<'py>,
+        now: Option<f64>,
+        names: Option<Vec<PyBackedStr>>,
+    ) -> Result<Bound<'py, PyDict>> {
+        let ids = match &names {
+            Some(names) => names.iter().map(|name| column_of(name)).collect::<Result<Vec<_>>>()?,
+            None => {
+                let built_in = crate::ticket::of_instances().map(|decl| ColumnId::BuiltIn(decl.id));
+                built_in.chain(declared::declared().iter().map(|decl| ColumnId::Declared(decl.id))).collect()
+            }
+        };
+        let members = self.with_core(py, |router| Ok(members(router)))?;
+        let columns = self.copy_columns(py, &members, &ids, now)?;
         let dict = PyDict::new(py);
-        for (name, column) in columns {
-            dict.set_item(name, PyArray1::from_vec(py, column))?;
+        for (id, column) in ids.iter().zip(columns) {
+            dict.set_item(id.name(), PyArray1::from_vec(py, column))?;
         }
         Ok(dict)
     }
@@ -1244,12 +1277,20 @@ impl Router {
     }
 
     /// Returns the record of a decision as a dictionary: its reasons and its outcome. None if the
-    /// record is gone (records share a ring of bounded bytes).
+    /// record is gone (records share a ring of bounded bytes). `decision`: a `Decision` or its id.
     ///
     /// Keys: `scores` of all instances, `best` (up to 8, with the `terms` that the policy read),
     /// `margin_to_runner_up`, `load_report_age_seconds`, `predicted_cached_tokens`, after the end
     /// `cached_tokens`, `ttft_seconds`, `outcome`, and more.
-    fn explain<'py>(&self, py: Python<'py>, decision_id: u64) -> Result<Option<Bound<'py, PyDict>>> {
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        decision: Bound<'py, PyAny>,
+    ) -> Result<Option<Bound<'py, PyDict>>> {
+        let decision_id: u64 = match decision.cast::<crate::ticket::Decision>() {
+            Ok(decision) => decision.get().id,
+            Err(_) => decision.extract()?,
+        };
         let kept = self.with_core(py, |router| Ok(router.receipt(decision_id).cloned()))?;
         kept.map(|receipt| crate::ticket::receipt_dict(py, &receipt)).transpose()
     }
@@ -1489,12 +1530,28 @@ impl Router {
     }
 
     /// Counters since the start, gauges, and for each instance its state and indicators.
-    fn stats<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyDict>> {
-        let stats = self.with_core(py, |router| {
-            router.derive_all(self.clock.read());
-            Ok(Stats::of(router))
+    /// `instances=False`: without `instances`.
+    ///
+    /// In a large fleet, decisions run between the parts.
+    #[pyo3(signature = (*, instances=true))]
+    fn stats<'py>(&self, py: Python<'py>, instances: bool) -> Result<Bound<'py, PyDict>> {
+        let (stats, members) = self.with_core(py, |router| {
+            let members = if instances { members(router) } else { Vec::new() };
+            Ok((Stats::of(router), members))
         })?;
-        Ok(stats.dict(py)?)
+        let dict = stats.dict(py)?;
+        if !instances {
+            return Ok(dict);
+        }
+        let mut rows = Vec::with_capacity(members.len());
+        for piece in members.chunks(ROWS_PER_PIECE) {
+            rows.extend(self.with_core(py, |router| Ok(InstanceStats::of(router, piece)))?);
+        }
+        let ids: Vec<ColumnId> =
+            crate::ticket::of_instances().map(|decl| ColumnId::BuiltIn(decl.id)).collect();
+        let columns = self.copy_columns(py, &members, &ids, None)?;
+        dict.set_item("instances", crate::ticket::instance_dicts(py, &rows, &columns)?)?;
+        Ok(dict)
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
@@ -1531,6 +1588,39 @@ fn extra_values(name: &str, extra: &Bound<'_, PyDict>) -> Result<Vec<(String, Op
         Ok((indicator, Some(number)))
     };
     extra.iter().map(value).collect()
+}
+
+/// An indicator, built in or declared.
+#[derive(Clone, Copy)]
+enum ColumnId {
+    BuiltIn(Indicator),
+    Declared(DeclaredId),
+}
+
+impl ColumnId {
+    fn built_in(self) -> Option<Indicator> {
+        if let ColumnId::BuiltIn(id) = self { Some(id) } else { None }
+    }
+
+    fn declared(self) -> Option<DeclaredId> {
+        if let ColumnId::Declared(id) = self { Some(id) } else { None }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            ColumnId::BuiltIn(id) => id.decl().name,
+            ColumnId::Declared(id) => id.decl().name,
+        }
+    }
+}
+
+/// Returns the indicator of instances with this name.
+fn column_of(name: &str) -> Result<ColumnId> {
+    if let Some(decl) = declared::find(name) {
+        return Ok(ColumnId::Declared(decl.id));
+    }
+    let id = Indicator::from_name(name).filter(|id| id.decl().scope == Scope::Instance);
+    Ok(ColumnId::BuiltIn(id.ok_or_else(|| unknown_indicator(name))?))
 }
 
 /// The source of an index, by name.

@@ -130,7 +130,7 @@ fn optional<'a, T: numpy::Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -
     transfer_unshared=false, pull=None, pull_holder_seconds=0.0, pull_waits=true, pull_pinned=true,
     local_order="fcfs", order_slo_seconds=0.1, order_think_slo_seconds=None, swap=None, priority="none", priority_settings=None,
     split="none", split_settings=None, reschedule="none", reschedule_settings=None,
-    migration_by="kv", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
+    migration_by="fetch", migration_max_concurrent=4, migration_max_gap_seconds=1.0, silent_segments=false, token_slo_seconds=0.1,
     think_slo_seconds=None, routers=1, sharing_seconds=None, cached_answers=false, session_final=false, reported_cache_ratio=1.0, host_tier=None, tiers="auto",
     tier_load_ratio=0.02, programs="none", program_settings=None, load_admission=None, fleet_changes="none", fleet_change_settings=None,
     changes=None))]
@@ -283,12 +283,12 @@ fn simulate<'py>(
         reschedule: crate::reschedule::reschedule_of(reschedule, reschedule_settings, true)?
             .map(|made| made.0),
         move_by: match migration_by {
-            "kv" => MoveBy::Kv,
+            "fetch" => MoveBy::Kv,
             "recompute" => MoveBy::Recompute(Recompute {
                 at_once: migration_max_concurrent,
                 max_gap_seconds: migration_max_gap_seconds,
             }),
-            other => return Err(unknown("migration_by", other, "kv or recompute").into()),
+            other => return Err(unknown("migration_by", other, "fetch or recompute").into()),
         },
         changes: changes
             .unwrap_or_default()

@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub struct Decision {
     /// Number of the decision and of its record.
     #[pyo3(get)]
-    id: u64,
+    pub id: u64,
     /// Slot of the chosen instance.
     #[pyo3(get)]
     slot: u32,
@@ -136,16 +136,18 @@ impl Decision {
         })
     }
 
-    /// Scores, float32, one per slot; NaN for a slot that was no candidate. Raises `TicketError` if
-    /// the decision record is gone.
+    /// Scores, float32, one per slot; NaN for a slot that was no candidate. With more than 1,024
+    /// slots, or if the decision is old and its request still runs, only the 8 best scores are known,
+    /// and the others are NaN. Raises `TicketError` if the decision record is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
-        Ok(PyArray1::from_vec(py, self.receipt(py, |r| r.scores.clone())?))
+        Ok(PyArray1::from_vec(py, self.receipt(py, Receipt::known_scores)?))
     }
 
-    /// Names of the candidates, best first; the chosen instance comes before instances with equal
-    /// scores. Raises `TicketError` if the decision record is gone.
+    /// Names of the candidates whose scores are known (`scores()`), best first; the chosen instance
+    /// comes before instances with equal scores. Raises `TicketError` if the decision record is gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
-        let (scores, names, prefer) = self.receipt(py, |r| (r.scores.clone(), r.names.clone(), r.prefer))?;
+        let known = |r: &Receipt| (r.known_scores(), r.names.clone(), r.prefer);
+        let (scores, names, prefer) = self.receipt(py, known)?;
         let sign = if prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut order: Vec<usize> = (0..scores.len()).filter(|&i| !scores[i].is_nan()).collect();
         let first = self.slot as usize;
@@ -472,7 +474,13 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py
     for (name, score) in receipt.names.iter().zip(&receipt.scores).filter(|(name, _)| !name.is_empty()) {
         scores.set_item(&**name, number(f64::from(*score)))?;
     }
+    if receipt.scores.is_empty() {
+        for best in &receipt.best {
+            scores.set_item(name(best.slot), number(f64::from(best.score as f32)))?;
+        }
+    }
     dict.set_item("scores", scores)?;
+    dict.set_item("scored", receipt.scored)?;
     let best = PyList::empty(py);
     for (candidate, values) in receipt.explained() {
         let row = PyDict::new(py);
@@ -608,13 +616,12 @@ pub struct Stats {
     guard_on: bool,
     guard_suspected: usize,
     guard_filtering: usize,
-    instances: Vec<InstanceStats>,
-    /// Indicators of all instances, instance by instance.
-    values: Vec<f64>,
 }
 
-struct InstanceStats {
-    name: Arc<str>,
+/// State of an instance.
+pub struct InstanceStats {
+    /// `None`: it was removed.
+    name: Option<Arc<str>>,
     healthy: bool,
     draining: bool,
     role: Role,
@@ -624,28 +631,10 @@ struct InstanceStats {
 }
 
 impl Stats {
-    /// Copies the values; call [`Router::derive_all`] first.
+    /// Copies the values.
     pub fn of(router: &Router) -> Stats {
-        let fleet = router.fleet();
         let indexes = || Tier::MEDIA.iter().filter_map(|(_, tier)| router.index_of(*tier));
         let alarms = |phase| router.guard().alarms().iter().filter(|a| a.phase == phase).count();
-        let ids = || (0..fleet.slots()).map(|slot| InstanceId(slot as u32)).filter(|id| fleet.is_live(*id));
-        let pool_rate = router.knows_a_rate();
-        let instances = ids().map(|id| {
-            let (healthy, draining, role) = fleet.state(id);
-            InstanceStats {
-                name: fleet.name(id).clone(),
-                healthy,
-                draining,
-                role,
-                in_flight: router.in_flight_on(id),
-                decisions: router.decisions_on(id),
-                predicted_ttft_source: router.ttft_source(id, pool_rate).name(),
-            }
-        });
-        let columns: Vec<&[f64]> =
-            of_instances().map(|indicator| router.columns().get(indicator.id)).collect();
-        let values = ids().flat_map(|id| columns.iter().map(move |column| column[id.index()]));
         Stats {
             policy: router.policy().spec().name.to_string(),
             decode_policy: router.decode_policy().spec().name.to_string(),
@@ -656,8 +645,6 @@ impl Stats {
             guard_on: router.guard().config().on,
             guard_suspected: alarms(Phase::Suspected),
             guard_filtering: alarms(Phase::Filtering),
-            instances: instances.collect(),
-            values: values.collect(),
         }
     }
 
@@ -698,27 +685,58 @@ impl Stats {
         dict.set_item("guard_on", self.guard_on)?;
         dict.set_item("guard_suspected", self.guard_suspected)?;
         dict.set_item("guard_filtering", self.guard_filtering)?;
-        let instances = PyDict::new(py);
-        let width = of_instances().count();
-        for (instance, values) in self.instances.iter().zip(self.values.chunks(width)) {
-            let row = PyDict::new(py);
-            row.set_item("healthy", instance.healthy)?;
-            row.set_item("draining", instance.draining)?;
-            row.set_item("role", instance.role.name())?;
-            row.set_item("in_flight", instance.in_flight)?;
-            row.set_item("decisions", instance.decisions)?;
-            for (indicator, value) in of_instances().zip(values) {
-                row.set_item(indicator.name, (!value.is_nan()).then_some(*value))?;
-            }
-            row.set_item("predicted_ttft_source", instance.predicted_ttft_source)?;
-            instances.set_item(&*instance.name, row)?;
-        }
-        dict.set_item("instances", instances)?;
         Ok(dict)
     }
 }
 
+impl InstanceStats {
+    /// Copies the state of those instances that the router still has.
+    pub fn of(router: &Router, members: &[(InstanceId, u32)]) -> Vec<InstanceStats> {
+        let fleet = router.fleet();
+        let pool_rate = router.knows_a_rate();
+        let of = |&(id, generation): &(InstanceId, u32)| {
+            let (healthy, draining, role) = fleet.state(id);
+            let current = fleet.is_current(id, generation);
+            InstanceStats {
+                name: if current { Some(fleet.name(id).clone()) } else { None },
+                healthy,
+                draining,
+                role,
+                in_flight: router.in_flight_on(id),
+                decisions: router.decisions_on(id),
+                predicted_ttft_source: router.ttft_source(id, pool_rate).name(),
+            }
+        };
+        members.iter().map(of).collect()
+    }
+}
+
+/// Returns the state and the indicators (of [`of_instances`]) of instances by name.
+pub fn instance_dicts<'py>(
+    py: Python<'py>,
+    rows: &[InstanceStats],
+    columns: &[Vec<f64>],
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (i, instance) in rows.iter().enumerate() {
+        let Some(name) = &instance.name else { continue };
+        let row = PyDict::new(py);
+        row.set_item("healthy", instance.healthy)?;
+        row.set_item("draining", instance.draining)?;
+        row.set_item("role", instance.role.name())?;
+        row.set_item("in_flight", instance.in_flight)?;
+        row.set_item("decisions", instance.decisions)?;
+        for (indicator, column) in of_instances().zip(columns) {
+            let value = column[i];
+            row.set_item(indicator.name, (!value.is_nan()).then_some(value))?;
+        }
+        row.set_item("predicted_ttft_source", instance.predicted_ttft_source)?;
+        dict.set_item(&**name, row)?;
+    }
+    Ok(dict)
+}
+
 /// The indicators that each instance has.
-fn of_instances() -> impl Iterator<Item = &'static IndicatorDecl> {
+pub fn of_instances() -> impl Iterator<Item = &'static IndicatorDecl> {
     INDICATORS.iter().filter(|decl| decl.scope == Scope::Instance)
 }

@@ -4,8 +4,8 @@ use crate::ticket::Ticket;
 use lmetric_core::plan::{Event, Usage};
 use lmetric_core::program::Finish as EndedBy;
 use lmetric_wire::{
-    Fields, Finish, Kind, MAX_TOKENS, Observer, Peer as CorePeer, Request, Scanner, Step,
-    WireError as CoreWireError, split,
+    ChunkedBody as CoreChunkedBody, Fields, Finish, Kind, MAX_TOKENS, Observer, Peer as CorePeer, Request,
+    Scanner, Step, WireError as CoreWireError, split,
 };
 use numpy::PyArray1;
 use pyo3::create_exception;
@@ -25,6 +25,9 @@ create_exception!(
     "Bytes that are not a valid HTTP/1.1 message, or a message that ends too early."
 );
 
+/// Bytes of a read that may not have been the last one of its turn of the event loop. Event loops
+/// read up to 256 kB at once, and libuv up to 32 times before it reads another connection.
+const FULL_READ: usize = 64 * 1024;
 const PASS: u64 = 4;
 const OUT: u64 = 8;
 /// Flags of a step of [`ResponseReader`].
@@ -47,8 +50,19 @@ fn flags(step: Step) -> u64 {
 type Observed<'py> =
     (Option<Bound<'py, PyArray1<u32>>>, Bound<'py, PyArray1<u32>>, String, Bound<'py, PyAny>);
 
+create_exception!(
+    lmetric,
+    HeadTooLargeError,
+    WireError,
+    "A request head above a limit on its bytes or fields. The message names a field and no value."
+);
+
 fn error(error: CoreWireError) -> PyErr {
-    WireError::new_err(error.to_string())
+    let text = error.to_string();
+    match error {
+        CoreWireError::HeadTooLarge(_) => HeadTooLargeError::new_err(text),
+        _ => WireError::new_err(text),
+    }
 }
 
 /// Reads an engine's HTTP/1.1 responses and frames them for the client. Base class of an asyncio
@@ -78,6 +92,35 @@ impl ResponseReader {
             self.tell(py)?;
         }
         Ok(flags(step))
+    }
+
+    /// Reads data and writes it to the client, or gives it to the sink.
+    fn read(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        let py = slf.py();
+        let mut this = slf.borrow_mut();
+        let Some(sink) = this.sink.as_ref().map(|sink| sink.clone_ref(py)) else {
+            drop(this);
+            return slf.call_method0("unasked").map(drop);
+        };
+        this.pieces += 1;
+        let step = this.scanner.feed(data.as_bytes());
+        let step = this.stepped(py, step);
+        let write = this.write.as_ref().map(|write| write.clone_ref(py));
+        let framed = match (&step, &write) {
+            (Ok(OUT), Some(_)) => Some(this.take(py)),
+            _ => None,
+        };
+        // The callee may call back into this object.
+        drop(this);
+        let done = match (step, write) {
+            (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
+            (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
+            (Err(error), _) => Err(error.into()),
+        };
+        match done {
+            Ok(_) => Ok(()),
+            Err(error) => sink.call_method1(py, "failed", (error,)).map(drop),
+        }
     }
 
     /// Reports tokens that the client is about to receive to the ticket.
@@ -128,34 +171,18 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    /// Receives data from the event loop.
+    /// Receives data from the event loop. Calls `full` after data of at least `FULL_READ` bytes.
     fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
-        let py = slf.py();
-        let mut this = slf.borrow_mut();
-        let Some(sink) = this.sink.as_ref().map(|sink| sink.clone_ref(py)) else {
-            drop(this);
-            return slf.call_method0("unasked").map(drop);
-        };
-        this.pieces += 1;
-        let step = this.scanner.feed(data.as_bytes());
-        let step = this.stepped(py, step);
-        let write = this.write.as_ref().map(|write| write.clone_ref(py));
-        let framed = match (&step, &write) {
-            (Ok(OUT), Some(_)) => Some(this.take(py)),
-            _ => None,
-        };
-        // The callee may call back into this object.
-        drop(this);
-        let done = match (step, write) {
-            (Ok(PASS | OUT), Some(write)) => write.call1(py, (framed.as_ref().unwrap_or(data),)),
-            (Ok(flags), _) => return sink.call_method1(py, intern!(py, "received"), (flags, data)).map(drop),
-            (Err(error), _) => Err(error.into()),
-        };
-        match done {
-            Ok(_) => Ok(()),
-            Err(error) => sink.call_method1(py, "failed", (error,)).map(drop),
+        Self::read(slf, data)?;
+        if data.as_bytes().len() >= FULL_READ {
+            slf.borrow_mut().scanner.shrink();
+            slf.call_method0("full")?;
         }
+        Ok(())
     }
+
+    /// Called after a read that may not have been the last one of this turn of the event loop.
+    fn full(&self) {}
 
     fn eof(&mut self, py: Python<'_>) -> Result<u64> {
         let step = self.scanner.eof();
@@ -189,6 +216,12 @@ impl ResponseReader {
         PyBytes::new(py, self.scanner.take_payload())
     }
 
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    #[getter]
+    fn held(&self) -> &[u8] {
+        self.scanner.held()
+    }
+
     /// Commits the answer for Python itself, without a client. Returns the events so far, as
     /// `events`.
     fn commit_events<'py>(&mut self, py: Python<'py>) -> Result<Bound<'py, PyList>> {
@@ -196,6 +229,11 @@ impl ResponseReader {
         self.write = None;
         self.scanner.commit_alone();
         Ok(self.events(py)?)
+    }
+
+    /// Takes the texts of comments that came before the commit, each as a line.
+    fn take_comments<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.scanner.take_comments())
     }
 
     /// Returns the data of each new event, and each comment line.
@@ -267,6 +305,7 @@ impl ResponseReader {
 
     /// Removes the sink and returns it.
     fn detach(&mut self) -> Option<Py<PyAny>> {
+        self.scanner.shrink();
         self.write = None;
         self.sink.take()
     }
@@ -414,6 +453,8 @@ struct RequestHead {
     #[pyo3(get)]
     framed: bool,
     #[pyo3(get)]
+    chunked: bool,
+    #[pyo3(get)]
     start: usize,
     #[pyo3(get)]
     length: u64,
@@ -470,6 +511,11 @@ impl RequestHead {
     }
 
     #[getter]
+    fn x_api_key(&self) -> Option<&[u8]> {
+        self.fields.x_api_key.as_deref()
+    }
+
+    #[getter]
     fn api_key(&self) -> Option<&[u8]> {
         self.fields.api_key.as_deref()
     }
@@ -501,7 +547,7 @@ impl RequestHead {
     /// client's fields, the end.
     ///
     /// `priority` replaces the client's priority. `own_key`: `first` has an `authorization`, so the
-    /// client's is left out. `own_priority`: the client's priority is left out. `peer`: the
+    /// client's credentials are left out. `own_priority`: the client's priority is left out. `peer`: the
     /// request's sender, which forwarding fields describe; None: the head has no such fields.
     #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false, peer=None))]
     #[allow(clippy::too_many_arguments)]
@@ -517,8 +563,8 @@ impl RequestHead {
     ) -> PyResult<Bound<'py, PyBytes>> {
         let given = priority.map(|priority| priority.to_string().into_bytes());
         let field = given.as_ref().or(self.fields.priority.as_ref().filter(|_| !own_priority));
-        let lines = if own_key && self.fields.authorization.is_some() {
-            Cow::Owned(lmetric_wire::without_authorization(&self.fields.lines))
+        let lines = if own_key && lmetric_wire::has_credentials(&self.fields) {
+            Cow::Owned(lmetric_wire::without_credentials(&self.fields.lines))
         } else {
             Cow::Borrowed(&self.fields.lines)
         };
@@ -556,12 +602,42 @@ impl RequestHead {
     }
 }
 
-/// Reads heads of requests. `own_keys`: `authorization` is for the router. `id_prefix`: prefix of
-/// the ids of requests that have no id.
+/// The chunked body of a client's request.
+#[pyclass(module = "lmetric._core")]
+#[derive(Default)]
+struct ChunkedBody {
+    inner: CoreChunkedBody,
+}
+
+#[pymethods]
+impl ChunkedBody {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the payload in `data`, and the number of bytes read: fewer than given at the end.
+    fn read<'py>(&mut self, py: Python<'py>, data: &[u8]) -> PyResult<(Bound<'py, PyBytes>, usize)> {
+        let mut payload = Vec::with_capacity(data.len());
+        let used = self.inner.read(data, &mut payload).map_err(error)?;
+        Ok((PyBytes::new(py, &payload), used))
+    }
+
+    /// Whether the body has ended.
+    #[getter]
+    fn done(&self) -> bool {
+        self.inner.done()
+    }
+}
+
+/// Reads heads of requests. `own_keys`: credentials are for the router. `id_prefix`: prefix of the
+/// ids of requests that have no id. `limit`: most bytes of a head.
 #[pyclass(frozen, module = "lmetric._core")]
 struct RequestReader {
     own_keys: bool,
     id_prefix: String,
+    #[pyo3(get)]
+    limit: usize,
     count: AtomicU64,
 }
 
@@ -573,7 +649,8 @@ impl RequestReader {
         );
         RequestHead {
             plain: request.kind == Kind::Plain,
-            framed: request.kind != Kind::Other,
+            framed: matches!(request.kind, Kind::Plain | Kind::Framed),
+            chunked: request.kind == Kind::Chunked,
             start: request.start,
             length: request.length,
             keep_alive: request.keep_alive,
@@ -588,13 +665,13 @@ impl RequestReader {
 #[pymethods]
 impl RequestReader {
     #[new]
-    fn new(own_keys: bool, id_prefix: String) -> Self {
-        Self { own_keys, id_prefix, count: AtomicU64::new(1) }
+    fn new(own_keys: bool, id_prefix: String, limit: usize) -> Self {
+        Self { own_keys, id_prefix, limit, count: AtomicU64::new(1) }
     }
 
     /// Reads the head at the start of `data`; None if it is incomplete.
     fn read(&self, data: &[u8]) -> PyResult<Option<RequestHead>> {
-        let request = Request::read(data, self.own_keys).map_err(error)?;
+        let request = Request::read(data, self.own_keys, self.limit).map_err(error)?;
         Ok(request.map(|request| self.head(request)))
     }
 
@@ -670,10 +747,14 @@ impl DecisionLabels {
 /// Adds its classes and functions to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("MAX_TOKENS", MAX_TOKENS)?;
+    module.add("FULL_READ", FULL_READ)?;
     module.add("WireError", module.py().get_type::<WireError>())?;
     for (name, bit) in FLAGS {
         module.add(name, bit)?;
     }
+    module.add("HeadTooLargeError", module.py().get_type::<HeadTooLargeError>())?;
+    module.add("MAX_REQUEST_FIELDS", lmetric_wire::REQUEST_FIELDS_LIMIT)?;
+    module.add_class::<ChunkedBody>()?;
     module.add_class::<DecisionLabels>()?;
     module.add_class::<Peer>()?;
     module.add_class::<RequestHead>()?;

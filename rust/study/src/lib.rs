@@ -8,7 +8,6 @@
 pub mod forecast;
 pub mod planner;
 pub mod policy;
-pub mod pressure;
 
 use lmetric_core::Registry;
 use lmetric_core::registry::{CORE, Rows};

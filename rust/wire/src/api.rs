@@ -1,16 +1,15 @@
 //! The parts of the OpenAI API that a router reads.
 //!
-//! Checks only the fields that routing needs; the engine checks the other fields. Fields for
-//! messages between engines are refused: from a client, they could stop an engine.
+//! Refuses a body that is no JSON object or has an absurd shape, a model name that is no string,
+//! and fields for messages between engines: from a client, they could stop an engine. All other
+//! fields are the engine's to check. The router estimates the load of values that it cannot read.
 
 use std::borrow::Cow;
 
+use crate::prompt_text::{self, compact};
 use crate::shape::excess;
 use crate::tree::{Json, Members};
 
-/// Largest number of texts in one completion request. More texts would block the server's event
-/// loop while they are read.
-pub const MAX_PROMPTS: usize = 10_000;
 /// Fields that only a router or another engine may send (vLLM, SGLang, Dynamo).
 pub const INTERNAL_FIELDS: [&str; 10] = [
     "kv_transfer_params",
@@ -49,7 +48,11 @@ pub enum PromptReader {
     Completion,
     /// `token_ids`, with `sampling_params` (vLLM's `/inference/v1/generate`).
     TokenIds,
-    /// `messages`, `prompt` or `input` of another API; the engine checks the shape.
+    /// `system` and `messages` of Anthropic's API.
+    Messages,
+    /// `instructions` and `input` of OpenAI's Responses API.
+    Responses,
+    /// The prompts of another API: `messages`, texts, or pairs of texts to compare.
     Input,
     /// The engine computes no prompt and does not stream.
     Nothing,
@@ -63,6 +66,8 @@ impl PromptReader {
             "chat_batch" => Self::ChatBatch,
             "completion" => Self::Completion,
             "token_ids" => Self::TokenIds,
+            "messages" => Self::Messages,
+            "responses" => Self::Responses,
             "input" => Self::Input,
             "nothing" => Self::Nothing,
             _ => return None,
@@ -86,7 +91,7 @@ impl PromptReader {
 pub enum Prompt<'a> {
     /// No prompt that the router can match.
     None,
-    /// Text. For a conversation: its messages in the order in which a chat template writes them, so
+    /// Text. For a conversation: its parts in the order in which a chat template writes them, so
     /// that equal prefixes stay equal.
     Text(Cow<'a, str>),
     /// Token ids.
@@ -104,7 +109,7 @@ pub struct ApiRequest<'a> {
     pub session: Option<Cow<'a, str>>,
     /// `session_id`, if it is a text that is not empty.
     pub session_id: Option<Cow<'a, str>>,
-    /// `cache_salt`.
+    /// `cache_salt`; JSON if it is no text.
     pub salt: Option<Cow<'a, str>>,
     /// Largest number of answer tokens.
     pub max_tokens: Option<u32>,
@@ -124,7 +129,7 @@ fn name(value: Json<'_>) -> Option<Cow<'_, str>> {
 }
 
 impl<'a> ApiRequest<'a> {
-    /// Reads the body of a request.
+    /// Reads the body of a request, in UTF-8 ([`utf8`]).
     ///
     /// # Errors
     /// A [`Refusal`] that names the wrong field.
@@ -135,27 +140,27 @@ impl<'a> ApiRequest<'a> {
         } else {
             internal(&fields, "")?;
         }
-        let model = text(&mut fields, "model")?;
-        let stream = match fields.take("stream") {
-            Json::Bool(stream) => stream && reader.streams(),
-            Json::Null => false,
-            other => return must_be("stream", "true or false", &other),
+        let model = match fields.take("model") {
+            Json::Text(model) => Some(model),
+            Json::Null => None,
+            other => return refusal(format!("model must be a string, not {other}"), "model"),
         };
-        let salt = text(&mut fields, "cache_salt")?;
+        let stream = reader.streams() && truth(&fields.take("stream"));
+        let salt = match fields.take("cache_salt") {
+            Json::Text(salt) => Some(salt),
+            Json::Null => None,
+            other => Some(compact(&other).into()),
+        };
         let mut session = None;
-        match fields.take("vllm_xargs") {
-            Json::Object(mut inner) => {
-                internal(&inner, "vllm_xargs.")?;
-                session = name(inner.take("session_id"));
-            }
-            Json::Null => {}
-            other => return must_be("vllm_xargs", "an object", &other),
+        if let Json::Object(mut inner) = fields.take("vllm_xargs") {
+            internal(&inner, "vllm_xargs.")?;
+            session = name(inner.take("session_id"));
         }
         let session = session.or_else(|| name(fields.take("user")));
         let session_id = name(fields.take("session_id"));
         let max_tokens = match (reader, fields.get_mut("sampling_params")) {
-            (PromptReader::TokenIds, Some(Json::Object(inner))) => max_tokens(inner, "sampling_params.")?,
-            _ => max_tokens(&mut fields, "")?,
+            (PromptReader::TokenIds, Some(Json::Object(inner))) => max_tokens(inner),
+            _ => max_tokens(&mut fields),
         };
         let mut read = Self {
             model,
@@ -172,136 +177,137 @@ impl<'a> ApiRequest<'a> {
                 _ => f64::NAN,
             }),
         };
+        let size = body.len();
         match reader {
-            PromptReader::Chat => {
-                let messages = fields.take("messages");
-                let rendered = conversation(&messages, "messages", fields.get("tools"), body.len())?;
-                read.prompt = Prompt::Text(rendered.into());
+            PromptReader::Chat => read.text(prompt_text::chat(&fields, fields.get("messages"), size)),
+            PromptReader::ChatBatch => read.conversations(&fields, fields.get("messages"), size),
+            PromptReader::Completion => {
+                read.prompts(fields.take("prompt"));
+                // Engines that fill in the middle write it into the prompt, in the model's own form.
+                read.more_bytes += fields.get("suffix").and_then(Json::as_str).map_or(0, str::len);
             }
-            PromptReader::ChatBatch => read.conversations(&fields.take("messages"), body.len())?,
-            PromptReader::Completion => read.completion_prompt(fields.take("prompt"))?,
-            PromptReader::TokenIds => match fields.take("token_ids") {
-                Json::List(ids) if !ids.is_empty() => {
-                    let ids = token_ids(&ids, "token_ids", "token_ids")?;
-                    // The placeholders of different images have equal token IDs.
-                    if ["features", "content_parts"]
-                        .iter()
-                        .any(|name| fields.get(name).is_some_and(Json::is_something))
-                    {
-                        read.more_tokens = ids.len();
-                    } else {
-                        read.prompt = Prompt::Tokens(ids);
-                    }
+            PromptReader::TokenIds => {
+                read.prompts(fields.take("token_ids"));
+                // The placeholders of different images have equal token IDs.
+                let media = ["features", "content_parts"];
+                if media.iter().any(|name| fields.get(name).is_some_and(Json::is_something))
+                    && let Prompt::Tokens(ids) = std::mem::replace(&mut read.prompt, Prompt::None)
+                {
+                    read.more_tokens += ids.len();
                 }
-                other => return must_be("token_ids", "a list of at least one token id", &other),
-            },
-            PromptReader::Input => read.other_prompt(&mut fields, body.len())?,
+            }
+            PromptReader::Messages => read.text(prompt_text::messages(&fields, size)),
+            PromptReader::Responses => read.text(prompt_text::responses(&fields, size)),
+            PromptReader::Input => read.other_prompt(&mut fields, size),
             PromptReader::Nothing => {}
         }
         Ok(read)
     }
 
+    /// Sets the prompt to a text, unless it is empty.
+    fn text(&mut self, text: String) {
+        if !text.is_empty() {
+            self.prompt = Prompt::Text(text.into());
+        }
+    }
+
+    /// Reads a text, token IDs, or a list of either: the first is matched, others count as load.
+    fn prompts(&mut self, prompt: Json<'a>) {
+        match prompt {
+            Json::Null => {}
+            Json::Text(text) => self.prompt = Prompt::Text(text),
+            Json::Ids(ids) => self.prompt = Prompt::Tokens(ids),
+            Json::List(list) if matches!(list.first(), Some(Json::Number(_))) => {
+                self.more_tokens = list.len()
+            }
+            Json::List(list) => {
+                for (index, prompt) in list.into_iter().enumerate() {
+                    match prompt {
+                        Json::Text(text) if index == 0 => self.prompt = Prompt::Text(text),
+                        Json::Ids(ids) if index == 0 => self.prompt = Prompt::Tokens(ids),
+                        Json::Text(text) => self.more_bytes += text.len(),
+                        Json::Ids(ids) => self.more_tokens += ids.len(),
+                        Json::List(numbers) => self.more_tokens += numbers.len(),
+                        other => self.more_bytes += compact(&other).len(),
+                    }
+                }
+            }
+            other => self.prompt = Prompt::Text(compact(&other).into()),
+        }
+    }
+
     /// Reads several conversations: the first is matched, and the others count as load.
-    fn conversations(&mut self, list: &Json<'a>, size: usize) -> Result<(), Refusal> {
-        let Json::List(list) = list else {
-            return must_be("messages", "a list of conversations", list);
+    fn conversations(&mut self, fields: &Members<'a>, list: Option<&Json<'a>>, size: usize) {
+        let Some(Json::List(list)) = list else {
+            return self.text(prompt_text::chat(fields, list, size));
         };
         for (index, messages) in list.iter().enumerate() {
-            let place = format!("messages[{index}]");
-            let rendered = conversation(messages, &place, None, if index == 0 { size } else { 0 })?;
-            if index == 0 {
-                self.prompt = Prompt::Text(rendered.into());
-            } else {
-                self.more_bytes += rendered.len();
-            }
+            let text = prompt_text::chat(fields, Some(messages), if index == 0 { size } else { 0 });
+            if index == 0 { self.text(text) } else { self.more_bytes += text.len() }
         }
-        if list.is_empty() {
-            return refusal("messages must be a list of at least one conversation".into(), "messages");
-        }
-        Ok(())
     }
 
-    /// Reads a completion's prompt: a text, token IDs, or a list of either.
-    fn completion_prompt(&mut self, prompt: Json<'a>) -> Result<(), Refusal> {
-        let list = match prompt {
-            Json::Text(text) => {
-                self.prompt = Prompt::Text(text);
-                return Ok(());
-            }
-            Json::List(list) if !list.is_empty() => list,
-            other => return must_be("prompt", "a string or a list of token ids", &other),
-        };
-        match &list[0] {
-            Json::Number(_) => self.prompt = Prompt::Tokens(token_ids(&list, "prompt", "prompt")?),
-            Json::Text(_) if list.len() > MAX_PROMPTS => {
-                let count = list.len();
-                let message = format!("prompt has {count} texts; at most {MAX_PROMPTS} are accepted");
-                return refusal(message, "prompt");
-            }
-            Json::Text(_) => {
-                for (index, text) in list.iter().enumerate().skip(1) {
-                    let Json::Text(text) = text else {
-                        return refusal(
-                            format!("prompt[{index}] must be a string like prompt[0], not {text}"),
-                            "prompt",
-                        );
-                    };
-                    self.more_bytes += text.len();
+    /// Reads the prompts of an API without a reader of its own.
+    fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) {
+        let is_message =
+            |value: &Json<'_>| matches!(value, Json::Object(fields) if fields.get("role").is_some());
+        for name in ["messages", "input"] {
+            let Some(given) = fields.get(name).filter(|given| given.is_something()) else { continue };
+            let first = if let Json::List(list) = given { list.first() } else { None };
+            match first {
+                Some(Json::List(inner)) if inner.first().is_some_and(is_message) => {
+                    return self.conversations(fields, Some(given), size);
                 }
-                if let Some(Json::Text(first)) = list.into_iter().next() {
-                    self.prompt = Prompt::Text(first);
+                _ if name == "messages" || first.is_some_and(is_message) => {
+                    return self.text(prompt_text::chat(fields, Some(given), size));
                 }
-            }
-            Json::List(_) => {
-                let mut prompts = list.iter().enumerate().map(|(index, ids)| {
-                    let place = format!("prompt[{index}]");
-                    match ids {
-                        Json::List(ids) => token_ids(ids, &place, "prompt"),
-                        other => {
-                            refusal(format!("{place} must be a list of token ids, not {other}"), "prompt")
-                        }
-                    }
-                });
-                if let Some(first) = prompts.next() {
-                    self.prompt = Prompt::Tokens(first?);
-                }
-                for ids in prompts {
-                    self.more_tokens += ids?.len();
-                }
-            }
-            other => {
-                let expected = "a token id, a string or a list of token ids";
-                return refusal(format!("prompt[0] must be {expected}, not {other}"), "prompt");
+                _ => {}
             }
         }
-        Ok(())
+        if let Some(pairs) = prompt_text::Pairs::of(fields) {
+            self.more_bytes = pairs.other_bytes();
+            return self.text(pairs.first());
+        }
+        let names = ["prompt", "input", "text", "input_ids", "data"];
+        if let Some(name) = names.into_iter().find(|name| fields.get(name).is_some_and(Json::is_something)) {
+            self.prompts(fields.take(name));
+        }
     }
+}
 
-    /// Reads the prompt of another API's request, if it has one. The engine checks its shape.
-    fn other_prompt(&mut self, fields: &mut Members<'a>, size: usize) -> Result<(), Refusal> {
-        if let Json::List(messages) = fields.take("messages") {
-            let system = fields.get("system").and_then(Json::as_str).unwrap_or_default();
-            let rendered = render(system.to_owned(), &messages, "messages", fields.get("tools"), size)?;
-            self.prompt = Prompt::Text(rendered.into());
-            return Ok(());
-        }
-        let name = if fields.get("prompt").is_some() { "prompt" } else { "input" };
-        let mut prompt = fields.take(name);
-        if let Json::List(list) = &mut prompt
-            && let Some(Json::Text(_)) = list.first()
-        {
-            self.more_bytes = list[1..].iter().filter_map(Json::as_str).map(str::len).sum();
-            prompt = list.swap_remove(0);
-        }
-        self.prompt = match prompt {
-            Json::Null => Prompt::None,
-            Json::Text(text) => match fields.get("instructions").and_then(Json::as_str) {
-                Some(instructions) => Prompt::Text(format!("{instructions}\x1e{text}").into()),
-                None => Prompt::Text(text),
-            },
-            other => Prompt::Text(compact(&other).into()),
-        };
-        Ok(())
+/// Returns the body in UTF-8 without a byte order mark. Engines in Python find out the encoding
+/// (UTF-8, 16 or 32) as this function does (RFC 4627, 3). Bytes that are not of this encoding stay
+/// as they are; reading them fails.
+pub fn utf8(body: &[u8]) -> Cow<'_, [u8]> {
+    let at = |index: usize| body.get(index).copied();
+    let zero = |index: usize| at(index) == Some(0);
+    if !matches!(at(0), Some(0 | 0xef | 0xfe | 0xff)) && !zero(1) {
+        return Cow::Borrowed(body);
+    }
+    let (skip, width, big_endian) = match body {
+        [0xef, 0xbb, 0xbf, rest @ ..] => return Cow::Borrowed(rest),
+        [0xff, 0xfe, 0, 0, ..] => (4, 4, false),
+        [0, 0, 0xfe, 0xff, ..] => (4, 4, true),
+        [0xff, 0xfe, ..] => (2, 2, false),
+        [0xfe, 0xff, ..] => (2, 2, true),
+        [0, 0, _, _, ..] => (0, 4, true),
+        [0, _, ..] => (0, 2, true),
+        [_, 0, 0, 0, ..] => (0, 4, false),
+        [_, 0, ..] => (0, 2, false),
+        _ => return Cow::Borrowed(body),
+    };
+    let units = body[skip..].chunks(width).map(|unit| {
+        let value = |value: u32, byte: &u8| value << 8 | u32::from(*byte);
+        if big_endian { unit.iter().fold(0, value) } else { unit.iter().rev().fold(0, value) }
+    });
+    let text: Option<String> = if width == 4 {
+        units.map(char::from_u32).collect()
+    } else {
+        char::decode_utf16(units.map(|unit| unit as u16)).collect::<Result<_, _>>().ok()
+    };
+    match text {
+        Some(text) if (body.len() - skip) % width == 0 => Cow::Owned(text.into_bytes()),
+        _ => Cow::Borrowed(body),
     }
 }
 
@@ -360,166 +366,82 @@ fn internal_in_list(list: &[Json<'_>], place: &str) -> Result<(), Refusal> {
     })
 }
 
-fn must_be<T>(place: &str, expected: &str, got: &Json<'_>) -> Result<T, Refusal> {
-    refusal(format!("{place} must be {expected}, not {got}"), place)
-}
-
-fn text<'a>(fields: &mut Members<'a>, name: &str) -> Result<Option<Cow<'a, str>>, Refusal> {
-    match fields.take(name) {
-        Json::Text(text) => Ok(Some(text)),
-        Json::Null => Ok(None),
-        other => must_be(name, "a string", &other),
-    }
-}
-
-/// Returns the first limit that is present; the engine checks the other limits.
-fn max_tokens(fields: &mut Members<'_>, inside: &str) -> Result<Option<u32>, Refusal> {
-    for name in ["max_completion_tokens", "max_tokens", "max_output_tokens"] {
-        let value = fields.take(name);
-        if value == Json::Null {
-            continue;
+/// Reads a boolean as pydantic does. The engine refuses other values.
+fn truth(value: &Json<'_>) -> bool {
+    match value {
+        Json::Bool(yes) => *yes,
+        Json::Number(number) => number.as_f64() == Some(1.0),
+        Json::Text(text) => {
+            ["true", "1", "yes", "on", "t", "y"].iter().any(|yes| text.eq_ignore_ascii_case(yes))
         }
-        let given = if let Json::Number(number) = &value { number.as_u64() } else { None };
-        return match given.and_then(|given| i32::try_from(given).ok()) {
-            Some(limit) => Ok(Some(limit.unsigned_abs())),
-            None => must_be(&format!("{inside}{name}"), "a whole number from 0", &value),
-        };
+        _ => false,
     }
-    Ok(None)
 }
 
-/// Reads token IDs. `place`: their position in the body; `param`: the field of the body.
-fn token_ids(list: &[Json<'_>], place: &str, param: &str) -> Result<Vec<u32>, Refusal> {
-    let id = |(index, value): (usize, &Json<'_>)| {
-        let number = if let Json::Number(number) = value { number.as_u64() } else { None };
-        number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| {
-            let got: String = compact(value).chars().take(60).collect();
-            let message = format!("{place}[{index}] must be a token id from 0 to {}, not {got}", u32::MAX);
-            Refusal { message, param: Some(param.into()) }
-        })
+/// Returns the first limit that is present, if it is a whole number as pydantic reads it. Engines
+/// refuse other limits, or take them as no limit.
+fn max_tokens(fields: &mut Members<'_>) -> Option<u32> {
+    let names = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+    let value = names.into_iter().map(|name| fields.take(name)).find(|value| *value != Json::Null)?;
+    let limit = match value {
+        Json::Number(number) => number.as_f64()?,
+        Json::Text(text) => text.trim().parse().ok()?,
+        _ => return None,
     };
-    list.iter().enumerate().map(id).collect()
-}
-
-/// Writes a conversation of at least one message. `place`: its position in the body; `size`:
-/// expected bytes.
-fn conversation(
-    messages: &Json<'_>,
-    place: &str,
-    tools: Option<&Json<'_>>,
-    size: usize,
-) -> Result<String, Refusal> {
-    match messages {
-        Json::List(list) if !list.is_empty() => render(String::new(), list, place, tools, size),
-        other => must_be(place, "a list of at least one message", other),
-    }
-}
-
-/// Appends a conversation to `text`, in the order in which a chat template writes it. `place`: the
-/// position of its messages in the body; `size`: expected bytes.
-fn render(
-    mut text: String,
-    messages: &[Json<'_>],
-    place: &str,
-    tools: Option<&Json<'_>>,
-    size: usize,
-) -> Result<String, Refusal> {
-    text.reserve(size);
-    if let Some(tools) = tools.filter(|tools| tools.is_something()) {
-        text.push('\x1e');
-        text.push_str(&compact(tools));
-    }
-    for (index, message) in messages.iter().enumerate() {
-        let Json::Object(message) = message else {
-            return must_be(&format!("{place}[{index}]"), "an object", message);
-        };
-        let role = message.get("role").unwrap_or(&Json::Null);
-        let Json::Text(role) = role else {
-            return must_be(&format!("{place}[{index}].role"), "a string", role);
-        };
-        text.extend(["\x1e", role, "\n"]);
-        match message.get("content") {
-            None | Some(Json::Null) => {}
-            Some(Json::Text(content)) => text.push_str(content),
-            Some(Json::List(parts)) => content_parts(&mut text, parts, &format!("{place}[{index}]"))?,
-            Some(other) => {
-                return must_be(&format!("{place}[{index}].content"), "a string or a list of parts", other);
-            }
-        }
-        if message.len() > 2 {
-            for name in ["name", "reasoning_content", "tool_calls", "tool_call_id"] {
-                let Some(value) = message.get(name).filter(|value| value.is_something()) else { continue };
-                text.push('\x1f');
-                match value {
-                    Json::Text(value) => text.push_str(value),
-                    other => text.push_str(&compact(other)),
-                }
-            }
-        }
-    }
-    Ok(text)
-}
-
-fn content_parts(text: &mut String, parts: &[Json<'_>], message: &str) -> Result<(), Refusal> {
-    for (index, part) in parts.iter().enumerate() {
-        let said = if let Json::Object(fields) = part { fields.get("text") } else { Some(part) };
-        match (part, said) {
-            (_, Some(Json::Text(said))) => text.push_str(said),
-            // An image or sound counts by its digest, not by its bytes.
-            (Json::Object(_), _) => text.push_str(&format!("\x1f{:032x}", part.digest())),
-            _ => return must_be(&format!("{message}.content[{index}]"), "an object", part),
-        }
-    }
-    Ok(())
-}
-
-fn compact(value: &Json<'_>) -> String {
-    serde_json::to_string(value).expect("names are strings, and a String takes all")
+    let most = f64::from(i32::MAX); // more tokens than any model's context
+    (limit >= 0.0 && limit.fract() == 0.0).then_some(limit.min(most) as u32)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn text_of(reader: PromptReader, body: &str) -> String {
-        match ApiRequest::read(reader, body.as_bytes()).expect(body).prompt {
-            Prompt::Text(text) => text.into_owned(),
-            other => panic!("{body}: {other:?}"),
-        }
-    }
-
     fn refused(reader: PromptReader, body: &str) -> (String, String) {
         let refusal = ApiRequest::read(reader, body.as_bytes()).expect_err(body);
         (refusal.param.unwrap_or_default(), refusal.message)
     }
 
-    #[test]
-    fn a_chat_is_written_message_by_message() {
-        let body = r#"{"tools": [{"b": 1, "a": [ ]}], "messages": [
-            {"role": "system", "content": "be"},
-            {"role": "user", "content": ["a", {"type": "text", "text": "b"}, "c"], "name": "n"},
-            {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": ""},
-            {"role": "tool", "tool_call_id": "1", "content": "x"}]}"#;
-        assert_eq!(
-            text_of(PromptReader::Chat, body),
-            "\x1e[{\"b\":1,\"a\":[]}]\x1esystem\nbe\x1euser\nabc\x1fn\x1eassistant\n\x1f[{\"id\":\"1\"}]\x1etool\nx\x1f1"
-        );
+    fn read(reader: PromptReader, body: &str) -> ApiRequest<'_> {
+        ApiRequest::read(reader, body.as_bytes()).expect(body)
     }
 
     #[test]
-    fn other_apis_tell_their_prompt_where_they_have_one() {
-        let text = |body| text_of(PromptReader::Input, body);
-        assert_eq!(text(r#"{"input": "a", "instructions": "b"}"#), "b\x1ea");
-        assert_eq!(text(r#"{"input": [{"b": 1, "a": 2}]}"#), r#"[{"b":1,"a":2}]"#);
+    fn other_apis_tell_their_prompts_where_they_have_some() {
+        let read = |body| read(PromptReader::Input, body);
+        let chat = read(r#"{"messages": [{"role": "user", "content": "c"}], "input": "x"}"#);
+        assert_eq!(chat.prompt, Prompt::Text("\x1euser\nc".into()));
+        let several = read(r#"{"input": ["é", "ab", 3, "é"]}"#);
+        assert_eq!((several.prompt, several.more_bytes), (Prompt::Text("é".into()), 5));
+        let ids = read(r#"{"input": [[1, 2], [3], [4, 5]]}"#);
+        assert_eq!((ids.prompt, ids.more_tokens), (Prompt::Tokens(vec![1, 2]), 3));
+        assert_eq!(read(r#"{"input": [7, 8]}"#).prompt, Prompt::Tokens(vec![7, 8]));
+        assert_eq!(read(r#"{"data": {"b": 1}}"#).prompt, Prompt::Text(r#"{"b":1}"#.into()));
+        let rank = read(r#"{"query": "q", "documents": ["a", "bc"]}"#);
+        assert_eq!((rank.prompt, rank.more_bytes), (Prompt::Text("\x1eq\x1ea".into()), 3));
+        let chats = r#"[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]"#;
+        for name in ["messages", "input"] {
+            let body = format!(r#"{{"{name}": {chats}}}"#);
+            let several = ApiRequest::read(PromptReader::Input, body.as_bytes()).unwrap();
+            assert_eq!((several.prompt, several.more_bytes), (Prompt::Text("\x1euser\na".into()), 7));
+        }
+        let body = r#"{"input": [{"role": "user", "content": "a"}]}"#;
+        assert_eq!(read(body).prompt, Prompt::Text("\x1euser\na".into()));
+        assert_eq!(read("{}").prompt, Prompt::None);
+        assert_eq!(read(r#"{"messages": []}"#).prompt, Prompt::None);
+    }
+
+    #[test]
+    fn agents_prompts_have_readers_of_their_own() {
+        let body = r#"{"system": "s", "messages": [{"role": "user", "content": "c"}]}"#;
         assert_eq!(
-            text(r#"{"system": "s", "messages": [{"role": "user", "content": "c"}]}"#),
-            "s\x1euser\nc"
+            read(PromptReader::Messages, body).prompt,
+            Prompt::Text("\x1esystem\ns\x1euser\nc".into())
         );
-        assert_eq!(text(r#"{"messages": []}"#), "");
-        let read =
-            ApiRequest::read(PromptReader::Input, r#"{"input": ["é", "ab", 3, "é"]}"#.as_bytes()).unwrap();
-        assert_eq!((read.prompt, read.more_bytes), (Prompt::Text("é".into()), 4));
-        assert_eq!(ApiRequest::read(PromptReader::Input, b"{}").unwrap().prompt, Prompt::None);
+        let body = r#"{"instructions": "s", "input": "c"}"#;
+        assert_eq!(
+            read(PromptReader::Responses, body).prompt,
+            Prompt::Text("\x1esystem\ns\x1euser\nc".into())
+        );
     }
 
     #[test]
@@ -527,33 +449,178 @@ mod tests {
         let body = r#"{"stream": true, "max_tokens": 3, "messages": [
             [{"role": "user", "content": "a"}],
             [{"role": "user", "content": "b"}, {"role": "tool", "content": "c"}]]}"#;
-        let read = ApiRequest::read(PromptReader::ChatBatch, body.as_bytes()).unwrap();
+        let batch = read(PromptReader::ChatBatch, body);
         let further = "\x1euser\nb\x1etool\nc".len();
-        assert_eq!((read.prompt, read.more_bytes), (Prompt::Text("\x1euser\na".into()), further));
-        assert_eq!((read.stream, read.max_tokens), (false, Some(3)));
-        let param = |body| refused(PromptReader::ChatBatch, body).0;
-        assert_eq!(param(r#"{"messages": []}"#), "messages");
-        assert_eq!(param(r#"{"messages": [[]]}"#), "messages[0]");
-        assert_eq!(param(r#"{"messages": [[{"role": "user"}], [{}]]}"#), "messages[1][0].role");
-        assert_eq!(param(r#"{"messages": [{"role": "user", "content": "a"}]}"#), "messages[0]");
+        assert_eq!((batch.prompt, batch.more_bytes), (Prompt::Text("\x1euser\na".into()), further));
+        assert_eq!((batch.stream, batch.max_tokens), (false, Some(3)));
     }
 
     #[test]
     fn token_ids_are_read_with_their_sampling_parameters() {
         let body = r#"{"token_ids": [1, 2], "stream": true, "sampling_params": {"max_tokens": 7},
             "kv_transfer_params": null}"#;
-        let read = ApiRequest::read(PromptReader::TokenIds, body.as_bytes()).unwrap();
-        assert_eq!((read.prompt, read.stream, read.max_tokens), (Prompt::Tokens(vec![1, 2]), true, Some(7)));
-        let image = br#"{"token_ids": [1, 2], "features": {"mm_hashes": {}}, "content_parts": null}"#;
-        let read = ApiRequest::read(PromptReader::TokenIds, image).unwrap();
-        assert_eq!((read.prompt, read.more_tokens), (Prompt::None, 2));
-        let refused = |body| refused(PromptReader::TokenIds, body).0;
-        assert_eq!(refused(r#"{"token_ids": []}"#), "token_ids");
-        assert_eq!(refused(r#"{"token_ids": [1, -1]}"#), "token_ids");
-        assert_eq!(
-            refused(r#"{"token_ids": [1], "sampling_params": {"max_tokens": -1}}"#),
-            "sampling_params.max_tokens"
-        );
+        let ids = read(PromptReader::TokenIds, body);
+        assert_eq!((ids.prompt, ids.stream, ids.max_tokens), (Prompt::Tokens(vec![1, 2]), true, Some(7)));
+        let image = r#"{"token_ids": [1, 2], "features": {"mm_hashes": {}}, "content_parts": null}"#;
+        let image = read(PromptReader::TokenIds, image);
+        assert_eq!((image.prompt, image.more_tokens), (Prompt::None, 2));
+    }
+
+    #[test]
+    fn what_the_engine_judges_is_estimated() {
+        // Whatever the value is, and wherever it stands.
+        let values = [
+            "null",
+            "true",
+            "-1",
+            "1.5",
+            "1e400",
+            r#""x""#,
+            "[]",
+            "[[]]",
+            "[null]",
+            "[1, -1]",
+            "[[1], \"a\"]",
+            "[\"a\", 1]",
+            "{}",
+            r#"{"a": [{}]}"#,
+            r#"[{"role": 3, "content": {}}, 4]"#,
+            "[4294967296]",
+        ];
+        let fields = [
+            "messages",
+            "prompt",
+            "input",
+            "token_ids",
+            "system",
+            "instructions",
+            "tools",
+            "stream",
+            "max_tokens",
+            "max_output_tokens",
+            "cache_salt",
+            "vllm_xargs",
+            "user",
+            "session_id",
+            "priority",
+            "query",
+            "documents",
+            "text_1",
+            "text_2",
+            "suffix",
+            "prompt_embeds",
+            "sampling_params",
+        ];
+        let readers = [
+            PromptReader::Chat,
+            PromptReader::ChatBatch,
+            PromptReader::Completion,
+            PromptReader::TokenIds,
+            PromptReader::Messages,
+            PromptReader::Responses,
+            PromptReader::Input,
+            PromptReader::Nothing,
+        ];
+        for (field, value) in fields.iter().flat_map(|field| values.iter().map(move |value| (field, value))) {
+            let body = format!(r#"{{"{field}": {value}, "query": "q", "text_1": "t"}}"#);
+            for reader in readers {
+                let valid = *value != "1e400"; // JSON's numbers are read as 64-bit floats
+                assert_eq!(ApiRequest::read(reader, body.as_bytes()).is_ok(), valid, "{reader:?} {body}");
+            }
+        }
+    }
+
+    #[test]
+    fn completions_without_a_prompt_pass() {
+        for body in [
+            r#"{"prompt_embeds": "AAAA"}"#,
+            r#"{"prompt_embeds": "AAAA", "prompt": null}"#,
+            r#"{"prompt_embeds": "AAAA", "prompt": []}"#,
+        ] {
+            assert_eq!(read(PromptReader::Completion, body).prompt, Prompt::None, "{body}");
+        }
+    }
+
+    #[test]
+    fn numbers_and_booleans_are_read_as_pydantic_reads_them() {
+        let limit = |value: &str| {
+            let body = format!(r#"{{"prompt": "", "max_tokens": {value}}}"#);
+            ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap().max_tokens
+        };
+        for (value, expected) in
+            [("2", 2), ("2.0", 2), ("\"2\"", 2), ("\" 2.0 \"", 2), ("0", 0), ("10000000000", i32::MAX as u32)]
+        {
+            assert_eq!(limit(value), Some(expected), "{value}");
+        }
+        for value in ["-1", "1.5", "\"x\"", "\"\"", "\"nan\"", "\"inf\"", "[]", "true", "null"] {
+            assert_eq!(limit(value), None, "{value}");
+        }
+        let body = r#"{"max_output_tokens": 5, "max_tokens": "x", "max_completion_tokens": null}"#;
+        assert_eq!(read(PromptReader::Input, body).max_tokens, None);
+        let stream = |value: &str| {
+            let body = format!(r#"{{"prompt": "", "stream": {value}}}"#);
+            ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap().stream
+        };
+        for value in [
+            "true",
+            "1",
+            "1.0",
+            r#""true""#,
+            r#""TRUE""#,
+            r#""1""#,
+            r#""yes""#,
+            r#""on""#,
+            r#""t""#,
+            r#""y""#,
+        ] {
+            assert!(stream(value), "{value}");
+        }
+        for value in ["false", "0", "null", r#""false""#, r#""0""#, r#""off""#, "2", "[]", r#""x""#, "{}"] {
+            assert!(!stream(value), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_salt_that_is_no_text_separates_too() {
+        let salt = |value: &str| {
+            let body = format!(r#"{{"prompt": "", "cache_salt": {value}}}"#);
+            ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap().salt.map(Cow::into_owned)
+        };
+        assert_eq!((salt("null"), salt("\"a\"")), (None, Some("a".into())));
+        assert_eq!(salt(r#"["a", "b"]"#), Some(r#"["a","b"]"#.into()));
+    }
+
+    #[test]
+    fn bodies_are_read_in_the_encodings_that_engines_read() {
+        let text = r#"{"prompt": "é🙂"}"#;
+        let utf16 = |big: bool| -> Vec<u8> {
+            text.encode_utf16()
+                .flat_map(|unit| if big { unit.to_be_bytes() } else { unit.to_le_bytes() })
+                .collect()
+        };
+        let utf32 = |big: bool| -> Vec<u8> {
+            text.chars()
+                .map(u32::from)
+                .flat_map(|c| if big { c.to_be_bytes() } else { c.to_le_bytes() })
+                .collect()
+        };
+        for (mark, bytes) in [
+            (vec![0xef, 0xbb, 0xbf], text.as_bytes().to_vec()),
+            (vec![0xff, 0xfe], utf16(false)),
+            (vec![0xfe, 0xff], utf16(true)),
+            (vec![0xff, 0xfe, 0, 0], utf32(false)),
+            (vec![0, 0, 0xfe, 0xff], utf32(true)),
+        ] {
+            assert_eq!(utf8(&bytes), text.as_bytes());
+            assert_eq!(utf8(&[mark, bytes].concat()), text.as_bytes());
+        }
+        assert!(matches!(utf8(text.as_bytes()), Cow::Borrowed(_)));
+        // A lone surrogate, a code point that is none, half a unit: no JSON.
+        for bad in
+            [&b"\xff\xfe{\0\x00\xd8"[..], b"\xff\xfe\0\0\xff\xff\xff\xff", b"\xff\xfe{", b"", b"\0", b"{\0"]
+        {
+            assert!(ApiRequest::read(PromptReader::Completion, &utf8(bad)).is_err(), "{bad:?}");
+        }
     }
 
     #[test]
@@ -580,12 +647,12 @@ mod tests {
 
     #[test]
     fn several_prompts_count_and_the_first_is_matched() {
-        let read = |body: &'static str| ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap();
+        let read = |body| read(PromptReader::Completion, body);
         let texts = read(r#"{"prompt": ["a", "bc", "é"]}"#);
         assert_eq!((texts.prompt, texts.more_bytes, texts.more_tokens), (Prompt::Text("a".into()), 4, 0));
         let ids = read(r#"{"prompt": [[1, 4294967295], [3], [4, 5]]}"#);
         assert_eq!((ids.prompt, ids.more_bytes, ids.more_tokens), (Prompt::Tokens(vec![1, u32::MAX]), 0, 3));
-        assert_eq!(read(r#"{"prompt": [[]], "priority": null}"#).prompt, Prompt::Tokens(vec![]));
+        assert_eq!(read(r#"{"prompt": "a", "suffix": "bc"}"#).more_bytes, 2);
         let priority = |value: &str| {
             let body = format!(r#"{{"prompt": "", "priority": {value}}}"#);
             ApiRequest::read(PromptReader::Completion, body.as_bytes()).unwrap().priority

@@ -14,6 +14,8 @@ pub(crate) enum Framing {
 
 /// Bytes of chunk extensions or trailers that are skipped before the response counts as malformed.
 const OVERHEAD_LIMIT: u32 = 16 * 1024;
+/// Longest chunk extension of a client. Few clients send any; each byte costs time of the event loop.
+const CLIENT_EXTENSION_LIMIT: u32 = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -37,6 +39,8 @@ enum State {
 pub(crate) struct Body {
     state: State,
     overhead: u32,
+    /// Bytes of `overhead` that a chunk extension begins with, if each has a limit of its own.
+    extension: Option<u32>,
     /// Trailers were seen (and dropped).
     pub(crate) trailers: bool,
 }
@@ -51,7 +55,7 @@ impl Body {
             Framing::Chunked => START,
             Framing::Close => State::UntilClose,
         };
-        Self { state, overhead: 0, trailers: false }
+        Self { state, overhead: 0, extension: None, trailers: false }
     }
 
     pub(crate) fn done(&self) -> bool {
@@ -122,7 +126,10 @@ impl Body {
                             State::Size { value: value * 16 + digit, digits: digits + 1 }
                         }
                         (b'\r', 1..) => State::SizeLf { value },
-                        (b';' | b' ' | b'\t', 1..) => State::Extension { value },
+                        (b';' | b' ' | b'\t', 1..) => {
+                            self.overhead = self.extension.unwrap_or(self.overhead);
+                            State::Extension { value }
+                        }
                         _ => return Err(WireError::malformed(format!("byte {byte:#04x} in a chunk size"))),
                     };
                 }
@@ -132,6 +139,7 @@ impl Body {
                 },
                 State::SizeLf { value } => {
                     expect(byte, b'\n', "after a chunk size")?;
+                    self.overhead = if self.extension.is_some() { 0 } else { self.overhead };
                     self.state = if value == 0 { State::TrailerStart } else { State::Chunk(value) };
                 }
                 State::ChunkCr => {
@@ -165,11 +173,43 @@ impl Body {
     fn over(&mut self) -> Result<(), WireError> {
         self.overhead += 1;
         if self.overhead > OVERHEAD_LIMIT {
+            if matches!(self.state, State::Extension { .. }) && self.extension.is_some() {
+                return Err(WireError::malformed(format!(
+                    "a chunk extension of more than {CLIENT_EXTENSION_LIMIT} bytes"
+                )));
+            }
             return Err(WireError::malformed(format!(
                 "more than {OVERHEAD_LIMIT} bytes of chunk extensions and trailers"
             )));
         }
         Ok(())
+    }
+}
+
+/// The chunked body of a client's request, without its framing.
+#[derive(Debug)]
+pub struct ChunkedBody(Body);
+
+impl Default for ChunkedBody {
+    fn default() -> Self {
+        let extension = Some(OVERHEAD_LIMIT - CLIENT_EXTENSION_LIMIT);
+        Self(Body { extension, ..Body::new(Framing::Chunked) })
+    }
+}
+
+impl ChunkedBody {
+    /// Appends the payload in `input` to `out`. Returns the bytes read: fewer than given at the end.
+    ///
+    /// # Errors
+    /// [`WireError::Malformed`] if the framing is invalid, a chunk extension has more than 256 bytes,
+    /// or the trailers have more than 16 KiB.
+    pub fn read(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, WireError> {
+        self.0.feed(input, |bytes| out.extend_from_slice(bytes))
+    }
+
+    /// Whether the body has ended.
+    pub fn done(&self) -> bool {
+        self.0.done()
     }
 }
 
@@ -216,6 +256,19 @@ mod tests {
         }
         let endless = [b"1;".as_slice(), &vec![b'x'; 20_000]].concat();
         assert!(read(Framing::Chunked, &[&endless]).is_err());
+    }
+
+    /// Security F12: extensions of a client's chunks have a limit each, its trailers one together.
+    #[test]
+    fn a_client_has_short_chunk_extensions() {
+        let read = |text: String| ChunkedBody::default().read(text.as_bytes(), &mut Vec::new());
+        let chunks = |extension: usize| format!("1;{}\r\na\r\n", "x".repeat(extension)).repeat(500);
+        assert!(read(chunks(256)).is_ok());
+        let error = read(chunks(257)).unwrap_err().to_string();
+        assert_eq!(error, "malformed: a chunk extension of more than 256 bytes");
+        let trailers = |bytes| format!("0;{}\r\n{}", "x".repeat(256), "t".repeat(bytes));
+        assert!(read(trailers(OVERHEAD_LIMIT as usize)).is_ok());
+        assert!(read(trailers(OVERHEAD_LIMIT as usize + 1)).is_err());
     }
 
     #[test]

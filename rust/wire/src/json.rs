@@ -55,6 +55,8 @@ pub struct Found {
     pub completion: bool,
     /// It is an event of type `ping`.
     pub ping: bool,
+    /// It is an object with a member.
+    pub named: bool,
     /// Some choice carries text, reasoning or tool calls.
     pub content: bool,
     /// Some choice's delta names a role.
@@ -85,10 +87,13 @@ impl Found {
 
     /// Whether an event of a stream carries a part of the answer, its end or an error. Engines and
     /// proxies send other events to keep a connection alive. Events of other APIs than completions
-    /// count, except `ping`.
+    /// count, except `ping` and empty ones.
     pub fn progress(&self) -> bool {
-        let part =
-            if self.completion { self.content || self.token_ids.is_some_and(|n| n > 0) } else { !self.ping };
+        let part = if self.completion {
+            self.content || self.token_ids.is_some_and(|n| n > 0)
+        } else {
+            self.named && !self.ping
+        };
         part || self.finish != Finish::Open || self.error
     }
 }
@@ -238,6 +243,7 @@ impl Probe {
                 self.lex = Lex::Between;
                 self.whole(part, |probe, word, length| match (key, probe.other) {
                     (true, _) => {
+                        probe.found.named = true;
                         probe.key = word.map_or(Key::Other, Key::of);
                         probe.want_key = false;
                     }
@@ -508,6 +514,10 @@ mod tests {
             r#"{"choices":[{"text":"","token_ids":[],"finish_reason":null}]}"#,
             r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
             r#"{"type":"ping"}"#,
+            "{}",
+            "[]",
+            "x",
+            "",
         ] {
             assert!(!probe(event).progress(), "{event}");
         }
@@ -540,7 +550,7 @@ mod tests {
 
     #[test]
     fn garbage_and_depth_bombs_find_nothing() {
-        let list = Found { completion: true, ..Found::default() };
+        let list = Found { completion: true, named: true, ..Found::default() };
         assert_eq!(probe("}}}]]]{\"choices\":[[[{}}}"), list);
         let bomb = format!("{}{}", "[".repeat(100_000), "{\"usage\":{".repeat(1000));
         assert_eq!(probe(&bomb), Found::default());

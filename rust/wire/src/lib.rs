@@ -8,6 +8,7 @@ mod body;
 mod head;
 mod json;
 mod observe;
+mod prompt_text;
 mod request;
 mod scanner;
 mod shape;
@@ -15,12 +16,15 @@ mod sse;
 mod template;
 mod tree;
 
-pub use api::{ApiRequest, INTERNAL_FIELDS, MAX_PROMPTS, Prompt, PromptReader, Refusal, check_object};
+pub use api::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal, check_object, utf8};
+pub use body::ChunkedBody;
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
-pub use request::{Fields, Kind, Peer, Request, field, path, without_authorization};
+pub use request::{
+    Fields, Kind, Peer, REQUEST_FIELDS_LIMIT, Request, field, has_credentials, path, without_credentials,
+};
 pub use scanner::{HEAD_LIMIT, HOLD_LIMIT, OBSERVED_LIMIT, Scanner, Step};
-pub use shape::{Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
+pub use shape::{BYTES_EACH, Excess, MAX_CONTAINERS, MAX_DEPTH, MAX_MEMBERS, MAX_VALUES, excess};
 pub use sse::split;
 
 /// A reason why a message is unusable.
@@ -29,6 +33,9 @@ pub enum WireError {
     /// The bytes are not a valid HTTP/1.1 message.
     #[error("malformed: {0}")]
     Malformed(String),
+    /// A request head above a limit.
+    #[error("{0}")]
+    HeadTooLarge(String),
     /// The connection ended before the message did.
     #[error("response cut off: {0}")]
     CutOff(&'static str),

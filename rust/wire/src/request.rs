@@ -4,15 +4,16 @@ use crate::head::end_to_end;
 use memchr::{memchr, memchr_iter};
 use std::mem::MaybeUninit;
 
-/// Longest head that is read here; aiohttp refuses longer lines and checks longer heads.
-pub const REQUEST_HEAD_LIMIT: usize = 8190;
 /// Longest request id that is passed on, in bytes.
 pub const REQUEST_ID_LIMIT: usize = 256;
-const MAX_HEADERS: usize = 128;
+/// Most fields of a head. vLLM reads as many.
+pub const REQUEST_FIELDS_LIMIT: usize = 256;
+/// Longest name of a field that an error repeats.
+const NAME_SHOWN: usize = 64;
 
 /// Header fields that belong to one connection, that the router sets itself, or that only a router
 /// may send.
-const DROPPED: [&[u8]; 20] = [
+const DROPPED: [&[u8]; 19] = [
     b"accept-encoding",
     b"connection",
     b"content-encoding",
@@ -27,7 +28,6 @@ const DROPPED: [&[u8]; 20] = [
     b"trailer",
     b"transfer-encoding",
     b"upgrade",
-    b"x-api-key",
     b"x-data-parallel-rank",
     b"x-prefiller-host-port",
     b"x-request-id",
@@ -39,6 +39,14 @@ const DROPPED: [&[u8]; 20] = [
 const OWN_PREFIX: &[u8] = b"x-lmetric-";
 const FORWARDED_PREFIX: &[u8] = b"x-forwarded-";
 const FORWARDED_FOR: &[u8] = b"x-forwarded-for";
+
+/// Fields that carry a client's key. They reach the engine unless the router has keys of its own, or
+/// a key for the engine.
+const CREDENTIALS: [&[u8]; 3] = [b"authorization", b"x-api-key", b"api-key"];
+
+fn credential(name: &[u8]) -> bool {
+    matches!(name.len(), 7 | 9 | 13) && CREDENTIALS.iter().any(|other| other.eq_ignore_ascii_case(name))
+}
 
 /// The fields of a request. If a field occurs twice, the first one counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,7 +62,9 @@ pub struct Fields {
     pub session_final: Option<Vec<u8>>,
     /// `authorization`, which is passed on unless the router has keys of its own.
     pub authorization: Option<Vec<u8>>,
-    /// `x-api-key`.
+    /// `x-api-key`, as `authorization`.
+    pub x_api_key: Option<Vec<u8>>,
+    /// `api-key`, as `authorization`.
     pub api_key: Option<Vec<u8>>,
     /// `x-vllm-priority`, which is passed on unless the router sets a priority.
     pub priority: Option<Vec<u8>>,
@@ -92,18 +102,22 @@ fn forwards(name: &[u8]) -> bool {
 }
 
 impl Fields {
-    /// Sorts fields given as name and trimmed value. `own_keys`: `authorization` is for the router,
-    /// not the engine.
+    /// Sorts fields given as name and trimmed value. `own_keys`: credentials are for the router, not
+    /// the engine.
     pub fn sort<'a>(fields: impl Iterator<Item = (&'a [u8], &'a [u8])> + Clone, own_keys: bool) -> Self {
         let mut found = Self::default();
         let mut named: Vec<&[u8]> = Vec::new();
         for (name, value) in fields.clone() {
             let slot = match name.len() {
                 4 if name.eq_ignore_ascii_case(b"host") => &mut found.host,
+                7 if name.eq_ignore_ascii_case(b"api-key") => &mut found.api_key,
                 8 if name.eq_ignore_ascii_case(b"x-tenant") => &mut found.tenant,
-                9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.api_key,
+                9 if name.eq_ignore_ascii_case(b"x-api-key") => &mut found.x_api_key,
                 10 if name.eq_ignore_ascii_case(b"connection") => {
-                    named.extend(tokens(value).filter(|token| !plain(token) && !end_to_end(token)));
+                    named.extend(
+                        tokens(value)
+                            .filter(|token| !plain(token) && !end_to_end(token) && !credential(token)),
+                    );
                     continue;
                 }
                 12 if name.eq_ignore_ascii_case(b"x-request-id") => &mut found.request_id,
@@ -127,7 +141,7 @@ impl Fields {
                 found.forward(name, value);
                 continue;
             }
-            let ours = (own_keys && name.eq_ignore_ascii_case(b"authorization")) || starts(name, OWN_PREFIX);
+            let ours = (own_keys && credential(name)) || starts(name, OWN_PREFIX);
             if !ours && !among(&DROPPED, name) && !among(&named, name) {
                 add_line(&mut found.lines, name, value);
             }
@@ -192,9 +206,11 @@ pub enum Kind {
     /// A POST over HTTP/1.1 of a path, with one `host` and one `content-length`, and no other
     /// expectations.
     Plain,
-    /// Another request over HTTP/1.1 with a known length.
+    /// Another request with a known length.
     Framed,
-    /// Any other request; [`Request::length`] is 0.
+    /// A request over HTTP/1.1 whose body is chunked; [`Request::length`] is 0.
+    Chunked,
+    /// A request without a known end: CONNECT, or contradicting fields; [`Request::length`] is 0.
     Other,
 }
 
@@ -219,32 +235,34 @@ impl Request {
     /// Reads the head at the start of `input`: `None` if incomplete.
     ///
     /// # Errors
-    /// [`WireError::Malformed`] if the head is invalid, or longer than [`REQUEST_HEAD_LIMIT`].
-    pub fn read(input: &[u8], own_keys: bool) -> Result<Option<Self>, WireError> {
-        let mut fields = [MaybeUninit::uninit(); MAX_HEADERS];
+    /// [`WireError::Malformed`] if the head is invalid, [`WireError::HeadTooLarge`] if it is longer
+    /// than `limit` bytes or has more than [`REQUEST_FIELDS_LIMIT`] fields. No error repeats a value.
+    pub fn read(input: &[u8], own_keys: bool, limit: usize) -> Result<Option<Self>, WireError> {
+        let mut fields = [MaybeUninit::uninit(); REQUEST_FIELDS_LIMIT];
         let mut request = httparse::Request::new(&mut []);
-        let head = &input[..input.len().min(REQUEST_HEAD_LIMIT)];
+        let head = &input[..input.len().min(limit)];
         let start = match request.parse_with_uninit_headers(head, &mut fields) {
-            Ok(httparse::Status::Partial) if input.len() < REQUEST_HEAD_LIMIT => return Ok(None),
-            Ok(httparse::Status::Partial) => {
-                return Err(WireError::malformed(format!("head longer than {REQUEST_HEAD_LIMIT} bytes")));
-            }
+            Ok(httparse::Status::Partial) if input.len() < limit => return Ok(None),
+            Ok(httparse::Status::Partial) => return Err(too_long(head)),
             Ok(httparse::Status::Complete(n)) => n,
-            Err(error) => return Err(WireError::malformed(format!("head: {error}"))),
+            Err(httparse::Error::TooManyHeaders) => return Err(too_many(head)),
+            Err(error) => return Err(WireError::malformed(error.to_string())),
         };
         // httparse accepts a bare line feed as a line's end. Other parsers may not, and would see
         // another request.
         let head = &input[..start];
         if memchr_iter(b'\n', head).any(|at| at == 0 || head[at - 1] != b'\r') {
-            return Err(WireError::malformed("head: a line feed without carriage return"));
+            return Err(WireError::malformed("a line feed without carriage return"));
         }
         let method = request.method.unwrap_or("");
         let target = request.path.unwrap_or("").as_bytes();
         let (mut kind, mut length, mut keep_alive) = (Kind::Framed, None, true);
         let (mut hosts, mut seen, mut twice) = (0, 0, 0);
-        if request.version != Some(1) || method == "CONNECT" {
+        let mut codings = 0;
+        if method == "CONNECT" {
             kind = Kind::Other;
         } else if method == "POST"
+            && request.version == Some(1)
             && target.first() == Some(&b'/')
             && target.iter().all(|byte| IN_URI[usize::from(*byte)])
         {
@@ -261,17 +279,17 @@ impl Request {
                     let sound = value.iter().all(|byte| IN_HOST[usize::from(*byte)]);
                     kind = if kind == Kind::Plain && !sound { Kind::Framed } else { kind };
                 }
-                6 | 16
+                6 | 7 | 16
                     if name.eq_ignore_ascii_case("expect")
+                        || name.eq_ignore_ascii_case("upgrade")
                         || name.eq_ignore_ascii_case("content-encoding") =>
                 {
                     kind = if kind == Kind::Plain { Kind::Framed } else { kind };
                 }
-                7 | 17
-                    if name.eq_ignore_ascii_case("upgrade")
-                        || name.eq_ignore_ascii_case("transfer-encoding") =>
-                {
-                    kind = Kind::Other;
+                17 if name.eq_ignore_ascii_case("transfer-encoding") => {
+                    codings += 1;
+                    let chunked = request.version == Some(1) && value.eq_ignore_ascii_case(b"chunked");
+                    kind = if chunked && kind != Kind::Other { Kind::Chunked } else { Kind::Other };
                 }
                 10 if name.eq_ignore_ascii_case("connection") => {
                     keep_alive &= !tokens(value).any(|token| token.eq_ignore_ascii_case(b"close"));
@@ -288,11 +306,14 @@ impl Request {
         if kind == Kind::Plain && (length.is_none() || hosts != 1 || twice != 0) {
             kind = Kind::Framed;
         }
+        if kind == Kind::Chunked && (length.is_some() || codings != 1) {
+            kind = Kind::Other;
+        }
         let pairs = request.headers.iter().map(|field| (field.name.as_bytes(), field.value.trim_ascii()));
         Ok(Some(Self {
             kind,
             start,
-            length: if kind == Kind::Other { 0 } else { length.unwrap_or(0) },
+            length: if matches!(kind, Kind::Plain | Kind::Framed) { length.unwrap_or(0) } else { 0 },
             target: target.to_vec(),
             keep_alive,
             fields: Fields::sort(pairs, own_keys),
@@ -300,11 +321,49 @@ impl Request {
     }
 }
 
-/// Returns the lines of header fields without any `authorization`.
-pub fn without_authorization(lines: &[u8]) -> Vec<u8> {
-    let named = |line: &&[u8]| {
-        line.split(|byte| *byte == b':').next().is_some_and(|n| n.eq_ignore_ascii_case(b"authorization"))
-    };
+/// Returns the error for a head of too many bytes, which names its longest field.
+fn too_long(head: &[u8]) -> WireError {
+    let lines = head.split(|byte| *byte == b'\n').enumerate();
+    let (at, line) = lines.max_by_key(|(_, line)| line.len()).unwrap_or_default();
+    let part = if at == 0 { "the request line".to_string() } else { shown(line) };
+    WireError::HeadTooLarge(format!(
+        "the request head has more than {} bytes; {part} has {}",
+        head.len(),
+        line.trim_ascii().len()
+    ))
+}
+
+/// Returns the error for a head of too many fields, which names the first one above the limit.
+fn too_many(head: &[u8]) -> WireError {
+    let line = head.split(|byte| *byte == b'\n').nth(REQUEST_FIELDS_LIMIT + 1).unwrap_or_default();
+    WireError::HeadTooLarge(format!(
+        "the request head has more than {REQUEST_FIELDS_LIMIT} fields; {} is the first one above",
+        shown(line)
+    ))
+}
+
+/// Returns how an error names the field of this line. It shows no value, and no long or odd name.
+fn shown(line: &[u8]) -> String {
+    let name = line.split(|byte| *byte == b':').next().filter(|name| name.len() < line.len());
+    match name.and_then(|name| std::str::from_utf8(name).ok()) {
+        Some(name)
+            if name.len() <= NAME_SHOWN
+                && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte)) =>
+        {
+            format!("the field \"{name}\"")
+        }
+        _ => "one field".to_string(),
+    }
+}
+
+/// Whether a client's key is among these fields.
+pub fn has_credentials(fields: &Fields) -> bool {
+    fields.authorization.is_some() || fields.x_api_key.is_some() || fields.api_key.is_some()
+}
+
+/// Returns the lines of header fields without a client's keys.
+pub fn without_credentials(lines: &[u8]) -> Vec<u8> {
+    let named = |line: &&[u8]| line.split(|byte| *byte == b':').next().is_some_and(credential);
     lines.split_inclusive(|byte| *byte == b'\n').filter(|line| !named(line)).collect::<Vec<_>>().concat()
 }
 
@@ -363,8 +422,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const LIMIT: usize = 64 << 10;
+
     fn read(text: &str) -> Request {
-        Request::read(text.as_bytes(), false).unwrap().expect("complete")
+        Request::read(text.as_bytes(), false, LIMIT).unwrap().expect("complete")
     }
 
     fn kind(first: &str, fields: &str) -> (Kind, u64) {
@@ -411,12 +472,24 @@ mod tests {
             (post, "content-length: 12\r\ncontent-length: 12\r\n"),
             (post, "content-length: +1\r\n"),
             (post, "content-length: 1\r\ntransfer-encoding: chunked\r\n"),
-            (post, "transfer-encoding: chunked\r\nexpect: 100-continue\r\n"),
-            (post, "content-length: 1\r\nupgrade: h2c\r\n"),
-            ("POST / HTTP/1.0", "content-length: 1\r\n"),
+            (post, "transfer-encoding: chunked\r\ncontent-length: 1\r\n"),
+            (post, "transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n"),
+            (post, "transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n"),
+            (post, "transfer-encoding: gzip, chunked\r\n"),
+            ("POST / HTTP/1.0", "transfer-encoding: chunked\r\n"),
+            ("CONNECT x:1 HTTP/1.1", "transfer-encoding: chunked\r\n"),
+            ("CONNECT x:1 HTTP/1.1", "content-length: 1\r\n"),
             ("CONNECT x:1 HTTP/1.1", ""),
         ] {
             assert_eq!(kind(first, fields), (Kind::Other, 0), "{first} {fields:?}");
+        }
+        assert_eq!(kind(post, "content-length: 1\r\nupgrade: h2c\r\n"), (Kind::Framed, 1));
+        assert_eq!(kind("POST / HTTP/1.0", "content-length: 1\r\n"), (Kind::Framed, 1));
+        for fields in ["", "expect: 100-continue\r\n", "upgrade: h2c\r\n", "content-encoding: gzip\r\n"] {
+            for method in [post, "GET / HTTP/1.1"] {
+                let fields = format!("Transfer-Encoding: Chunked\r\n{fields}");
+                assert_eq!(kind(method, &fields), (Kind::Chunked, 0), "{fields}");
+            }
         }
     }
 
@@ -431,10 +504,50 @@ mod tests {
             "POST / HTTP/1.1\r\na: b\0\r\n\r\n",
             "SSH-2.0-OpenSSH\r\n\r\n",
         ] {
-            assert!(Request::read(bad.as_bytes(), false).is_err(), "{bad:?}");
+            assert!(Request::read(bad.as_bytes(), false, LIMIT).is_err(), "{bad:?}");
         }
-        let long = format!("POST / HTTP/1.1\r\na: {}\r\n\r\n", "x".repeat(REQUEST_HEAD_LIMIT));
-        assert!(Request::read(long.as_bytes(), false).is_err());
+    }
+
+    /// Bugs 7: long heads are read, and above the limits the error names a field and no value.
+    #[test]
+    fn heads_up_to_the_limits_are_read() {
+        let with =
+            |fields: &str| format!("POST /?q={} HTTP/1.1\r\nhost: x\r\n{fields}\r\n", "q".repeat(9_000));
+        let long = with(&format!("cookie: {}\r\n", "c".repeat(50_000)));
+        let many = with(&"a: b\r\n".repeat(REQUEST_FIELDS_LIMIT - 1));
+        for head in [&long, &many] {
+            assert!(Request::read(head.as_bytes(), false, LIMIT).is_ok_and(|read| read.is_some()));
+        }
+        assert!(Request::read(long.as_bytes(), false, long.len()).is_ok_and(|read| read.is_some()));
+        let refused =
+            |head: &str, limit| Request::read(head.as_bytes(), false, limit).unwrap_err().to_string();
+        let of_bytes = "the request head has more than";
+        assert_eq!(
+            refused(&long, long.len() - 1),
+            format!("{of_bytes} {} bytes; the field \"cookie\" has 50008", long.len() - 1)
+        );
+        assert_eq!(refused(&long, 8_000), format!("{of_bytes} 8000 bytes; the request line has 8000"));
+        assert_eq!(
+            refused(&with(&("a: b\r\n".repeat(REQUEST_FIELDS_LIMIT - 1) + "x-one: secret\r\n")), LIMIT),
+            format!("{of_bytes} 256 fields; the field \"x-one\" is the first one above")
+        );
+        for odd in ["secret secret", &format!("{}:", "n".repeat(65)), "a\u{e9}: b"] {
+            let head = format!("GET / HTTP/1.1\r\n{odd}{}", "s".repeat(70_000));
+            assert!(!refused(&head, LIMIT).contains("sss"), "{odd}");
+        }
+    }
+
+    /// Bugs 8: all credentials reach the engine, or none.
+    #[test]
+    fn all_credentials_are_treated_alike() {
+        let head = "POST / HTTP/1.1\r\nAuthorization: Bearer a\r\nX-Api-Key: b\r\nConnection: x-api-key\r\nApi-Key: c\r\nx-own: d\r\n\r\n";
+        let read = |own_keys| Request::read(head.as_bytes(), own_keys, LIMIT).unwrap().unwrap().fields;
+        let (passed, kept) = (read(false), read(true));
+        assert_eq!(passed.lines, b"Authorization: Bearer a\r\nX-Api-Key: b\r\nApi-Key: c\r\nx-own: d\r\n");
+        assert_eq!(kept.lines, b"x-own: d\r\n");
+        assert_eq!(without_credentials(&passed.lines), b"x-own: d\r\n");
+        let given = (kept.authorization, kept.x_api_key, kept.api_key);
+        assert_eq!(given, (Some(b"Bearer a".to_vec()), Some(b"b".to_vec()), Some(b"c".to_vec())));
     }
 
     #[test]
@@ -451,10 +564,10 @@ mod tests {
     }
 
     #[test]
-    fn lines_without_authorization() {
+    fn lines_without_credentials() {
         let lines = b"X-Own: authorization: 1\r\nAUTHORIZATION: Bearer a\r\nAuthorization-Info: b\r\nauthorization: c\r\n";
-        assert_eq!(without_authorization(lines), b"X-Own: authorization: 1\r\nAuthorization-Info: b\r\n");
-        assert_eq!(without_authorization(b""), b"");
+        assert_eq!(without_credentials(lines), b"X-Own: authorization: 1\r\nAuthorization-Info: b\r\n");
+        assert_eq!(without_credentials(b""), b"");
     }
 
     /// The same rules, implemented one at a time and without regard for speed.
@@ -469,13 +582,18 @@ mod tests {
             .flat_map(|(_, v)| {
                 v.split(',').map(|token| token.trim().to_ascii_lowercase()).collect::<Vec<_>>()
             })
-            .filter(|token| token != "close" && token != "keep-alive" && token != "content-type")
+            .filter(|token| {
+                token != "close"
+                    && token != "keep-alive"
+                    && token != "content-type"
+                    && !credential(token.as_bytes())
+            })
             .collect();
         let mut lines = String::new();
         for ((name, _), (low, value)) in fields.iter().zip(&lower) {
             if DROPPED.contains(&low.as_bytes())
                 || connection.contains(low)
-                || own_keys && low == "authorization"
+                || own_keys && ["authorization", "x-api-key", "api-key"].contains(&low.as_str())
                 || low.starts_with("x-lmetric-")
                 || forwarding(low)
             {
@@ -509,7 +627,8 @@ mod tests {
             session: first("x-session-id"),
             session_final: first("x-session-final"),
             authorization: first("authorization"),
-            api_key: first("x-api-key"),
+            x_api_key: first("x-api-key"),
+            api_key: first("api-key"),
             priority: first("x-vllm-priority"),
             tenant: first("x-tenant"),
         }
@@ -561,9 +680,11 @@ mod tests {
                 .map(|name| String::from_utf8_lossy(name).into_owned())
                 .chain(
                     [
+                        "api-key",
                         "authorization",
                         "content-type",
                         "forwarded",
+                        "x-api-key",
                         "x-forwarded-for",
                         "x-forwarded-proto",
                         "x-lmetric-instance",
@@ -595,7 +716,7 @@ mod tests {
                 text += &format!("{name}: {value}\r\n");
             }
             text += "\r\n";
-            let request = Request::read(text.as_bytes(), own_keys).unwrap().expect("complete");
+            let request = Request::read(text.as_bytes(), own_keys, LIMIT).unwrap().expect("complete");
             prop_assert_eq!(request.fields, naive(&fields, own_keys));
         }
 
@@ -609,17 +730,17 @@ mod tests {
             }
             head += "\r\n";
             let whole = format!("{head}{body}");
-            let once = Request::read(whole.as_bytes(), false).unwrap().expect("complete");
+            let once = Request::read(whole.as_bytes(), false, LIMIT).unwrap().expect("complete");
             prop_assert_eq!(once.start, head.len());
             let cut = (cut * whole.len() as f64) as usize;
-            let part = Request::read(&whole.as_bytes()[..cut], false).unwrap();
+            let part = Request::read(&whole.as_bytes()[..cut], false, LIMIT).unwrap();
             prop_assert_eq!(part, (cut >= head.len()).then_some(once));
         }
 
         #[test]
         fn no_bytes_bring_it_down(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Request::read(&bytes, true);
-            let _ = Request::read(&[b"POST /x HTTP/1.1\r\n".as_slice(), &bytes].concat(), true);
+            let _ = Request::read(&bytes, true, LIMIT);
+            let _ = Request::read(&[b"POST /x HTTP/1.1\r\n".as_slice(), &bytes].concat(), true, LIMIT);
         }
     }
 }

@@ -3,8 +3,8 @@
 //! The scanner withholds a response until it can be committed, so that the router can try another
 //! engine until then. It commits a plain JSON answer or an error when it is whole, an event stream
 //! at its first token or error, and other responses at the head. A body with a content-encoding is
-//! not read. Comments before the commit are no sign of life:
-//! they are dropped, and later comments pass.
+//! not read. Comments before the commit are no sign of life: they are dropped (callers may pass
+//! them on, [`Scanner::take_comments`]), and later comments pass.
 //!
 //! After [`Scanner::commit`] bytes pass as they arrive. A piece that starts and ends between chunks
 //! and events passes unchanged; other pieces get a new frame. So a client sees whole events only,
@@ -19,12 +19,19 @@ use std::ops::Range;
 
 /// Longest response head, bytes.
 pub const HEAD_LIMIT: usize = 64 * 1024;
+/// Capacity that a connection's empty buffers keep, in bytes.
+const BUFFER_LIMIT: usize = 16 * 1024;
 /// Longest plain answer that is withheld until it is whole, and longest event that is withheld
 /// until its end, in bytes.
 pub const HOLD_LIMIT: usize = 256 * 1024;
 /// Longest event of an observed stream that is withheld until its end, in bytes: its first event
 /// repeats the prompt as token IDs.
 pub const OBSERVED_LIMIT: usize = 8 * 1024 * 1024;
+
+/// Bytes of a stream without a part of the answer, from which on the stream is refused.
+pub const QUIET_LIMIT: usize = 1024 * 1024;
+/// Bytes kept of the comments that came before an event stream could be committed.
+const COMMENT_LIMIT: usize = 1024;
 
 /// The result of reading one piece of input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,13 +73,18 @@ struct Said {
     tokens: u64,
     /// Events with a part of the answer, its end or an error.
     progress: u64,
+    /// Bytes of the stream since the last such event.
+    quiet: usize,
 }
 
 impl Said {
     fn event(&mut self, found: &Found, step: &mut Step) {
         let tokens = found.tokens();
         self.tokens += tokens;
-        self.progress += u64::from(found.progress());
+        if found.progress() {
+            self.progress += 1;
+            self.quiet = 0;
+        }
         step.tokens = step.tokens.saturating_add(u32::try_from(tokens).unwrap_or(u32::MAX));
         self.note(found, step);
         // A chat stream opens with a chunk that only names the role: not yet a sign of life from
@@ -122,6 +134,8 @@ pub struct Scanner {
     probe: Probe,
     /// Positions of comments to drop in the current piece.
     fillers: Vec<Range<usize>>,
+    /// The end of the comments dropped so far.
+    comments: Vec<u8>,
     /// Payload after the last whole event.
     pending: Vec<u8>,
     /// Payload that may go to the client.
@@ -155,6 +169,7 @@ impl Default for Scanner {
             events: Events::default(),
             probe: Probe::default(),
             fillers: Vec::new(),
+            comments: Vec::new(),
             pending: Vec::new(),
             released: Vec::new(),
             written: Vec::new(),
@@ -182,7 +197,7 @@ impl Scanner {
             (std::mem::take(&mut self.raw_head), std::mem::take(&mut self.written));
         for buffer in [&mut pending, &mut released, &mut raw_head, &mut written] {
             buffer.clear();
-            buffer.shrink_to(HEAD_LIMIT);
+            buffer.shrink_to(BUFFER_LIMIT);
         }
         *self = Self {
             http11,
@@ -283,6 +298,23 @@ impl Scanner {
         self.said.progress
     }
 
+    /// Takes the texts of the comments that were dropped since the last call, each as a line. Only
+    /// the last [`COMMENT_LIMIT`] bytes of them are kept. Returns nothing inside a comment.
+    pub fn take_comments(&mut self) -> Vec<u8> {
+        let mut texts = Vec::new();
+        if !self.events.inside_filler() {
+            let dropped = std::mem::take(&mut self.comments);
+            for line in dropped.split(|byte| matches!(byte, b'\n' | b'\r')) {
+                if !line.is_empty() {
+                    let text = line.strip_prefix(b":").unwrap_or(line); // its start may be lost
+                    texts.extend_from_slice(text.strip_prefix(b" ").unwrap_or(text));
+                    texts.push(b'\n');
+                }
+            }
+        }
+        texts
+    }
+
     /// Reads a piece of input.
     ///
     /// # Errors
@@ -303,6 +335,7 @@ impl Scanner {
             && !self.halted
             && let Some(payload) = self.body.whole_chunk(input)
         {
+            self.said.quiet += input.len();
             if let Some(rewritten) = self.read_quickly(payload, &mut step) {
                 (step.pass, step.out) = (!rewritten, rewritten);
                 return Ok(step);
@@ -319,7 +352,7 @@ impl Scanner {
             }
             step.out = !self.released.is_empty();
             step.unseen = self.newly_unseen();
-            return Ok(step);
+            return self.unless_quiet(step);
         }
         let mut rest = input;
         // The head's bytes move aside so that payload can be read while the scanner changes.
@@ -337,6 +370,9 @@ impl Scanner {
                 return Ok(step);
             };
             rest = after;
+        }
+        if self.event_stream() {
+            self.said.quiet += rest.len();
         }
         let used = self.payload(rest, &mut step)?;
         self.extra |= used < rest.len();
@@ -363,7 +399,24 @@ impl Scanner {
                     !self.released.is_empty() || (step.end && !self.closed && self.out == Out::Chunked);
             }
         }
+        self.unless_quiet(step)
+    }
+
+    /// Refuses a stream that has sent too much without a part of the answer: comments, empty lines
+    /// and events, or chunks of single bytes cost time of all requests.
+    fn unless_quiet(&mut self, step: Step) -> Result<Step, WireError> {
+        self.said.quiet = self.said.quiet.saturating_sub(self.events.take_long());
+        if self.said.quiet > QUIET_LIMIT {
+            return Err(WireError::malformed(format!("{QUIET_LIMIT} bytes of a stream without a token")));
+        }
         Ok(step)
+    }
+
+    /// Frees buffers that a long answer has made large.
+    pub fn shrink(&mut self) {
+        for buffer in [&mut self.pending, &mut self.released, &mut self.written] {
+            buffer.shrink_to(BUFFER_LIMIT);
+        }
     }
 
     /// Ends the response at the end of the connection. Returns the step that a last piece of input
@@ -442,6 +495,11 @@ impl Scanner {
         self.written.append(&mut self.released);
         self.closed |= self.body.done() && !self.halted;
         &self.written
+    }
+
+    /// The withheld bytes of the body, without framing. They stay withheld.
+    pub fn held(&self) -> &[u8] {
+        &self.released
     }
 
     /// Ends a committed stream early with `events`, whole SSE events. Returns nothing if the
@@ -530,6 +588,9 @@ impl Scanner {
         }
         self.said.tokens += quick.tokens;
         self.said.progress += quick.progress;
+        if quick.progress > 0 {
+            self.said.quiet = 0;
+        }
         step.tokens = step.tokens.saturating_add(u32::try_from(quick.tokens).unwrap_or(u32::MAX));
         Some(rewritten)
     }
@@ -571,6 +632,10 @@ impl Scanner {
         for filler in &fillers {
             kept.extend_from_slice(&piece[at..filler.start]);
             at = filler.end;
+            let dropped = &piece[filler.clone()];
+            self.comments.extend_from_slice(&dropped[dropped.len().saturating_sub(COMMENT_LIMIT)..]);
+            let excess = self.comments.len().saturating_sub(COMMENT_LIMIT);
+            self.comments.drain(..excess);
         }
         kept.extend_from_slice(&piece[at..]);
         if let Out::Length(n) = &mut self.out {

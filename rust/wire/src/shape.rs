@@ -8,11 +8,15 @@ use memchr::{memchr_iter, memchr2, memchr2_iter};
 
 /// Levels of lists and objects inside each other.
 pub const MAX_DEPTH: usize = 200;
-/// Lists and objects in one document.
+/// Lists and objects in one document, unless it is so long that [`BYTES_EACH`] allows more.
 pub const MAX_CONTAINERS: usize = 50_000;
-/// Members of objects in one document.
+/// Members of objects in one document, unless it is so long that [`BYTES_EACH`] allows more.
 pub const MAX_MEMBERS: usize = 50_000;
-/// Values in one document, counted by the separators between them.
+/// Bytes of a document for each list or object, and for each member. A list of many documents to
+/// rank passes, and the time to read a byte stays bounded.
+pub const BYTES_EACH: usize = 64;
+/// Values in one document, counted by the separators between them. Token IDs do not count: a list
+/// of them needs as few bytes in memory as in the document ([`crate::tree`]).
 pub const MAX_VALUES: usize = 1_000_000;
 
 /// The bound that a JSON document exceeds.
@@ -20,10 +24,10 @@ pub const MAX_VALUES: usize = 1_000_000;
 pub enum Excess {
     /// More than [`MAX_DEPTH`] levels.
     Depth,
-    /// More than [`MAX_CONTAINERS`] lists and objects.
-    Containers,
-    /// More than [`MAX_MEMBERS`] members of objects.
-    Members,
+    /// More lists and objects than this.
+    Containers(usize),
+    /// More members of objects than this.
+    Members(usize),
     /// More than [`MAX_VALUES`] values.
     Values,
 }
@@ -33,8 +37,8 @@ impl fmt::Display for Excess {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (bound, what) = match self {
             Self::Depth => (MAX_DEPTH, "levels of lists and objects inside each other"),
-            Self::Containers => (MAX_CONTAINERS, "lists and objects"),
-            Self::Members => (MAX_MEMBERS, "members of objects"),
+            Self::Containers(most) => (*most, "lists and objects"),
+            Self::Members(most) => (*most, "members of objects"),
             Self::Values => (MAX_VALUES, "values"),
         };
         write!(to, "more than {bound} {what}")
@@ -56,10 +60,22 @@ pub fn excess(data: &[u8]) -> Option<Excess> {
 
 fn exact(data: &[u8]) -> Option<Excess> {
     let (mut depth, mut containers, mut members, mut separators) = (0_usize, 0, 0, 0);
+    let max_containers = MAX_CONTAINERS.max(data.len() / BYTES_EACH);
+    let max_members = MAX_MEMBERS.max(data.len() / BYTES_EACH);
+    // Whether a token ID may begin here, or ended before here.
+    let (mut before_id, mut after_id) = (false, false);
     let mut at = 0;
     while let Some(&byte) = data.get(at) {
         at += 1;
         match byte {
+            b'0'..=b'9' => {
+                let digits = 1 + data[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+                at += digits - 1;
+                after_id = before_id && digits <= 10; // ten digits hold each token ID
+                before_id = false;
+                continue;
+            }
+            b' ' | b'\t' | b'\n' | b'\r' => continue,
             b'"' => at = string_end(data, at),
             b'[' | b'{' => {
                 depth += 1;
@@ -67,20 +83,21 @@ fn exact(data: &[u8]) -> Option<Excess> {
                 if depth > MAX_DEPTH {
                     return Some(Excess::Depth);
                 }
-                if containers > MAX_CONTAINERS {
-                    return Some(Excess::Containers);
+                if containers > max_containers {
+                    return Some(Excess::Containers(max_containers));
                 }
             }
             b']' | b'}' => depth = depth.saturating_sub(1),
             b':' => {
                 members += 1;
-                if members > MAX_MEMBERS {
-                    return Some(Excess::Members);
+                if members > max_members {
+                    return Some(Excess::Members(max_members));
                 }
             }
-            b',' => separators += 1,
+            b',' if !after_id => separators += 1,
             _ => {}
         }
+        (before_id, after_id) = (matches!(byte, b'[' | b','), false);
         if separators + containers > MAX_VALUES {
             return Some(Excess::Values);
         }
@@ -115,15 +132,33 @@ mod tests {
 
         let flat = |lists: usize| format!("[{}]", vec!["[]"; lists - 1].join(","));
         assert_eq!(excess(flat(MAX_CONTAINERS).as_bytes()), None);
-        assert_eq!(excess(flat(MAX_CONTAINERS + 1).as_bytes()), Some(Excess::Containers));
+        assert_eq!(excess(flat(MAX_CONTAINERS + 1).as_bytes()), Some(Excess::Containers(MAX_CONTAINERS)));
 
         let members = |members: usize| format!("{{{}}}", vec![r#""":1"#; members].join(","));
         assert_eq!(excess(members(MAX_MEMBERS).as_bytes()), None);
-        assert_eq!(excess(members(MAX_MEMBERS + 1).as_bytes()), Some(Excess::Members));
+        assert_eq!(excess(members(MAX_MEMBERS + 1).as_bytes()), Some(Excess::Members(MAX_MEMBERS)));
 
-        let values = |values: usize| format!("[{}]", vec!["1"; values].join(","));
-        assert_eq!(excess(values(MAX_VALUES).as_bytes()), None);
-        assert_eq!(excess(values(MAX_VALUES + 1).as_bytes()), Some(Excess::Values));
+        for value in [r#""""#, "-1", "1.0", "1e9", "12345678901"] {
+            let values = |values: usize| format!("[{}]", vec![value; values].join(","));
+            assert_eq!(excess(values(MAX_VALUES).as_bytes()), None, "{value}");
+            assert_eq!(excess(values(MAX_VALUES + 1).as_bytes()), Some(Excess::Values), "{value}");
+        }
+    }
+
+    #[test]
+    fn bounds_follow_the_bytes() {
+        for separator in [",", ", ", " ,\n"] {
+            let ids = vec!["4294967295"; 2 * MAX_VALUES].join(separator);
+            assert_eq!(excess(format!("[{ids}]").as_bytes()), None, "{separator:?}");
+            let lists = vec![format!("[{}]", vec!["1"; 1000].join(separator)); 1001].join(separator);
+            assert_eq!(excess(format!("[{lists}]").as_bytes()), None, "{separator:?}");
+        }
+        let document = |text: usize| format!(r#"{{"id":"","text":"{}"}}"#, "x".repeat(text));
+        let documents = |count: usize, text| format!("[{}]", vec![document(text); count].join(","));
+        assert_eq!(excess(documents(60_000, 256).as_bytes()), None);
+        let short = documents(60_000, BYTES_EACH);
+        assert_eq!(excess(short.as_bytes()), Some(Excess::Members(short.len() / BYTES_EACH)));
+        assert_eq!(excess(documents(60_000, 0).as_bytes()), Some(Excess::Members(MAX_MEMBERS)));
     }
 
     #[test]

@@ -25,6 +25,10 @@ enum Line {
     Skip,
 }
 
+/// Bytes of one event's data that count as a part of a quiet stream. Events without a token may be
+/// long for a good reason: the first one of an observed stream repeats the prompt.
+const LONG_DATA: usize = 64 * 1024;
+
 const DATA: &[u8; 5] = b"data:";
 const DONE: &[u8; 6] = b"[DONE]";
 
@@ -41,6 +45,10 @@ pub(crate) struct Events {
     /// The event has no line yet, except comments.
     bare: bool,
     has_data: bool,
+    /// Bytes of the event's data so far.
+    length: usize,
+    /// Bytes of long data, see [`Events::take_long`].
+    long: usize,
     /// Number of bytes of the event's data that equal `[DONE]`; `None`: they differ.
     done: Option<usize>,
     probe: Probe,
@@ -56,6 +64,8 @@ impl Default for Events {
             idle: true,
             bare: true,
             has_data: false,
+            length: 0,
+            long: 0,
             done: Some(0),
             probe,
         }
@@ -141,6 +151,7 @@ impl Events {
                     on(if done { Event::Done } else { Event::Data(found) }, start);
                 }
                 self.done = Some(0);
+                self.length = 0;
             }
             self.line = Line::Prefix(0);
         }
@@ -157,7 +168,17 @@ impl Events {
         self.line == Line::Comment || (self.after_cr && self.after_filler)
     }
 
+    /// Takes the number of bytes since the last call that events have beyond [`LONG_DATA`] bytes of
+    /// data each.
+    pub(crate) fn take_long(&mut self) -> usize {
+        std::mem::take(&mut self.long)
+    }
+
     fn data(&mut self, bytes: &[u8]) {
+        self.length += bytes.len();
+        if self.length > LONG_DATA {
+            self.long += bytes.len().min(self.length - LONG_DATA);
+        }
         self.done = self.done.and_then(|n| DONE.get(n..)?.starts_with(bytes).then_some(n + bytes.len()));
         self.probe.feed(bytes);
     }

@@ -8,6 +8,8 @@ use serde_core::ser::{Serialize, Serializer};
 use serde_json::Number;
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::shape::MAX_VALUES;
+
 /// A value. It serializes to compact JSON with its members in their order.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Json<'a> {
@@ -15,6 +17,10 @@ pub(crate) enum Json<'a> {
     Bool(bool),
     Number(Number),
     Text(Cow<'a, str>),
+    /// A list of at least one whole number from 0 to [`u32::MAX`], and of nothing else: such lists
+    /// of token IDs may be long.
+    Ids(Vec<u32>),
+    /// Any other list.
     List(Vec<Json<'a>>),
     Object(Members<'a>),
 }
@@ -49,6 +55,38 @@ impl<'a> Members<'a> {
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
+
+    /// A digest of the members with other names. It does not depend on their order.
+    pub(crate) fn digest_without(&self, names: &[&str]) -> u128 {
+        let mut hash = Xxh3::new();
+        self.hash(&mut hash, names);
+        hash.digest128()
+    }
+
+    fn hash(&self, hash: &mut Xxh3, without: &[&str]) {
+        let mut sorted: Vec<_> =
+            self.0.iter().filter(|(name, _)| !without.contains(&name.as_ref())).collect();
+        sorted.sort_by(|a, b| a.0.cmp(&b.0)); // stable: of the same name, the last stays last
+        sorted.dedup_by(|next, kept| {
+            let same = next.0 == kept.0;
+            if same {
+                *kept = *next;
+            }
+            same
+        });
+        put(hash, b'{', sorted.len(), b"");
+        for (name, value) in sorted {
+            Json::Text(Cow::Borrowed(name)).hash(hash);
+            value.hash(hash);
+        }
+    }
+}
+
+/// Hashes a value's kind, length and bytes: no two values give the same bytes.
+fn put(hash: &mut Xxh3, kind: u8, length: usize, bytes: &[u8]) {
+    hash.update(&[kind]);
+    hash.update(&length.to_le_bytes());
+    hash.update(bytes);
 }
 
 impl<'a> Json<'a> {
@@ -72,54 +110,30 @@ impl<'a> Json<'a> {
             Self::Bool(yes) => *yes,
             Self::Number(number) => number.as_f64() != Some(0.0),
             Self::Text(text) => !text.is_empty(),
+            Self::Ids(_) => true,
             Self::List(values) => !values.is_empty(),
             Self::Object(members) => members.len() > 0,
         }
     }
 
-    /// A digest of the value that does not depend on the order of members.
-    pub(crate) fn digest(&self) -> u128 {
-        let mut hash = Xxh3::new();
-        self.hash(&mut hash);
-        hash.digest128()
-    }
-
     fn hash(&self, hash: &mut Xxh3) {
-        // Each value begins with its kind and its length, so that no two values give the same
-        // bytes.
-        let mut put = |kind: u8, length: usize, bytes: &[u8]| {
-            hash.update(&[kind]);
-            hash.update(&length.to_le_bytes());
-            hash.update(bytes);
-        };
         match self {
-            Self::Null => put(b'0', 0, b""),
-            Self::Bool(yes) => put(b'?', usize::from(*yes), b""),
+            Self::Null => put(hash, b'0', 0, b""),
+            Self::Bool(yes) => put(hash, b'?', usize::from(*yes), b""),
             Self::Number(number) => {
                 let digits = number.to_string();
-                put(b'1', digits.len(), digits.as_bytes());
+                put(hash, b'1', digits.len(), digits.as_bytes());
             }
-            Self::Text(text) => put(b'"', text.len(), text.as_bytes()),
+            Self::Text(text) => put(hash, b'"', text.len(), text.as_bytes()),
+            Self::Ids(ids) => {
+                put(hash, b'[', ids.len(), b"");
+                ids.iter().for_each(|id| Json::Number((*id).into()).hash(hash));
+            }
             Self::List(values) => {
-                put(b'[', values.len(), b"");
+                put(hash, b'[', values.len(), b"");
                 values.iter().for_each(|value| value.hash(hash));
             }
-            Self::Object(members) => {
-                let mut sorted: Vec<_> = members.0.iter().collect();
-                sorted.sort_by(|a, b| a.0.cmp(&b.0)); // stable: of the same name, the last stays last
-                sorted.dedup_by(|next, kept| {
-                    let same = next.0 == kept.0;
-                    if same {
-                        *kept = *next;
-                    }
-                    same
-                });
-                put(b'{', sorted.len(), b"");
-                for (name, value) in sorted {
-                    Json::Text(Cow::Borrowed(name)).hash(hash);
-                    value.hash(hash);
-                }
-            }
+            Self::Object(members) => members.hash(hash, &[]),
         }
     }
 }
@@ -133,7 +147,7 @@ impl fmt::Display for Json<'_> {
             Self::Number(number) => write!(to, "the number {number}"),
             Self::Text(_) => to.write_str("a string"),
             Self::List(values) if values.is_empty() => to.write_str("an empty list"),
-            Self::List(_) => to.write_str("a list"),
+            Self::List(_) | Self::Ids(_) => to.write_str("a list"),
             Self::Object(_) => to.write_str("an object"),
         }
     }
@@ -143,6 +157,11 @@ impl<'de> Deserialize<'de> for Json<'de> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_any(Reads)
     }
+}
+
+/// The value as a token ID.
+fn as_id(value: &Json<'_>) -> Option<u32> {
+    if let Json::Number(number) = value { number.as_u64()?.try_into().ok() } else { None }
 }
 
 struct Reads;
@@ -183,11 +202,24 @@ impl<'de> Visitor<'de> for Reads {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Json<'de>, A::Error> {
+        let mut ids = Vec::new();
         let mut values = Vec::new();
         while let Some(value) = from.next_element()? {
-            values.push(value);
+            match as_id(&value) {
+                Some(id) if values.is_empty() => ids.push(id),
+                _ => {
+                    if values.is_empty() && !ids.is_empty() {
+                        // As [`crate::shape`] counts such lists by their bytes only.
+                        if ids.len() > MAX_VALUES {
+                            return Err(de::Error::custom("a long list of numbers with another value"));
+                        }
+                        values.extend(ids.drain(..).map(|id| Json::Number(id.into())));
+                    }
+                    values.push(value);
+                }
+            }
         }
-        Ok(Json::List(values))
+        Ok(if ids.is_empty() { Json::List(values) } else { Json::Ids(ids) })
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Json<'de>, A::Error> {
@@ -207,6 +239,7 @@ impl Serialize for Json<'_> {
             Self::Bool(yes) => to.serialize_bool(*yes),
             Self::Number(number) => number.serialize(to),
             Self::Text(text) => to.serialize_str(text),
+            Self::Ids(ids) => to.collect_seq(ids),
             Self::List(values) => to.collect_seq(values),
             Self::Object(members) => to.collect_map(members.0.iter().map(|(name, value)| (name, value))),
         }
@@ -219,6 +252,22 @@ mod tests {
 
     fn read(document: &str) -> Json<'_> {
         Json::read(document.as_bytes()).expect(document)
+    }
+
+    fn digest(document: &str) -> u128 {
+        let Json::Object(members) = read(document) else { unreachable!() };
+        members.digest_without(&[])
+    }
+
+    #[test]
+    fn lists_of_token_ids_need_four_bytes_each() {
+        assert_eq!(read("[1, 4294967295]"), Json::Ids(vec![1, u32::MAX]));
+        for other in ["[]", "[1, 4294967296]", "[1, -1]", "[1.0]", "[1, \"a\", 2]", "[null, 1]", "[1, [2]]"] {
+            assert!(matches!(read(other), Json::List(_)), "{other}");
+            assert_eq!(serde_json::to_string(&read(other)).unwrap(), other.replace(' ', ""));
+        }
+        let mixed = format!("[{}\"a\"]", "1,".repeat(MAX_VALUES + 1));
+        assert!(Json::read(mixed.as_bytes()).is_err());
     }
 
     #[test]
@@ -235,13 +284,13 @@ mod tests {
         assert_eq!(members.get("a"), Some(&Json::Number(3.into())));
         assert_eq!(members.take("a"), Json::Number(3.into()));
         assert_eq!((members.take("a"), members.take("c")), (Json::Null, Json::Null));
-        assert_eq!(read(r#"{"a": 1, "b": 2, "a": 3}"#).digest(), read(r#"{"b": 2, "a": 3}"#).digest());
+        assert_eq!(digest(r#"{"a": 1, "b": 2, "a": 3}"#), digest(r#"{"b": 2, "a": 3}"#));
     }
 
     #[test]
     fn equal_content_and_only_that_has_an_equal_digest() {
-        let same = read(r#"{"a": [1, {"x": "y"}], "b": null}"#).digest();
-        assert_eq!(read(r#"{"b":null,"a":[1,{"x":"\u0079"}]}"#).digest(), same);
+        let same = digest(r#"{"a": [1, {"x": "y"}], "b": null}"#);
+        assert_eq!(digest(r#"{"b":null,"a":[1,{"x":"\u0079"}]}"#), same);
         let all = [
             "null",
             "false",
@@ -253,6 +302,10 @@ mod tests {
             "[]",
             "[[]]",
             "[null]",
+            "[0]",
+            "[1]",
+            "[0,1]",
+            "[0,1.5]",
             "{}",
             r#"{"":""}"#,
             r#"{"a":"b"}"#,
@@ -261,7 +314,8 @@ mod tests {
             r#"[["a"],"b"]"#,
             r#"[["a","b"]]"#,
         ];
-        let digests: std::collections::HashSet<_> = all.iter().map(|each| read(each).digest()).collect();
+        let digests: std::collections::HashSet<_> =
+            all.iter().map(|each| digest(&format!(r#"{{"":{each}}}"#))).collect();
         assert_eq!(digests.len(), all.len());
     }
 

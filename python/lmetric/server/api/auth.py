@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 from lmetric.config import ConfigError, ServerConfig, read_secret, read_yaml_mapping
@@ -88,24 +89,46 @@ class Keys:
         old, new = set((self._tenants or {}).items()), set((newer._tenants or {}).items())
         return len(new - old), len(old - new)
 
-    def tenant(self, authorization: str | None, api_key: str | None = None) -> str:
-        """Returns the tenant of a request with these headers. Raises ApiError (401)."""
+    def tenant(self, authorization: str | None, *api_keys: str | None) -> str:
+        """Returns the tenant of a request with these headers; ``api_keys``: `x-api-key`, `api-key`.
+
+        One known key is enough: some clients send a second credential for another service.
+
+        Raises ApiError (401).
+        """
         if self._tenants is None:
             return NO_TENANT
-        token = bearer(authorization)
-        key = (api_key or "") if token is None else token
-        if not key:
+        keys = [key for key in (bearer(authorization), *api_keys) if key]
+        if not keys:
             raise ApiError(
                 401,
                 "no API key; send it as Authorization: Bearer KEY",
                 headers={"www-authenticate": "Bearer"},
             )
-        tenant = self._tenants.get(_digest(key))
-        if tenant is None:
-            raise ApiError(
-                401, "unknown API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
-            )
-        return tenant
+        for key in keys:
+            tenant = self._tenants.get(_digest(key))
+            if tenant is not None:
+                return tenant
+        raise ApiError(401, "unknown API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def is_local(headers: Mapping[str, str]) -> bool:
+    """Returns whether a request to a loopback address can come only from a program on this machine.
+
+    A web page can make a browser send requests to loopback. Its POSTs carry its origin. Its GETs
+    carry the name of the page's host, whose address may have become a loopback address meanwhile
+    (DNS rebinding).
+    """
+    if "origin" in headers:
+        return False
+    host = headers.get("host", "localhost")  # browsers always send it
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class PageAccess:
@@ -125,8 +148,7 @@ class PageAccess:
     def is_admin(self, headers: Mapping[str, str]) -> bool:
         """Returns whether a request may use /admin and /debug."""
         if self._open:
-            # A web page can make a browser send requests to loopback; its POSTs carry its origin.
-            return "origin" not in headers
+            return is_local(headers)
         return self._token is not None and self._token.matches(headers.get("authorization"))
 
     def require_admin(self, headers: Mapping[str, str], path: str) -> None:
@@ -134,7 +156,11 @@ class PageAccess:
         if self.is_admin(headers):
             return
         if self._open:
-            raise ApiError(403, f"{path} refuses requests from web pages unless admin.token is set")
+            raise ApiError(
+                403,
+                f"{path} refuses requests from web pages, and those for another host than localhost, unless "
+                "admin.token is set",
+            )
         if self._token is None:
             raise ApiError(403, f"{path} is closed; set admin.token to open it", code="no_admin_token")
         if self._keys.on:
@@ -162,4 +188,5 @@ class PageAccess:
         return named if named in self._tenants else NO_TENANT  # without keys, the header is trusted
 
     def _tenant_of_key(self, headers: Mapping[str, str]) -> str:
-        return self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
+        given = (headers.get(name) for name in ("authorization", "x-api-key", "api-key"))
+        return self._keys.tenant(*given)

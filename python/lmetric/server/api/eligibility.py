@@ -32,7 +32,7 @@ COMPLETION_MAX_TOKENS = 16
 # which the router then does itself.
 _HARMLESS = frozenset(
     {
-        *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
+        *("model", "messages", "prompt"),
         # They depend on the next token alone, or on all tokens before it (V: equal when continued).
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
         *("allowed_token_ids", "ignore_eos", "stop_token_ids"),
@@ -69,6 +69,23 @@ def _seed(request: JSON, _: Any) -> str | None:
     return None if greedy else "a later segment would restart the random numbers of the seed (seed)"
 
 
+def _stream(_: JSON, value: Any) -> str | None:
+    return None if isinstance(value, bool) else "it is not true or false (stream)"
+
+
+def _stream_options(_: JSON, value: Any) -> str | None:
+    return None if isinstance(value, Mapping) else "it is not an object (stream_options)"
+
+
+def _limit(name: str) -> Check:
+    """Returns a check that passes limits that every engine reads in the same way."""
+
+    def check(_: JSON, value: Any) -> str | None:
+        return None if type(value) is int and value >= 0 else f"it is not a whole number from 0 ({name})"
+
+    return check
+
+
 def _format(_: JSON, value: Any) -> str | None:
     text = isinstance(value, Mapping) and value.get("type") == "text"
     return None if text else "the state of a grammar cannot be transferred (response_format)"
@@ -85,6 +102,10 @@ _GRAMMAR = "the state of a grammar cannot be transferred"
 _PARSER = "the state of a parser cannot be transferred"
 _SEVERAL = "one prompt would continue as several answers"
 _CHECKED: Mapping[str, Check] = {
+    "stream": _stream,
+    "stream_options": _stream_options,
+    "max_tokens": _limit("max_tokens"),
+    "max_completion_tokens": _limit("max_completion_tokens"),
     "n": _only(1, why=f"{_SEVERAL} (n)"),
     "best_of": _only(1, why=f"{_SEVERAL} (best_of)"),
     "use_beam_search": _only(False, why=f"{_SEVERAL} (use_beam_search)"),

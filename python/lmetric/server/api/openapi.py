@@ -49,7 +49,7 @@ SUMMARIES: Mapping[str, str] = {
 }
 
 ERROR_TYPES: Mapping[str, str] = {
-    "invalid_request_error": "400, 405, 413, 415",
+    "invalid_request_error": "400, 405, 413, 415, 426, 431",
     "authentication_error": "401",
     "permission_error": "403",
     "not_found_error": "404",
@@ -76,29 +76,40 @@ ERRORS: Mapping[str, tuple[str, str]] = {
     "other_version": ("409", "The other router exchanges other load values."),
     "body_too_large": ("413", "The body exceeds `limits.max_body_bytes`."),
     "unsupported_content_encoding": ("415", "Send gzip, deflate or no content-encoding."),
+    "websocket": ("426", "The router does not relay WebSocket. Send the request over HTTP."),
+    "head_too_large": (
+        "431",
+        "The request line and header fields exceed `limits.max_head_bytes`, or there are more than 256 "
+        "fields. The message names a field.",
+    ),
     "gateway_configuration": ("500", "The gateway's `ext_proc` filter has a setting that does not work."),
     "router_broken": ("500", "The core failed. Restart the router."),
     "not_implemented": (
         "501",
-        "The router does not support this: a transfer-encoding, WebSocket (`/v1/realtime`), or audio with "
+        "The router does not support this: a transfer-encoding, `/v1/realtime` (WebSocket), or audio with "
         "prefill/decode disaggregation.",
     ),
     "refused": ("502", "The last tried engine refused the connection."),
     "dns": ("502", "The last tried engine's host name does not resolve."),
     "tls": ("502", "The TLS connection to the last tried engine failed."),
     "unreachable": ("502", "The last tried engine is not reachable."),
-    "reset": ("502", "The last tried engine closed the connection."),
+    "reset": ("502", "The last tried engine closed the connection, or its answer was malformed."),
     "engine_error": ("502", "The last tried engine failed, or broke off its answer."),
     "not_ready": ("503", "No engine can accept requests, or the router shuts down."),
     "no_engine": ("503", "No engine of the model is usable. The message has the reasons."),
-    "status": ("503", "The engines answered that they are overloaded."),
+    "status": (
+        "503",
+        "The engines refused the request, and no error answer of theirs can pass: the answer was an event, "
+        "longer than 256 KiB, or incomplete.",
+    ),
     "retry_budget": ("503", "An engine failed, and `retries.budget_ratio` allows no further retry now."),
     "failed_twice": ("502", "Two engines failed the request in the same way. It may be the cause."),
     "resources": ("503", "The router cannot open a connection to an engine."),
     "shutting_down": ("503", "The router shuts down."),
     "too_many": (
         "409, 503",
-        "`limits.max_concurrent_requests` is reached, or too many routers exchange load.",
+        "`limits.max_concurrent_requests` is reached, or the share of it of one client address or tenant "
+        "(`max_concurrent_share`), or too many routers exchange load.",
     ),
     "deadline": ("429", "The first token would come after its deadline (`admission`)."),
     "queue_full": ("429", "Too many requests wait, of the tenant or of all (`max_waiting`)."),
@@ -138,7 +149,8 @@ RESPONSE_HEADERS: Mapping[str, str] = {
     "x-lmetric-prefill": "Engine that computed the prompt, if another one answers. Absent with "
     "`errors.show_engines: false`.",
     "x-request-id": "ID of the request.",
-    "retry-after": "Seconds until a retry is worth it, with 429 and 503.",
+    "retry-after": "Seconds until a retry is worth it, with 429 and 503, and if the engine of a stored "
+    "response fails. An engine's own error may have a date.",
 }
 
 OBJECT: JSON = {"type": "object"}
@@ -205,7 +217,7 @@ def _relayed(path: str) -> JSON:
         "engines",
         SUMMARIES[path],
         answer,
-        (400, 401, 403, 404, 413, 415, 500, 502, 503, 504),
+        (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504),
         (KEY, OPEN),
         body=_schema("AudioRequest" if form else "EngineRequest"),
         media="multipart/form-data" if form else "application/json",
@@ -429,7 +441,7 @@ def _components() -> JSON:
         "type": "object",
         "required": ["what", "cause", "fix", "engines"],
         "properties": {
-            "what": {"enum": ["not usable", "approximate", "load_only"]},
+            "what": {"enum": ["not usable", "approximate", "load_only", "decode_policy", "rebalance"]},
             "cause": text,
             "fix": {"type": ["string", "null"]},
             "engines": count,
@@ -482,7 +494,7 @@ def _components() -> JSON:
         },
         "headers": _headers(RESPONSE_HEADERS),
         "securitySchemes": {
-            KEY: {**bearer, "description": "API key of a tenant; also as the header x-api-key"},
+            KEY: {**bearer, "description": "API key of a tenant; also as the header x-api-key or api-key"},
             ADMIN: {**bearer, "description": "`admin.token`"},
             REPLICA: {**bearer, "description": "`replicas.token`"},
         },
@@ -503,7 +515,11 @@ def document() -> JSON:
         "servers": [{"url": "/", "description": "The router"}],
         "tags": [
             {"name": "engines", "description": "Relayed to an engine that the policy picks"},
-            {"name": "models", "description": "Served models"},
+            {
+                "name": "models",
+                "description": "Served models, with `root`, `created` and `max_model_len` as the engines "
+                "report them. [Names](engines.md#names-of-models-and-adapters) follow the engines",
+            },
             {"name": "health", "description": "Health and metrics"},
             {"name": "debug", "description": "State of the router and explanations of decisions"},
             {"name": "admin", "description": "Changes while the router runs; with `admin.enabled: true`"},

@@ -10,15 +10,20 @@ from msgspec import Struct
 
 from lmetric.engines.handover import CHAT, COMPLETIONS
 
-# The way to read the prompt in a body, by its name in `rust/wire/src/api.rs`. "input": a prompt of
-# another API. "nothing": the engine computes no prompt. "form": a multipart form with a file, which
-# `form.py` reads.
-PromptReader = Literal["chat", "chat_batch", "completion", "token_ids", "input", "nothing", "form"]
+# The way to read the prompt in a body, by its name in `rust/wire/src/api.rs`. "messages" and
+# "responses": the APIs of coding agents. "input": prompts of another API. "nothing": the engine
+# computes no prompt. "form": a multipart form with a file, which `form.py` reads.
+PromptReader = Literal[
+    "chat", "chat_batch", "completion", "token_ids", "messages", "responses", "input", "nothing", "form"
+]
 # How a tenant's cached prefixes are isolated. "salt": by the field `cache_salt`. "no_cache": the
 # engine caches nothing. "refused": engines accept no salt, so isolated tenants get a 403.
 IsolatedBy = Literal["salt", "no_cache", "refused"]
 
 _GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
+# Prompts as text whose tokens a tokenizer can predict.
+_TOKENIZED = frozenset({"chat", "chat_batch", "completion", "messages", "responses"})
+_STREAMED = frozenset({"messages", "responses"})
 
 
 class RelayedPath(Struct, frozen=True, eq=False, gc=False):
@@ -28,8 +33,6 @@ class RelayedPath(Struct, frozen=True, eq=False, gc=False):
     isolated_by: IsolatedBy
     # The engine may store its answer. A later request that names the answer goes to this engine.
     stores: bool = False
-    # For the prompt reader "input": an answer may be a stream.
-    streams_input: bool = False
 
     @property
     def generates(self) -> bool:
@@ -39,7 +42,12 @@ class RelayedPath(Struct, frozen=True, eq=False, gc=False):
     @property
     def streams(self) -> bool:
         """Whether an answer may be an event stream."""
-        return self.generates or self.streams_input
+        return self.generates or self.prompt in _STREAMED
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether a model's tokenizer predicts the tokens of a prompt as text."""
+        return self.prompt in _TOKENIZED
 
 
 _SALTED_INPUT = RelayedPath("input", "salt")
@@ -56,8 +64,8 @@ RELAYED: Mapping[str, RelayedPath] = {
     "/v1/chat/completions/batch": RelayedPath("chat_batch", "salt"),
     COMPLETIONS: RelayedPath("completion", "salt"),
     "/inference/v1/generate": RelayedPath("token_ids", "salt"),
-    RESPONSES: RelayedPath("input", "salt", stores=True, streams_input=True),
-    MESSAGES: RelayedPath("input", "refused", streams_input=True),
+    RESPONSES: RelayedPath("responses", "salt", stores=True),
+    MESSAGES: RelayedPath("messages", "refused"),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _SALTED_INPUT),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), _SALTED_INPUT),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _NO_PROMPT),

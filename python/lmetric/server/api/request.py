@@ -1,7 +1,8 @@
 """The parts of a client's request that routing needs.
 
-Rust reads the body once, and the engine gets its bytes unchanged. Python parses the body only to
-change it, or for a chat template.
+Rust reads the body once, and the engine gets its bytes unchanged, except a body in UTF-16, in
+UTF-32 or with a byte order mark: the engine gets plain UTF-8. Python parses the body only to change
+it, or for a chat template.
 """
 
 from collections.abc import Mapping

@@ -23,6 +23,7 @@ from lmetric.server.observe.metrics import Metrics
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.server.upstream.connection import UpstreamError
 
+MODELS_SECONDS = 10.0  # time between two reads of an engine's list of models
 LAG_PERIOD_SECONDS = 0.1
 NO_LOAD_SECONDS = 1.0  # time between two looks whether a reload has turned on reads of the load
 REMINDER_SECONDS = 30.0  # time between two warnings about a model without a usable engine
@@ -55,6 +56,7 @@ class Monitor:
         self._reads = Polls("load", self._load_of)
         self._probes = Polls("probe", self._probe_silent)
         self._downloads = Downloads(fleet)
+        fleet.check = self._checks.begin
         self._warn_again_at = 0.0
         # By model without a usable engine: the time of its last warning.
         self._reminded: dict[str | None, float] = {}
@@ -117,6 +119,7 @@ class Monitor:
         tasks += self._downloads.running.values()
         for task in tasks:
             task.cancel()
+        self.fleet.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _spawn(
@@ -147,8 +150,14 @@ class Monitor:
                 raise UpstreamError("status", f"GET {health.path}: status {status}")
             if engine.stalled:
                 await self._generates(engine)
+            if engine.identified and self._models_due(engine):
+                await self.fleet.read_models(engine)
             if not engine.identified or time.monotonic() >= engine.ask_again_at:
                 await self.fleet.identify(engine)
+            if self.fleet.pool_of(engine) is None:
+                return  # removed, or replaced because it serves another model
+            if engine.misfit is not None:
+                raise ValueError(engine.misfit)
             await self._awake(engine)
             if engine.unfit is not None:
                 engine.ask_anew()  # it may have been restarted with the missing setting
@@ -163,6 +172,8 @@ class Monitor:
                 log.log(level, "engine not usable", engine=engine.name, reason=reason)
             if isinstance(error, UpstreamError):
                 kind = error.kind
+            elif engine.misfit is not None:
+                kind = "other_model"
             else:
                 kind = "unidentified" if engine.unfit is None else "unfit"
             engine.failed(kind, reason)
@@ -170,6 +181,12 @@ class Monitor:
             engine.last_error = None
             engine.succeeded()
             await self._probe(engine)
+
+    @staticmethod
+    def _models_due(engine: Engine) -> bool:
+        """Whether an engine's list of models must be read again."""
+        due = engine.misfit is not None or engine.models_due
+        return due or time.monotonic() - engine.models_at >= MODELS_SECONDS
 
     async def _generates(self, engine: Engine) -> None:
         """Raises UpstreamError (stalled) if an engine does not answer a small request."""
@@ -228,12 +245,12 @@ class Monitor:
             except UpstreamError as error:
                 engine.load_error = str(error)
                 return
-            engine.report_page(path, body)
+            await engine.report_page(path, body)
 
     async def _kv(self) -> None:
         for pool in self.fleet.pools:
             pool.wire()
-            pool.kv.watch(pool.engines.values())
+            await self._checks.begin_all(pool.kv.watch(pool.engines.values()))
 
     async def _admission(self) -> None:
         now = time.monotonic()
@@ -306,7 +323,7 @@ class Monitor:
                     self.metrics.events[pool.name, kind] += 1
                     details = {k: v for k, v in event.items() if k != "event"}
                     pool.activity.note(now, "guard", 0, "", None, None, kind, None, None, details)
-                    log.warning("hot-spot guard", model=pool.name, what=kind, **details)
+                    log.info("hot-spot guard", model=pool.name, what=kind, **details)
             await asyncio.sleep(min(max(following - time.monotonic(), 0.05), 5.0))
 
     def _log_growth(self, pool: Pool, now: float) -> None:

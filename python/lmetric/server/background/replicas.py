@@ -6,10 +6,11 @@ store between them can fail.
 """
 
 import asyncio
+import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from secrets import token_hex
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,8 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmetric._core import SHARE_NAMES, BadValueError
 from lmetric.config import ReplicasConfig, read_secret
-from lmetric.server.api.auth import BearerToken
+from lmetric.server.api.auth import BearerToken, is_local
 from lmetric.server.api.errors import ApiError, bad, not_valid
+from lmetric.server.background.replica_loads import MOST_ENTRIES, ReceivedLoads, SentLoads, load_message
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.tls.contexts import outgoing_context
 
@@ -33,6 +35,8 @@ PATH = "/replicas"
 RESOLVE_SECONDS = 5.0
 # Limit on the routers that this one sends to and receives from; the core has the same limit.
 MOST_ADDRESSES = 64
+MOST_ANSWER_BYTES = 4096  # an answer is an id and a version, or an error of one sentence
+FULL_SECONDS = 60.0  # time between two full messages to a router
 
 Name = Annotated[str, Field(max_length=200)]
 # A prefix that agent programs share: hash, tokens, and probability that one needs it again.
@@ -46,6 +50,9 @@ class LoadMessage(BaseModel):
 
     router: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
     names: list[str]  # names of the load values, in order
+    version: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    # The version to which `models` adds changes; null: `models` is the whole load.
+    base: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     # By model: engines, their load values, and the roots of agent programs.
     models: dict[str, list[tuple[Name, list[float], list[Root]]]]
 
@@ -63,6 +70,8 @@ class Address:
         self.reached: bool | None = None  # None: not tried yet
         self.error: str | None = None
         self.sending: asyncio.Task[None] | None = None
+        self.version: int | None = None  # last load that it received; None: the next message is full
+        self.full_at = -math.inf  # time of the last full message, monotonic clock
 
 
 class Replicas:
@@ -74,6 +83,8 @@ class Replicas:
         self.id = token_hex(8)
         self.addresses: dict[tuple[str, str], Address] = {}
         self.received: dict[str, float] = {}  # by router: time of its last message, monotonic clock
+        self._sent = SentLoads()
+        self._loads: dict[str, ReceivedLoads] = {}  # by router
         self._counts: Counter[tuple[str, str]] = Counter()
         self.tls = None if config.tls is None else outgoing_context("replicas.tls", config.tls)
         self._token = read_secret(config.token, config.token_file)
@@ -95,6 +106,8 @@ class Replicas:
             timeout=aiohttp.ClientTimeout(total=self.config.silent_after),
             headers={"authorization": f"Bearer {self._token}"} if self._token else None,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            auto_decompress=False,
+            read_bufsize=MOST_ANSWER_BYTES,
         )
         await self._resolve()
         self._tasks = [
@@ -111,31 +124,37 @@ class Replicas:
         if self._session is not None:
             await self._session.close()
 
-    def authorize(self, authorization: str | None) -> None:
+    def authorize(self, headers: Mapping[str, str]) -> None:
         """Raises ApiError (401) unless the header carries the token of the replicas.
 
-        Without a configured token, every message is accepted.
+        Without a configured token, programs on this machine need none; web pages get a 403.
         """
-        if self._expected is not None and not self._expected.matches(authorization):
+        if self._expected is None:
+            if not is_local(headers):
+                raise ApiError(403, f"{PATH} refuses requests from web pages; set replicas.token")
+        elif not self._expected.matches(headers.get("authorization")):
             raise ApiError(
                 401,
                 "wrong replica token; set the same replicas.token on all routers",
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def receive(self, body: bytes) -> dict[str, str]:
-        """Applies a load message from another router. Returns the answer to it. Raises ApiError."""
+    def receive(self, body: bytes) -> dict[str, Any]:
+        """Applies a load message from another router. Returns the answer to it. Raises ApiError.
+
+        The answer has the version of the load that counts here, or null if the next message must
+        be full.
+        """
         try:
             message = LoadMessage.model_validate_json(body)
         except ValidationError as error:
             if _names(body) not in (None, SHARE_NAMES):  # other versions have other messages
                 raise self._other_version() from None
             raise not_valid(error) from None
-        if message.router != self.id:
-            self._apply(message)
-        return {"router": self.id}
+        version = self._apply(message) if message.router != self.id else None
+        return {"router": self.id, "version": version}
 
-    def _apply(self, message: LoadMessage) -> None:
+    def _apply(self, message: LoadMessage) -> int | None:
         if message.names != SHARE_NAMES:
             raise self._other_version()
         if message.router not in self.received and len(self.received) >= MOST_ADDRESSES:
@@ -145,16 +164,22 @@ class Replicas:
                 f"this router already receives load from {MOST_ADDRESSES} routers, the limit",
                 code="too_many",
             )
+        loads = self._loads.pop(message.router, None) or ReceivedLoads()
+        if not loads.apply(message.version, message.base, message.models) or len(loads) > MOST_ENTRIES:
+            self._counts["received", "incomplete"] += 1
+            return None
         try:
             for pool in self.fleet.pools:
-                pool.router.import_load(message.router, message.models.get(pool.name, []))
+                pool.router.import_load(message.router, loads.entries(pool.name))
         except BadValueError as error:
             self._counts["received", "refused"] += 1
             raise bad(str(error)) from None
+        self._loads[message.router] = loads
         if message.router not in self.received:
             log.info("another router sends its load", router=message.router)
         self.received[message.router] = time.monotonic()
         self._counts["received", "accepted"] += 1
+        return loads.version
 
     def _other_version(self) -> ApiError:
         self._counts["received", "other_version"] += 1
@@ -181,23 +206,30 @@ class Replicas:
         for router, at in list(self.received.items()):
             if now - at > self.config.silent_after:
                 del self.received[router]
+                self._loads.pop(router, None)
                 log.warning("another router is silent; its load no longer counts", router=router)
-        message: bytes | None = None
-        for address in self.addresses.values():
-            if address.own:
-                continue
+        others = [address for address in self.addresses.values() if not address.own]
+        messages: dict[int | None, bytes] = {}
+        for address in others:
+            if now - address.full_at >= FULL_SECONDS:
+                address.version = None
+        if others:
+            models = {pool.name: pool.router.export_load() for pool in self.fleet.pools}
+            known = [address.version for address in others if address.version is not None]
+            self._sent.update(models, min(known, default=self._sent.version))
+        for address in others:
             if address.sending is not None and not address.sending.done():
                 self._counts["sent", "busy"] += 1  # the last message has no answer yet
                 continue
-            if message is None:
-                message = self._message()
-            address.sending = asyncio.create_task(self._send(address, message))
+            if (base := address.version) is None:
+                address.full_at = now
+            if base not in messages:
+                messages[base] = orjson.dumps(load_message(self.id, SHARE_NAMES, self._sent, base))
+            address.version = self._sent.version  # unless the message fails
+            sending = self._send(address, messages[base], self._sent.version)
+            address.sending = asyncio.create_task(sending)
 
-    def _message(self) -> bytes:
-        models = {pool.name: pool.router.export_load() for pool in self.fleet.pools}
-        return orjson.dumps({"router": self.id, "names": SHARE_NAMES, "models": models})
-
-    async def _send(self, address: Address, message: bytes) -> None:
+    async def _send(self, address: Address, message: bytes, version: int) -> None:
         assert self._session is not None
         headers = {"host": address.host, "content-type": "application/json"}
         tls, name = self.config.tls, address.server_hostname
@@ -210,12 +242,17 @@ class Replicas:
                 headers=headers,
                 server_hostname=name,
                 ssl=True if self.tls is None else self.tls.context,
+                allow_redirects=False,  # another address must not get the load
             ) as answer:
-                body = await answer.read()
+                body = await _read(answer)
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}: {body[:200].decode(errors='replace')}")
-            address.own = orjson.loads(body)["router"] == self.id
+            told = orjson.loads(body)
+            address.own = told["router"] == self.id
+            if told["version"] != version:
+                address.version = None
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            address.version = None
             reason = str(error) or type(error).__name__
             self._counts["sent", "failed"] += 1
             if address.reached is not False:
@@ -284,6 +321,16 @@ class Replicas:
         for (direction, outcome), count in self._counts.items():
             messages.add_metric((direction, outcome), count)
         yield messages
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """Reads an answer. Raises ValueError if it is too long; its connection is then closed."""
+    body = b""
+    while part := await answer.content.read(MOST_ANSWER_BYTES + 1 - len(body)):
+        body += part
+        if len(body) > MOST_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {MOST_ANSWER_BYTES} bytes")
+    return body
 
 
 def _names(body: bytes) -> object:

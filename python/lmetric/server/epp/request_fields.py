@@ -10,7 +10,7 @@ import orjson
 from lmetric.server.epp import messages
 from lmetric.server.epp.ext_proc_pb2 import HeaderMap, ProcessingRequest
 
-_REMOVED_BY_ROUTER = ("authorization", "x-api-key", "x-vllm-priority")
+_REMOVED_BY_ROUTER = ("authorization", "x-api-key", "api-key", "x-vllm-priority")
 # Fields that the gateway writes itself.
 _OF_GATEWAY = frozenset(
     {"host", "connection", "transfer-encoding", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host"}

@@ -33,6 +33,12 @@ def for_gateway(config: ServerConfig) -> ServerConfig:
             raise ConfigError(
                 "hedging.after_seconds is not possible in `epp`: a gateway sends one copy; remove it"
             )
+        for name, slo in (pool.admission.classes if pool.admission is not None else {}).items():
+            if slo.hedge_after_seconds is not None:
+                raise ConfigError(
+                    f"admission.classes.{name}.hedge_after_seconds is not possible in `epp`: a gateway sends "
+                    "one copy; remove it"
+                )
     if config.upgrade_socket is not None:
         raise ConfigError("upgrade_socket is not possible in `epp`: start a second picker instead; remove it")
     if config.host.startswith("unix:"):

@@ -18,6 +18,7 @@ from lmetric.server.epp.subset import Subset
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.runner import RequestRunner
+from lmetric.server.http.client_load import Client
 from lmetric.server.http.frontend import no_room_error
 
 _BODY_MODES = frozenset({BodySendMode.FULL_DUPLEX_STREAMED, BodySendMode.BUFFERED})
@@ -136,6 +137,11 @@ class GatewayStream:
         if self.body_size:
             self.release_body()
         self._front.clients.end(self._sender)
+
+    @property
+    def payer(self) -> Client:
+        """The client that pays for the request: its gateway."""
+        return self._sender
 
     def end(self, reason: str) -> None:
         """Ends the stream with an error: the router no longer follows its answer."""

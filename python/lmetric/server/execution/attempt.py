@@ -29,6 +29,9 @@ from lmetric.server.upstream.connection import Connection, UpstreamError
 JOIN_BYTES = 64 * 1024
 # Size limit of a collected answer.
 ANSWER_BYTES = 16 << 20
+# Time from a stream's first comment until its client gets it, if no token has come. Most streams
+# with comments have a token by then, and keep the engine's own head.
+COMMENT_SECONDS = 0.5
 # Longest wait for the body of an error answer. An engine that has refused gets no more time.
 REFUSAL_SECONDS = 5.0
 
@@ -59,6 +62,8 @@ class EngineAttempt:
     _progress = 0  # of the answer at the last check
     _since = inf  # start of the present time limit, seconds on the monotonic clock
     _refused_at = 0.0  # first check that saw the head of an error answer
+    _commented_at = inf  # first check that saw a comment before the first token
+    _comments = b""  # comments before the first token, for the client
 
     def __init__(
         self,
@@ -173,7 +178,7 @@ class EngineAttempt:
         if step.carries_kv:
             self._listener.on_attempt_event("sent", self)
         if self._paused:
-            connection.transport.pause_reading()
+            connection.pause(True)
 
     # Called by the engine's connection.
 
@@ -290,7 +295,7 @@ class EngineAttempt:
         connection, self._connection = self._connection, None
         if connection is not None:
             if self._paused:
-                connection.transport.resume_reading()
+                connection.pause(False)
             connection.release()
 
     def _blame(self, status: int) -> None:
@@ -357,20 +362,49 @@ class EngineAttempt:
         self._paused = paused
         self._since = time.monotonic()
         if self._connection is not None:
-            transport = self._connection.transport
-            (transport.pause_reading if paused else transport.resume_reading)()
+            self._connection.pause(paused)
+
+    def _pass_comments(self, now: float) -> None:
+        """Reports the engine's comments before its first token.
+
+        A client or a proxy may close a connection on which nothing comes.
+        """
+        self._comments += self.reader.take_comments()
+        if self._comments:
+            self._commented_at = min(self._commented_at, now)
+            if now - self._commented_at >= COMMENT_SECONDS:
+                comments, self._comments = self._comments, b""
+                self._listener.on_attempt_event("comments", self, comments)
+
+    def _others_could(self) -> bool:
+        """Returns whether another engine may take the request: a frozen one may also come back."""
+        client_request, engine = self._client_request, self.step.engine
+        pool = client_request.pool
+        if self._ticket is None or pool is None:
+            return False
+        if client_request.gateway is not None or client_request.pinned_to is not None:
+            return False
+        listing = pool.names.engines_of(client_request.model)
+        return any(
+            other is not engine and other.in_service and not other.held and other.role == engine.role
+            for other in pool.engines.values()
+            if listing is None or other.name in listing
+        )
 
     def check(self, now: float) -> None:
         """Called periodically: fails the attempt at its deadline."""
         if self.over or self._paused or self._connecting is not None:
             return
         engine = self.step.engine
-        if not self.begun and self.reader.status >= 400 and self.step.reader == "pass":
-            self._refused_at = self._refused_at or now
-            if now - self._refused_at > REFUSAL_SECONDS:
-                self.received(READY, b"")
-                return
-        if engine.stalled:
+        if not self.begun and self._connection is not None:
+            if self.reader.status >= 400 and self.step.reader == "pass":
+                self._refused_at = self._refused_at or now
+                if now - self._refused_at > REFUSAL_SECONDS:
+                    self.received(READY, b"")
+                    return
+            elif self.reader.event_stream and self.step.for_client:
+                self._pass_comments(now)
+        if engine.stalled or (engine.frozen and not self.begun and self._others_could()):
             self.fail("timeout", engine.last_error or "the engine has stopped generating")
         elif self.begun and self.step.reader != "whole" and self.reader.status == 200:
             progress = self.reader.progress

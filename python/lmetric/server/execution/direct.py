@@ -65,7 +65,9 @@ class DirectRequest(InFlightRequest):
         """Forwards the engine's answer, or ends the request."""
         if self._over:
             return
-        if event == "ready":
+        if event == "comments":
+            self._commit(attempt)  # no other engine could answer, and later comments pass
+        elif event == "ready":
             self._commit(attempt)
             if detail & END and not detail & ENGINE_ERROR:
                 self._finish()

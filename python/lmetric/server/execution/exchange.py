@@ -47,12 +47,23 @@ class Subset(Protocol):
         """Returns the error for a request that none of its engines can accept now."""
 
 
+class Payer(Protocol):
+    """The counts of a client address."""
+
+    is_gateway: bool
+    running: int
+
+
 class ClientPort(Protocol):
     """The connection of the request's client."""
 
     relay: InFlightRequest | None
     body_size: int
     peer: Peer
+
+    @property
+    def payer(self) -> Payer | None:
+        """The client whose limits the request counts against; None: it has disconnected."""
 
     @property
     def sender(self) -> str:
@@ -109,6 +120,7 @@ class ClientRequest:
     trace: TraceContext | None = None  # None: the router records no traces
     address: str | None = None  # of the client, for the access log
     pool: Pool | None = None
+    model: str | None = None  # the name in the request
     slo_class = ""  # name of its class; empty: none
     priority: int | None = None  # set by the router, lower first; None: requests are not ordered
     drops_priority = False  # the client's own priority is removed
@@ -118,6 +130,7 @@ class ClientRequest:
     pinned_to: str | None = None
     draft: Draft | None = None  # of its record on disk; None: it gets none
     trial: CanaryRequest | None = None  # its arm; None: no canary runs
+    payer: Payer | None = None  # the client that it counts for; None: it does not run
     gateway: Gateway | None = None  # None: the router sends it to engines
     subset: Subset | None = None  # the only engines that its gateway allows; None: all
     sheddable = False  # it is refused if it would have to wait
@@ -127,7 +140,7 @@ class ClientRequest:
     on_answer: Callable[[str], None] | None = None
     # The answer.
     state: AnswerState = "nothing"
-    opened = False  # the router sent the head of a stream before routing (`open_stream`)
+    opened = False  # the router sent the head of a stream before any engine's answer (`open_stream`)
     only_closing_ends_it = False  # it has neither a length nor chunks
     _reader: ResponseReader | None = None  # the engine's answer whose bytes pass
     _chunked = False  # the router writes chunks
@@ -155,10 +168,7 @@ class ClientRequest:
     @property
     def client_key(self) -> str:
         """Its tenant, or the address of its client."""
-        if self.tenant:
-            return self.tenant
-        peer = self.transport.get_extra_info("peername")
-        return f"{peer[0]}" if peer else ""
+        return self.tenant or self.client.sender
 
     def overdue(self, limit_seconds: float | None, now: float) -> str | None:
         """Returns the reason if the request has exceeded a limit, else None.
@@ -205,7 +215,7 @@ class ClientRequest:
         self.transport.write(b"".join(parts) + b"\r\n")
 
     def open_stream(self) -> None:
-        """Sends the head of a stream before the request is routed."""
+        """Sends the head of a stream before an engine answers."""
         request_id = self.head.request_id.encode("latin-1")
         self.begin(b"text/event-stream; charset=utf-8", None, b"x-request-id: %b\r\n" % request_id)
         self.opened = True

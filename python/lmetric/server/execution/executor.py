@@ -44,6 +44,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Comment,
     Commit,
     Event,
     Finish,
@@ -84,10 +85,12 @@ STATUSES = {
 # Statuses of `retries.statuses` that may come from a failed KV transfer: the step is first resent.
 TRANSFER_STATUSES = frozenset({500, 504})
 # Kinds of failure that the core router knows by another name.
-CORE_KINDS = {"saturated": "status"}
+CORE_KINDS = {"saturated": "status", "not_served": "status"}
 MAX_RETRY_AFTER_SECONDS = 60  # longest Retry-After that clients get
 # Failures before an engine accepted the request. No client can cause them.
-NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated"})
+NOT_ACCEPTED = frozenset({"refused", "dns", "tls", "unreachable", "resources", "saturated", "not_served"})
+# Of these, failures that say nothing about the engine's health.
+HEALTHY_KINDS = frozenset({"saturated", "not_served"})
 
 COMMIT, FINISH = Commit(), Finish()
 
@@ -147,7 +150,7 @@ class RequestExecution(Progress):
         self.fetch: PrefixFetch | None = None
         self.call = self.mover = self.kv = self.prefill_engine = self.paired_body = None
         self._acts: list[Act] = []
-        if hedge is not None:
+        if hedge is not None and client_request.gateway is None:  # a gateway sends one copy
             self.hedge = hedge
         if moves or fetches or resumes:
             self.call = call
@@ -227,6 +230,15 @@ class RequestExecution(Progress):
         kv = migration.kv if attempt.step is self.side and migration is not None else self.transfer()
         kv.sent()
 
+    def _comments(self, attempt: Attempt, now: float, comments: bytes) -> None:
+        """Passes an engine's comments on to a client that waits for a token."""
+        if self.client_request.gateway is not None:
+            return  # the client has the engine's own bytes
+        if self.committed:  # its engine failed, and this one continues
+            self._acts.append(Write(b"".join(b": %b\n" % line for line in comments.splitlines()) + b"\n"))
+        else:
+            self._acts.append(Comment(comments))
+
     def _ready(self, attempt: Attempt, now: float, flags: int) -> None:
         step, reader = attempt.step, attempt.reader
         status, statuses = reader.status, self.rules.statuses
@@ -243,6 +255,10 @@ class RequestExecution(Progress):
             self._drop_and_fail(step, _kind(code or 500), f"error {code} as the first event", now)
         elif stream_failed and flags & INCOMPLETE and not reader.tokens:
             self._drop_and_fail(step, "reset", "the stream ended without a token", now)
+        elif status == 404 and flags & END and self._lacks_model(attempt):
+            attempt.answer = reader.payload()
+            self._declined(attempt, status, whole=True)
+            self._drop_and_fail(step, "not_served", f"status 404{attempt.error_words()}", now)
         elif step.carries_kv and self.transfer().broke(status, reader.error_code):
             self._resend(step.engine, now)
         elif flags & ENGINE_ERROR and step.merges and not reader.tokens:
@@ -1141,6 +1157,7 @@ class RequestExecution(Progress):
         if self._record(engine, kind, reason, now):
             following = failover.next_engine(self, engine, kind)
             if following is not None:
+                self.pool.retried[CORE_KINDS.get(kind, kind)] += 1
                 self._note("retry", engine.name, following, kind, now)
                 self._start_segment(following, now, "FAILED")
                 return
@@ -1151,6 +1168,8 @@ class RequestExecution(Progress):
         allowed = self._record(engine, "reset" if kind == "engine_error" else kind, reason, now)
         outcome = self._continued(now) if allowed else "not_retried"
         self.pool.failovers[outcome] += 1
+        if outcome == "continued":
+            self.pool.retried["reset" if kind == "engine_error" else CORE_KINDS.get(kind, kind)] += 1
         self._note("failover", engine.name, self.ticket.instance, outcome, now)
         if outcome not in ("continued", "complete"):
             self._give_up(engine, kind, reason)
@@ -1209,7 +1228,7 @@ class RequestExecution(Progress):
         """Records a failed attempt for the verdict. Returns whether its engine is lost."""
         self._tried += (f"{engine.name}: {reason}",)
         if kind in NOT_ACCEPTED:
-            if kind != "saturated":
+            if kind not in HEALTHY_KINDS:
                 engine.failed(kind, reason)
             return kind == "refused"
         if self._verdicts is None:
@@ -1221,7 +1240,7 @@ class RequestExecution(Progress):
         """Records a failure of a step that no other engine repeats."""
         if kind not in NOT_ACCEPTED:
             self.pool.blame(engine, self.client_request.client_key, reason, proven=False)
-        elif kind != "saturated":
+        elif kind not in HEALTHY_KINDS:
             engine.failed(kind, reason)
 
     def _prove(self) -> None:
@@ -1246,9 +1265,26 @@ class RequestExecution(Progress):
             self._retry_after = max(self._retry_after, min(seconds, MAX_RETRY_AFTER_SECONDS))
             self.pool.saturated(attempt.step.engine, seconds)
 
+    def _lacks_model(self, attempt: Attempt) -> bool:
+        """Whether a 404 says that the engine does not serve the model that the router lists for it.
+
+        vLLM: "The model `NAME` does not exist.", "LoRA adapter NAME does not exist". If so, the
+        engine is asked for its models again.
+        """
+        name = self.client_request.model
+        words = attempt.step.engine.adapter.error(bytes(attempt.answer) or attempt.reader.held)
+        if name is None or name not in words or not ("model" in words or "adapter" in words):
+            return False
+        self.pool.look_again(attempt.step.engine)
+        return True
+
     def _refused(self, attempt: Attempt, now: float) -> None:
         """Handles an engine's error answer."""
         engine, status = attempt.step.engine, attempt.reader.status
+        if status == 404 and not self.committed and self._lacks_model(attempt):
+            self._declined(attempt, status, whole=True)
+            self._retry(engine, "not_served", f"status 404{attempt.error_words()}", now)
+            return
         retried = status in self.rules.statuses
         reason = f"status {status}{attempt.error_words()}"
         transfer = not retried or status in TRANSFER_STATUSES
@@ -1301,7 +1337,7 @@ class RequestExecution(Progress):
         headers = {"x-lmetric-decision": self.label}
         suspect = self._verdicts is not None and self._verdicts.suspect
         refusal = self._refusal
-        if refusal is not None and (kind == "status" or refusal.status in SATURATED):
+        if refusal is not None and (kind in ("status", "not_served") or refusal.status in SATURATED):
             if refusal.status in SATURATED:
                 refusal.wait(self._wait_seconds())
             self._end_refused(refusal, f": {reason}", kind)
@@ -1407,6 +1443,7 @@ def _is_object(body: bytes) -> bool:
 
 _OF_MAIN: dict[AttemptEvent, Callable[..., None]] = {
     "sent": RequestExecution._sent,
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._ready,
     "events": RequestExecution._events,
     "unseen": RequestExecution._unseen,
@@ -1421,6 +1458,7 @@ _OF_SIDE: dict[AttemptEvent, Callable[..., None]] = {
     "stale": RequestExecution._side_stale,
 }
 _OF_HEDGE: dict[AttemptEvent, Callable[..., None]] = {
+    "comments": RequestExecution._comments,
     "ready": RequestExecution._hedge_ready,
     "unseen": RequestExecution._unseen,
     "failed": RequestExecution._hedge_failed,

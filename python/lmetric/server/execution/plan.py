@@ -35,13 +35,14 @@ Event = Literal[
 # out, as in vLLM's `/inference/v1/generate`), add a name here and a branch in `EngineAttempt`.
 Reader = Literal["pass", "whole", "events"]
 # The events of an attempt. Nothing follows the last three, or a cancellation. "sent": the request
-# was written, with a KV transfer. "ready": the executor may commit to the answer. Its detail is the
-# reader's flags; END without an error means that the answer is also whole, and no "ended" follows.
-# "events": a list of event data or comment lines. "unseen": the tokens of a forwarded stream are no
-# longer recorded. "ended": the answer is whole. "failed": no answer, or no more of it; detail: kind
-# of failure and reason. "stale": the step carries a KV transfer that must not be sent on another
-# connection. The engine may have fetched it already, or (detail True) it has expired.
-AttemptEvent = Literal["sent", "ready", "events", "unseen", "ended", "failed", "stale"]
+# was written, with a KV transfer. "comments": lines of comments that came before "ready". "ready":
+# the executor may commit to the answer. Its detail is the reader's flags; END without an error
+# means that the answer is also whole, and no "ended" follows. "events": a list of event data or
+# comment lines. "unseen": the tokens of a forwarded stream are no longer recorded. "ended": the
+# answer is whole. "failed": no answer, or no more of it; detail: kind of failure and reason.
+# "stale": the step carries a KV transfer that must not be sent on another connection. The engine
+# may have fetched it already, or (detail True) it has expired.
+AttemptEvent = Literal["sent", "comments", "ready", "events", "unseen", "ended", "failed", "stale"]
 # Actions without arguments. "cancel": cancels all attempts. "promote_hedge": the hedge becomes the
 # main attempt. "pause", "resume": stop and continue
 # reading the client's answer from its engine. "abort_client": closes the client's connection at
@@ -162,6 +163,13 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Comment:
+    """Opens the client's stream, unless that was done, and writes lines of comments."""
+
+    lines: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Begin:
     """Starts an answer of the router. `length`: bytes of its body; None: it is a stream."""
 
@@ -192,7 +200,7 @@ class Finish:
     error: ApiError | None = None
 
 
-Act = Step | Action | Wake | Commit | Begin | Write | BreakOff | Finish
+Act = Step | Action | Wake | Comment | Commit | Begin | Write | BreakOff | Finish
 
 
 class Attempt(Protocol):

@@ -19,6 +19,7 @@ from lmetric.server.execution.plan import (
     AttemptEvent,
     Begin,
     BreakOff,
+    Comment,
     Commit,
     Finish,
     Step,
@@ -124,6 +125,11 @@ class RequestRunner(InFlightRequest):
         engine = attempt.step.engine.name
         self._client_request.pass_on(attempt.reader, execution.head_lines(engine), engine)
         execution.pool.held.poke()  # the first token: the engine has room again
+
+    def _comment(self, act: Comment) -> None:
+        if not self._client_request.opened:
+            self._client_request.open_stream()
+        self._client_request.comment(act.lines)
 
     def _begin(self, act: Begin) -> None:
         execution = self.execution
@@ -296,6 +302,7 @@ _ACTIONS: dict[Action, Callable[[RequestRunner], None]] = {
 _DO: dict[type, Callable[[RequestRunner, Any], None]] = {
     str: RequestRunner._do,
     Step: RequestRunner._send,
+    Comment: RequestRunner._comment,
     Commit: RequestRunner._commit,
     Begin: RequestRunner._begin,
     Write: RequestRunner._write,

@@ -23,13 +23,14 @@ from lmetric.config import (
     ServerConfig,
     unix_path,
 )
-from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load
+from lmetric.engines.adapter import Adapter, Capabilities, Handover, Load, read_page
 from lmetric.engines.handover import Connector
 from lmetric.engines.identify import UNKNOWN
 from lmetric.server.api.errors import Unusable
 from lmetric.server.fleet.indicators import METRICS_PAGE, Indicators, Values
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.kv_mode import UNASKED
+from lmetric.server.fleet.names import PoolNames
 from lmetric.server.fleet.outliers import ServiceRecord
 from lmetric.server.fleet.retry_budget import Breaks
 from lmetric.server.fleet.watchdog import Watchdog
@@ -51,14 +52,20 @@ _CAUSES = {
     "status": ("health check failed", "see the engine's log"),
     "unidentified": ("model not known", "check that its URL has the OpenAI API: GET /v1/models"),
     "unfit": ("not suited to its role", None),
+    "other_model": (
+        "serves another model",
+        "start the engine with --served-model-name of this model, or correct the model (serve: --model) in "
+        "the configuration",
+    ),
     "stalled": ("stopped generating", "see the engine's log; restart it if it hangs"),
     "paused": ("paused or asleep", "POST /resume or /wake_up to the engine"),
     "ejected": ("ejected after failed requests", "see the engine's log; it returns when it works again"),
     "saturated": ("full", "add engines, or send fewer requests"),
 }
 
-
-AT_ONCE = ("refused", "stalled", "paused")  # failures that mark an engine as down at once
+# Failures of checks that got no answer.
+UNANSWERED = frozenset({"refused", "unreachable", "timeout", "reset", "stalled"})
+AT_ONCE = ("refused", "stalled", "paused", "other_model")  # failures that mark an engine as down at once
 
 
 class NotUsable(NamedTuple):
@@ -93,6 +100,7 @@ class ServedModel(Protocol):
     router: Router
     block_size: int
     indicators: Indicators
+    names: PoolNames
 
     @property
     def changes(self) -> "WarmFleet | None":
@@ -148,6 +156,12 @@ class Engine:
         self.role_set: Role | None = None  # by an administrator
         self.connector: Connector | None = None  # set if it serves segments of requests
         self.unfit: str | None = None  # reason why it cannot serve its role
+        self.misfit: str | None = None  # reason: it serves other models than the configured one
+        # The last read of its list of models: time on the monotonic clock, hash of the page, error.
+        self.models_at = -math.inf
+        self.models_hash: int | None = None
+        self.models_error: str | None = None
+        self.models_due = False  # whether the next check must read it
         # A prompt that it tokenizes differently from the tokenizer it was last compared with.
         self.tokens_differ: str | None = None
         self.compared: PromptTokenizer | None = None
@@ -212,6 +226,14 @@ class Engine:
     def stalled(self) -> bool:
         """Whether it stopped generating; its requests move elsewhere."""
         return self.last_failure == "stalled" and not self.healthy
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it was marked as down because it did not answer: it may answer no request.
+
+        An engine that is paused, asleep or unfit by its own report still answers.
+        """
+        return self.last_failure in UNANSWERED and not self.healthy
 
     @property
     def lost(self) -> bool:
@@ -307,7 +329,8 @@ class Engine:
         """
         if self.pool is None or self.runs_halves_at_once:
             return 200
-        body = orjson.dumps({"model": self.pool.name, "prompt": "1", "max_tokens": 1})
+        model = self.pool.names.name_for(self.name)
+        body = orjson.dumps({"model": model, "prompt": "1", "max_tokens": 1})
         status, _ = await self.upstream.post("/v1/completions", body, seconds)
         return status
 
@@ -320,24 +343,31 @@ class Engine:
             pages.append(METRICS_PAGE)
         return pages
 
-    def report_page(self, path: str, page: bytes) -> None:
+    async def report_page(self, path: str, page: bytes) -> None:
         """Reports the load and the indicators on one of its `load_pages`."""
-        if self.pool is None:
+        pool = self.pool
+        if pool is None:
             return  # removed meanwhile
-        load, indicators = Load(), self.pool.indicators
-        if path == self.capabilities.load_path:
-            load = self.adapter.load(page)
+        indicators, has_load = pool.indicators, path == self.capabilities.load_path
+        adapter = self.adapter
+
+        def read(page: bytes) -> tuple[Load, Values | None]:
+            load = adapter.load(page) if has_load else Load()
+            return load, indicators.of_page(adapter.own(page)) if path == METRICS_PAGE else None
+
+        load, values = await read_page(page, read)
+        if self.pool is not pool or pool.indicators is not indicators:
+            return  # removed, or changed, while a thread read the page
+        if has_load:
             self.load_error = None if load else f"GET {path}: no load metric with a known name"
         elif self.capabilities.load_path is None:
             self.load_error = None
-        values: Values = {}
-        if path == METRICS_PAGE:
-            values = indicators.of_page(self.adapter.own(page))
+        if values is not None:
             missing = indicators.missing(values)
             if missing != self.missing_metrics:
                 self.missing_metrics = missing
                 self._log_missing()
-        self._report(load, path.partition("?")[0], values)
+        self._report(load, path.partition("?")[0], values or {})
 
     def _log_missing(self) -> None:
         if self.pool is not None and self.missing_metrics:
@@ -372,6 +402,11 @@ class Engine:
         """Requests a new identification: the process may be another one, with other settings."""
         self.identified = False
         self.compared = None
+
+    def restarted(self) -> None:
+        """Handles a new process at its address: the cache is gone, and its settings may differ."""
+        self._forget()
+        self.ask_anew()
 
     def _forget(self) -> None:
         """Clears its blocks and load: no process listens there, so cache and requests are gone."""

@@ -6,20 +6,21 @@ import difflib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import orjson
 import structlog
 
 from lmetric._core import BadValueError, LmetricError
 from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
-from lmetric.engines.adapter import Capabilities
+from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, Model, read_models
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
 from lmetric.server.fleet.engine import Engine, unusable
 from lmetric.server.fleet.indicators import Indicators
+from lmetric.server.fleet.names import NameSearch, fits
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.recent import Recent
@@ -34,8 +35,22 @@ log = structlog.get_logger("lmetric.fleet")
 HINT_NAME_LENGTH = 200
 HINT_NAMES = 500
 
-# A model without engines is removed after this time (until then: 503). Loading a model takes less.
+# Names of a message that lists an engine's models.
+NAMED_MODELS = 5
+
+# A model without engines, or a name whose last engine was removed, is forgotten after this time
+# (until then: 503). Loading a model takes less.
 UNSERVED_SECONDS = 3600.0
+# Models without engines that are kept. An engine that changes its model's name again and again
+# would otherwise fill the memory.
+MOST_UNSERVED = 32
+
+
+class Served(NamedTuple):
+    """The pool of a name in requests. ``adapter``: the name, if it is an adapter's."""
+
+    pool: Pool
+    adapter: str | None
 
 
 @dataclass(slots=True)
@@ -44,7 +59,7 @@ class Fleet:
 
     config: ServerConfig
     pools: list[Pool] = field(default_factory=list)
-    names: dict[str, tuple[Pool, str | None]] = field(default_factory=dict)
+    names: dict[str, Served] = field(default_factory=dict)
     unplaced: list[Engine] = field(default_factory=list)
     pools_made: int = 0
     contexts: EngineContexts = field(default_factory=EngineContexts)
@@ -55,6 +70,15 @@ class Fleet:
     summaries: dict[bool, Recent[dict[str, Any]]] = field(
         default_factory=lambda: {False: Recent(), True: Recent()}
     )
+    # Called with each engine that must be checked at once, and with each model that was removed.
+    check: Callable[[Engine], Awaitable[None] | None] = lambda engine: None
+    on_model_removed: list[Callable[[str], object]] = field(default_factory=list)
+    search: NameSearch = field(init=False)
+    _reads: dict[Engine, asyncio.Task[None]] = field(default_factory=dict)  # of lists of models
+    _page: bytes | None = None  # answer to GET /v1/models; None: the names have changed
+
+    def __post_init__(self) -> None:
+        self.search = NameSearch(self._read_all, lambda: self.size)
 
     def build(self) -> None:
         """Builds pools and engines of the configuration.
@@ -84,18 +108,20 @@ class Fleet:
         If its model is not known, the router asks the engine. Raises LmetricError.
         """
         model = model or self.config.model
+        if model is not None and len(model) > MOST_NAME_CHARACTERS:
+            raise BadValueError(f"model: {len(model)} characters; a name has at most {MOST_NAME_CHARACTERS}")
         engine = Engine(config, self.config, source, model, self.contexts)
         if model is None:
             self.unplaced.append(engine)
         else:
-            self.pool(model).add(engine)
+            self._names_changed(self.pool(model).add(engine))
         return engine
 
     def remove(self, engine: Engine) -> None:
         """Removes an engine. Its running requests continue."""
         pool = self.pool_of(engine)
         if pool is not None:
-            pool.remove(engine.name)
+            self._names_changed(pool.remove(engine.name))
         elif engine in self.unplaced:
             self.unplaced.remove(engine)
             engine.upstream.close()
@@ -142,7 +168,7 @@ class Fleet:
 
         Returns the pools. Raises LmetricError.
         """
-        pools = self.pools if model is None else [self.find(model)[0]]
+        pools = self.pools if model is None else [self.find(model).pool]
         for pool in pools:
             if pool.trials.canary.running:
                 raise BadValueError(f"{pool.name}: a canary runs; promote it or roll it back first")
@@ -160,31 +186,61 @@ class Fleet:
 
     def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
         """Returns the pool of a model, and creates it for a new model."""
-        if name in self.names:
-            return self.names[name][0]
+        served = self.names.get(name)
+        if served is not None and (served.pool.name == name or served.adapter is not None):
+            return served.pool
+        return self._create(name, model, configured=model is not None or name == self.config.model)
+
+    def _create(self, name: str, model: ModelConfig | None = None, *, configured: bool = False) -> Pool:
         adapters = model.adapters if model else []
         config = self.config
         settings, ejection = config.pool_settings(model), config.health.ejection
         pool = Pool(self.pools_made, name, adapters, settings, config.retries, ejection, config.tenants)
+        pool.names.configured = configured
+        pool.look_again = self.look_again
         self.pools_made += 1
         self.pools.append(pool)
-        self.names[name] = (pool, None)
-        for adapter in adapters:
-            self.names[adapter] = (pool, adapter)
+        self._names_changed(pool.names.known)
         return pool
 
     def forget_unserved(self, now: float) -> None:
-        """Removes models without engines for `UNSERVED_SECONDS`, except configured ones."""
+        """Removes models without engines for `UNSERVED_SECONDS`, except configured ones.
+
+        Names whose last engine was removed so long ago are removed, too.
+        """
         named = {self.config.model, *(model.name for model in self.config.models)}
-        for pool in list(self.pools):
-            since = pool.unserved_since
-            if since is None or now - since < UNSERVED_SECONDS or pool.name in named:
-                continue
-            if not pool.router.in_flight():
+        unserved: list[tuple[float, Pool]] = []
+        for pool in self.pools:
+            if old := pool.names.forget(now - UNSERVED_SECONDS):
+                self._names_changed(old)
+            if pool.unserved_since is not None and pool.name not in named and not pool.router.in_flight():
+                unserved.append((pool.unserved_since, pool))
+        unserved.sort(key=lambda each: -each[0])
+        for number, (since, pool) in enumerate(unserved):
+            if number >= MOST_UNSERVED or now - since >= UNSERVED_SECONDS:
                 self.pools.remove(pool)
                 pool.kv.close()
-                self.names = {name: known for name, known in self.names.items() if known[0] is not pool}
+                self._names_changed(pool.names.known)
+                for forget in self.on_model_removed:
+                    forget(pool.name)
                 log.info("model removed", model=pool.name, unserved_seconds=round(now - since))
+
+    def _names_changed(self, names: Iterable[str]) -> None:
+        """Finds the pools of names that have appeared or vanished anywhere."""
+        self._page = None
+        for name in names:
+            claims = [(claim, pool) for pool in self.pools if (claim := pool.names.claim(name)) is not None]
+            if claims:
+                _, pool = min(claims, key=lambda each: each[0])
+                self.names[name] = Served(pool, name if pool.names.is_adapter(name) else None)
+            else:
+                self.names.pop(name, None)
+        self.search.known(self._serves)
+
+    def _serves(self, name: str) -> bool:
+        """Whether an engine is in service for a name."""
+        served = self.names.get(name)
+        return served is not None and any(engine.in_service for engine in served.pool.engines.values())
 
     def engines(self) -> Iterator[Engine]:
         """Yields all engines, with or without a known model."""
@@ -202,8 +258,8 @@ class Fleet:
         """The reasons why no engine gets new requests; None: one of them does."""
         return self._unusable.get(self.size, lambda: unusable(self.engines()))
 
-    def find(self, model: str | None) -> tuple[Pool, str | None]:
-        """Returns the pool of a model name, and the adapter if the name is an adapter's.
+    def find(self, model: str | None) -> Served:
+        """Returns the pool of a model name, and whether the name is an adapter's.
 
         Raises ApiError (400, 404, 503).
         """
@@ -214,7 +270,7 @@ class Fleet:
             raise no_engine_error(None, None, self.unusable)
         if model is None:
             if len(self.pools) == 1:
-                return self.pools[0], None
+                return Served(self.pools[0], None)
             raise ApiError(400, f"model is missing; served here: {self._list()}", param="model")
         # The time of difflib grows with both: clients choose the length, and adapters may be many.
         comparable = len(model) <= HINT_NAME_LENGTH and len(self.names) <= HINT_NAMES
@@ -255,17 +311,26 @@ class Fleet:
             if engine.pool is None:
                 raise ValueError(reason) from None
             unanswered.append(reason)
-            engine.adapter, engine.capabilities = UNKNOWN, Capabilities("unknown", no_events=reason)
+            engine.adapter, engine.capabilities = (
+                UNKNOWN,
+                Capabilities("unknown", models=before.models, no_events=reason),
+            )
         capabilities = engine.capabilities
+        engine.models_at = time.monotonic()
         if engine.pool is None:
             self._place(engine)
+        else:
+            self._take_models(engine, before.models)
         pool = self.pool_of(engine)
         if pool is None:
-            return  # removed meanwhile
-        base = capabilities.base(pool.name)
+            return  # removed meanwhile, or replaced
+        if engine.misfit is not None:
+            engine.identified = True
+            return
         async with pool.asking:
-            await pool.set_tokenizer(base.root if base is not None else None)
+            await pool.set_tokenizer(capabilities.root(pool.name))
         await pool.compare_tokens(engine, self.config.health.timeout)
+        await pool.kv.look_up(engine)
         if self.pool_of(engine) is not pool:
             return  # removed meanwhile
         if before.revision != capabilities.revision and before.engine != "unknown":
@@ -304,25 +369,170 @@ class Fleet:
                 model=pool.name,
                 kind=capabilities.engine,
             )
-        names = [model.name for model in capabilities.models]
-        if names and pool.name not in names:
+        if capabilities.ignored:
             log.warning(
-                "the engine does not serve its model", engine=engine.name, model=pool.name, serves=names
+                "reported values are out of bounds and ignored",
+                engine=engine.name,
+                model=pool.name,
+                values=capabilities.ignored[:NAMED_MODELS],
             )
 
     def _place(self, engine: Engine) -> None:
         """Moves an engine into the pool of the model that it reported."""
         if engine not in self.unplaced:
             return  # removed meanwhile
-        base = engine.capabilities.base()
-        assert base is not None  # else it would not have been identified
-        pool = self.pool(base.name)
-        for model in engine.capabilities.models:
-            if model.parent is not None and model.name not in self.names:
-                self.names[model.name] = (pool, model.name)
-                pool.adapters.append(model.name)
+        models = engine.capabilities.models
+        bases = [model.name for model in models if model.parent is None]
+        pool = next((pool for name in bases for pool in self.pools if pool.name == name), None)
+        if pool is None:
+            sharing = (pool for pool in self.pools if pool.engines and fits(pool.names, engine.name, models))
+            pool = next(sharing, None)
+        if pool is None:
+            served = self.names.get(bases[0])
+            as_adapter = served is not None and served.adapter is not None
+            pool = served.pool if served is not None and as_adapter else self._create(bases[0])
         self.unplaced.remove(engine)
-        pool.add(engine)
+        self._names_changed(pool.add(engine))
+        others = [name for name in bases if name in self.names and self.names[name].pool is not pool]
+        if others:
+            log.warning(
+                "names of the engine belong to another model",
+                engine=engine.name,
+                model=pool.name,
+                names=others,
+            )
+
+    # -- lists of models ---------------------------------------------------------------------------
+
+    def seek(self, name: str | None) -> asyncio.Future[None] | None:
+        """Asks all engines for their models, because a name is unknown.
+
+        Returns a future that ends when the name is known, or all have answered. None: it cannot be
+        a model's name, or too many requests wait.
+        """
+        if name is None or not 0 < len(name) <= MOST_NAME_CHARACTERS or not self.pools:
+            return None
+        return self.search.find(name, self.config.health.timeout)
+
+    def read_models(self, engine: Engine) -> asyncio.Task[None]:
+        """Begins to read an engine's list of models again, or returns the read in flight."""
+        task = self._reads.get(engine)
+        if task is None:
+            task = self._reads[engine] = asyncio.create_task(self._read(engine), name="models")
+        return task
+
+    def _read_all(self) -> Iterator[asyncio.Task[None]]:
+        """Begins to read the lists of all engines that answer."""
+        for pool in self.pools:
+            for engine in pool.engines.values():
+                if engine.identified and (engine.healthy or engine.misfit is not None):
+                    yield self.read_models(engine)
+
+    def look_again(self, engine: Engine) -> None:
+        """Reads an engine's list of models at once, because a request showed that it has changed.
+
+        If it was read in the last second, it is read at the next check.
+        """
+        if time.monotonic() - engine.models_at >= 1.0:
+            self.read_models(engine)
+        else:
+            engine.models_due = True
+
+    async def _read(self, engine: Engine) -> None:
+        engine.models_at, engine.models_due = time.monotonic(), False
+        try:
+            status, body = await engine.upstream.get(MODELS, self.config.health.timeout)
+            if hash(body) == engine.models_hash:
+                return
+            models, ignored = await read_models(status, body)
+        except (UpstreamError, ValueError) as error:
+            # The health check judges engines that do not answer.
+            if engine.models_error != str(error):
+                engine.models_error = str(error)
+                log.warning(
+                    "cannot read the engine's models; the known ones stay",
+                    engine=engine.name,
+                    reason=str(error),
+                )
+            return
+        finally:
+            del self._reads[engine]
+        engine.models_hash, engine.models_error = hash(body), None
+        before = engine.capabilities.models
+        if models != before:
+            engine.capabilities = replace(engine.capabilities, models=models, ignored=tuple(ignored))
+            new = self._take_models(engine, before)
+            if new is not None and (checked := self.check(new)) is not None:
+                await checked
+
+    def _take_models(self, engine: Engine, before: Sequence[Model]) -> Engine | None:
+        """Handles an engine's new list of models. ``before``: the list so far.
+
+        Returns the engine that replaces it if it serves another model than its pool.
+        """
+        pool, models = self.pool_of(engine), engine.capabilities.models
+        if pool is None or models == before:
+            return None  # removed meanwhile, or no change
+        if before and models:
+            was, now = ({each.name for each in some} for some in (before, models))
+            gone, come = ([*sorted(names)[:NAMED_MODELS]] for names in (was - now, now - was))
+            log.info("models of the engine changed", engine=engine.name, model=pool.name, gone=gone, new=come)
+        old, new = ([each for each in some if each.parent is None] for some in (before, models))
+        if old != new:
+            if engine.model is None and not fits(pool.names, engine.name, models):
+                moved = self._move(pool, engine)
+                self._review(pool)
+                return moved
+            if old and engine.misfit is None:
+                engine.restarted()  # served names and weights change only with the process
+            was_misfit, engine.misfit = engine.misfit, _misfit(engine)
+            if engine.misfit is not None:
+                pool.kv.unwire(engine.name)
+            elif was_misfit is not None:
+                engine.ask_anew()
+        # A misfit serves no name of the pool.
+        self._names_changed(pool.names.update(engine.name, models if engine.misfit is None else ()))
+        if old != new:
+            self._review(pool)
+        return None
+
+    def _review(self, pool: Pool) -> None:
+        """Moves engines that belonged to a pool only by a name of an engine that has changed."""
+        for engine in list(pool.engines.values()):
+            if engine.model is None and not fits(pool.names, engine.name, engine.capabilities.models):
+                self._move(pool, engine)
+
+    def _move(self, pool: Pool, engine: Engine) -> Engine | None:
+        """Replaces an engine that serves another model by a new one for the right pool.
+
+        Its requests in flight continue. The new one knows nothing of the old model. Returns it.
+        """
+        if engine.leaving or engine.switches:
+            return None
+        log.warning(
+            "the engine serves another model; it moves",
+            engine=engine.name,
+            model=pool.name,
+            serves=_listed(engine.capabilities.models),
+        )
+        new = Engine(engine.config, self.config, engine.source, None, self.contexts)
+        new.role_set, new.ready, new.draining = engine.role_set, engine.ready, engine.draining
+        new.quiet = engine.quiet
+        self.remove(engine)
+        self.unplaced.append(new)
+        self.check(new)
+        return new
+
+    def stop(self) -> None:
+        """Cancels the searches and reads in flight."""
+        self.search.close()
+        for task in self._reads.values():
+            task.cancel()
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Returns the card of a known model."""
+        names = self.names[name].pool.names
+        return names.card(name, self.names[name].pool.created)
 
     def ready(self) -> bool:
         """Returns whether at least one engine can accept requests."""
@@ -330,18 +540,25 @@ class Fleet:
 
     def models(self) -> bytes:
         """Returns the JSON answer to GET /v1/models."""
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": pool.created,
-                "owned_by": "lmetric-router",
-                "root": pool.name,
-                "parent": pool.name if adapter else None,
-            }
-            for name, (pool, adapter) in self.names.items()
-        ]
-        return orjson.dumps({"object": "list", "data": data})
+        if self._page is None:
+            data = [self.card(name) for name, served in self.names.items() if served.pool.names.shown(name)]
+            self._page = orjson.dumps({"object": "list", "data": data})
+        return self._page
+
+
+def _misfit(engine: Engine) -> str | None:
+    """Returns the reason why an engine does not serve its configured model; None: it does."""
+    models = engine.capabilities.models
+    if engine.model is None or not models or any(model.name == engine.model for model in models):
+        return None
+    return f"it serves {_listed(models)}, not {engine.model!r}"
+
+
+def _listed(models: Sequence[Model]) -> str:
+    """Returns the names of models for a message."""
+    names = [repr(model.name) for model in models if model.parent is None]
+    more = f" and {len(names) - NAMED_MODELS} more" if len(names) > NAMED_MODELS else ""
+    return ", ".join(names[:NAMED_MODELS]) + more
 
 
 @contextlib.contextmanager

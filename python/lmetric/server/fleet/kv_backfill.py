@@ -12,6 +12,9 @@ from lmetric.engines.handover import CHAT, COMPLETIONS, with_fields
 # Each such request costs its engine an event as long as the prompt, hence the limits.
 REFILL_REQUESTS = 4096
 REFILL_SECONDS = 600.0
+# Larger requests do not get the field: the engine reports all blocks of a prompt in one message,
+# and the feed refuses messages above 4 MiB. They hold about 500,000 tokens.
+MAX_BODY_BYTES = 2 << 20
 
 
 class KvBackfill:
@@ -35,7 +38,12 @@ class KvBackfill:
         ``unknown_tokens``: prompt tokens not known to be cached. A client's own field of that name
         stays.
         """
-        if unknown_tokens < self._least or self.left <= 0 or path not in (CHAT, COMPLETIONS):
+        if (
+            unknown_tokens < self._least
+            or self.left <= 0
+            or len(body) > MAX_BODY_BYTES
+            or path not in (CHAT, COMPLETIONS)
+        ):
             return body
         if not self._field.keys().isdisjoint(orjson.loads(body)):
             return body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import math
 import time
@@ -14,12 +14,23 @@ from typing import Any
 import structlog
 
 from lmetric._core import EventFeed, LmetricError, Router
-from lmetric.engines.endpoints import EndpointError, reachable
+from lmetric.config import KvEventsSetting
+from lmetric.engines.endpoints import EndpointError, host_of, literal, reachable, with_host
 from lmetric.options import KvSource
 from lmetric.records import InstanceStats
+from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.engine import Engine
 from lmetric.server.fleet.kv_backfill import KvBackfill
-from lmetric.server.fleet.kv_mode import UNASKED, Mode, PoolFacts, Subscription, choose, mismatch
+from lmetric.server.fleet.kv_mode import (
+    UNASKED,
+    Mode,
+    PoolFacts,
+    Subscription,
+    choose,
+    endpoints,
+    mismatch,
+)
+from lmetric.server.upstream.allowed import AllowedEngines
 
 # An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16
@@ -30,6 +41,13 @@ _FIX_CONNECT = (
     "let the engine listen at this endpoint, and allow the router's connections to it in the network"
 )
 _FIX_SILENT = "check that the port and the topic belong to this engine, with lmetric-router doctor URL"
+_FIX_STOPPED = "see the engine's log for errors of its event publisher, and restart the engine"
+_FIX_OVER_LIMIT = (
+    "see the engine's log and the version of its KV events; the router subscribes again by itself after some "
+    "minutes"
+)
+_FIX_THREAD = "restart the router, and report the error"
+_FIX_ALLOWED = "let the engine use the addresses of admin.allowed_engines, or add this address there"
 _WINDOW_SECONDS = 180.0  # time constant of the indicator window_prefill_tokens
 
 log = structlog.get_logger("lmetric.kv")
@@ -45,6 +63,8 @@ class _EngineEvents:
     connected_at: float
     batches: int = 0
     restarts: int = 0
+    lost: bool = False
+    reconnections: int = 0
     refilled: tuple[int, int] | None = None  # the loss that the last backfill was started for
     # At the last check. `unreported_tokens`: uncached prompt tokens placed since the last batch.
     looked_at: float = 0.0
@@ -52,6 +72,7 @@ class _EngineEvents:
     decisions: int = 0
     unreported_tokens: float = 0.0
     unreported_since: float = 0.0
+    computed: float = 0.0  # requests placed there that had their first token, or ended, at that time
 
     @property
     def where(self) -> str:
@@ -62,7 +83,7 @@ class _EngineEvents:
         """Returns whether the engine must have stored blocks but sent no events.
 
         Idle engines send no events either, so the router counts the uncached tokens it has placed
-        there.
+        there. An engine that hangs computes nothing: its requests get no first token.
         """
         window, decisions, size = row["window_prefill_tokens"], row["decisions"], self.pooled.block_size
         faded = self.window * math.exp((self.looked_at - now) / _WINDOW_SECONDS)
@@ -71,9 +92,10 @@ class _EngineEvents:
         first = self.looked_at == 0.0
         self.looked_at, self.window, self.decisions = now, window, decisions
         self.unreported_tokens = 0.0 if came or first else self.unreported_tokens + max(0.0, placed)
+        computed = decisions - row["q_bs"]
         if self.unreported_tokens < SILENT_BLOCKS * size:
-            self.unreported_since = now
-        return now - self.unreported_since >= SILENT_SECONDS
+            self.unreported_since, self.computed = now, computed
+        return now - self.unreported_since >= SILENT_SECONDS and computed > self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +103,9 @@ class _Tally:
     """A feed's status, summarized over an engine's ranks."""
 
     connected: bool
+    lost: bool  # a rank was connected, and is not
+    reconnections: int
+    over_limit: str | None  # the limit for which the feed ignores a rank
     other_topic: str | None  # another topic under which messages came
     incomplete: bool
     batches: int
@@ -96,6 +121,9 @@ class _Tally:
         restarts, resyncs = (sum(rank[name] for rank in ranks) for name in ("restarts", "resyncs"))
         return _Tally(
             connected=all(rank["connected"] for rank in ranks),
+            lost=any(rank["connections"] > 0 and not rank["connected"] for rank in ranks),
+            reconnections=sum(max(0, rank["connections"] - 1) for rank in ranks),
+            over_limit=next((rank["over_limit"] for rank in ranks if rank["over_limit"] is not None), None),
             other_topic=next(
                 (rank["other_topic"] for rank in ranks if rank["other_topic"] is not None), None
             ),
@@ -116,27 +144,93 @@ class KvFeed:
         self._feed: EventFeed | None = None  # created, with its thread, at the first subscription
         self._events: dict[str, _EngineEvents] = {}
         self._pushed: dict[str, tuple[str, str] | None] = {}  # endpoint and topic of pushed load
+        # By engine with rules: the checked addresses of its endpoints' hosts.
+        self._addresses: dict[str, dict[str, str | EndpointError]] = {}
+
+    async def look_up(self, engine: Engine) -> None:
+        """Resolves and checks the hosts of an engine's endpoints, if its addresses have rules.
+
+        The feed connects to the checked addresses, also when it connects again.
+        """
+        allowed = engine.upstream.allowed
+        if allowed is None:
+            return
+
+        async def look_up(host: str) -> str | EndpointError:
+            try:
+                return await allowed.resolve(host)
+            except ApiError as error:
+                return EndpointError(str(error), _FIX_ALLOWED)
+
+        found = endpoints(engine.capabilities, _setting(engine))
+        hosts = list({host_of(each) or engine.host for each in found} | {engine.host})
+        addresses = await asyncio.gather(*map(look_up, hosts))
+        self._addresses[engine.name] = dict(zip(hosts, addresses, strict=True))
+
+    def _admit(self, engine: Engine, endpoint: str) -> str:
+        """Returns the endpoint to connect to. Raises EndpointError if the router may not."""
+        host, allowed = host_of(endpoint), engine.upstream.allowed
+        if allowed is None:
+            address = None if host is None or host == engine.host else literal(host)
+            configured = _setting(engine)
+            given = () if isinstance(configured, str) else (configured.endpoint, configured.replay_endpoint)
+            if (
+                address is not None
+                and not AllowedEngines(None).permits(host or "", str(address))
+                and not any(each is not None and host_of(each) == host for each in given)
+            ):
+                fix = "set kv_events.endpoint in the router's configuration, if this address is right"
+                raise EndpointError(f"its KV events are at {endpoint}, a link-local or metadata address", fix)
+            return endpoint
+        if host is None:
+            raise EndpointError(
+                f"its KV events are at {endpoint}, and engines of /admin have none at unix sockets",
+                "set a tcp endpoint on the engine, such as tcp://*:5557",
+            )
+        known = self._addresses.get(engine.name, {})
+        found = known.get(host)
+        if found is None:
+            raise EndpointError(
+                f"the address of {host!r} is not known yet", "wait for the engine's next check"
+            )
+        if isinstance(found, EndpointError):
+            raise found
+        if not allowed.permits(host, found):
+            reason = f"admin.allowed_engines does not allow KV events at {host!r} ({found})"
+            raise EndpointError(reason, _FIX_ALLOWED)
+        return with_host(endpoint, found)
+
+    def _allows(self, engine: Engine) -> bool:
+        """Whether the rules still allow the addresses of an engine's endpoints."""
+        allowed = engine.upstream.allowed
+        return allowed is None or all(
+            isinstance(address, EndpointError) or allowed.permits(host, address)
+            for host, address in self._addresses.get(engine.name, {}).items()
+        )
 
     def wire(self, engine: Engine, pooled: PoolFacts) -> None:
         """Chooses the engine's mode by its capabilities, and makes the needed subscriptions."""
         assert engine.pool is not None
-        setting = engine.config.kv_events
-        if setting is None:
-            setting = engine.pool.settings.kv_events
         mode, subscriptions = choose(
-            engine.capabilities, engine.host, setting, pooled, engine.tokens_differ, engine.adapter.flags
+            engine.capabilities,
+            engine.host,
+            _setting(engine),
+            pooled,
+            engine.tokens_differ,
+            engine.adapter.flags,
+            lambda endpoint: self._admit(engine, endpoint),
         )
-        events, pushed = self._events.get(engine.name), _pushed_load(engine)
+        events, pushed = self._events.get(engine.name), self._pushed_load(engine)
         same = events is not None and (events.subscriptions, events.pooled) == (subscriptions, pooled)
         if not same or self._pushed.get(engine.name) != pushed:
-            self.unwire(engine.name)
+            self._unwire(engine.name)
             self._pushed[engine.name] = pushed
             self._hear_load(engine.name, pushed)
             try:
                 if subscriptions:
                     self._subscribe(engine, subscriptions, mode, pooled)
             except LmetricError as error:
-                self.unwire(engine.name)
+                self._unwire(engine.name)
                 mode = Mode("approximate", "cannot subscribe to its KV events", str(error), _FIX_SUBSCRIBE)
         else:
             if engine.mode.name != "exact":
@@ -148,7 +242,11 @@ class KvFeed:
         self._turn(engine, mode)
 
     def unwire(self, name: str) -> None:
-        """Ends all subscriptions to an engine."""
+        """Ends all subscriptions to an engine, and forgets its addresses."""
+        self._addresses.pop(name, None)
+        self._unwire(name)
+
+    def _unwire(self, name: str) -> None:
         self._events.pop(name, None)
         self._pushed.pop(name, None)
         if self._feed is not None:
@@ -174,20 +272,29 @@ class KvFeed:
         if self._feed is not None:
             self._feed.close()
 
-    def watch(self, engines: Iterable[Engine]) -> None:
+    def watch(self, engines: Iterable[Engine]) -> list[Engine]:
         """Checks that events arrive, and updates the engines' modes.
 
-        Call it about once a second.
+        Call it about once a second. Returns the engines to check now: their event connections have
+        broken, so their processes may be gone.
         """
+        broken: list[Engine] = []
         if not self._events:
-            return
+            return broken
         assert self._feed is not None
         instances, now = self._router.stats()["instances"], time.monotonic()
         for engine in engines:
             events = self._events.get(engine.name)
             if events is None:
                 continue
+            if not self._allows(engine):
+                self.wire(engine, events.pooled)  # a reload has changed the rules
+                continue
             tally = _Tally.of(self._feed.status(engine.name))
+            if (tally.lost and not events.lost) or tally.reconnections > events.reconnections:
+                engine.ask_anew()
+                broken.append(engine)
+            events.lost, events.reconnections = tally.lost, tally.reconnections
             problem = self._problem(engine, events, tally, instances[engine.name], now)
             self._turn(engine, events.exact if problem is None else problem)
             if tally.incomplete and events.refilled != tally.losses:
@@ -197,6 +304,7 @@ class KvFeed:
                 engine.refill.over(now) or not tally.incomplete or tally.hybrid
             ):
                 engine.refill = None
+        return broken
 
     def _problem(
         self, engine: Engine, events: _EngineEvents, tally: _Tally, row: InstanceStats, now: float
@@ -206,14 +314,26 @@ class KvFeed:
             engine.ask_anew()
         came = tally.batches > events.batches
         events.batches, events.restarts = tally.batches, tally.restarts
-        if tally.connected or not engine.healthy:
+        answers = engine.healthy and engine.failures == 0
+        if tally.connected or not answers:
             events.connected_at = now
         silent = events.is_silent(came, row, now)
         if tally.block_size not in (None, events.pooled.block_size):
             return mismatch(tally.block_size, events.pooled)
+        assert self._feed is not None
+        if self._feed.problem is not None:
+            return Mode("approximate", "the router's event feed has failed", self._feed.problem, _FIX_THREAD)
+        if tally.over_limit is not None:
+            cause = "its KV events exceed a limit of the router"
+            return Mode("approximate", cause, tally.over_limit, _FIX_OVER_LIMIT)
         if now - events.connected_at >= SILENT_SECONDS:
             return Mode("approximate", "no connection to its KV events", events.where, _FIX_CONNECT)
-        if silent:
+        if silent and answers:
+            if tally.batches > 0 and tally.other_topic is None:
+                detail = f"batches came from {events.where} before"
+                return Mode(
+                    "approximate", "it computes prompts, but its KV events have stopped", detail, _FIX_STOPPED
+                )
             topic = "" if tally.other_topic is None else f", only messages of topic {tally.other_topic!r}"
             detail = f"no KV event came from {events.where}{topic}"
             return Mode("approximate", "it computed prompts, but sent no KV event", detail, _FIX_SILENT)
@@ -233,6 +353,20 @@ class KvFeed:
         if self._feed is None:
             self._feed = EventFeed(self._router)
         return self._feed
+
+    def _pushed_load(self, engine: Engine) -> tuple[str, str] | None:
+        """Returns endpoint and topic of an engine's pushed load.
+
+        None with several ranks: the load of one rank would count for the whole engine.
+        """
+        feeds = engine.capabilities.load_feeds
+        if len(feeds) != 1:
+            return None
+        try:
+            endpoint = self._admit(engine, reachable(feeds[0], engine.host))
+        except EndpointError:
+            return None
+        return endpoint, engine.capabilities.load_topic
 
     def _hear_load(self, name: str, pushed: tuple[str, str] | None) -> None:
         """Subscribes to the load that an engine pushes."""
@@ -277,15 +411,11 @@ class KvFeed:
         log.info("the KV index of an engine is incomplete", engine=engine.name, note=what)
 
 
-def _pushed_load(engine: Engine) -> tuple[str, str] | None:
-    """Returns endpoint and topic of an engine's pushed load.
-
-    None with several ranks: the load of one rank would count for the whole engine.
-    """
-    feeds = engine.capabilities.load_feeds
-    with contextlib.suppress(EndpointError):
-        return (reachable(feeds[0], engine.host), engine.capabilities.load_topic) if len(feeds) == 1 else None
-    return None
+def _setting(engine: Engine) -> KvEventsSetting:
+    """The setting of its KV events."""
+    if engine.config.kv_events is not None:
+        return engine.config.kv_events
+    return engine.pool.settings.kv_events if engine.pool is not None else "auto"
 
 
 COUNTS = (

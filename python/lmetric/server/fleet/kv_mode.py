@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -14,6 +13,10 @@ from lmetric.engines.adapter import Capabilities, EventSource
 from lmetric.engines.endpoints import EndpointError, at_rank, reachable
 
 MODES = ("exact", "approximate", "load_only")
+
+# Most event sources of an engine, which has one per data-parallel rank. Each takes two sockets.
+MAX_SOURCES = 256
+MAX_RANK = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ FIX_TOKENIZER = (
 )
 _FIX_TOKENS = f"{FIX_TOKENIZER}, or kv_events.without_tokenizer: true if clients send token ids"
 _FIX_BLOCK_SIZE = "set the same block size on all engines of a model and in block_size"
+_FIX_ENDPOINT = "set kv_events.endpoint in the configuration"
 _FIX_EVENTS = "turn on KV events on the engine"
 
 
@@ -89,11 +93,13 @@ def choose(
     pool: PoolFacts,
     tokens_differ: str | None = None,
     flags: Mapping[str, str] = MappingProxyType({}),
+    admit: Callable[[str], str] = str,
 ) -> tuple[Mode, tuple[Subscription, ...]]:
     """Returns the best mode that an engine at `host` allows, and the subscriptions it needs.
 
     ``tokens_differ``: a prompt that the engine tokenizes differently from the router, or None.
     ``flags``: the flags of this kind of engine by feature (`Adapter.flags`), for the fix.
+    ``admit``: returns the endpoint to connect to for an endpoint, or raises EndpointError.
     """
     if capabilities.prefix_caching is False:
         return Mode("load_only", "its prefix cache is off", fix=flag_fix(flags, "prefix_cache")), ()
@@ -105,6 +111,9 @@ def choose(
     if not sources:
         fix = capabilities.events_fix or flag_fix(flags, "kv_events") or _FIX_EVENTS
         return Mode("approximate", "it reports no KV events", capabilities.no_events, fix), ()
+    if len(sources) > MAX_SOURCES or any(not 0 <= source.rank <= MAX_RANK for source in sources):
+        detail = f"{len(sources)} sources; at most {MAX_SOURCES} ranks, from 0 to {MAX_RANK}"
+        return Mode("approximate", "it reports too many or wrong KV event sources", detail, _FIX_ENDPOINT), ()
     if not pool.knows_tokens and not given.without_tokenizer:
         cause = "its events hold token ids, prompts are text, and the model's tokenizer is not known"
         return Mode("approximate", cause, pool.tokenizer_note, _FIX_TOKENS), ()
@@ -115,7 +124,7 @@ def choose(
     if size is not None and size != pool.block_size:
         return mismatch(size, pool), ()
     try:
-        subscriptions = tuple(_subscription(source, host, given) for source in sources)
+        subscriptions = tuple(_subscription(source, host, given, admit) for source in sources)
     except EndpointError as error:
         return Mode("approximate", "the router cannot reach its KV events", str(error), error.fix), ()
     reason = (
@@ -124,6 +133,16 @@ def choose(
         else "KV events, for prompts of token ids; text prompts count as not cached"
     )
     return Mode("exact", reason), subscriptions
+
+
+def endpoints(capabilities: Capabilities, setting: KvEvents | Literal["auto", "off"]) -> Iterator[str]:
+    """Yields the endpoints that the router may connect to, as reported or configured."""
+    given = setting if isinstance(setting, KvEvents) else KvEvents()
+    for source in _sources(capabilities, given)[:MAX_SOURCES]:
+        yield source.endpoint
+        yield from () if source.replay_endpoint is None else (source.replay_endpoint,)
+    yield from () if given.replay_endpoint is None else (given.replay_endpoint,)
+    yield from capabilities.load_feeds
 
 
 def flag_fix(flags: Mapping[str, str], feature: str) -> str | None:
@@ -155,17 +174,22 @@ def _sources(capabilities: Capabilities, given: KvEvents) -> tuple[EventSource, 
     )
 
 
-def _subscription(source: EventSource, host: str, given: KvEvents) -> Subscription:
+def _subscription(
+    source: EventSource, host: str, given: KvEvents, admit: Callable[[str], str]
+) -> Subscription:
     topic = source.topic if given.topic is None else given.topic
     replay = source.replay_endpoint
     if given.replay_endpoint is not None:
         replay = at_rank(given.replay_endpoint, source.rank)
     if replay is not None:
         # Replay is optional: without it, a gap only costs the blocks known so far.
-        with contextlib.suppress(EndpointError):
-            replay = reachable(replay, host)
+        try:
+            replay = admit(reachable(replay, _host(host, given.replay_endpoint)))
+        except EndpointError:
+            replay = None
     if not source.connects:
-        return Subscription(reachable(source.endpoint, host), replay, topic, rank=source.rank)
+        endpoint = admit(reachable(source.endpoint, _host(host, given.endpoint)))
+        return Subscription(endpoint, replay, topic, rank=source.rank)
     if not given.bind:
         raise EndpointError(
             f"it connects to {source.endpoint} to send its KV events",
@@ -173,3 +197,8 @@ def _subscription(source: EventSource, host: str, given: KvEvents) -> Subscripti
             "or kv_events.endpoint and kv_events.bind so that the router listens",
         )
     return Subscription(source.endpoint, replay, topic, bind=True, rank=source.rank)
+
+
+def _host(host: str, configured: str | None) -> str:
+    """The engine's host. A socket of this machine in the configuration is this machine's."""
+    return "localhost" if configured is not None and configured.startswith("ipc:") else host

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmetric import plugins
-from lmetric._core import BadValueError, LmetricError, Router, check_policy
+from lmetric._core import BadValueError, LmetricError, Request, Router, check_policy
 from lmetric.config import CanaryConfig, PoolSettings, ShadowConfig
 from lmetric.config.reload import POLICIES
 from lmetric.policies import Policy, PolicyFunction
 
 Value = str | dict[str, Any]
+
+# Time limit of the test call of a Python policy: more than in decisions, because a first call may
+# import modules. It ends a function that would hang the server.
+REHEARSAL_SECONDS = 5.0
 
 
 class Built(NamedTuple):
@@ -38,8 +42,25 @@ def build(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> 
                 f"policy_fallback: {settings.policy_fallback!r} is not valid; expected a built-in policy or "
                 "an expression: it replaces a Python policy that fails"
             )
+        _rehearse(built, fallback)
         built = built.with_fallback(fallback, settings.policy_time_limit_seconds)
     return Built(built, dict(knobs) if isinstance(built, str) else None)
+
+
+def _rehearse(policy: PolicyFunction, fallback: Policy | str) -> None:
+    """Calls a Python policy once, on an idle fleet of two engines.
+
+    Raises `BadValueError` if it fails. Without this call, an error in its body would show only
+    when its fallback decides.
+    """
+    limit = max(policy.time_limit_seconds or 0.0, REHEARSAL_SECONDS)
+    timed = PolicyFunction(policy.fn, policy.reads, policy.name, policy.guard, fallback, limit)
+    router = Router(timed, block_size=16, index_bytes=1 << 20, offers="experimental")
+    for name in ("engine-0", "engine-1"):
+        router.add_instance(name, cache_blocks=1000)
+    router.score(Request(range(64), max_tokens=16))
+    if problem := router.policy_fallbacks()["problem"]:
+        raise BadValueError(f"a test call on two idle engines failed: {problem}")
 
 
 def check(settings: PoolSettings, policy: Value, knobs: Mapping[str, float]) -> None:

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import structlog
 from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries, TenantConfig
 from lmetric.config.schema import IndicatorConfig
-from lmetric.engines.adapter import Capabilities
+from lmetric.engines.adapter import MODELS, Capabilities
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
@@ -39,6 +39,7 @@ from lmetric.server.fleet.hedging import Hedging
 from lmetric.server.fleet.indicators import Indicators
 from lmetric.server.fleet.kv_feed import KvFeed
 from lmetric.server.fleet.kv_mode import PoolFacts, flag_fix
+from lmetric.server.fleet.names import PoolNames
 from lmetric.server.fleet.outliers import Outliers
 from lmetric.server.fleet.policies import Policies
 from lmetric.server.fleet.programs import ProgramWatch
@@ -65,6 +66,7 @@ UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # prefill rate until one was measured; th
 # Larger bodies are not parsed for failover: that would hold the event loop. Bodies with a text are
 # parsed already, in a thread.
 MAX_PARSED_BYTES = 1 << 20
+MAX_INDEX_BLOCKS = 2**32 - 1  # of an instance, in the core's index
 NOT_JOINABLE_SECONDS = 300.0  # a path's requests stay whole this long after a failed merge
 
 
@@ -115,7 +117,9 @@ class Pool:
     ) -> None:
         self.index = index
         self.name = name
-        self.adapters = list(adapters)
+        self.names = PoolNames(name, adapters)
+        # Called with an engine that answered that it does not serve a model that it lists.
+        self.look_again: Callable[[Engine], None] = lambda engine: None
         self._unusable: Recent[Unusable | None] = Recent()
         self.settings = settings
         self.ratio = BytesPerToken()
@@ -188,6 +192,7 @@ class Pool:
         # outcome, and streams that could not continue, by reason.
         self.fails_over = settings.stream_failover
         self.failovers: Counter[str] = Counter()
+        self.retried: Counter[str] = Counter()  # failed attempts that another engine followed, by kind
         self.not_resumable: Counter[str] = Counter()
         self.orders = settings.priority is not None  # whether the router sets priorities
         # By path: the reason of the last failed merge, and the time until which it counts.
@@ -236,7 +241,7 @@ class Pool:
     @property
     def guard(self) -> str:
         """The state of the hot-spot guard: on or off."""
-        return "on" if self.router.stats()["guard_on"] else "off"
+        return "on" if self.router.stats(instances=False)["guard_on"] else "off"
 
     def warn_of_policies(self) -> None:
         """Logs problems of the policies on an idle fleet."""
@@ -244,8 +249,8 @@ class Pool:
         for warning in self.router.policy_warnings():
             log.warning("policy scores no engine", model=model, reason=warning)
 
-    def add(self, engine: Engine) -> None:
-        """Adds an engine."""
+    def add(self, engine: Engine) -> list[str]:
+        """Adds an engine. Returns the names of models that appeared with it."""
         self.router.add_instance(
             engine.name,
             cache_blocks=engine.config.cache_blocks or self.settings.cache_blocks,
@@ -259,6 +264,7 @@ class Pool:
         engine.hold()
         self.unserved_since = None
         self.set_role(engine)
+        return self.names.update(engine.name, engine.capabilities.models)
 
     def review(self) -> None:
         """Decides anew which engines are in service, and updates the core router."""
@@ -301,8 +307,11 @@ class Pool:
             self.outliers.probed(engine, error, time.monotonic())
             self.review()
 
-    def remove(self, name: str) -> None:
-        """Removes an engine. Its running requests continue."""
+    def remove(self, name: str) -> list[str]:
+        """Removes an engine. Its running requests continue.
+
+        Returns the names of models that no engine lists any more.
+        """
         engine = self.engines.pop(name)
         if self.changes is not None:
             self.changes.forget(name)
@@ -313,6 +322,7 @@ class Pool:
         self._see_cuts()
         if not self.engines:
             self.unserved_since = time.monotonic()
+        return self.names.remove(name)
 
     def set_role(self, engine: Engine) -> None:
         """Updates the core router after a possible change of an engine's role."""
@@ -334,10 +344,7 @@ class Pool:
         elif self.mover is not None:
             self.router.update_instance(engine.name, handoff="output")  # by recomputation
         if self.settings.binding == "auto":
-            connectors = [each.connector for each in self.engines.values()]
-            self.router.configure(
-                binding="early" if any(each and each.at_once for each in connectors) else "late"
-            )
+            self.router.configure(binding="late" if self.binds_late else "early")
         engine.unfit = None
         rank, capabilities = engine.config.data_parallel_rank, engine.capabilities
         if engine.identified and rank is not None and capabilities.data_parallel_rank != rank:
@@ -373,6 +380,14 @@ class Pool:
         """Updates `cuts` from the engines' roles and the configuration."""
         self.cuts = self.joins or self.fetches_prefixes or self.disaggregates
 
+    @property
+    def binds_late(self) -> bool:
+        """Whether the decode engine is chosen after the prefill."""
+        if self.settings.binding != "auto":
+            return self.settings.binding == "late"
+        connectors = [each.connector for each in self.engines.values()]
+        return not any(connector is not None and connector.at_once for connector in connectors)
+
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
@@ -389,8 +404,9 @@ class Pool:
         Infinite if no prefill rate was measured.
         """
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
-        tokens = dict(zip(self.router.instances(), self.router.indicators()["bound_tokens"], strict=True))
-        return float(tokens[engine.name]) / rate if rate else math.inf
+        if not rate:
+            return math.inf
+        return self.router.indicators_of(engine.name, ["bound_tokens"])["bound_tokens"] / rate
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""
@@ -480,7 +496,11 @@ class Pool:
         wired = [engine] if engine is not None else []
         if pooled != self._pooled:
             self._pooled = pooled
-            wired = [each for each in self.engines.values() if each.identified or each is engine]
+            wired = [
+                each
+                for each in self.engines.values()
+                if (each.identified and each.misfit is None) or each is engine
+            ]
         for each in wired:
             held = each.capabilities.cache_tokens
             if held and not (each.config.cache_blocks or self.settings.cache_blocks):
@@ -509,8 +529,11 @@ class Pool:
     def _blocks_of(self, tokens: int) -> int:
         """Returns the index blocks that match an engine's cache of this many tokens."""
         if self.knows_tokens:
-            return max(1, tokens // self.block_size)
-        return max(1, int(tokens * self.ratio.bytes / self.ratio.tokens) // self.settings.text_block_bytes)
+            blocks = tokens // self.block_size
+        else:
+            text_bytes = int(tokens * self.ratio.bytes / self.ratio.tokens)
+            blocks = text_bytes // self.settings.text_block_bytes
+        return min(max(1, blocks), MAX_INDEX_BLOCKS)
 
     def _load(self, folder: str | os.PathLike[str]) -> PromptTokenizer:
         settings = self.settings
@@ -624,7 +647,7 @@ class Pool:
             return await engine.upstream.post(path, orjson.dumps(body), seconds)
 
         try:
-            differences = await verify(tokenizer, post, self.name)
+            differences = await verify(tokenizer, post, self.names.name_for(engine.name))
         except (NotVerifiable, UpstreamError) as error:
             if isinstance(error, UpstreamError) and error.before_sending:
                 raise
@@ -645,9 +668,18 @@ class Pool:
         """The reasons why none of its engines gets new requests; None: one of them does."""
         return self._unusable.get(len(self.engines), lambda: unusable(self.engines.values()))
 
-    def no_engine_error(self, error: NoInstanceError) -> ApiError:
-        """Returns the error for a request that no engine can accept now."""
-        return no_engine_error(self.name, error, self.unusable)
+    def no_engine_error(self, error: NoInstanceError, name: str | None = None) -> ApiError:
+        """Returns the error for a request that no engine can accept now.
+
+        ``name``: the model's name in the request, which perhaps only some engines serve.
+        """
+        serving = self.names.engines_of(name)
+        if serving is None:
+            return no_engine_error(self.name, error, self.unusable)
+        if not serving:
+            message = f"{name}: no engine of {self.name} lists it in {MODELS}"
+            return ApiError(503, message, code="no_engine", headers={"retry-after": "2"})
+        return no_engine_error(name, error, unusable(self.engines[each] for each in serving))
 
 
 def _step_time(profile: str | None) -> dict[str, float] | None:

@@ -26,6 +26,14 @@ log = structlog.get_logger("lmetric.mover")
 REMEMBERED_SECONDS = 60.0
 
 
+def fetches(source: Engine | None, target: Engine) -> bool:
+    """Whether an engine can fetch the KV cache of a running request from another engine."""
+    connector = target.connector
+    if source is None or connector is None or connector.at_once:
+        return False
+    return source.connector is connector and source.capabilities.prefix_caching is not False
+
+
 class Movable(Protocol):
     """A running request that may move."""
 
@@ -74,6 +82,11 @@ class Rebalancer:
         self._fetched_at = -math.inf  # seconds on the monotonic clock
         self.outcomes: Counter[str] = Counter()  # outcomes of chosen moves, started or not
 
+    @property
+    def rebalances(self) -> bool:
+        """Whether a rule moves requests; otherwise only engines that leave move theirs."""
+        return self.period_seconds < math.inf
+
     def round(self, now: float) -> None:
         """Asks the core router for moves, and starts them.
 
@@ -84,9 +97,19 @@ class Rebalancer:
             return
         moves, stop = self._router.rebalance(now)
         for move in moves:
-            self.begin(move["ticket"], move["target"], now)
+            ticket, target = move["ticket"], move["target"]
+            # Without KV transfer, the target would compute the whole context again. In simulations,
+            # that stalls its batch so much that requests are slower than without moves.
+            if self.by == "recompute" or self._fetches(ticket, target):
+                self.begin(ticket, target, now)
+            else:
+                self.outcomes["no_transfer"] += 1
         if moves:
             log.debug("rescheduled", model=self._model, moves=moves, stop=stop)
+
+    def _fetches(self, ticket: int, target: str) -> bool:
+        chain, engine = self.running.get(ticket), self._engines.get(target)
+        return chain is not None and engine is not None and fetches(self._engines.get(chain.instance), engine)
 
     def begin(self, ticket: int, target: str, now: float) -> bool:
         """Starts to move a running request. Returns whether the move has started.

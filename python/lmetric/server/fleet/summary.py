@@ -6,19 +6,21 @@ The start-up log, /ready, and the page at / show it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmetric.server.fleet.engine import NotUsable
 from lmetric.server.fleet.fleet import Fleet
+from lmetric.server.fleet.pool import Pool
 
 
 @dataclass(slots=True)
 class Problem:
     """A problem that several engines share.
 
-    what: the mode below `exact`, or "not usable". cause: the reason for any client. reason: the
-    reason with addresses and names.
+    what: the mode below `exact`, "not usable", or the setting that has no effect. cause: the reason
+    for any client. reason: the reason with addresses and names.
     """
 
     what: str
@@ -35,6 +37,21 @@ class Problem:
 
 def _policy(setting: str | dict[str, Any]) -> str:
     return setting if isinstance(setting, str) else str(setting.get("score", setting))
+
+
+def _without_effect(pool: Pool) -> Iterator[Problem]:
+    """Yields the settings of a model that have no effect on its engines."""
+    usable = [engine for engine in pool.engines.values() if engine.unusable is None]
+    decodes = [engine.name for engine in usable if engine.role == "decode"]
+    if decodes and pool.policies.settings.decode_policy == "sibyl" and pool.binds_late:
+        cause = "sibyl cannot look ahead: with late binding, the decode engine is chosen after the prefill"
+        fix = "set decode_policy: sibyl_plus (experimental) or least_requests, or binding: early"
+        yield Problem("decode_policy", cause, cause, fix, decodes)
+    if pool.mover is not None and pool.mover.rebalances and pool.mover.by != "recompute":
+        names = [engine.name for engine in usable if engine.connector is None and engine.role != "prefill"]
+        if names:
+            cause = "no KV transfer: rebalance moves no stream of these engines"
+            yield Problem("rebalance", cause, cause, "start the engines with NixlConnector (kv_both)", names)
 
 
 def summary(fleet: Fleet, *, names: bool) -> dict[str, Any]:
@@ -65,11 +82,12 @@ def _summary(fleet: Fleet, names: bool) -> dict[str, Any]:
         if group is None:
             group = found[key] = Problem(what, *why)
         group.engines.append(engine.name)
+    problems = [*found.values(), *(problem for pool in fleet.pools for problem in _without_effect(pool))]
     shown: dict[str, Any] = {
         "engines": fleet.size,
         "usable": usable,
         "modes": dict(modes),
-        "warnings": [problem.shown(names) for problem in found.values()],
+        "warnings": [problem.shown(names) for problem in problems],
     }
     if names:
         shown["models"] = [

@@ -53,7 +53,7 @@ def _pool(front: Frontend, model: object) -> Pool:
     """Returns the model of a command. Raises ApiError."""
     if model is not None and not isinstance(model, str):
         raise bad("model must be a name, a string", "model")
-    return front.fleet.find(model)[0]
+    return front.fleet.find(model).pool
 
 
 def _command(pool: Pool, verb: str, body: dict[str, Any]) -> None:

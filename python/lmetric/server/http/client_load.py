@@ -1,12 +1,16 @@
-"""Limits on the connections and request body bytes of clients.
+"""Limits on the connections, requests, request bytes and unread answers of clients.
 
-Both are limited in total and per client address. A body counts from its first byte until an engine
-answers, so slow or stalled uploads cannot use more memory than `limits` allows.
+All but the last are limited in total and per client address. Bytes of an incomplete head count from
+the first one, and a body counts until an engine answers, so slow or stalled clients cannot use more
+memory than `limits` allows. Answers count while their client reads too slowly. Beyond
+`UNREAD_BYTES`, the clients that have been slow for longest lose their connections.
 """
 
+import asyncio
 import resource
 from collections import Counter
 from collections.abc import Iterator
+from typing import Protocol
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +21,29 @@ from lmetric.config import Limits
 # engines.
 OTHER_DESCRIPTORS = 32
 
+# The limits, by their names in metrics.
+BOUNDS = (
+    *("connections", "connections_per_client", "requests_per_client", "requests_per_tenant"),
+    *("body_bytes_total", "body_bytes_per_client", "head_size", "head_time", "chunks"),
+    "unread_bytes",
+)
+# Unread bytes at which a connection stops its engine: the mark of its write buffer. TLS has a
+# buffer of its own before the socket's, whose default mark is eight times as high.
+WRITE_MARK_BYTES = 64 * 1024
+# Memory of a slow client beyond the bytes in its write buffer: what its engine's connection holds,
+# and with TLS the packed bytes in the socket's buffer.
+SLOW_CLIENT_BYTES = 192 * 1024
+SLOW_TLS_CLIENT_BYTES = 512 * 1024
+# Most memory of all slow clients.
+UNREAD_BYTES = 256 << 20
+
 log = structlog.get_logger("lmetric.server")
+
+
+class SlowClient(Protocol):
+    """A client's connection that reads too slowly."""
+
+    transport: asyncio.Transport | None
 
 
 class Client:
@@ -26,7 +52,7 @@ class Client:
     ``is_gateway``: several clients share it, so that only the limits on all clients hold.
     """
 
-    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests")
+    __slots__ = ("_load", "address", "body_bytes", "connections", "is_gateway", "requests", "running")
 
     def __init__(self, load: "ClientLoad", address: str, is_gateway: bool) -> None:
         self._load = load
@@ -34,6 +60,7 @@ class Client:
         self.is_gateway = is_gateway
         self.connections = 0
         self.requests = 0  # in flight over a trusted proxy
+        self.running = 0  # whole requests that have no answer yet
         self.body_bytes = 0
 
     def hold(self, size: int) -> bool:
@@ -63,6 +90,8 @@ class ClientLoad:
         self.connections = 0
         self.body_bytes = 0
         self.refused: Counter[str] = Counter()
+        self.unread_bytes = 0
+        self._slow: dict[SlowClient, int] = {}  # bytes by connection, the slowest client first
         self._clients: dict[str, Client] = {}
 
     def configure(self, limits: Limits) -> None:
@@ -107,6 +136,27 @@ class ClientLoad:
         client.requests -= 1
         self._forget(client)
 
+    def slow(self, connection: SlowClient) -> None:
+        """Counts the unread bytes of a connection. Closes the slowest beyond `UNREAD_BYTES`."""
+        self.caught_up(connection)
+        transport = connection.transport
+        if transport is None:
+            return
+        tls = transport.get_extra_info("ssl_object") is not None
+        size = transport.get_write_buffer_size() + (SLOW_TLS_CLIENT_BYTES if tls else SLOW_CLIENT_BYTES)
+        self._slow[connection] = size
+        self.unread_bytes += size
+        while self.unread_bytes > UNREAD_BYTES:
+            slowest = next(iter(self._slow))
+            self.caught_up(slowest)
+            self.refused["unread_bytes"] += 1
+            if slowest.transport is not None:
+                slowest.transport.abort()
+
+    def caught_up(self, connection: SlowClient) -> None:
+        """Takes a connection off the count of unread bytes."""
+        self.unread_bytes -= self._slow.pop(connection, 0)
+
     def _forget(self, client: Client) -> None:
         if not client.connections and not client.requests:
             del self._clients[client.address]
@@ -121,15 +171,18 @@ class ClientLoad:
         )
         yield GaugeMetricFamily(
             "lmetric_client_body_bytes",
-            "Bytes of request bodies being received or not yet answered by an engine",
+            "Bytes of requests being received, and of request bodies not yet answered by an engine",
             self.body_bytes,
+        )
+        yield GaugeMetricFamily(
+            "lmetric_client_unread_bytes", "Bytes of answers that wait for slow clients", self.unread_bytes
         )
         refused = CounterMetricFamily(
             "lmetric_client_refusals",
-            "Connections and requests refused because of a limit on clients, by limit",
+            "Connections and requests refused or closed because of a limit on clients, by limit",
             labels=("bound",),
         )
-        for bound in ("connections", "connections_per_client", "body_bytes_total", "body_bytes_per_client"):
+        for bound in BOUNDS:
             refused.add_metric((bound,), self.refused[bound])
         yield refused
 

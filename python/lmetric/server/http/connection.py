@@ -2,9 +2,11 @@
 
 Plain requests for engines take a fast path, all others go through aiohttp.
 
-The Rust reader (`rust/wire/src/request.rs`) decides whether a request is plain. The fast path needs
-no task and no future, unless it must first connect to an engine. aiohttp gets all other bytes
-unchanged: one request at a time if its end is known, else everything that follows.
+The Rust reader (`rust/wire/src/request.rs`) reads each head and decides whether a request is plain.
+The fast path needs no task and no future, unless it must first connect to an engine. aiohttp gets
+the other requests, one at a time and only with a whole head. It gets a chunked body in new chunks,
+one for all bytes that were read at once. So the time and the memory that aiohttp's parser needs
+depend on the size of a request, not on its pieces.
 
 A plain chat of 1 KB takes 160,000 instructions on the fast path, and 286,000 through aiohttp
 (callgrind, 300 requests). tests/test_layers.py checks that aiohttp still has the undocumented
@@ -16,41 +18,48 @@ import time as clock
 from enum import IntEnum
 from typing import Any, Protocol
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError
+from aiohttp.http_exceptions import HttpProcessingError, TransferEncodingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from lmetric._core import Peer, RequestHead, RequestReader, WireError
+from lmetric._core import MAX_REQUEST_FIELDS, ChunkedBody, Peer, RequestHead, RequestReader, WireError
+from lmetric.config import Timeouts
 from lmetric.server.api.errors import ApiError, whole_answer
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
-from lmetric.server.http.client_load import Client, ClientLoad
+from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
 # HOLD_LIMIT (aiohttp may resume reading).
 HOLD_BYTES = 64 * 1024
 HOLD_LIMIT = 64 * HOLD_BYTES
-# Complete bodies up to this size do not count against the limits: the limit on concurrent requests
-# also limits them.
+# Complete requests up to this size do not count against the limits on body bytes: the limit on
+# concurrent requests also limits them.
 SMALL_BODY = 64 * 1024
-# After refusing a body, a closing connection reads on for this long, so that its client can read
-# the error.
+# Heads up to this size without a body do not count either, so that pages such as /health answer
+# while bodies use all that the limits allow.
+SMALL_HEAD = 4 * 1024
+# Seconds from the first byte of a head to its last one. Heads are sent at once.
+HEAD_SECONDS = 10.0
+# A connection that has sent this many bytes is read again in the next turn of the loop. uvloop
+# would read up to 32 times as many before the next connection.
+TURN_BYTES = 256 * 1024
+# After refusing a body, a closing connection discards bytes for this long, so that its client can
+# read the error.
 LINGER_SECONDS = 1.0
 # Turns off aiohttp's own idle timers, which do not see the fast path.
 NEVER_SECONDS = 365.0 * 86_400
+ENDLESS = 1 << 62  # bytes to discard until the connection closes
 
 TOO_MANY_CONNECTIONS = whole_answer(
     ApiError(503, "too many connections", code="too_many_connections", headers={"retry-after": "1"}), None
 )
 
 
-def in_short(error: Exception) -> str:
-    """Returns aiohttp's message about malformed HTTP as one line, without the marker below it."""
-    message = error.message if isinstance(error, HttpProcessingError) else str(error)
-    said = " ".join(line.strip() for line in message.splitlines() if line.strip(" ^"))
-    return f"invalid URL {said}" if isinstance(error, InvalidURLError) else said
+class NoRoomError(HttpProcessingError):
+    """A body has reached a limit on body bytes."""
 
 
 class AlreadySentResponse(web.StreamResponse):
@@ -80,11 +89,10 @@ class State(IntEnum):
     COLLECTING = 1  # an incomplete request
     ASKED = 2  # the queue behind a request in flight
     SKIPPING = 3  # the rest of the body of a request that aiohttp has answered
-    HANDED_OVER = 4  # aiohttp, for all further bytes
-    DISCARDING = 5  # none: a refusal was sent, and the connection closes after the refused body
+    DISCARDING = 4  # none: the connection closes after its answer
 
 
-FREE, COLLECTING, ASKED, SKIPPING, HANDED_OVER, DISCARDING = State
+FREE, COLLECTING, ASKED, SKIPPING, DISCARDING = State
 
 
 class Server(Protocol):
@@ -112,6 +120,12 @@ class Server(Protocol):
     def no_room(self, client: "ClientConnection", client_request: ClientRequest | None) -> None:
         """Refuses a request at the limit on body bytes, then calls ``client.answered``."""
 
+    def unreadable(self, client: "ClientConnection", data: bytes, error: WireError) -> None:
+        """Refuses a request whose head ``data`` begins with, then calls ``client.answered``."""
+
+    def late(self, client: "ClientConnection", client_request: ClientRequest | None, received: int) -> None:
+        """Refuses a request whose head (None) or body takes too long, then calls `answered`."""
+
     def refuse(self, client: "ClientConnection", malformed: HttpProcessingError | None) -> web.StreamResponse:
         """Answers a request that aiohttp could not read, or (None) one with an internal error."""
 
@@ -120,6 +134,8 @@ class ClientConnection(RequestHandler):
     """One client's connection."""
 
     __slots__ = (
+        "_body",
+        "_chunks",
         "_client",
         "_client_request",
         "_front",
@@ -127,9 +143,11 @@ class ClientConnection(RequestHandler):
         "_holder",
         "_left",
         "_need",
+        "_resting",
         "_sender",
-        "_size",
+        "_since",
         "_state",
+        "_turn_bytes",
         "answering",
         "body_size",
         "idle_since",
@@ -138,7 +156,18 @@ class ClientConnection(RequestHandler):
     )
 
     def __init__(self, front: Server, manager: web.Server, **options: Any) -> None:
-        super().__init__(manager, keepalive_timeout=NEVER_SECONDS, **options)
+        # The Rust reader limits heads, so aiohttp must not be stricter.
+        limit = front.requests.limit
+        super().__init__(
+            manager,
+            keepalive_timeout=NEVER_SECONDS,
+            max_line_size=limit,
+            max_field_size=limit,
+            max_headers=MAX_REQUEST_FIELDS,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+            **options,
+        )
         self._front = front
         self.relay: InFlightRequest | None = None
         self.answering = False
@@ -150,16 +179,22 @@ class ClientConnection(RequestHandler):
         self._sender: Client | None = None
         self._holder: Client | None = None  # the client that pays for the bytes held
         self._client_request: ClientRequest | None = None  # the incomplete request, once its head is known
-        self._held: list[bytes] = []
-        self._size = 0  # bytes held
-        self.body_size = 0  # counted bytes of a body outside `_held`
+        self._held = bytearray()
+        self.body_size = 0  # counted bytes of a request outside `_held`
         self._need = 0  # bytes to hold before the request is read again
-        self._left = 0  # bytes still to come of a request in aiohttp
+        self._since = 0.0  # time of the first byte of an incomplete head or body; 0: there is none
+        self._left = 0  # bytes still to come of a body with a length in aiohttp, or to discard
+        self._body: StreamReader | None = None  # the body of the request in aiohttp
+        self._chunks: ChunkedBody | None = None  # an incomplete chunked body in aiohttp
+        self._turn_bytes = 0  # received since reading last paused for a turn
+        self._resting = False  # reading is paused until the next turn of the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         super().connection_made(transport)
         secure = transport.get_extra_info("ssl_object") is not None
+        if secure and self.transport is not None:
+            self.transport.set_write_buffer_limits(WRITE_MARK_BYTES)
         self.peer = self._front.forwarding.peer(transport.get_extra_info("peername"), secure=secure)
         if self._client is None and not self.count(self.peer) and self.transport is not None:
             self._state = DISCARDING
@@ -180,106 +215,169 @@ class ClientConnection(RequestHandler):
         if client is not None:
             self._front.clients.close(client)
 
+    @property
+    def closes(self) -> bool:
+        """Whether the connection closes after the answer, whatever the request says."""
+        return self._state == DISCARDING
+
     def data_received(self, data: bytes) -> None:
         """Called by the loop with data.
 
         aiohttp calls it without data to resume its parser, which stops while its reader is full.
         """
-        state = self._state
         if not data:
-            self._parse(data)
-        elif state == FREE:
+            super().data_received(data)
+            return
+        self._turn_bytes += len(data)
+        if self._turn_bytes >= TURN_BYTES:
+            self._rest_reading()
+        state = self._state
+        if state == FREE:
             self._begin(data)
-        elif state == HANDED_OVER:
-            self._parse(data)
         elif state == COLLECTING:
             if not self._hold(data):
-                self._no_room(self._need - self._size - len(data))
-            elif self._size >= self._need:
+                self._no_room(self._need - len(self._held) - len(data))
+            elif len(self._held) >= self._need or self._ends_head(len(data)):
                 self._begin(self._take_held())
         elif state == DISCARDING:
             self._left -= len(data)
             if self._left <= 0:
                 self.force_close()
         else:
-            if self._left:
-                rest = data[self._left :]
-                self._feed(data[: self._left])
-                data = rest
-            if self._state == SKIPPING and not self._left:
+            if self._left or self._chunks is not None:
+                data = self._feed(data)
+            if not data:
+                return
+            if self._state == SKIPPING:
                 self._state = FREE
-                if data:
-                    self._begin(data)
-            elif data:
+                self._begin(data)
+            elif self._state == ASKED:
                 self._hold_back(data)
+
+    def _rest_reading(self) -> None:
+        """Leaves the rest of the loop's turn to other connections."""
+        self._turn_bytes = 0
+        if not self._resting:
+            self._resting = True
+            self._pause_transport_reading()
+            self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._resting = False
+        full = self._state == ASKED and len(self._held) > HOLD_BYTES
+        if not full and not self._reading_paused and not self._buffer_paused:
+            self._resume_transport_reading()
+
+    def _ends_head(self, size: int) -> bool:
+        """Returns whether a head may end in the last ``size`` bytes held.
+
+        Reading an incomplete head again for each of its pieces would take quadratic time.
+        """
+        if self._client_request is not None:
+            return False
+        held, begin = self._held, max(len(self._held) - size - 2, 0)
+        return held.find(b"\n\r\n", begin) >= 0 or held.find(b"\n\n", begin) >= 0
 
     def _begin(self, data: bytes) -> None:
         """Reads the request at the start of ``data``."""
         client_request, self._client_request = self._client_request, None
         try:
             head = self._front.requests.read(data) if client_request is None else client_request.head
-        except WireError:
-            self._hand_over(data)
+        except WireError as error:
+            self._discard(ENDLESS)
+            self._front.unreadable(self, data, error)
             return
         if head is None:
-            self._collect(data, None, len(data) + 1)
+            self._collect(data, None, self._front.requests.limit)
             return
+        self._since = 0.0
         start, length = head.start, head.length
         end = start + length
+        if self.peer.trusted and client_request is None:
+            self.name_sender(head)
         if head.plain and self._front.takes(head):
             if len(data) < end:
                 if client_request is None:
-                    if self.peer.trusted:
-                        self.name_sender(head)
                     self._discard(end - len(data))
                     client_request = self._front.admit(self, head)
                 if client_request is not None:
                     self._collect(data, client_request, end)
                 return
-            if self.peer.trusted and client_request is None:
-                self.name_sender(head)
             self._state = ASKED
             self.answering = True
             if len(data) > end:
                 self._hold_back(data[end:])
-            if length > SMALL_BODY and not self.hold_body(length):
+            if end > SMALL_BODY and not self.hold_body(end):
                 self._front.no_room(self, client_request)
             elif client_request is None:
                 self._front.ask(self, head, data[start:end])
             else:
                 self._front.serve(client_request, data[start:end])
-        elif head.framed:
-            self._give(data, end)
         else:
-            self._hand_over(data)
+            self._give(data, head)
 
-    def _give(self, data: bytes, end: int) -> None:
-        """Gives one request of ``end`` bytes to aiohttp."""
-        self._state = ASKED
-        self._left = end
-        if len(data) > end:
-            self._hold_back(data[end:])
-        self._feed(data[:end])
+    def _give(self, data: bytes, head: RequestHead) -> None:
+        """Gives one request to aiohttp."""
+        start = head.start
+        if (start > SMALL_HEAD or head.length or head.chunked) and not self.hold_body(start):
+            self._no_room(ENDLESS)
+            return
+        self.answering = True
+        if head.chunked:
+            self._state = ASKED
+            self._chunks = ChunkedBody()
+        elif head.framed:
+            self._state = ASKED
+            self._left = head.length
+        else:  # aiohttp refuses it, and nobody knows where the next request begins
+            self._discard(ENDLESS)
+        super().data_received(data[:start])
+        if not self._messages:
+            return  # the connection is closing
+        message, self._body = self._messages[-1]
+        if not isinstance(message, RawRequestMessage):  # aiohttp refuses it
+            self._discard(ENDLESS)
+        rest = data[start:]
+        if rest and (self._left or self._chunks is not None) and self._state == ASKED:
+            rest = self._feed(rest)
+        if rest and self._state == ASKED:
+            self._hold_back(rest)
 
-    def _feed(self, data: bytes) -> None:
-        self._left -= len(data)
-        super().data_received(data)
+    def _feed(self, data: bytes) -> bytes:
+        """Gives aiohttp the next bytes of its request's body. Returns the bytes behind the body."""
+        if self._chunks is None:
+            body, rest = data[: self._left], data[self._left :]
+            self._left -= len(body)
+            framed = body
+        else:
+            try:
+                body, used = self._chunks.read(data)
+            except WireError as error:
+                self._front.clients.refused["chunks"] += 1
+                self._break_body(TransferEncodingError(str(error)))
+                return b""
+            rest = data[used:]
+            framed = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if self._chunks.done:
+                self._chunks = None
+                framed += b"0\r\n\r\n"
+        # After the answer, aiohttp discards the body.
+        if self._state != SKIPPING and not self.hold_body(len(body)):
+            self._break_body(NoRoomError())
+            return b""
+        if framed:
+            super().data_received(framed)
+        return rest
 
-    def _hand_over(self, data: bytes) -> None:
-        self._state = HANDED_OVER
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
-        super().data_received(data)
-        # For a broken body, aiohttp queues an error, but its request would still wait for the rest.
-        if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
-            error = self._messages[-1][0].exc
-            bodies = [body for _, body in self._messages]
-            if self._current_request is not None:
-                bodies.append(self._current_request.content)
-            for body in bodies:
-                if not body.is_eof():
-                    body.set_exception(error)
+    def _break_body(self, error: HttpProcessingError) -> None:
+        """Ends the request in aiohttp at a fault of its body. The connection closes."""
+        answered = self._state == SKIPPING
+        self._chunks = None
+        self._discard(ENDLESS)
+        if self._body is not None and not self._body.is_eof():
+            self._body.set_exception(error)
+        if answered:
+            self.force_close()
 
     def handle_error(
         self,
@@ -304,6 +402,11 @@ class ClientConnection(RequestHandler):
         self._sender = clients.begin(self._front.forwarding.client(self.peer.address, head.forwarded_for))
 
     @property
+    def payer(self) -> Client | None:
+        """The client that pays for the request in flight; None: it has disconnected."""
+        return self._sender or self._client
+
+    @property
     def sender(self) -> str:
         """The address of the client of the request in flight; empty: of a unix socket."""
         return self.peer.address if self._sender is None else self._sender.address
@@ -313,7 +416,9 @@ class ClientConnection(RequestHandler):
         self._client_request = client_request
         self._need = need
         self._left = 0
-        self._holder = self._sender or self._client
+        if client_request is not None or not self._since:
+            self._since = clock.monotonic()
+        self._holder = self.payer
         if not self._hold(data):
             self._no_room(need - len(data))
 
@@ -321,8 +426,7 @@ class ClientConnection(RequestHandler):
         """Keeps bytes. Returns False beyond a limit on body bytes."""
         if self._holder is None or not self._holder.hold(len(data)):
             return False
-        self._held.append(data)
-        self._size += len(data)
+        self._held += data
         return True
 
     def _hold_back(self, data: bytes) -> None:
@@ -331,15 +435,15 @@ class ClientConnection(RequestHandler):
             self._holder = self._client
         if not self._hold(data):
             self.force_close()
-        elif self._size > HOLD_BYTES and self.transport is not None:
-            self.transport.pause_reading()
-            if self._size > HOLD_LIMIT:
+        elif len(self._held) > HOLD_BYTES:
+            self._pause_transport_reading()
+            if len(self._held) > HOLD_LIMIT:
                 self.force_close()
 
     def _discard(self, size: int) -> None:
-        """Discards the rest of a refused body.
+        """Discards all further bytes.
 
-        The connection closes after ``size`` more bytes, or after LINGER_SECONDS.
+        The connection closes after its answer and ``size`` more bytes, or LINGER_SECONDS later.
         """
         self._state = DISCARDING
         self._left = size
@@ -351,26 +455,29 @@ class ClientConnection(RequestHandler):
         self._front.no_room(self, client_request)
 
     def hold_body(self, size: int) -> bool:
-        """Counts bytes of a body outside `_held`. Returns False beyond a limit on body bytes."""
-        payer = self._sender or self._client
+        """Counts bytes of a request outside `_held`. Returns False beyond a limit on body bytes."""
+        payer = self.payer
         if payer is None or not payer.hold(size):
             return False
         self.body_size += size
         return True
 
     def release_body(self) -> None:
-        """Releases the counted bytes of the body outside `_held`."""
-        payer = self._sender or self._client
+        """Releases the counted bytes of the request outside `_held`."""
+        self.keep_body(0)
+
+    def keep_body(self, size: int) -> None:
+        """Counts only ``size`` of the counted bytes of the request outside `_held`."""
+        payer = self.payer
         if payer is not None:
-            payer.release(self.body_size)
-        self.body_size = 0
+            payer.release(self.body_size - size)
+        self.body_size = size
 
     def _take_held(self) -> bytes:
-        data = b"".join(self._held)
+        data = bytes(self._held)
         self._held.clear()
         if self._holder is not None:
-            self._holder.release(self._size)
-        self._size = 0
+            self._holder.release(len(data))
         return data
 
     def answered(self, goes_on: bool) -> None:
@@ -384,6 +491,9 @@ class ClientConnection(RequestHandler):
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
         """Called by aiohttp at the end of each request."""
         self._rest()
+        if self._state == DISCARDING:
+            # aiohttp waits LINGER_SECONDS for the rest of a body, but not for a broken one.
+            request.content.set_exception(None)  # type: ignore[arg-type]
         # Otherwise aiohttp closes the connection, and held requests get no answer.
         if self._state == ASKED and response.keep_alive:
             self._go_on()
@@ -402,7 +512,7 @@ class ClientConnection(RequestHandler):
             self._front.clients.end(sender)
 
     def _go_on(self) -> None:
-        if self._left:
+        if self._left or self._chunks is not None:
             self._state = SKIPPING
         elif self._held:
             self._loop.call_soon(self._next)
@@ -412,34 +522,35 @@ class ClientConnection(RequestHandler):
     def _next(self) -> None:
         if self.transport is None or self.transport.is_closing():
             return
-        if self._size > HOLD_BYTES:
-            self.transport.resume_reading()
+        if len(self._held) > HOLD_BYTES:
+            self._resume_transport_reading()
         self._begin(self._take_held())
 
-    def check(self, now: float, idle_seconds: float) -> None:
-        """Called periodically: gives incomplete requests to aiohttp, closes idle connections."""
+    def check(self, now: float, timeouts: Timeouts) -> None:
+        """Called periodically: refuses requests that take too long, closes idle connections."""
         if self._state == COLLECTING:
-            client_request, self._client_request = self._client_request, None
-            data = self._take_held()
-            if client_request is None:
-                self._hand_over(data)
-            else:
-                self._give(data, client_request.head.start + client_request.head.length)
-        elif self._state == DISCARDING:
-            if now - self.idle_since > LINGER_SECONDS:
-                self.force_close()
-        elif not self.answering and now - self.idle_since > idle_seconds:
+            seconds = HEAD_SECONDS if self._client_request is None else timeouts.body
+            if now - self._since > seconds:
+                client_request, self._client_request = self._client_request, None
+                received = len(self._take_held())
+                self._discard(ENDLESS)
+                self._front.late(self, client_request, received)
+        elif self.answering:
+            pass
+        elif now - self.idle_since > (LINGER_SECONDS if self._state == DISCARDING else timeouts.keep_alive):
             self.force_close()
 
     def pause_writing(self) -> None:
         """Called by the loop."""
         super().pause_writing()
+        self._front.clients.slow(self)
         if self.relay is not None:
             self.relay.client_slow()
 
     def resume_writing(self) -> None:
         """Called by the loop."""
         super().resume_writing()
+        self._front.clients.caught_up(self)
         if self.relay is not None:
             self.relay.client_ready()
 
@@ -450,5 +561,6 @@ class ClientConnection(RequestHandler):
         self.release_body()
         self._end_sender()
         self.uncount()
+        self._front.clients.caught_up(self)
         if self.relay is not None:
             self.relay.client_gone()

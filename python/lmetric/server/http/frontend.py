@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from functools import partial
+from math import ceil
 from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -14,7 +16,15 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lmetric._core import Arrival, NoInstanceError, Request, RequestHead, RequestReader
+from lmetric._core import (
+    Arrival,
+    HeadTooLargeError,
+    NoInstanceError,
+    Request,
+    RequestHead,
+    RequestReader,
+    WireError,
+)
 from lmetric.config import ServerConfig, SloClass
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
@@ -37,11 +47,27 @@ from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http import on_trial
 from lmetric.server.http.client_load import ClientLoad
-from lmetric.server.http.connection import SMALL_BODY, AlreadySentResponse, ClientConnection, in_short
+from lmetric.server.http.connection import (
+    HEAD_SECONDS,
+    SMALL_BODY,
+    AlreadySentResponse,
+    ClientConnection,
+    NoRoomError,
+)
 from lmetric.server.http.cors import Cors
 from lmetric.server.http.forwarding import UNIX, Forwarding
 from lmetric.server.http.holding import HeldRequest, refusal
-from lmetric.server.http.protocol import origin_form, unreadable, violation
+from lmetric.server.http.protocol import (
+    content_coding,
+    in_short,
+    malformed_head,
+    origin_form,
+    unreadable,
+    upgrade_required,
+    violation,
+    wants_websocket,
+)
+from lmetric.server.http.searching import PendingSearch
 from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.http.tokenizing import (
     LARGE_BODY,
@@ -51,6 +77,7 @@ from lmetric.server.http.tokenizing import (
     prompt_text,
     read_prompt,
 )
+from lmetric.server.http.unpacking import Unpacking
 from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
@@ -60,6 +87,9 @@ from lmetric.tokens import NotPredictable, Tokens
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from lmetric.server.observe.tracing.export import Tracing
+
+# Longest note of a refused request in the access log, in characters.
+NOTE_LENGTH = 200
 
 log = structlog.get_logger("lmetric.access")
 
@@ -110,12 +140,14 @@ class Frontend(web.Server):
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
         self._tokenisers = TokenizerThreads()
+        self._unpacking = Unpacking()
+        self._tenant_requests: Counter[str] = Counter()  # running requests
         self._idle = asyncio.Event()
         self.phase = SERVING
         self._goes_on = AlreadySentResponse(True)
         self._ends = AlreadySentResponse(False)
         self.stored = StoredResponses(config.limits)
-        self.requests = RequestReader(keys.on, token_hex(6))
+        self.requests = _reader(keys, config)
         self._configure(config)
 
     @property
@@ -132,6 +164,7 @@ class Frontend(web.Server):
         self._cors = Cors(config.cors.origins) if config.cors.origins else None
         self._body_limit = config.limits.max_body_bytes
         self._request_limit = config.limits.max_concurrent_requests
+        self._share_limit = ceil(self._request_limit * config.limits.max_concurrent_share)
         self._rules = Rules.of(config)
         self._shares = _shares(config)
         self._tenant_classes = {
@@ -140,7 +173,7 @@ class Frontend(web.Server):
 
     def __call__(self) -> ClientConnection:
         """Returns the protocol of a new client connection."""
-        return ClientConnection(self, self, loop=self._loop, access_log=None, lingering_time=1.0)
+        return ClientConnection(self, self, loop=self._loop, access_log=None)
 
     def prepare(self, keys: Keys, config: ServerConfig) -> Callable[[], None]:
         """Returns the function that applies API keys and other settings to new requests.
@@ -150,8 +183,8 @@ class Frontend(web.Server):
         access, isolation = PageAccess(config, keys), Isolation(config, self._random_secret)
 
         def apply() -> None:
-            if keys.on != self.keys.on:
-                self.requests = RequestReader(keys.on, token_hex(6))
+            if keys.on != self.keys.on or config.limits.max_head_bytes != self.requests.limit:
+                self.requests = _reader(keys, config)
             self.keys, self.access, self.isolation = keys, access, isolation
             self._configure(config)
             self.clients.configure(config.limits)
@@ -173,6 +206,7 @@ class Frontend(web.Server):
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Closes the connections and stops the threads."""
         self._tokenisers.close()
+        self._unpacking.close()
         await super().shutdown(timeout)
 
     def check(self, now: float) -> None:
@@ -187,7 +221,7 @@ class Frontend(web.Server):
                 relay.fail()
         for client in self.connections:
             if isinstance(client, ClientConnection):
-                client.check(now, self.config.timeouts.keep_alive)
+                client.check(now, self._rules.timeouts)
 
     def close_idle(self) -> None:
         """Closes the connections without a request in flight."""
@@ -219,11 +253,13 @@ class Frontend(web.Server):
                     return answer
             if not to_engine:
                 page = await self.pages(self, request, path, query)
-                if self.phase is not SERVING:
+                if self.phase is not SERVING or client.closes:
                     page.force_close()
                 if cors is not None:
                     page.headers.update(cors.fields(request.headers.get("origin")))
                 return page
+            if wants_websocket(request.headers):
+                raise upgrade_required(path)
             if request.method not in methods:
                 raise ApiError(
                     405,
@@ -237,24 +273,24 @@ class Frontend(web.Server):
             return self._refuse(request, ApiError(500, FAILED), cors)
         ended: asyncio.Future[bool] = self._loop.create_future()
         head = self.requests.sort(target.encode(), request.raw_headers)
-        if client.peer.trusted:
-            client.name_sender(head)
         client_request = ClientRequest(
             client,
             request.transport,
             head,
             request.version >= (1, 1),
-            request.keep_alive,
+            request.keep_alive and request.content.is_eof(),  # after a refusal, the body still comes
             lambda goes_on: None if ended.done() else ended.set_result(goes_on),
         )
         client_request.method = request.method
         if self.admits(client_request):
+            client_request.keep_alive = request.keep_alive
             try:
                 body = await self.read_body(request, self._body_limit)
             except ApiError as error:
                 client_request.keep_alive = False  # the rest of the body may still come
                 self._ended(client_request, None, error)
             else:
+                client_request.started = time.monotonic()
                 if stored is None:
                     self._serve(client_request, body)
                 else:
@@ -275,6 +311,38 @@ class Frontend(web.Server):
             error = unreadable(malformed)
         return self._reject(client, [], error)
 
+    def unreadable(self, client: ClientConnection, data: bytes, error: WireError) -> None:
+        """Refuses a request whose head ``data`` begins with, then calls ``client.answered``."""
+        if isinstance(error, HeadTooLargeError):
+            self.clients.refused["head_size"] += 1
+        self._refuse_early(client, malformed_head(data, error))
+
+    def late(self, client: ClientConnection, client_request: ClientRequest | None, received: int) -> None:
+        """Refuses a request whose head (None) or body takes too long, then calls `answered`."""
+        if client_request is None:
+            self.clients.refused["head_time"] += 1
+            error = ApiError(
+                408, f"the head is incomplete after {HEAD_SECONDS:g} s: {received} bytes received"
+            )
+            self._refuse_early(client, error)
+        else:
+            head = client_request.head
+            client_request.keep_alive = False
+            self._ended(client_request, None, self._late_body(received - head.start, head.length))
+
+    def _late_body(self, received: int, length: int) -> ApiError:
+        of = f" of {length}" if length else ""
+        seconds = self._rules.timeouts.body
+        return ApiError(408, f"the body is incomplete after {seconds:g} s: {received}{of} bytes received")
+
+    def _refuse_early(self, client: ClientConnection, error: ApiError) -> None:
+        """Answers a request without a usable head, then calls ``client.answered``."""
+        if client.transport is not None:
+            head = self.requests.sort(b"", [])
+            self._ended(
+                ClientRequest(client, client.transport, head, True, False, client.answered), None, error
+            )
+
     def _reject(
         self, client: ClientConnection, fields: Sequence[tuple[bytes, bytes]], error: ApiError
     ) -> web.StreamResponse:
@@ -287,6 +355,8 @@ class Frontend(web.Server):
         return self._ends
 
     def _refuse(self, request: web.BaseRequest, error: ApiError, cors: Cors | None) -> web.Response:
+        client = request.protocol
+        assert isinstance(client, ClientConnection)  # as `handle` made sure
         if request.headers.get("x-request-id"):
             head = self.requests.sort(b"", request.raw_headers)
             error.headers.setdefault("x-request-id", head.request_id)
@@ -298,25 +368,40 @@ class Frontend(web.Server):
             content_type="application/json",
             headers=error.headers,
         )
-        if self.phase is not SERVING:
+        if self.phase is not SERVING or client.closes or "connection" in error.headers:
             response.force_close()
         return response
 
     async def read_body(self, request: web.BaseRequest, limit: int) -> bytes:
         """Returns the body of a request whose head aiohttp has read.
 
+        The caller has checked the request's credential: before, no byte is unpacked.
+
         Raises ApiError: 400 if the body is malformed, 408 if it takes longer than timeouts.body,
         413 above ``limit`` bytes, 503 at a limit on body bytes.
         """
         client = request.protocol
         assert isinstance(client, ClientConnection)  # as `handle` made sure
+        body = await self._receive_body(request, limit)
+        if body and (coding := content_coding(request.headers)) is not None:
+            unpacked = await self._unpacking.unpack(coding, body, limit, client)
+            if unpacked is None:
+                raise no_room_error()
+            body = unpacked
+            if len(body) > limit:
+                raise _too_long(limit)
+            client.keep_body(min(len(body), client.body_size))
+        if client.body_size <= SMALL_BODY:
+            client.release_body()
+        return body
+
+    async def _receive_body(self, request: web.BaseRequest, limit: int) -> bytes:
+        """Returns the body as the client sent it. Raises ApiError."""
         content = request.content
         if content.is_eof() and content.exception() is None:
             body = content.read_nowait()
             if len(body) > limit:
                 raise _too_long(limit)
-            if len(body) > SMALL_BODY and not client.hold_body(len(body)):
-                raise no_room_error()
             return body
         headers = request.headers
         try:
@@ -328,34 +413,23 @@ class Frontend(web.Server):
         transport = request.transport
         if headers.get("expect", "").lower() == "100-continue" and _writable(transport):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        parts = []
-        size = 0
+        received = bytearray()  # many small pieces of bytes would take more memory than they count
         try:
-            async with asyncio.timeout(self.config.timeouts.body):
+            async with asyncio.timeout(self._rules.timeouts.body):
                 while not content.at_eof():
-                    part = await content.readany()
-                    size += len(part)
-                    if size > limit:
+                    received += await content.readany()
+                    if len(received) > limit:
                         raise _too_long(limit)
-                    if not client.hold_body(len(part)):
-                        raise no_room_error()
-                    parts.append(part)
         except TimeoutError:
-            seconds = self.config.timeouts.body
-            of = f" of {length}" if length else ""
-            raise ApiError(
-                408,
-                f"the body is incomplete after {seconds:g} s: {content.total_raw_bytes}{of} bytes received",
-            ) from None
+            raise self._late_body(content.total_raw_bytes, length) from None
+        except NoRoomError:
+            raise no_room_error() from None
         except ApiError:
             raise
         except Exception as error:
-            # aiohttp has many exceptions for a broken body (bad chunk, bad compression, client
-            # gone).
+            # aiohttp has many exceptions for a broken body (bad chunk, client gone).
             raise bad(f"the body could not be read: {in_short(error)}") from None
-        if size <= SMALL_BODY:
-            client.release_body()
-        return b"".join(parts)
+        return bytes(received)
 
     # The fast path.
 
@@ -391,7 +465,7 @@ class Frontend(web.Server):
         """Answers an admitted request, then calls ``client.answered``."""
         client_request.started = time.monotonic()
         try:
-            self._check_room()
+            self._check_room(client_request)
         except ApiError as error:
             self._ended(client_request, None, error)
         else:
@@ -420,27 +494,48 @@ class Frontend(web.Server):
             client_request.cors = self._cors.lines(client_request.head)
         try:
             if self.keys.on:
-                authorization, key = client_request.head.authorization, client_request.head.api_key
-                client_request.tenant = self.keys.tenant(_text(authorization), _text(key))
+                head = client_request.head
+                client_request.tenant = self.keys.tenant(
+                    _text(head.authorization), _text(head.x_api_key), _text(head.api_key)
+                )
             elif self._shares and (named := client_request.head.tenant) in self._shares:
                 client_request.tenant = named or ""  # without keys, the header is trusted
-            if self.phase is REFUSING or len(self.relays) >= self._request_limit:
-                self._check_room()
+            self._check_room(client_request)
         except ApiError as error:
             self._ended(client_request, None, error)
             return False
         return True
 
-    def _check_room(self) -> None:
-        """Raises ApiError (503) if no new request may start."""
+    def _check_room(self, client_request: ClientRequest) -> None:
+        """Raises ApiError (503) if the request may not start."""
         if self.phase is REFUSING:
             raise ApiError(503, STOPPING, code="shutting_down", headers={"retry-after": "5"})
-        if len(self.relays) >= self._request_limit:
-            raise ApiError(503, "too many concurrent requests", code="too_many", headers={"retry-after": "1"})
+        running = len(self.relays)
+        if running < self._share_limit:
+            return  # so that nobody is above a share
+        if running >= self._request_limit:
+            raise _too_many("")
+        payer = client_request.client.payer
+        if payer is not None and payer.running >= self._share_limit and not payer.is_gateway:
+            self.clients.refused["requests_per_client"] += 1
+            raise _too_many(" of this client address")
+        tenant = client_request.tenant
+        if tenant and self._tenant_requests[tenant] >= self._share_limit:
+            self.clients.refused["requests_per_tenant"] += 1
+            raise _too_many(" of this tenant")
+
+    def _count(self, client_request: ClientRequest) -> None:
+        """Counts a request against the limits of its client and tenant, until `_ended`."""
+        payer = client_request.payer = client_request.client.payer
+        if payer is not None:
+            payer.running += 1
+            if client_request.tenant:
+                self._tenant_requests[client_request.tenant] += 1
 
     def _serve(self, client_request: ClientRequest, body: bytes) -> None:
         """Starts the request. `_ended` is called at its end."""
         try:
+            self._count(client_request)
             path = self.paths[client_request.path]
             if path.prompt == "form":
                 call = parse_form(path, client_request.head.field(b"content-type"), body)
@@ -448,21 +543,43 @@ class Frontend(web.Server):
                 call = parse(path, body)
             if client_request.tenant and client_request.tenant in self.isolation.tenants:
                 self.isolation.apply(client_request.tenant, client_request.path, call)
-            pool, adapter = self.fleet.find(call.model)
-            client_request.pool = pool
-            if call.path.stores:
-                self._follow_response(client_request, call, pool)
-            in_thread = self._read_prompt(call, pool)
-            if in_thread is None:
-                self._place(client_request, call, pool, adapter, client_request.started)
-            else:
-                place = partial(self._place, client_request, call, pool, adapter)
-                self._read_in_thread(client_request, in_thread, call, pool, place)
+            if call.model not in self.fleet.names and self._search(client_request, call):
+                return
+            self._serve_model(client_request, call, client_request.started)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
             log.exception("a request failed with an internal error", path=client_request.path)
             self._ended(client_request, None, ApiError(500, FAILED))
+
+    def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
+        """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
+        pool, adapter = self.fleet.find(call.model)
+        client_request.pool, client_request.model = pool, call.model
+        if call.path.stores:
+            self._follow_response(client_request, call, pool)
+        in_thread = self._read_prompt(call, pool)
+        if in_thread is None:
+            self._place(client_request, call, pool, adapter, now)
+        else:
+            place = partial(self._place, client_request, call, pool, adapter)
+            self._read_in_thread(client_request, in_thread, call, pool, place)
+
+    def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
+        """Asks the engines for an unknown model: one may have loaded it a moment ago.
+
+        Returns whether the request waits for their answers.
+        """
+        found = self.fleet.seek(call.model)
+        if found is None:
+            return False
+
+        def then(now: float, waiting: WaitingRequest) -> None:
+            self._go_on(client_request, waiting, partial(self._serve_model, client_request, call), now)
+
+        limit = self._rules.timeouts.request
+        self._wait(client_request, PendingSearch(client_request, found, then, self._ended, limit))
+        return True
 
     # Stored responses.
 
@@ -487,7 +604,7 @@ class Frontend(web.Server):
     def _holder(self, tenant: str, response_id: str) -> tuple[Pool, Engine]:
         """Returns the model and the engine of a stored response. Raises ApiError (404)."""
         holder = self.stored.find(tenant, response_id)
-        pool, _ = self.fleet.names.get(holder.model, (None, None))
+        pool = next((pool for pool in self.fleet.pools if pool.name == holder.model), None)
         engine = pool.engines.get(holder.engine) if pool is not None else None
         if pool is None or engine is None:
             error = not_found(response_id, "is lost: the engine that held it was removed")
@@ -500,6 +617,7 @@ class Frontend(web.Server):
         tenant, response_id = client_request.tenant, target.response_id
         relay: DirectRequest | None = None
         try:
+            self._count(client_request)
             pool, engine = self._holder(tenant, response_id)
             client_request.pool = pool
             if client_request.subset is not None and engine not in client_request.subset:
@@ -531,7 +649,7 @@ class Frontend(web.Server):
         Returns long work as a function, for a thread.
         """
         tokenizer = pool.tokenizer
-        if tokenizer is None or call.text is None or not call.path.generates:
+        if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
         if len(call.body) > LARGE_BODY:
             return partial(read_prompt, tokenizer, call)
@@ -653,7 +771,7 @@ class Frontend(web.Server):
             fetch_reason,
             _priority(head, call) if policies.reads_priority else None,
             None
-            if client_request.pinned_to is None and client_request.subset is None
+            if pool.names.uniform and client_request.pinned_to is None and client_request.subset is None
             else _instances(client_request, pool),
             head.session_final,
             slo.ttft_seconds if slo is not None else None,
@@ -762,7 +880,7 @@ class Frontend(web.Server):
                     code="no_engine",
                     headers={"retry-after": "2"},
                 ) from None
-            raise pool.no_engine_error(error) from None
+            raise pool.no_engine_error(error, call.model) from None
         if call.path.prompt != "form":  # engines may read the priority from a field of JSON
             client_request.priority = decision.priority
         try:
@@ -804,6 +922,12 @@ class Frontend(web.Server):
         # client's next request.
         goes_on = client_request.keep_alive
         status = 499
+        payer = client_request.payer
+        if payer is not None:
+            client_request.payer = None
+            payer.running -= 1
+            if client_request.tenant:
+                self._tenant_requests[client_request.tenant] -= 1
         if relay is not None:
             client_request.client.relay = None
             self.relays.discard(relay)
@@ -836,6 +960,19 @@ class Frontend(web.Server):
                 )
             if self.tracing is not None and (relay is None or relay.trace_id is None):
                 self.tracing.refused(client_request, status)
+        try:
+            self._observe_end(client_request, relay, status, error)
+        except Exception:  # the client must get its next answer all the same
+            log.exception("the end of a request was not counted", path=client_request.path)
+        client_request.done(goes_on)
+
+    def _observe_end(
+        self,
+        client_request: ClientRequest,
+        relay: InFlightRequest | None,
+        status: int,
+        error: ApiError | None,
+    ) -> None:
         now = time.monotonic()
         model = client_request.pool.name if client_request.pool is not None else ""
         self.metrics.requests.ended(model, client_request, status, now, relay)
@@ -846,8 +983,7 @@ class Frontend(web.Server):
         if self.live is not None:
             self.live.ended(client_request, status, now, relay)
         if self._access:
-            _log_access(client_request, model, status, now, relay)
-        client_request.done(goes_on)
+            _log_access(client_request, model, status, now, relay, error)
 
 
 def _hedge(
@@ -862,17 +998,27 @@ def _hedge(
     return Hedge(seconds, asked)
 
 
+def _reader(keys: Keys, config: ServerConfig) -> RequestReader:
+    return RequestReader(keys.on, token_hex(6), config.limits.max_head_bytes)
+
+
 def _shares(config: ServerConfig) -> dict[str, tuple[float, float]]:
     """Returns the weight and the handicap (s) of each tenant."""
     return {name: (tenant.weight, tenant.handicap_seconds) for name, tenant in config.tenants.items()}
 
 
-def _instances(client_request: ClientRequest, pool: Pool) -> list[str]:
-    """Returns the names of the only engines that may take a request."""
+def _instances(client_request: ClientRequest, pool: Pool) -> list[str] | None:
+    """Returns the names of the only engines that may take a request; None: all may."""
     pinned, subset = client_request.pinned_to, client_request.subset
+    listing = pool.names.engines_of(client_request.model)
+    if pinned is None and subset is None:
+        return None if listing is None else list(listing)
     names = pool.engines if pinned is None else (pinned,)
     return [
-        name for name in names if subset is None or (name in pool.engines and pool.engines[name] in subset)
+        name
+        for name in names
+        if (subset is None or (name in pool.engines and pool.engines[name] in subset))
+        and (listing is None or name in listing)
     ]
 
 
@@ -888,6 +1034,12 @@ def _priority(head: RequestHead, call: ParsedRequest) -> float | None:
 
 def _text(field: bytes | None) -> str | None:
     return None if field is None else field.decode("utf-8", "surrogateescape")
+
+
+def _too_many(whose: str) -> ApiError:
+    return ApiError(
+        503, f"too many concurrent requests{whose}", code="too_many", headers={"retry-after": "1"}
+    )
 
 
 def no_room_error() -> ApiError:
@@ -915,10 +1067,18 @@ def _address(client_request: ClientRequest) -> str | None:
 
 
 def _log_access(
-    client_request: ClientRequest, model: str, status: int, now: float, relay: InFlightRequest | None
+    client_request: ClientRequest,
+    model: str,
+    status: int,
+    now: float,
+    relay: InFlightRequest | None,
+    error: ApiError | None,
 ) -> None:
-    """Logs a request that has ended."""
+    """Logs a request that has ended. ``error``: its answer, unless an engine gave it."""
     done = relay or InFlightRequest()
+    note = done.reason
+    if error is not None and not note:
+        note = error.code or error.message[:NOTE_LENGTH] or "the engine's own error"
     usage = done.usage
     first_token_at = usage.first_token_at if usage is not None else None
     log.info(
@@ -936,7 +1096,7 @@ def _log_access(
         prompt_tokens=usage.prompt_tokens if usage is not None else None,
         cached_tokens=usage.cached_tokens if usage is not None else None,
         output_tokens=usage.output_tokens if usage is not None else 0,
-        note=done.reason or None,
+        note=note or None,
         **({} if (trace := client_request.trace) is None else {"trace_id": trace.hex_id}),
     )
 
@@ -969,12 +1129,12 @@ def _size(pool: Pool, call: ParsedRequest) -> tuple[int, int, int]:
     They are: bytes of the prompt for the tokens-per-byte estimate (0: not used for it), tokens of
     the prompt (estimated for text), and tokens of the further prompts.
     """
+    more = call.more_tokens + (pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else 0)
     if call.tokens is not None:
-        more = pool.ratio.tokens_of(call.more_bytes) if call.more_bytes else call.more_tokens
         return 0, len(call.tokens), more
     text = call.text
     if text is None:
-        return 0, 1, call.more_tokens
-    if call.more_bytes:
-        return 0, pool.ratio.tokens_of(len(text)), pool.ratio.tokens_of(call.more_bytes)
+        return 0, 1, more
+    if more:
+        return 0, pool.ratio.tokens_of(len(text)), more
     return len(text), pool.ratio.tokens_of(len(text)), 0

@@ -120,7 +120,7 @@ def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
 
 
 def _latest(pool: Pool, limit: int) -> Iterable[dict[str, Any]]:
-    last = pool.router.stats()["decisions"]
+    last = pool.router.stats(instances=False)["decisions"]
     for number in range(last, max(last - limit, 0), -1):
         record: Mapping[str, Any] | None = pool.router.explain(number)
         if record is None:

@@ -30,6 +30,7 @@ from lmetric.config import (
     Role,
     unix_path,
 )
+from lmetric.engines.adapter import MOST_NAME_CHARACTERS
 from lmetric.server.api import openapi
 from lmetric.server.api.errors import ApiError, bad, not_valid
 from lmetric.server.api.own_pages import OWN_PAGES, OwnPage
@@ -48,6 +49,7 @@ from lmetric.server.http import canary
 from lmetric.server.http.frontend import DRAINING, Frontend
 from lmetric.server.http.home import debug_index, decisions, home
 from lmetric.server.http.live import PAGE, live, static
+from lmetric.server.http.protocol import upgrade_required, wants_websocket
 from lmetric.server.observe.live_view import event_shown
 from lmetric.server.upstream.allowed import AllowedEngines
 from lmetric.timeline import timeline
@@ -84,15 +86,17 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
     """
     if path == replicas.PATH and front.replicas.on:
         _only(request, path, OWN_PAGES[replicas.PATH])
-        front.replicas.authorize(request.headers.get("authorization"))
+        front.replicas.authorize(request.headers)
         return _json(front.replicas.receive(await front.read_body(request, PAGE_BODY_BYTES)))
     if path.startswith("/admin/"):
         return await _admin(front, request, path, query)
     if path == REALTIME or path.startswith(f"{REALTIME}/"):
+        instead = "connect to an engine directly, or send audio to /v1/audio/transcriptions"
+        if wants_websocket(request.headers):
+            raise upgrade_required(REALTIME, instead)
         raise ApiError(
             501,
-            f"{REALTIME} needs WebSocket, which the router does not relay; connect to an engine directly, or "
-            "send audio to /v1/audio/transcriptions",
+            f"{REALTIME} needs WebSocket, which the router does not relay; {instead}",
             code="not_implemented",
             headers={"connection": "close"},
         )
@@ -118,9 +122,10 @@ async def pages(front: Frontend, request: web.BaseRequest, path: str, query: str
             return _json(front.fleet.models())
         case "/v1/models/{model}":
             name = unquote(path.removeprefix(_MODELS))
+            if name not in front.fleet.names and (found := front.fleet.seek(name)) is not None:
+                await found
             front.fleet.find(name)
-            cards = orjson.loads(front.fleet.models())["data"]
-            return _json(next(card for card in cards if card["id"] == name))
+            return _json(front.fleet.card(name))
         case "/debug":
             return debug_index(request)
         case "/debug/decisions":
@@ -226,7 +231,7 @@ def _engines(fleet: Fleet, engines: Iterable[Engine]) -> list[dict[str, Any]]:
     for engine in engines:
         pool, capabilities = fleet.pool_of(engine), engine.capabilities
         if pool is not None and engine.name not in ages:
-            column = pool.router.indicators()["report_age_seconds"]
+            column = pool.router.indicators(names=["report_age_seconds"])["report_age_seconds"]
             ages |= dict(zip(pool.router.instances(), column.tolist(), strict=True))
         age = ages.get(engine.name, math.nan)
         shown.append(
@@ -409,7 +414,7 @@ async def _push(front: Frontend, engine: Engine, request: web.BaseRequest) -> di
 
 
 def _policy(pool: Pool) -> dict[str, Any]:
-    stats, settings = pool.router.stats(), pool.policies.settings
+    stats, settings = pool.router.stats(instances=False), pool.policies.settings
     return {
         "model": pool.name,
         **{name: getattr(settings, name) for pair in POLICY_KNOBS.items() for name in pair},
@@ -435,7 +440,7 @@ async def _set_policy(front: Frontend, request: web.BaseRequest) -> list[Pool]:
     for knobs in given.values():
         changes.setdefault(knobs, {})
     try:
-        for pool in front.fleet.pools if model is None else [front.fleet.find(model)[0]]:
+        for pool in front.fleet.pools if model is None else [front.fleet.find(model).pool]:
             settings = pool.policies.settings.model_copy(update=changes)
             for policy, knobs in given.items():
                 check_policy(settings, getattr(settings, policy), getattr(settings, knobs))
@@ -497,8 +502,8 @@ async def _remove(front: Frontend, engine: Engine, query: str) -> None:
 async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     body = await _object(front, request, {"model", *EngineConfig.model_fields})
     model = body.pop("model", None)
-    if model is not None and (not isinstance(model, str) or not model):
-        raise bad("model must be a name, a non-empty string", "model")
+    if model is not None and (not isinstance(model, str) or not 0 < len(model) <= MOST_NAME_CHARACTERS):
+        raise bad(f"model must be a name, a string of 1 to {MOST_NAME_CHARACTERS} characters", "model")
     if body.get("tls") is not None:
         raise bad("files of TLS come from the configuration: set engine_tls there", "tls")
     try:
@@ -534,9 +539,19 @@ async def _check_addresses(front: Frontend, config: EngineConfig) -> None:
         raise ApiError(403, "/admin adds no engines at unix sockets", param="url", code="engine_not_allowed")
     urls = [config.url]
     if isinstance(config.kv_events, KvEvents):
-        urls += filter(None, (config.kv_events.endpoint, config.kv_events.replay_endpoint))
+        given = config.kv_events
+        endpoints = [each for each in (given.endpoint, given.replay_endpoint) if each is not None]
+        if given.bind or any(each.startswith("ipc:") for each in endpoints):
+            raise ApiError(
+                403,
+                "/admin adds no engines with kv_events.bind or KV events at unix sockets: they would let an "
+                "administrator replace files; set them in the configuration",
+                param="kv_events",
+                code="engine_not_allowed",
+            )
+        urls += endpoints
     allowed = AllowedEngines(front.config.admin.allowed_engines)
-    for host in {urlsplit(url).hostname for url in urls if not url.startswith("ipc:")}:
+    for host in {urlsplit(url).hostname for url in urls}:
         if host and host != "*":  # none: the engine's own host; *: all addresses of this machine
             await allowed.check(host)
 

@@ -26,11 +26,21 @@ log = structlog.get_logger("lmetric.tokens")
 
 def prompt_text(tokenizer: PromptTokenizer, call: ParsedRequest) -> Text:
     """Returns the text that the engine will tokenize. Raises NotPredictable."""
-    request, reader = call.request, call.path.prompt
+    reader = call.path.prompt
+    try:
+        request = call.request
+    except ValueError as error:  # the reader in Rust allows more
+        raise NotPredictable("shape", f"the body cannot be parsed: {error}") from None
     if reader == "chat":
         text = tokenizer.chat_text(request)
+    elif reader == "messages":
+        text = tokenizer.messages_text(request)
+    elif reader == "responses":
+        text = tokenizer.responses_text(request)
     elif reader == "chat_batch":
-        text = tokenizer.chat_text({**request, "messages": request["messages"][0]})
+        conversations = request.get("messages")
+        first = conversations[0] if isinstance(conversations, list) and conversations else None
+        text = tokenizer.chat_text({**request, "messages": first})
     else:
         assert call.text is not None
         text = tokenizer.completion_text(request, call.text.decode())

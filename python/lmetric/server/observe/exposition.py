@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
+from lmetric.printable import printable
 from lmetric.server.observe.histograms import Histogram
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -102,8 +103,9 @@ def _pairs(labels: Mapping[str, str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    if "\\" in text or "\n" in text or '"' in text:
-        return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    text = printable(text)  # names come from engines, too
+    if "\\" in text or '"' in text:
+        return text.replace("\\", r"\\").replace('"', r"\"")
     return text
 
 

@@ -80,7 +80,7 @@ def indicator_metrics(fleet: Fleet) -> Iterator[Metric]:
         (*_OF_INSTANCE, "indicator"),
     )
     for pool in fleet.pools:
-        columns = pool.router.indicators() if pool.indicators.declared else {}
+        columns = pool.router.indicators(names=list(pool.indicators.declared))
         for indicator in pool.indicators.declared:
             for name, value in zip(pool.router.instances(), columns[indicator].tolist(), strict=True):
                 if math.isfinite(value):

@@ -236,10 +236,10 @@ class LiveView:
         ]
 
     def _guard_of(self, pool: Pool, now: float) -> dict[str, Any]:
-        """Returns the guard's counts. They need a copy of all statistics."""
+        """Returns the guard's counts."""
         at, shown = self._guard.get(pool.name, (-GUARD_SECONDS, {}))
         if not shown or now - at >= (GUARD_SECONDS if len(pool.engines) > SMALL else 0.9):
-            stats = pool.router.stats()
+            stats = pool.router.stats(instances=False)
             shown = {
                 "on": stats["guard_on"],
                 "suspected": stats["guard_suspected"],
@@ -309,7 +309,8 @@ def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[End
     hits: list[float | None] = []
     running: list[int] = []
     for pool in pools:
-        columns, names = pool.router.indicators(), pool.router.instances()
+        wanted = [indicator for indicator, _ in _COLUMNS.values()]
+        columns, names = pool.router.indicators(names=wanted), pool.router.instances()
         for name, (indicator, decimals) in _COLUMNS.items():
             parts[name].append(np.round(columns[indicator], decimals))
         for name in names:

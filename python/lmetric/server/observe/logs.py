@@ -19,10 +19,12 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from lmetric.config import Log
+from lmetric.printable import printable
 from lmetric.server.observe.request_log import add_request_ids
 from lmetric.server.observe.startup import LISTENING, startup_block
 
 _MAX_FRAMES = 20
+_QUOTED = frozenset(" \t=\r\n\"'")  # of structlog's ConsoleRenderer
 QUEUE_BYTES = 1 << 20  # of lines that wait for the stream; further lines are dropped
 GATHER_SECONDS = 0.005  # lines of this time are written at once
 FLUSH_SECONDS = 1.0  # for the last lines at the end of the process
@@ -172,12 +174,24 @@ def processors(config: Log, colors: bool = False) -> list[structlog.typing.Proce
             structlog.processors.ExceptionRenderer(tracebacks),
             structlog.processors.JSONRenderer(default=str),
         ]
+    shared.append(_escape)
     line = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)
 
     def text(logger: Any, name: str, event: structlog.typing.EventDict) -> str:
         return startup_block(event) if event["event"] == LISTENING else line(logger, name, event)
 
     return [*shared, text]
+
+
+def _escape(logger: Any, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escapes control characters in texts that the renderer writes as they are.
+
+    It writes texts with spaces, quotes, line ends or `=` as Python literals, which have escapes.
+    """
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable() and not _QUOTED & set(value):
+            event[key] = printable(value)
+    return event
 
 
 def configure_logging(config: Log, stream: TextIO | None = None) -> None:

@@ -64,6 +64,12 @@ class Metrics:
         self.spans: Counter[str] = Counter()  # spans for the trace collector, by outcome
         self.further: list[Callable[[], Iterator[Metric]]] = []
         self._process = ProcessCollector(registry=None)
+        fleet.on_model_removed.append(self._forget)
+
+    def _forget(self, model: str) -> None:
+        """Drops the counts of a model that was removed."""
+        for key in [key for key in self.events if key[0] == model]:
+            del self.events[key]
 
     async def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """Returns the text of /metrics and its content type. ``accept``: the client's header."""
@@ -210,7 +216,7 @@ class Metrics:
         )
         for pool, values in stats:
             for kind, count in values["failed"].items():
-                failed.add_metric((pool.name, kind), count)
+                failed.add_metric((pool.name, kind), count + pool.retried[kind])
         yield failed
         yield from self._tokenizers()
         for name, text in _GAUGES.items():

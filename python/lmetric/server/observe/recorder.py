@@ -96,6 +96,7 @@ class Recorder:
         self._random = random.Random()
         self._fleet_at = 0.0
         self._fleets: dict[str, Line] = {}  # the last state of each model
+        fleet.on_model_removed.append(lambda model: self._fleets.pop(model, None))
         self._opened = False  # a file has begun, with the states until then
         self.writer = RecordWriter(config, config.path, self._head, self._line)
 

@@ -72,6 +72,14 @@ class RequestMetrics:
         self._prioritized: Counter[str] = Counter()
         self._overhead: dict[str, Histogram] = {}
         self._decisions: dict[str, Histogram] = {}
+        fleet.on_model_removed.append(self._forget)
+
+    def _forget(self, model: str) -> None:
+        """Drops the counts of a model that was removed."""
+        for by_model in (self._instances, self._prioritized, self._overhead, self._decisions):
+            by_model.pop(model, None)
+        self.requests = Counter({key: count for key, count in self.requests.items() if key[0] != model})
+        self._classes = {key: times for key, times in self._classes.items() if key[0] != model}
 
     def placed(self, model: str, received: float | None, before: float, after: float, sent: float) -> None:
         """Records the start of a request at an engine. Times: seconds on the monotonic clock.

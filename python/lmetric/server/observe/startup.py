@@ -9,6 +9,7 @@ from typing import Any
 
 from lmetric._core import __version__
 from lmetric.config import ServerConfig, unix_path
+from lmetric.printable import printable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.summary import summary
 
@@ -67,7 +68,7 @@ def startup_block(event: Mapping[str, Any]) -> str:
             rows.append(("", f"fix: {problem['fix']}"))
     if event["curl"] is not None:
         rows.append(("try", event["curl"]))
-    lines = [f"  {name:<8} {text}" for name, text in rows]
+    lines = [f"  {name:<8} {printable(text)}" for name, text in rows]
     where = f"{event['host'] or '*'}, port {event['port']}" if event["port"] else event["url"]
     title = f"lmetric-router {event['version']} listens on {where}"
     return "\n".join([title, *lines])

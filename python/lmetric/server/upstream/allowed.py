@@ -52,7 +52,11 @@ class AllowedEngines:
         return named and not any(ip in network for network in FORBIDDEN)
 
     async def check(self, host: str) -> None:
-        """Resolves a host and checks its addresses.
+        """Resolves a host and checks its addresses. Raises ApiError as `resolve` does."""
+        await self.resolve(host)
+
+    async def resolve(self, host: str) -> str:
+        """Resolves a host, checks its addresses, and returns the first one.
 
         Raises ApiError: 403 if one of them is not allowed, 400 if the look-up fails.
         """
@@ -71,6 +75,7 @@ class AllowedEngines:
                     param="url",
                     code="engine_not_allowed",
                 )
+        return str(found[0][4][0])
 
 
 def _plain(ip: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:

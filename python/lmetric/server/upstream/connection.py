@@ -9,7 +9,7 @@ import ssl
 import time
 from typing import Protocol
 
-from lmetric._core import ResponseReader
+from lmetric._core import FULL_READ, ResponseReader
 
 
 class Sink(Protocol):
@@ -95,23 +95,73 @@ class Owner(Protocol):
         """Forgets a closed connection."""
 
 
+# The buffer of `_SmallReads`. One is enough: its bytes are copied before the next read.
+_BUFFER = memoryview(bytearray(FULL_READ))
+
+
+class _SmallReads(asyncio.BufferedProtocol):
+    """Reads at most `FULL_READ` bytes at a time for a connection."""
+
+    def __init__(self, connection: "Connection") -> None:
+        self._connection = connection
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the loop."""
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the loop."""
+        self._connection.data_received(bytes(_BUFFER[:nbytes]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._connection.connection_lost(exc)
+
+
 class Connection(ResponseReader, asyncio.Protocol):
     """One connection.
 
-    It serves one sink at a time; without a sink it waits in the engine's pool.
+    It serves one sink at a time; without a sink it waits in the engine's pool. It reads in each
+    turn of the event loop only as much as one read gives, and at most `FULL_READ` bytes once a read
+    gave that much: an engine cannot take the time of others, or fill the buffers of a slow client.
     """
 
-    __slots__ = ("idle_since", "made_at", "transport", "upstream")
+    __slots__ = ("_paused", "_small", "_waits", "idle_since", "made_at", "transport", "upstream")
 
     transport: asyncio.Transport
 
     def __init__(self, upstream: Owner) -> None:
         self.upstream = upstream
         self.made_at = self.idle_since = time.monotonic()
+        self._paused = False  # by its user
+        self._waits = False  # for the next turn of the event loop
+        self._small = False  # its reads are small
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = transport  # type: ignore[assignment]
+
+    def full(self) -> None:
+        """Reads no more in this turn of the event loop."""
+        if self._waits or self.transport.is_closing():
+            return
+        self._waits = True
+        self.transport.pause_reading()
+        if not self._small:
+            self._small = True
+            self.transport.set_protocol(_SmallReads(self))
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._waits = False
+        if not self._paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def pause(self, paused: bool) -> None:
+        """Stops or continues reading."""
+        self._paused = paused
+        if not self._waits and not self.transport.is_closing():
+            (self.transport.pause_reading if paused else self.transport.resume_reading)()
 
     def unasked(self) -> None:
         """Closes the connection, which is unreliable: it received bytes without a request."""

@@ -131,6 +131,11 @@ class Upstream(Kept):
         self._ask_load = "endpoint-load-metrics-format: TEXT\r\n" if by_header else ""
         self._heads.clear()
 
+    @property
+    def allowed(self) -> AllowedEngines | None:
+        """The addresses that the engine may have; None: any."""
+        return self._allowed
+
     def set_tls(self, settings: EngineTls | None) -> None:
         """Sets TLS for new connections, if the URL is https. Raises ConfigError."""
         if self._secure:

@@ -3,7 +3,8 @@ use super::settings::TenantLimits;
 use crate::ids::Seconds;
 use hashbrown::HashMap;
 
-/// Tenants kept; those without requests are dropped first.
+/// Tenants from which on those that lose nothing are dropped: without requests on engines, and with
+/// a full rate. The others are at most the running requests and the tenants with a configured rate.
 const MOST_TENANTS: usize = 65_536;
 
 /// Use of a tenant's limits.
@@ -16,12 +17,32 @@ struct Usage {
     /// Requests that may come at once, as of `at`.
     tokens: f64,
     at: Seconds,
+    /// Requests per second, and at most at once; infinite: no rate.
+    rate: f64,
+    burst: f64,
+}
+
+impl Usage {
+    /// Returns the requests that may come at once at `now`.
+    fn tokens_at(&self, now: Seconds) -> f64 {
+        if self.tokens == f64::INFINITY {
+            return self.burst;
+        } // no rate until now
+        (self.tokens + (now - self.at).max(0.0) * self.rate).min(self.burst)
+    }
+
+    /// Returns whether a new entry would say the same.
+    fn is_full(&self, now: Seconds) -> bool {
+        self.running == 0 && self.tokens_at(now) >= self.burst
+    }
 }
 
 /// The use of all tenants' limits, by the hash of their names.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Limits {
     tenants: HashMap<u64, Usage>,
+    /// Number of tenants at which the next ones are dropped.
+    sweep_at: usize,
     /// Requests on engines, and the weights of their tenants.
     running: u32,
     weights: f64,
@@ -33,9 +54,9 @@ impl Limits {
     pub fn arrive(&mut self, tenant: u64, limits: &TenantLimits, now: Seconds) -> Option<Seconds> {
         let rate = limits.most_requests_per_second?;
         let burst = limits.burst.unwrap_or(rate).max(1.0);
-        let usage = self.usage(tenant, burst, now);
-        usage.tokens = (usage.tokens + (now - usage.at).max(0.0) * rate).min(burst);
-        usage.at = now;
+        let usage = self.usage(tenant, now);
+        (usage.rate, usage.burst) = (rate, burst);
+        (usage.tokens, usage.at) = (usage.tokens_at(now), now);
         if usage.tokens >= 1.0 {
             usage.tokens -= 1.0;
             return None;
@@ -45,7 +66,7 @@ impl Limits {
 
     /// Counts a request that goes to an engine.
     pub fn begin(&mut self, tenant: u64, weight: f64, now: Seconds) {
-        let usage = self.usage(tenant, f64::INFINITY, now);
+        let usage = self.usage(tenant, now);
         let old = if usage.running > 0 { usage.weight } else { 0.0 };
         usage.running += 1;
         usage.weight = weight;
@@ -79,10 +100,43 @@ impl Limits {
         f64::from(own) * others < f64::from(self.running) * weight
     }
 
-    fn usage(&mut self, tenant: u64, tokens: f64, now: Seconds) -> &mut Usage {
-        if self.tenants.len() >= MOST_TENANTS && !self.tenants.contains_key(&tenant) {
-            self.tenants.retain(|_, usage| usage.running > 0);
+    fn usage(&mut self, tenant: u64, now: Seconds) -> &mut Usage {
+        if self.tenants.len() >= self.sweep_at.max(MOST_TENANTS) && !self.tenants.contains_key(&tenant) {
+            self.tenants.retain(|_, usage| !usage.is_full(now));
+            // So that a table of tenants that stay is not walked through for each new one.
+            self.sweep_at = 2 * self.tenants.len();
         }
-        self.tenants.entry(tenant).or_insert(Usage { running: 0, weight: 1.0, tokens, at: now })
+        let none = f64::INFINITY;
+        let new = Usage { running: 0, weight: 1.0, tokens: none, at: now, rate: none, burst: none };
+        self.tenants.entry(tenant).or_insert(new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Defect 23 of the core review: names of tenants, which clients may choose, do not give a
+    /// tenant its spent rate back.
+    #[test]
+    fn a_flood_of_tenants_resets_no_rate_and_is_bounded() {
+        let rate =
+            TenantLimits { most_requests_per_second: Some(0.01), burst: Some(2.0), ..Default::default() };
+        let mut limits = Limits::default();
+        assert_eq!((limits.arrive(0, &rate, 0.0), limits.arrive(0, &rate, 0.0)), (None, None));
+        for tenant in 1..4 * MOST_TENANTS as u64 {
+            limits.begin(tenant, 1.0, 1.0);
+            limits.end(tenant);
+            assert!(limits.tenants.len() <= MOST_TENANTS);
+        }
+        assert!(limits.arrive(0, &rate, 1.0).is_some());
+        // With its rate full again, its entry goes.
+        for tenant in 1..2 * MOST_TENANTS as u64 {
+            limits.begin(tenant, 1.0, 1000.0);
+            limits.end(tenant);
+        }
+        assert!(!limits.tenants.contains_key(&0));
+        assert_eq!((limits.arrive(0, &rate, 1000.0), limits.arrive(0, &rate, 1000.0)), (None, None));
+        assert!(limits.arrive(0, &rate, 1000.0).is_some());
     }
 }

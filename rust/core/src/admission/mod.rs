@@ -41,7 +41,7 @@ use crate::priority::vtc::{self, VirtualTokens};
 use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId};
 use hashbrown::HashMap;
 use limits::Limits;
-use queue::{Place, Queue};
+use queue::{Line, Place, Queue};
 use service::Service;
 use slotmap::{Key, SlotMap, new_key_type};
 use std::cmp::Reverse;
@@ -204,6 +204,18 @@ impl Admission {
         Ok(())
     }
 
+    /// Forgets an instance that was removed: its slot may get another one. Requests of its programs go
+    /// where the policy sends them.
+    pub fn instance_removed(&mut self, id: InstanceId) {
+        if let Some(programs) = &mut self.programs {
+            programs.instance_removed(id);
+        }
+        for arrival in self.arrivals.values_mut() {
+            arrival.home = arrival.home.filter(|home| *home != id);
+            arrival.slot = arrival.slot.filter(|slot| *slot != id.index());
+        }
+    }
+
     /// Returns the wait on an instance up to which it has room; `None`: all have.
     pub fn room_seconds(&self) -> Option<Seconds> {
         self.load.as_ref().map(|load| load.config.room()).filter(|room| *room < f64::INFINITY)
@@ -277,7 +289,10 @@ impl Admission {
         let home = self.arrivals[id].home;
         self.wait_for_room(id, now);
         self.round(room, now);
-        if let Stage::Ready(_) = self.arrivals[id].stage {
+        let Some(Arrival { stage, asked, deadline, .. }) = self.arrivals.get(id).copied() else {
+            return self.refusal(id);
+        };
+        if let Stage::Ready(_) = stage {
             self.released.ready.retain(|(ready, _)| *ready != id);
             if let Some(load) = &mut self.load {
                 load.counters.free += 1;
@@ -285,20 +300,26 @@ impl Admission {
             return home.map_or(Verdict::Free, Verdict::Run);
         }
         let Some(load) = &mut self.load else { return Verdict::Free };
-        let Asked { tenant, prefill_seconds, .. } = self.arrivals[id].asked;
+        let Asked { tenant, prefill_seconds, .. } = asked;
         let expected_seconds = load.expected_seconds(tenant, room);
         let limits = load.config.tenants.get(&tenant).copied().unwrap_or_default();
         let most_own = limits.most_waiting.unwrap_or(load.config.most_waiting_per_tenant);
         let own = load.queue.line(tenant).map_or(0, |line| line.len());
-        let late = self.arrivals[id].deadline.is_some_and(|deadline| {
+        let late = deadline.is_some_and(|deadline| {
             let left = deadline - now;
             expected_seconds > ((left - prefill_seconds) * WAIT_SHARE).max(left * LEAST_WAIT_SHARE)
         });
+        // A full line loses its last request: the one with the latest deadline.
         let full = load.queue.len() > load.config.most_waiting;
-        let longer = if full && own <= most_own { load.queue.last_of_longest(tenant) } else { None };
+        let last = || load.queue.line(tenant).and_then(Line::last);
+        let loses = match () {
+            () if own > most_own => last(),
+            () if full => load.queue.last_of_longest(tenant).or_else(last),
+            () => None,
+        };
         let refused = match () {
             () if late => Some(RefusedFor::Deadline),
-            () if own > most_own || full && longer.is_none() => Some(RefusedFor::Queue),
+            () if loses == Some(id) => Some(RefusedFor::Queue),
             () => None,
         };
         if let Some(by) = refused {
@@ -307,12 +328,20 @@ impl Admission {
             return verdict;
         }
         load.counters.held += 1;
-        if let Some(longer) = longer {
-            self.refuse_waiting(longer, RefusedFor::Queue, room, now);
+        if let Some(last) = loses {
+            self.refuse_waiting(last, RefusedFor::Queue, room, now);
         }
         let limited = limits.most_concurrent.is_some_and(|most| self.running(tenant) >= most);
         let by = if limited { HeldFor::Concurrency } else { HeldFor::Room };
         Verdict::Held { by, expected_seconds }
+    }
+
+    /// Takes the refusal of an arriving request whose deadline cannot be met.
+    fn refusal(&mut self, id: ArrivalId) -> Verdict {
+        let place = self.released.refused.iter().position(|(refused, ..)| *refused == id);
+        let refused = place.map(|place| self.released.refused.remove(place));
+        let (by, retry_after_seconds) = refused.map_or((RefusedFor::Deadline, 1.0), |(_, by, s)| (by, s));
+        Verdict::Refused { by, retry_after_seconds }
     }
 
     fn running(&self, tenant: u64) -> u32 {
@@ -338,14 +367,22 @@ impl Admission {
     /// Returns the requests whose wait has ended. Call it about twice a second, after the end of
     /// each request, and more often while requests wait.
     pub fn release(&mut self, room: &mut Room, now: Seconds) -> Released {
+        let mut ready = Vec::new();
         if let Some(programs) = &mut self.programs {
             programs.tick(now);
             for released in programs.released() {
                 let Some(id) = self.by_turn.remove(&released.turn) else { continue };
-                self.arrivals[id].home = Some(released.instance);
-                self.wait_for_room(id, now);
+                // None if the instance was removed since.
+                self.arrivals[id].home = programs.assigned(released.turn);
+                ready.push(id);
+            }
+            for (turn, seconds) in programs.refused() {
+                let Some(id) = self.by_turn.remove(&turn) else { continue };
+                self.released.refused.push((id, RefusedFor::Programs, seconds));
+                self.arrivals.remove(id);
             }
         }
+        ready.into_iter().for_each(|id| self.wait_for_room(id, now));
         self.round(room, now);
         std::mem::take(&mut self.released)
     }

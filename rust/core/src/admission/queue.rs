@@ -21,6 +21,11 @@ impl Line {
         self.places.values().copied()
     }
 
+    /// Returns the waiting request with the latest deadline.
+    pub fn last(&self) -> Option<ArrivalId> {
+        self.places.last_key_value().map(|(_, id)| *id)
+    }
+
     /// Returns the tenant's weight.
     pub fn weight(&self) -> f64 {
         self.weight
@@ -92,7 +97,7 @@ impl Queue {
     pub fn last_of_longest(&self, tenant: u64) -> Option<ArrivalId> {
         let own = self.line(tenant).map_or(0, Line::len);
         let longest = self.lines().max_by_key(|(tenant, line)| (line.len(), *tenant))?.1;
-        if longest.len() <= own { None } else { longest.places.last_key_value().map(|(_, id)| *id) }
+        if longest.len() <= own { None } else { longest.last() }
     }
 
     /// Returns the work that is taken up until a tenant's requests are. Tenants share by weight, so

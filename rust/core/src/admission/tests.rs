@@ -236,6 +236,64 @@ fn a_full_queue_takes_places_from_the_longest_line_only() {
     assert_eq!(admission.waiting(), 4);
 }
 
+/// Security F16: a full line loses its last request, so that a class with a long deadline does not
+/// keep out clients who would run first.
+#[test]
+fn a_full_line_loses_the_request_with_the_latest_deadline() {
+    let with = |ttft: f64| Asked { ttft_seconds: Some(ttft), ..asked(1) };
+    for (most_waiting, most_waiting_per_tenant) in [(100, 4), (4, 100)] {
+        let mut admission = admission(LoadConfig { most_waiting, most_waiting_per_tenant, ..config() });
+        let batch: Vec<_> =
+            (0..4).map(|_| arrive(&mut admission, with(3600.0), 1.0, 0.0).0.unwrap()).collect();
+        // One more of the same class is the last itself.
+        assert_eq!(refused(arrive(&mut admission, with(3600.0), 1.0, 0.0).1).0, RefusedFor::Queue);
+        let (interactive, verdict) = arrive(&mut admission, with(60.0), 1.0, 0.0);
+        assert!(matches!(verdict, Verdict::Held { .. }), "{verdict:?}");
+        let released = admission.release(&mut room(1.0), 0.0);
+        assert_eq!((released.refused[0].0, released.refused[0].1), (batch[3], RefusedFor::Queue));
+        assert_eq!(admission.waiting(), 4);
+        assert_eq!(admission.release(&mut room(0.0), 1.0).ready[0].0, interactive.unwrap());
+    }
+}
+
+/// Defect 1 of the core review: an impossible deadline is a refusal, not a panic.
+#[test]
+fn a_deadline_that_has_passed_at_the_arrival_is_a_refusal() {
+    let mut admission = admission(config());
+    for ttft in [-1.0, -1e-3] {
+        let asked = Asked { ttft_seconds: Some(ttft), ..asked(1) };
+        let (id, verdict) = arrive(&mut admission, asked, 0.0, 5.0);
+        assert_eq!((id, refused(verdict).0), (None, RefusedFor::Deadline));
+    }
+    assert_eq!((admission.waiting(), admission.arrivals.len()), (0, 0));
+}
+
+/// Defect 2 of the core review: a waiting request has no home on an instance that was removed.
+#[test]
+fn a_waiting_request_does_not_go_to_the_next_instance_of_a_slot() {
+    let mut admission = admission(config());
+    admission
+        .set_programs(Some(ProgramConfig { mode: ProgramMode::Admit, ..Default::default() }), 0.0)
+        .unwrap();
+    let chain: Vec<u64> = (1..200).collect();
+    let turn = program::Arrival {
+        chain: &chain,
+        prompt_tokens: 3184,
+        tokens_per_block: 16.0,
+        weight: 1.0,
+        ..Default::default()
+    };
+    admission.programs_mut().unwrap().set_instance(InstanceId(0), Some(4000.0), true);
+    let (first, verdict) = admission.arrive(&turn, asked(1), &mut room(0.0), 0.0);
+    assert_eq!(verdict, Verdict::Run(InstanceId(0)));
+    admission.placed(first.unwrap(), InstanceId(0), 0.0);
+    let (second, verdict) = admission.arrive(&turn, asked(1), &mut room(1.0), 0.0);
+    assert!(matches!(verdict, Verdict::Held { by: HeldFor::Room, .. }), "{verdict:?}");
+    assert_eq!(admission.home(second.unwrap()), Some(InstanceId(0)));
+    admission.instance_removed(InstanceId(0));
+    assert_eq!(admission.home(second.unwrap()), None);
+}
+
 #[test]
 fn without_instances_the_decision_says_so() {
     let mut admission = admission(config());

@@ -3,6 +3,7 @@ pub mod decode_load;
 pub mod decode_weights;
 pub mod output_length;
 pub mod prefill_rate;
+pub mod pressure;
 pub mod pull_cost;
 pub mod remaining;
 pub mod step_fit;

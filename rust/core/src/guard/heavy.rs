@@ -1,10 +1,14 @@
-//! Most frequent prefixes, by Space-Saving over a sliding window.
+//! Heaviest prefixes, by Space-Saving over a sliding window.
 //!
 //! Space-Saving (Metwally, Agrawal, El Abbadi 2005) keeps a fixed number of counters. A new key
 //! takes over the smallest counter. Here, each counter is a ring of sub-windows, so requests older
 //! than the window expire. The count that a new key takes over is kept separately (`inherited`): it
-//! determines which class is replaced next, but never counts as observed requests. Shares are
+//! determines which class is replaced next, but never counts as observed work. Shares are
 //! therefore lower bounds: a class is never estimated hotter than it is.
+//!
+//! A class is heavy by the *work* of its requests: the blocks of their prompts. Engines read a
+//! prompt's context at each step of its answer, so requests of 16,000 tokens weigh more than
+//! requests of 100.
 //!
 //! Prefixes nest: a request belongs to one class at each power-of-two depth of its matched part. If
 //! each request added all of its classes, long unique prompts would flush the counters. So a
@@ -36,21 +40,44 @@ pub struct Class {
     pub parent: Option<u64>,
     /// Requests observed in the window.
     pub requests: u32,
-    ring: [u32; SUBWINDOWS],
-    inherited: u32,
+    /// Work of these requests: the blocks of their prompts.
+    pub work: u64,
+    ring: [Counts; SUBWINDOWS],
+    inherited: u64,
     inherited_until: i64,
 }
 
-impl Class {
-    /// Returns the replacement rank: the rarest class is replaced first, the deepest among equally
-    /// rare ones.
-    fn rank(&self) -> u64 {
-        u64::from(self.requests + self.inherited) * ONE_REQUEST + u64::from(u32::MAX - self.depth)
+/// Counts of one sub-window.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    requests: u32,
+    work: u64,
+}
+
+impl Counts {
+    fn add(&mut self, work: u64) {
+        self.requests += 1;
+        self.work += work;
     }
 }
 
-/// Rank that each request adds to its class.
-const ONE_REQUEST: u64 = 1 << 32;
+impl Class {
+    /// Returns the replacement rank: the class with the least work is replaced first, the deepest
+    /// among equals.
+    fn rank(&self) -> u64 {
+        (self.work + self.inherited) * ONE_BLOCK + u64::from(self.depth.leading_zeros())
+    }
+}
+
+/// Rank that each block of work adds to its class: above all ranks of depths.
+const ONE_BLOCK: u64 = 64;
+
+/// Returns the work of a prompt in blocks: its context, which an engine reads at each step of the
+/// answer. A part of a block counts as a block.
+#[inline]
+fn work_of(chain: &[u64]) -> u64 {
+    chain.len() as u64 + 1
+}
 
 /// The heaviest classes of the last window, and the total number of requests.
 #[derive(Clone, Debug)]
@@ -62,8 +89,8 @@ pub struct HeavyClasses {
     /// entry.
     ranks: Vec<u64>,
     by_hash: HashTable<u16>,
-    requests: u32,
-    ring: [u32; SUBWINDOWS],
+    all: Counts,
+    ring: [Counts; SUBWINDOWS],
     step: i64,
     step_ends: f64,
 }
@@ -77,8 +104,8 @@ impl HeavyClasses {
             classes: Vec::with_capacity(capacity),
             ranks: Vec::with_capacity(capacity),
             by_hash: HashTable::with_capacity(capacity + 1),
-            requests: 0,
-            ring: [0; SUBWINDOWS],
+            all: Counts::default(),
+            ring: [Counts::default(); SUBWINDOWS],
             step: 0,
             step_ends: f64::NEG_INFINITY,
         }
@@ -86,7 +113,12 @@ impl HeavyClasses {
 
     /// Returns the number of requests in the window.
     pub fn requests(&self) -> u32 {
-        self.requests
+        self.all.requests
+    }
+
+    /// Returns the work of all requests in the window, in blocks.
+    pub fn work(&self) -> u64 {
+        self.all.work
     }
 
     /// Returns the counted classes, in no particular order.
@@ -116,9 +148,13 @@ impl HeavyClasses {
             let passed = (step - self.step).clamp(0, SUBWINDOWS as i64);
             for gone in (step - passed + 1)..=step {
                 let at = Self::at(gone);
-                self.requests -= std::mem::take(&mut self.ring[at]);
+                let old = std::mem::take(&mut self.ring[at]);
+                self.all.requests -= old.requests;
+                self.all.work -= old.work;
                 for class in &mut self.classes {
-                    class.requests -= std::mem::take(&mut class.ring[at]);
+                    let old = std::mem::take(&mut class.ring[at]);
+                    class.requests -= old.requests;
+                    class.work -= old.work;
                 }
             }
             for (class, rank) in self.classes.iter_mut().zip(&mut self.ranks) {
@@ -134,28 +170,31 @@ impl HeavyClasses {
     /// class.
     pub fn count(&mut self, chain: &[u64], matched_blocks: u32) {
         let at = Self::at(self.step);
-        self.requests += 1;
-        self.ring[at] += 1;
+        let work = work_of(chain);
+        self.all.add(work);
+        self.ring[at].add(work);
         let mut parent = None;
         let mut may_enter = true;
         for (hash, depth) in classes_of(chain, matched_blocks) {
             if let Some(i) = self.find(hash) {
-                self.classes[i].requests += 1;
-                self.classes[i].ring[at] += 1;
-                self.ranks[i] += ONE_REQUEST;
+                let class = &mut self.classes[i];
+                class.requests += 1;
+                class.work += work;
+                class.ring[at].add(work);
+                self.ranks[i] += work * ONE_BLOCK;
             } else if may_enter {
-                self.enter(hash, depth, parent);
+                self.enter(hash, depth, parent, work);
                 may_enter = false;
             }
             parent = Some(hash);
         }
     }
 
-    fn enter(&mut self, hash: u64, depth: u32, parent: Option<u64>) {
-        let mut ring = [0; SUBWINDOWS];
-        ring[Self::at(self.step)] = 1;
+    fn enter(&mut self, hash: u64, depth: u32, parent: Option<u64>, work: u64) {
+        let mut ring = [Counts::default(); SUBWINDOWS];
+        ring[Self::at(self.step)].add(work);
         let inherited_until = self.step + SUBWINDOWS as i64;
-        let mut class = Class { hash, depth, parent, requests: 1, ring, inherited: 0, inherited_until };
+        let mut class = Class { hash, depth, parent, requests: 1, work, ring, inherited: 0, inherited_until };
         let i = if self.classes.len() < self.capacity {
             self.ranks.push(class.rank());
             self.classes.push(class);
@@ -164,7 +203,7 @@ impl HeavyClasses {
             let lowest = self.ranks.iter().enumerate().min_by_key(|(_, rank)| **rank);
             let i = lowest.expect("at least one counter").0;
             let out = &self.classes[i];
-            class.inherited = out.requests + out.inherited;
+            class.inherited = out.work + out.inherited;
             let entry = self.by_hash.find_entry(out.hash, |&j| usize::from(j) == i);
             entry.expect("every class is in the table").remove();
             self.ranks[i] = class.rank();
@@ -210,6 +249,7 @@ mod tests {
                 seen.push((now.floor(), chain));
                 let recent = |from: usize| seen[from..].iter().filter(|(at, _)| *at > now.floor() - 12.0);
                 prop_assert_eq!(heavy.requests() as usize, recent(0).count());
+                prop_assert_eq!(heavy.work(), recent(0).map(|(_, c)| work_of(c)).sum::<u64>());
                 entered.retain(|hash, _| heavy.get(*hash).is_some());
                 let ranks: Vec<_> = heavy.classes().iter().map(Class::rank).collect();
                 prop_assert_eq!(&ranks, &heavy.ranks);
@@ -217,6 +257,8 @@ mod tests {
                     let from = *entered.entry(class.hash).or_insert(seen.len() - 1);
                     let is_in = |chain: &Vec<u64>| chain.get(class.depth as usize - 1) == Some(&class.hash);
                     prop_assert_eq!(class.requests as usize, recent(from).filter(|(_, c)| is_in(c)).count());
+                    let work: u64 = recent(from).filter(|(_, c)| is_in(c)).map(|(_, c)| work_of(c)).sum();
+                    prop_assert_eq!(class.work, work);
                 }
             }
         }
@@ -278,9 +320,10 @@ mod tests {
         heavy.advance(0.0);
         (0..9).for_each(|_| heavy.count(&[1], 1));
         heavy.count(&[2], 1);
-        assert_eq!((heavy.classes()[0].requests, heavy.classes()[0].inherited), (1, 9));
+        // Work of a chain of one block: the block and a part of the next.
+        assert_eq!((heavy.classes()[0].requests, heavy.classes()[0].inherited), (1, 18));
         heavy.advance(59.0);
-        assert_eq!(heavy.classes()[0].inherited, 9);
+        assert_eq!(heavy.classes()[0].inherited, 18);
         heavy.advance(60.0);
         assert_eq!((heavy.classes()[0].requests, heavy.classes()[0].inherited), (0, 0));
     }

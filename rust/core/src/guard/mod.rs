@@ -6,13 +6,16 @@
 //!
 //! - A **class** is a shared prefix: the chain hash at a power-of-two depth of the *matched* part
 //!   of a prompt (the paper leaves the definition open). The guard counts the heaviest classes over
-//!   a sliding window ([`heavy`]). x is a class's share of all requests.
+//!   a sliding window ([`heavy`]). x is a class's share of all *work*: the tokens of all prompts, in
+//!   blocks. The paper counts requests. Then an alarm on long prompts ends while a few instances
+//!   still read most of the context.
 //! - **Phase 1**, at each [`Guard::tick`]: a class is suspected if x / (1 - x) > |M| / |not M|
 //!   (Equation 2 broken). Equation 3 is misprinted and not used. If M is empty or contains all
 //!   instances, nothing can be filtered, so no alarm is raised.
 //! - **Phase 2**, at each request of a suspected class: M is filtered out once more than 2|M|
 //!   *consecutive* requests scored lower on M than elsewhere (Equation 4). Equal scores do not
-//!   count, since they do not draw the request to M.
+//!   count, since they do not draw the request to M. Requests without a choice between M and
+//!   elsewhere change nothing.
 //! - **Release** (the paper leaves it open): an alarm ends when phase 1 no longer holds with a
 //!   margin, x / (1 - x) <= `release_factor` x |M| / |not M|. A filtered request makes its new
 //!   instance a holder at once. So a filter spreads the prefix to as many instances as its demand
@@ -48,7 +51,8 @@ pub struct GuardConfig {
     /// Whether the guard is enabled.
     #[serde(skip)]
     pub on: bool,
-    /// Sliding window over which request shares are computed, seconds (the paper: 1 minute).
+    /// Sliding window over which shares of work are computed, seconds. The paper: 1 minute. Ours is
+    /// shorter, because a surge's first seconds do the most harm.
     pub window_seconds: Seconds,
     /// Interval between two phase 1 checks, seconds. Ours.
     pub period_seconds: Seconds,
@@ -60,7 +64,9 @@ pub struct GuardConfig {
     /// Phase 2 starts after more than this factor times |M| consecutive requests (the paper: 2).
     pub phase2_factor: f64,
     /// Hysteresis, above 0 and at most 1: the alarm ends when the ratio falls below this fraction
-    /// of its threshold. Ours.
+    /// of its threshold. Ours: low, so that a filter spreads a hot prefix over nearly all
+    /// instances. At 0.8 it stops at the share of the prefix, and its requests share batches with
+    /// each other.
     pub release_factor: f64,
 }
 
@@ -68,12 +74,12 @@ impl Default for GuardConfig {
     fn default() -> GuardConfig {
         GuardConfig {
             on: true,
-            window_seconds: 60.0,
+            window_seconds: 15.0,
             period_seconds: 1.0,
             classes: 64,
             min_requests: 16,
             phase2_factor: 2.0,
-            release_factor: 0.8,
+            release_factor: 0.1,
         }
     }
 }
@@ -136,7 +142,7 @@ impl GuardConfig {
 /// Phase of an alarm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Phase 1: the class's share of traffic exceeds its holders' share of the fleet.
+    /// Phase 1: the class's share of prompt tokens exceeds its holders' share of the fleet.
     Suspected,
     /// Phase 2: the class's holders are filtered out for its requests.
     Filtering,
@@ -151,7 +157,7 @@ pub struct Alarm {
     pub depth: u32,
     /// Current phase.
     pub phase: Phase,
-    /// Its share of all requests in the window, 0 to 1, at the last check.
+    /// Its share of all prompt tokens in the window, 0 to 1, at the last check.
     pub share: f64,
     /// M: the instances that hold the prefix.
     pub holders: SlotSet,
@@ -188,7 +194,7 @@ pub struct GuardEvent {
     pub phase: Phase,
     /// Whether the alarm ended.
     pub released: bool,
-    /// x: the class's share of all requests in the window, 0 to 1.
+    /// x: the class's share of all prompt tokens in the window, 0 to 1.
     pub share: f64,
     /// |M|.
     pub holders: usize,
@@ -310,16 +316,18 @@ impl Guard {
             }
             if alarm.phase == Phase::Filtering {
                 alarm.holders.insert(chosen);
-                let requests = heavy.get(alarm.class).map_or(0, |class| class.requests);
-                let hot =
-                    is_hot(requests, heavy.requests(), &alarm.holders, *instances, config.release_factor);
+                let work = heavy.get(alarm.class).map_or(0, |class| class.work);
+                let hot = is_hot(work, heavy.work(), &alarm.holders, *instances, config.release_factor);
                 if !hot {
                     events.push(alarm.event(true, *instances));
                 }
                 return hot;
             }
-            let drawn = drawn_to(&alarm.holders, scores, eligible);
-            alarm.consecutive = if drawn { alarm.consecutive + 1 } else { 0 };
+            match drawn_to(&alarm.holders, scores, eligible) {
+                Some(true) => alarm.consecutive += 1,
+                Some(false) => alarm.consecutive = 0,
+                None => {}
+            }
             if f64::from(alarm.consecutive) > config.phase2_factor * alarm.holders.len() as f64 {
                 alarm.phase = Phase::Filtering;
                 events.push(alarm.event(false, *instances));
@@ -348,7 +356,7 @@ impl Guard {
     }
 
     fn suspect(&mut self, holders: &mut dyn FnMut(u64, &mut Vec<InstanceId>)) {
-        let (all, instances) = (self.heavy.requests(), self.instances);
+        let (all, instances) = (self.heavy.work(), self.instances);
         let mut before = std::mem::take(&mut self.alarms);
         let mut by_depth: Vec<_> = self.heavy.classes().iter().collect();
         by_depth.sort_unstable_by_key(|class| (class.depth, class.hash));
@@ -356,7 +364,7 @@ impl Guard {
         let mut ids = Vec::new();
         for class in by_depth {
             let known = before.iter().position(|alarm| alarm.class == class.hash);
-            let one = u64::from(class.requests) * instances as u64 > u64::from(all);
+            let one = class.work * instances as u64 > all;
             if known.is_none() && (class.requests < self.config.min_requests || !one) {
                 continue; // not hot even with a single holder
             }
@@ -364,10 +372,10 @@ impl Guard {
             holders(class.hash, &mut ids);
             let held: SlotSet = ids.iter().copied().collect();
             let factor = if known.is_some() { self.config.release_factor } else { 1.0 };
-            if !is_hot(class.requests, all, &held, instances, factor) {
+            if !is_hot(class.work, all, &held, instances, factor) {
                 continue;
             }
-            let share = f64::from(class.requests) / f64::from(all);
+            let share = class.work as f64 / all as f64;
             if let Some(i) = known {
                 let alarm = before.swap_remove(i);
                 self.alarms.push(Alarm { share, holders: held.clone(), ..alarm });
@@ -391,13 +399,15 @@ impl Guard {
 }
 
 /// Returns x / (1 - x) > factor x |M| / |not M|, without dividing by 0.
-fn is_hot(requests: u32, all: u32, holders: &SlotSet, instances: usize, factor: f64) -> bool {
+fn is_hot(work: u64, all: u64, holders: &SlotSet, instances: usize, factor: f64) -> bool {
     let (m, rest) = (holders.len(), instances.saturating_sub(holders.len()));
-    m > 0 && f64::from(requests) * rest as f64 > factor * f64::from(all - requests) * m as f64
+    m > 0 && work as f64 * rest as f64 > factor * (all - work) as f64 * m as f64
 }
 
 /// Returns whether the best score on M beats the best score elsewhere (Equation 4, strictly).
-fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
+/// `None` without a candidate on M or without one elsewhere: then the scores chose neither, for
+/// example for a request that may only use the engine of its program.
+fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> Option<bool> {
     let sign = if scores.prefer == Prefer::Min { 1.0 } else { -1.0 };
     let (mut on, mut elsewhere) = (f64::INFINITY, f64::INFINITY);
     let words = scores.score.chunks(SlotSet::WORD).zip(eligible.chunks(SlotSet::WORD));
@@ -409,7 +419,7 @@ fn drawn_to(holders: &SlotSet, scores: &Scores, eligible: &[bool]) -> bool {
             elsewhere = if !held & (score < elsewhere) { score } else { elsewhere };
         }
     }
-    on < elsewhere && elsewhere < f64::INFINITY
+    (on < f64::INFINITY && elsewhere < f64::INFINITY).then_some(on < elsewhere)
 }
 
 #[cfg(test)]

@@ -79,14 +79,14 @@ fn suspicions(events: &[GuardEvent]) -> usize {
 
 #[test]
 fn a_hot_spot_is_suspected_filtered_spread_and_released() {
-    let mut fleet = Fleet::new(8, GuardConfig::default());
+    let mut fleet = Fleet::new(8, GuardConfig { release_factor: 0.8, ..GuardConfig::default() });
     let hot = prompt(7, 0, 64);
     fleet.store(3, &hot);
     // Every second request is hot: x = 1/2, so |M| / |not M| must reach 1, with four holders of
     // eight.
     for i in 0..40 {
         fleet.now += 0.05;
-        fleet.route(if i % 2 == 0 { hot.clone() } else { prompt(1000 + i, 0, 8) }.as_slice());
+        fleet.route(if i % 2 == 0 { hot.clone() } else { prompt(1000 + i, 0, 64) }.as_slice());
     }
     assert!(
         (0..40).step_by(2).all(|i| fleet.routed[i] == 3),
@@ -110,7 +110,7 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
     for i in 0..6 {
         fleet.now += 0.05;
         outcomes.push(fleet.route(&hot));
-        fleet.route(&prompt(2000 + i, 0, 8));
+        fleet.route(&prompt(2000 + i, 0, 64));
     }
     assert_eq!(outcomes[..3], [(3, Restriction::Free); 3]);
     assert_eq!(outcomes[3].1, Restriction::Filtered(1));
@@ -119,7 +119,7 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
     for i in 0..10 {
         fleet.now += 0.05;
         fleet.route(&hot);
-        fleet.route(&prompt(3000 + i, 0, 8));
+        fleet.route(&prompt(3000 + i, 0, 64));
     }
     let events = fleet.tick();
     assert_eq!(
@@ -137,7 +137,7 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
     for i in 0..400 {
         fleet.now += 0.05;
         fleet.route(&hot);
-        fleet.route(&prompt(4000 + i, 0, 8));
+        fleet.route(&prompt(4000 + i, 0, 64));
         fleet.tick();
     }
     assert_eq!(fleet.events.len(), seen, "{:?}", &fleet.events[seen..]);
@@ -170,6 +170,48 @@ fn requests_that_score_lower_elsewhere_start_the_count_again() {
     assert!(guard.excluded(&[]).is_none());
 }
 
+/// Every fifth request is hot: a quarter of the others. Two of eight instances hold its prefix, so
+/// counted in requests Equation 2 holds. But it is most of the tokens.
+#[test]
+fn shares_are_of_prompt_tokens_not_of_requests() {
+    let alarms = |others: usize| {
+        let mut guard = Guard::new(GuardConfig::default()).unwrap();
+        let (hot, mut scores) = (prompt(1, 0, 63), Scores::default());
+        scores.reset(8);
+        for i in 0..100 {
+            let chain = if i % 5 == 0 { hot.clone() } else { prompt(100 + i, 0, others) };
+            guard.observe(0.0, &chain, if i % 5 == 0 { 63 } else { 0 }, &scores, &[true; 8], InstanceId(0));
+        }
+        guard.tick(0.0, 8, |_, out| out.extend([0, 1].map(InstanceId)));
+        guard.alarms().iter().map(|alarm| (alarm.depth, alarm.share)).collect::<Vec<_>>()
+    };
+    assert_eq!(alarms(63), [], "prompts of equal length: 20 of 100");
+    assert_eq!(alarms(3), [(1, 0.8)], "20 prompts of 64 blocks, 80 of 4");
+}
+
+/// A program's request has one candidate, the engine of its program. It was counted as drawn
+/// elsewhere, so phase 2 hardly ever began beside programs.
+#[test]
+fn requests_without_a_choice_leave_the_count_as_it_is() {
+    let mut guard = Guard::new(GuardConfig::default()).unwrap();
+    let chain = prompt(1, 0, 4);
+    let mut scores = Scores::default();
+    scores.reset(4);
+    scores.score = vec![1.0, 2.0, 2.0, 2.0];
+    let mut observe = |guard: &mut Guard, eligible: [bool; 4]| {
+        guard.observe(0.0, &chain, 4, &scores, &eligible, InstanceId(0));
+        guard.excluded(&chain).is_some()
+    };
+    (0..16).for_each(|_| assert!(!observe(&mut guard, [true; 4])));
+    assert_eq!(suspicions(&guard.tick(0.0, 4, |_, out| out.push(InstanceId(0)))), 1);
+    let (t, f) = (true, false);
+    let (choice, home, away) = ([t; 4], [t, f, f, f], [f, t, f, f]);
+    for eligible in [choice, home, away, choice, home] {
+        assert!(!observe(&mut guard, eligible), "2 in a row are not more than 2|M|");
+    }
+    assert!(observe(&mut guard, choice), "the third choice of M");
+}
+
 #[test]
 fn a_mooncake_like_workload_never_alarms() {
     // Every prompt shares block 0, which all instances hold. Beyond it, conversations grow turn by
@@ -191,7 +233,7 @@ fn a_mooncake_like_workload_never_alarms() {
         }
     }
     assert_eq!(fleet.events, []);
-    assert!(fleet.guard.heavy.requests() > 500, "it was watching");
+    assert!(fleet.guard.heavy.requests() > 100, "it was watching");
 }
 
 #[test]

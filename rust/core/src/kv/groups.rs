@@ -13,6 +13,10 @@ use super::index::KvIndex;
 use super::tiers::Tier;
 use crate::ids::InstanceId;
 
+/// Maximum number of KV cache groups of an instance apart from full attention. Models have one or
+/// two; engines choose the numbers.
+pub const MAX_GROUPS: usize = 16;
+
 /// A KV cache group of an engine, apart from full attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
@@ -113,17 +117,21 @@ impl Groups {
         }
     }
 
-    /// Adds or replaces a group of an instance. `full`: the engine also has full attention.
-    pub fn note(&mut self, id: InstanceId, group: Group, full: bool) {
+    /// Adds or replaces a group of an instance. `full`: the engine also has full attention. Returns
+    /// false if the instance has [`MAX_GROUPS`] other groups.
+    pub fn note(&mut self, id: InstanceId, group: Group, full: bool) -> bool {
         if self.held.len() <= id.index() {
             self.held.resize_with(id.index() + 1, Held::default);
         }
         let held = &mut self.held[id.index()];
         held.full |= full;
+        let room = held.groups.len() < MAX_GROUPS;
         match held.groups.iter_mut().find(|known| known.id == group.id) {
             Some(known) => *known = group,
-            None => held.groups.push(group),
+            None if room => held.groups.push(group),
+            None => return false,
         }
+        true
     }
 
     /// Notes that the instance has full attention.
@@ -225,7 +233,7 @@ mod tests {
             let mut all = Vec::new();
             for (number, (needed, every, blocks)) in held.iter().enumerate() {
                 let group = Group { id: number as u32, needed: *needed, every: *every };
-                groups.note(id, group, true);
+                assert!(groups.note(id, group, true));
                 let of = GroupTier { tier: Tier::Gpu, group: group.id };
                 let ends = (0..24 / every).map(|block| (block + 1) * every - 1);
                 for end in ends.filter(|end| blocks[*end as usize]) {

@@ -11,6 +11,7 @@ use super::index::{Copies, KvIndex};
 use super::table::{Inserted, Key, Slot, Table};
 use super::tiers::Tier;
 use crate::ids::InstanceId;
+use std::hash::{BuildHasher, RandomState};
 
 /// Number of segments of a rank's table, as a power of two.
 const SEGMENT_BITS: u32 = 4;
@@ -65,7 +66,11 @@ struct Rank {
 }
 
 /// Engine names of all known blocks, bounded in bytes.
+///
+/// Engines choose the names. A secret permutes them, so that no engine can choose names that crowd
+/// one part of a table, where each look-up would pass all of them.
 pub(crate) struct Names {
+    secret: (u64, u64),
     ranks: Vec<Vec<Rank>>,
     byte_bound: usize,
     table_bytes: usize,
@@ -75,11 +80,15 @@ pub(crate) struct Names {
 
 impl Names {
     pub(crate) fn new(byte_bound: usize) -> Names {
-        Names { ranks: Vec::new(), byte_bound, table_bytes: 0, list_bytes: 0 }
+        let random = RandomState::new();
+        let secret = (random.hash_one(0), random.hash_one(1) | 1);
+        Names { secret, ranks: Vec::new(), byte_bound, table_bytes: 0, list_bytes: 0 }
     }
 
-    pub(crate) fn byte_bound(&self) -> usize {
-        self.byte_bound
+    /// Returns the name under which a block is stored: a permutation of the engine's names.
+    #[inline(always)]
+    fn stored(&self, engine: u64) -> u64 {
+        (engine ^ self.secret.0).wrapping_mul(self.secret.1)
     }
 
     pub(crate) fn set_byte_bound(&mut self, byte_bound: usize) {
@@ -111,7 +120,7 @@ impl Names {
 
     /// Returns the index's hash of the block that the cache calls `engine`.
     pub(crate) fn find(&self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
-        let table = self.table(instance, cache)?;
+        let (table, engine) = (self.table(instance, cache)?, self.stored(engine));
         table.find(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
 
@@ -128,20 +137,26 @@ impl Names {
 
     /// Adds a copy. Returns false if there is no room for it.
     pub(crate) fn insert(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> bool {
+        matches!(self.add(instance, cache, engine, chain), Inserted::Alone | Inserted::Shared)
+    }
+
+    fn add(&mut self, instance: InstanceId, cache: Cache, engine: u64, chain: u64) -> Inserted {
         if self.table(instance, cache).is_none() && !self.open(instance, cache) {
-            return false;
+            return Inserted::No;
         }
         let limit = self.byte_bound.saturating_sub(self.bytes());
-        let Some(table) = self.table_mut(instance, cache) else { return false };
+        let engine = self.stored(engine);
+        let Some(table) = self.table_mut(instance, cache) else { return Inserted::No };
         let (before, key) = (table.bytes(), table.key(engine));
         let inserted = table.insert(key, Entry { engine, chain }, before + limit);
         let grown = table.bytes() - before;
         self.table_bytes += grown;
-        inserted != Inserted::No
+        inserted
     }
 
     /// Removes a copy and returns the index's hash of it.
     pub(crate) fn remove(&mut self, instance: InstanceId, cache: Cache, engine: u64) -> Option<u64> {
+        let engine = self.stored(engine);
         let table = self.table_mut(instance, cache)?;
         table.remove(table.key(engine), |e| e.engine == engine).map(|e| e.chain)
     }
@@ -170,7 +185,12 @@ impl Names {
         }
         match known {
             Some(_) if means == Means::Report => Some(Copies::Keep),
-            _ => self.insert(instance, cache, engine, chain).then_some(Copies::Add),
+            _ => match self.add(instance, cache, engine, chain) {
+                Inserted::Alone | Inserted::Shared => Some(Copies::Add),
+                // Further copies are not counted.
+                Inserted::Crowded if known.is_some() => Some(Copies::Keep),
+                Inserted::Crowded | Inserted::No => None,
+            },
         }
     }
 
@@ -185,12 +205,14 @@ impl Names {
         at: usize,
         most: usize,
     ) -> (usize, Option<usize>) {
+        let engine = self.stored(engine);
         let Some(table) = self.table_mut(instance, cache) else { return (0, None) };
         table.retain_some(table.key(engine), at, most, |e| index.holds(instance, e.chain))
     }
 
     /// Returns the number of names in the table segment of `engine`.
     pub(crate) fn near(&self, instance: InstanceId, cache: Cache, engine: u64) -> usize {
+        let engine = self.stored(engine);
         self.table(instance, cache).map_or(0, |table| table.near(table.key(engine)))
     }
 
@@ -202,6 +224,7 @@ impl Names {
 
     /// Returns the index's hash of the block that some cache of the rank calls `engine`.
     pub(crate) fn find_on_rank(&self, instance: InstanceId, rank: u32, engine: u64) -> Option<u64> {
+        let engine = self.stored(engine);
         let of_rank = |r: &&Rank| r.cache.rank == rank;
         let mut tables = self.ranks.get(instance.index())?.iter().filter(of_rank).map(|r| &r.table);
         tables.find_map(|t| t.find(t.key(engine), |e| e.engine == engine).map(|e| e.chain))

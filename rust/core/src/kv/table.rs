@@ -9,6 +9,10 @@ use std::fmt;
 
 /// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
+/// Maximum number of entries of one place. An engine computes a block as often as it prefills
+/// requests with that block in one step, mostly a few times. More entries of one place would not
+/// fit into a segment of ordinary size, and each insertion passes all of them.
+const MAX_SHARED: usize = 64;
 /// Allocator overhead per memory block, in bytes.
 const MALLOC_OVERHEAD: usize = 16;
 
@@ -56,6 +60,8 @@ impl Key {
 pub(crate) enum Inserted {
     /// There was no room for the entry.
     No,
+    /// Too many entries have the same place.
+    Crowded,
     /// No other entry has the same place.
     Alone,
     /// Other entries have the same place.
@@ -157,13 +163,18 @@ impl<S: Slot> Table<S> {
     pub(crate) fn insert(&mut self, key: Key, slot: S, byte_limit: usize) -> Inserted {
         debug_assert_eq!(slot.place(), key.place);
         // If the segment may not grow, it is filled further.
-        let full = !self.segments[key.segment as usize].has_room(17) && !self.grow(key, byte_limit);
+        let no_room = !self.segments[key.segment as usize].has_room(17);
+        if no_room && self.segments[key.segment as usize].is_crowded(key.place) {
+            return Inserted::Crowded; // more slots do not help
+        }
+        let full = no_room && !self.grow(key, byte_limit);
         let segment = &mut self.segments[key.segment as usize];
         if full && !segment.has_room(19) {
             return Inserted::No;
         }
-        self.entries += 1;
-        if segment.insert(slot) { Inserted::Shared } else { Inserted::Alone }
+        let inserted = segment.insert(slot);
+        self.entries += usize::from(inserted != Inserted::Crowded);
+        inserted
     }
 
     /// Grows the segment of `key`, unless the table would exceed `byte_limit`.
@@ -254,14 +265,28 @@ impl<S: Slot> Segment<S> {
             && self.slots.last().is_some_and(|s| s.is_empty())
     }
 
-    /// Inserts a slot and returns whether its place was already in use. There must be room.
+    /// Returns whether as many entries as possible have the place.
+    #[cold]
+    fn is_crowded(&self, place: u32) -> bool {
+        let mut shared = 0;
+        self.position(place, |_| {
+            shared += 1;
+            shared == MAX_SHARED
+        })
+        .is_some()
+    }
+
+    /// Inserts a slot, unless too many have its place. There must be room.
     #[inline(always)]
-    fn insert(&mut self, slot: S) -> bool {
+    fn insert(&mut self, slot: S) -> Inserted {
         let mut at = home(slot.place(), self.homes);
-        let mut shared = false;
+        let mut shared = 0;
         while !self.slots[at].is_empty() && self.slots[at].place() <= slot.place() {
-            shared |= self.slots[at].place() == slot.place();
+            shared += usize::from(self.slots[at].place() == slot.place());
             at += 1;
+        }
+        if shared >= MAX_SHARED {
+            return Inserted::Crowded;
         }
         let mut moved = slot;
         while !moved.is_empty() {
@@ -269,7 +294,7 @@ impl<S: Slot> Segment<S> {
             at += 1;
         }
         self.used += 1;
-        shared
+        if shared > 0 { Inserted::Shared } else { Inserted::Alone }
     }
 
     #[inline(always)]

@@ -43,6 +43,7 @@ policies! {
     preble,
     least_prefill,
     sibyl,
+    sibyl_plus,
     least_tokens,
     star_dispatch,
 }

@@ -4,6 +4,11 @@
 //! two turns, those least likely to return soon first. A program without a place is admitted if an
 //! instance then stays below `resume x theta`: this hysteresis leaves room to grow. Programs are
 //! admitted by birth within a tenant, and tenants by the tokens that already count for them.
+//!
+//! Two rules bound a hold while others keep the caches full. A program held for [`FAIR_SECONDS`]
+//! takes the place of programs between two turns whose tenant keeps at least as many tokens for its
+//! weight as its own tenant then has. A program held for the longest hold takes the place of such
+//! programs of its own tenant, or is refused.
 use super::ledger::{InstanceLedger, Root};
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use super::settings::ProgramConfig;
@@ -18,6 +23,11 @@ const SOON_SECONDS: Seconds = 30.0;
 const MOST_HELD_TURNS: usize = 64;
 /// Held programs considered per tenant and round.
 const CANDIDATES: usize = 64;
+/// Hold after which a program may take the place of other tenants' programs, the time between two
+/// rounds of this, and the programs that get a place in one round.
+const FAIR_SECONDS: Seconds = 2.0;
+const FAIR_ROUND_SECONDS: Seconds = 0.5;
+const MOST_PER_FAIR_ROUND: usize = 64;
 /// Time constant of the rate at which tokens are admitted, and the shortest time that it covers.
 const FLOW_SECONDS: Seconds = 300.0;
 const LEAST_FLOW_SECONDS: Seconds = 60.0;
@@ -52,6 +62,11 @@ pub(super) struct Queue {
     /// Tenant, place and needed tokens of each held program.
     places: HashMap<ProgramId, (u64, Place, f64)>,
     pub released: Vec<Released>,
+    pub refused: Vec<(TurnId, Seconds)>,
+    /// A held program, and the instance that gets no other program until it is admitted.
+    kept: Option<(ProgramId, InstanceId)>,
+    /// Time of the last round that made room.
+    made_room_at: Option<Seconds>,
     /// Admitted tokens, decayed.
     flow: f64,
     flow_at: Seconds,
@@ -79,6 +94,7 @@ impl Queue {
     /// Removes a program.
     pub fn remove(&mut self, id: ProgramId) {
         let Some((tenant, place, tokens)) = self.places.remove(&id) else { return };
+        self.kept = self.kept.filter(|(kept, _)| *kept != id);
         if let Some(waiting) = self.tenants.get_mut(&tenant) {
             waiting.places.remove(&place);
             waiting.tokens -= tokens;
@@ -129,7 +145,7 @@ impl Programs {
     /// Decides what to do with a turn of a program that has just arrived.
     pub(super) fn admit(&mut self, id: ProgramId, turn: TurnId, now: Seconds) -> Verdict {
         let program = &self.programs[id];
-        let home = program.home.filter(|home| self.instances[home.index()].available);
+        let home = self.home_of(program).filter(|home| self.instances[home.index()].available);
         let place = home.filter(|_| program.state.has_place());
         if !self.holds() {
             // Only observed: the policy places every request.
@@ -152,8 +168,8 @@ impl Programs {
         self.uncharge(id);
         let program = &mut self.programs[id];
         let is_new = !program.has_run;
-        program.state = State::Held;
         program.held.push(turn);
+        self.set_state(id, State::Held);
         self.queue.insert(&self.programs[id], id, &self.config);
         self.release(now);
         if let Some(place) = self.queue.released.iter().position(|released| released.turn == turn) {
@@ -163,7 +179,7 @@ impl Programs {
             return if roomy { Verdict::Free } else { Verdict::Run(instance) };
         }
         let hold = self.hold_of(id, now);
-        let too_long = hold.expected_seconds > self.config.most_hold_seconds;
+        let too_long = hold.expected_seconds > self.config.most_hold_seconds && !self.may_take(id);
         let is_full = self.queue.is_full(self.programs[id].tenant, self.config.most_held);
         if is_new && (too_long || is_full) {
             return self.refuse(turn, hold.expected_seconds, now);
@@ -172,8 +188,8 @@ impl Programs {
         Verdict::Held(hold)
     }
 
-    /// Drops an arriving turn.
-    fn refuse(&mut self, turn: TurnId, seconds: Seconds, now: Seconds) -> Verdict {
+    /// Drops a turn that does not run.
+    pub(super) fn refuse(&mut self, turn: TurnId, seconds: Seconds, now: Seconds) -> Verdict {
         self.counters.refused += 1;
         self.ended(turn, 0, super::Finish::Unknown, now);
         Verdict::Refused { retry_after_seconds: seconds.clamp(1.0, 3600.0) }
@@ -193,42 +209,52 @@ impl Programs {
             needed_tokens: self.counted_tokens(&self.programs[id]),
             working_set_ratio: ratios.fold(f64::INFINITY, f64::min),
             held_programs: self.queue.len(),
-            expected_seconds: self.queue.expected_seconds(self.programs[id].tenant, self.peer_demand(), now),
+            expected_seconds: self.expected_seconds(self.programs[id].tenant, now),
         }
+    }
+
+    /// Returns the predicted seconds until all held programs of a tenant are admitted.
+    pub(super) fn expected_seconds(&self, tenant: u64, now: Seconds) -> Seconds {
+        self.queue.expected_seconds(tenant, self.peer_demand(), now)
     }
 
     /// Returns the instance that can take a program: its home if it fits there, else the instance
     /// with the most room.
     fn room_for(&self, id: ProgramId, reserved: &[InstanceId]) -> Option<InstanceId> {
-        let program = &self.programs[id];
-        let own = self.counted_tokens(program);
-        let parent = program.parent().and_then(|parent| self.programs.get(parent));
-        let follows = parent.and_then(|parent| parent.home);
         let room = |slot: usize| -> Option<f64> {
-            let (ledger, instance) = (&self.instances[slot], InstanceId(slot as u32));
-            if !ledger.available || reserved.contains(&instance) {
-                return None;
-            }
-            let Some(capacity) = ledger.capacity_tokens else {
-                return Some(1e15 - ledger.expected_tokens());
-            };
-            let missing = |root: Root| root.tokens * (1.0 - ledger.share_of_root(root.hash));
-            let need = own + self.root_to_count(program, instance).map_or(0.0, missing);
-            // A fork lives on what its parent has in the cache, and its parent waits for it.
-            let resume = if follows == Some(instance) { 1.0 } else { self.config.resume };
-            let limit = resume * self.config.theta * capacity;
-            let room = limit - ledger.expected_tokens() - need;
+            let instance = InstanceId(slot as u32);
+            let room = self.room_on(id, instance).filter(|_| !reserved.contains(&instance))?;
             // A program that fits nowhere runs alone.
-            (room >= 0.0 || ledger.is_empty()).then_some(room)
+            (room >= 0.0 || self.instances[slot].is_empty()).then_some(room)
         };
         let stays = self.config.thunder.is_none();
-        let home = program.home.filter(|home| stays && room(home.index()).is_some());
+        let home = self.home_of(&self.programs[id]);
+        let home = home.filter(|home| stays && room(home.index()).is_some());
         home.or_else(|| {
             let rooms = (0..self.instances.len()).filter_map(|slot| Some((slot, room(slot)?)));
             rooms
                 .max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
                 .map(|(slot, _)| InstanceId(slot as u32))
         })
+    }
+
+    /// Returns the tokens left on an instance if it takes a program, negative if it does not fit;
+    /// `None` if the instance takes no requests.
+    fn room_on(&self, id: ProgramId, instance: InstanceId) -> Option<f64> {
+        let (program, ledger) = (&self.programs[id], &self.instances[instance.index()]);
+        if !ledger.available {
+            return None;
+        }
+        let Some(capacity) = ledger.capacity_tokens else {
+            return Some(1e15 - ledger.expected_tokens());
+        };
+        let missing = |root: Root| root.tokens * (1.0 - ledger.share_of_root(root.hash));
+        let need = self.counted_tokens(program) + self.root_to_count(program, instance).map_or(0.0, missing);
+        let parent = program.parent().and_then(|parent| self.programs.get(parent));
+        // A fork lives on what its parent has in the cache, and its parent waits for it.
+        let follows = parent.and_then(|parent| self.home_of(parent)) == Some(instance);
+        let resume = if follows { 1.0 } else { self.config.resume };
+        Some(resume * self.config.theta * capacity - ledger.expected_tokens() - need)
     }
 
     /// Returns whether some instance could take a program beside others, if these needed less.
@@ -257,65 +283,209 @@ impl Programs {
         if !self.holds() {
             return;
         }
-        for slot in 0..self.instances.len() {
-            self.pause_on(slot, now);
+        let crowded: Vec<usize> = (0..self.instances.len())
+            .filter(|slot| self.excess(*slot).is_some_and(|excess| excess > 0.0))
+            .collect();
+        if !crowded.is_empty() {
+            let mut resting = self.resting_on(&crowded, now);
+            for (slot, resting) in crowded.iter().zip(&mut resting) {
+                self.pause_on(*slot, resting);
+            }
         }
         self.release(now);
+        self.end_long_holds(now);
+    }
+
+    /// Returns the expected tokens above the limit of an instance.
+    fn excess(&self, slot: usize) -> Option<f64> {
+        let ledger = &self.instances[slot];
+        Some(ledger.expected_tokens() - self.config.theta * ledger.capacity_tokens?)
+    }
+
+    /// Returns the programs on some instances that may be paused: those between two turns without
+    /// children. Those least likely to return soon are first.
+    fn resting_on(&self, slots: &[usize], now: Seconds) -> Vec<Vec<ProgramId>> {
+        let mut place = vec![None; self.instances.len()];
+        slots.iter().enumerate().for_each(|(i, slot)| place[*slot] = Some(i));
+        let mut resting: Vec<Vec<(f64, ProgramId)>> = vec![Vec::new(); slots.len()];
+        for id in &self.sets.placed {
+            let program = &self.programs[*id];
+            if program.state != State::Gap || !program.children.is_empty() {
+                continue;
+            }
+            let Some(i) = self.home_of(program).and_then(|home| place[home.index()]) else { continue };
+            let key = if self.config.thunder.is_some() {
+                program.tokens
+            } else {
+                let error = self.config.gap_error;
+                let (gap, soon) = ((now - program.since) / error, SOON_SECONDS / error);
+                self.gaps.returns_within(program.class(), gap, soon)
+            };
+            resting[i].push((key, *id));
+        }
+        let sorted = |mut resting: Vec<(f64, ProgramId)>| {
+            resting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            resting.into_iter().map(|(_, id)| id).collect()
+        };
+        resting.into_iter().map(sorted).collect()
     }
 
     /// Pauses programs of an instance while it is crowded.
-    fn pause_on(&mut self, slot: usize, now: Seconds) {
+    fn pause_on(&mut self, slot: usize, resting: &mut [ProgramId]) {
         let ledger = &self.instances[slot];
         let Some(limit) = ledger.capacity_tokens.map(|capacity| self.config.theta * capacity) else { return };
-        let excess = ledger.expected_tokens() - limit;
-        if excess <= 0.0 {
-            return;
-        }
-        let thunder = self.config.thunder;
-        let limit = match thunder {
+        let limit = match self.config.thunder {
             Some(thunder) => limit * thunder.pause_to,
-            None => limit + excess * (1.0 - ledger.own_part()),
+            None => limit + (ledger.expected_tokens() - limit) * (1.0 - ledger.own_part()),
         };
-        let rests = |program: &Program| {
-            program.state == State::Gap
-                && program.children == 0
-                && program.home.is_some_and(|home| home.index() == slot)
-        };
-        let mut resting: Vec<(f64, ProgramId)> = self
-            .programs
-            .iter()
-            .filter(|(_, p)| rests(p))
-            .map(|(id, p)| match thunder {
-                Some(_) => (p.tokens, id),
-                None => {
-                    let error = self.config.gap_error;
-                    let (gap, soon) = ((now - p.since) / error, SOON_SECONDS / error);
-                    (self.gaps.returns_within(p.class(), gap, soon), id)
-                }
-            })
-            .collect();
-        resting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        for (_, id) in resting {
+        for id in resting {
             let ledger = &self.instances[slot];
             if ledger.expected_tokens() <= limit || ledger.programs <= 1 {
                 break;
             }
-            self.uncharge(id);
-            self.programs[id].state = State::Paused;
-            self.counters.paused += 1;
+            self.pause(*id);
         }
+    }
+
+    /// Takes the place of a program.
+    fn pause(&mut self, id: ProgramId) {
+        self.uncharge(id);
+        self.set_state(id, State::Paused);
+        self.counters.paused += 1;
+    }
+
+    /// Returns the start of a held program's hold.
+    fn held_since(&self, id: ProgramId, now: Seconds) -> Seconds {
+        self.programs[id].held.first().map_or(now, |turn| self.turns[*turn].arrived)
+    }
+
+    /// Returns whether a tenant keeps more tokens for its weight than a held program's tenant will
+    /// have with this program.
+    fn may_take(&self, id: ProgramId) -> bool {
+        let program = &self.programs[id];
+        let after = self.sets.share(program.tenant) + program.own_tokens() / program.weight;
+        self.config.thunder.is_none() && self.sets.greatest_share_of_others(program.tenant) > after
+    }
+
+    /// Gives programs that are held for long the places of others, or refuses them.
+    fn end_long_holds(&mut self, now: Seconds) {
+        let next = self.queue.made_room_at.map_or(now, |at| at + FAIR_ROUND_SECONDS);
+        if self.queue.len() == 0 || self.config.thunder.is_some() || now < next {
+            return;
+        }
+        self.queue.made_room_at = Some(now);
+        let slots: Vec<usize> = (0..self.instances.len()).collect();
+        let mut resting = None;
+        let mut places = MOST_PER_FAIR_ROUND;
+        for tenant in self.tenants_by_share() {
+            let held: Vec<ProgramId> =
+                self.queue.tenants[&tenant].places.iter().map(|(.., id)| *id).collect();
+            // Within a tenant, a program that does not get a place holds back those behind it.
+            let mut blocked = false;
+            for id in held {
+                let hold = now - self.held_since(id, now);
+                let is_over = hold > self.config.most_hold_seconds;
+                if hold <= FAIR_SECONDS || !is_over && (blocked || !self.may_take(id)) {
+                    continue;
+                }
+                if places == 0 {
+                    return; // the others in the next round
+                }
+                if self.fits_beside_others(id) {
+                    let resting = resting.get_or_insert_with(|| self.resting_on(&slots, now));
+                    if self.take_place(id, is_over, resting, now) {
+                        places -= 1;
+                        continue;
+                    }
+                    blocked = true;
+                }
+                if is_over {
+                    let seconds = self.expected_seconds(tenant, now).clamp(1.0, 3600.0);
+                    for turn in self.programs[id].held.clone() {
+                        self.refuse(turn, seconds, now);
+                        self.queue.refused.push((turn, seconds));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Pauses programs in `resting` and gives their place to a held program. `own`: programs of its
+    /// own tenant, too. Returns whether it got a place.
+    fn take_place(&mut self, id: ProgramId, own: bool, resting: &[Vec<ProgramId>], now: Seconds) -> bool {
+        let choice = (0..self.instances.len()).filter_map(|slot| {
+            let room = self.room_on(id, InstanceId(slot as u32))?;
+            let (pausable, freed) = self.pausable(id, own, &resting[slot], -room);
+            Some((slot, pausable, room + freed))
+        });
+        // If none has room even then, the one that lacks the least.
+        let best = choice.max_by(|a, b| {
+            let key = |left: f64| left.min(0.0);
+            key(a.2).total_cmp(&key(b.2)).then(b.1.len().cmp(&a.1.len())).then(b.0.cmp(&a.0))
+        });
+        let Some((slot, pausable, left)) = best else { return false };
+        let instance = InstanceId(slot as u32);
+        if left < 0.0 && (own || pausable.is_empty() || self.queue.kept.is_some_and(|kept| kept.0 != id)) {
+            return false;
+        }
+        pausable.into_iter().for_each(|paused| self.pause(paused));
+        if self.room_on(id, instance).is_some_and(|room| room >= 0.0) {
+            self.give_place(id, instance, now);
+            return true;
+        }
+        // Programs with a turn leave one after the other; no other program takes their place.
+        self.queue.kept = Some((id, instance));
+        false
+    }
+
+    /// Returns the programs to pause so that a held program gets `needed` tokens, and the tokens
+    /// that this frees.
+    fn pausable(
+        &self,
+        id: ProgramId,
+        own: bool,
+        resting: &[ProgramId],
+        needed: f64,
+    ) -> (Vec<ProgramId>, f64) {
+        let program = &self.programs[id];
+        let after = self.sets.share(program.tenant) + program.own_tokens() / program.weight;
+        let mut shares: HashMap<u64, f64> = HashMap::new();
+        let (mut pausable, mut freed) = (Vec::new(), 0.0);
+        for &other in resting {
+            if freed >= needed {
+                break;
+            }
+            let Some(other_program) = self.programs.get(other) else { continue };
+            let Some(charge) = other_program.charge().filter(|_| other_program.state == State::Gap) else {
+                continue;
+            };
+            let tenant = other_program.tenant;
+            let share = shares.entry(tenant).or_insert_with(|| self.sets.share(tenant));
+            let left = *share - other_program.own_tokens() / other_program.weight;
+            let may = if tenant == program.tenant { own } else { left >= after };
+            if may {
+                *share = left;
+                freed += charge.own;
+                pausable.push(other);
+            }
+        }
+        (pausable, freed)
+    }
+
+    /// Admits a held program to an instance.
+    fn give_place(&mut self, id: ProgramId, instance: InstanceId, now: Seconds) {
+        self.uncharge(id);
+        self.set_home(id, instance);
+        self.set_state(id, State::Running);
+        self.queue.admitted(self.programs[id].own_tokens(), now);
+        self.charge(id, now);
+        self.hand_out(id, instance, now);
     }
 
     /// Admits held programs while there is room.
     fn release(&mut self, now: Seconds) {
         while let Some((id, instance)) = self.next_to_admit(now) {
-            self.uncharge(id);
-            let program = &mut self.programs[id];
-            program.state = State::Running;
-            program.home = Some(instance);
-            self.queue.admitted(program.own_tokens(), now);
-            self.charge(id, now);
-            self.hand_out(id, instance, now);
+            self.give_place(id, instance, now);
         }
     }
 
@@ -335,13 +505,15 @@ impl Programs {
 
     /// Returns the held program to admit next, if one fits.
     fn next_to_admit(&self, now: Seconds) -> Option<(ProgramId, InstanceId)> {
-        let mut reserved = Vec::new();
+        let kept = self.queue.kept;
+        let mut reserved: Vec<InstanceId> = kept.iter().map(|(_, instance)| *instance).collect();
         for tenant in self.tenants_by_share() {
             for &(_, _, id) in self.queue.tenants[&tenant].places.iter().take(CANDIDATES) {
-                if let Some(instance) = self.room_for(id, &reserved) {
+                let is_kept = kept.is_some_and(|(kept, _)| kept == id);
+                if let Some(instance) = self.room_for(id, if is_kept { &[] } else { &reserved }) {
                     return Some((id, instance));
                 }
-                let since = self.programs[id].held.first().map_or(now, |turn| self.turns[*turn].arrived);
+                let since = self.held_since(id, now);
                 if self.config.thunder.is_some_and(|thunder| now - since > thunder.most_wait_seconds)
                     && let Some(instance) = self.emptiest(&[])
                 {
@@ -363,14 +535,8 @@ impl Programs {
     /// weight first.
     fn tenants_by_share(&self) -> Vec<u64> {
         let mut tenants: Vec<u64> = self.queue.tenants.keys().copied().collect();
-        if tenants.len() > 1 {
-            let mut shares: HashMap<u64, f64> = HashMap::new();
-            for program in self.programs.values().filter(|program| program.charge().is_some()) {
-                *shares.entry(program.tenant).or_default() += program.own_tokens() / program.weight;
-            }
-            let share = |tenant: &u64| shares.get(tenant).copied().unwrap_or(0.0);
-            tenants.sort_by(|a, b| share(a).total_cmp(&share(b)).then(a.cmp(b)));
-        }
+        let share = |tenant: &u64| self.sets.share(*tenant);
+        tenants.sort_by(|a, b| share(a).total_cmp(&share(b)).then(a.cmp(b)));
         tenants
     }
 }

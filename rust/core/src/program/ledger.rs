@@ -88,6 +88,8 @@ pub struct InstanceLedger {
     pub capacity_tokens: Option<f64>,
     /// Whether the instance takes new requests.
     pub available: bool,
+    /// Number of instances that the slot had before.
+    pub(super) generation: u32,
     own: f64,
     /// Number of programs that count.
     pub programs: u32,
@@ -101,6 +103,11 @@ pub struct InstanceLedger {
 }
 
 impl InstanceLedger {
+    /// Returns an empty ledger for the next instance of the slot.
+    pub(super) fn of_next_instance(&self) -> InstanceLedger {
+        InstanceLedger { generation: self.generation.wrapping_add(1), ..InstanceLedger::default() }
+    }
+
     /// Returns the expected working set in tokens.
     pub fn expected_tokens(&self) -> f64 {
         self.own + self.root_tokens + self.running_others + self.recent.sum() + self.peers.tokens

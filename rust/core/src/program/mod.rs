@@ -20,9 +20,12 @@ pub mod ledger;
 pub mod lineage;
 pub mod peers;
 pub mod programs;
+mod sets;
 mod settings;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_bounds;
 mod thunder;
 
 pub use admission::Hold;

@@ -89,14 +89,21 @@ impl InstanceLedger {
 }
 
 impl Programs {
-    /// Returns what this router's programs and requests need on an instance, for its peers.
-    pub fn published(&self, id: InstanceId, now: Seconds) -> PeerPrograms {
-        let Some(ledger) = self.instances.get(id.index()) else { return PeerPrograms::default() };
+    /// Returns the tokens that held programs need, and those admitted recently, each divided by the
+    /// available instances: what every instance publishes of them.
+    pub fn demand_per_instance(&self, now: Seconds) -> (f64, f64) {
         let (held, admitted) = self.queue.demand(now);
-        // Less than a token is nothing: an idle router has nothing to publish.
         let live = self.instances.iter().filter(|ledger| ledger.available).count().max(1);
+        // Less than a token is nothing: an idle router has nothing to publish.
         let part = |tokens: f64| if tokens < 1.0 { 0.0 } else { tokens / live as f64 };
-        PeerPrograms { held_tokens: part(held), admitted_tokens: part(admitted), ..ledger.published() }
+        (part(held), part(admitted))
+    }
+
+    /// Returns what this router's programs and requests need on an instance, for its peers.
+    /// `demand`: of [`Programs::demand_per_instance`].
+    pub fn published(&self, id: InstanceId, demand: (f64, f64)) -> PeerPrograms {
+        let Some(ledger) = self.instances.get(id.index()) else { return PeerPrograms::default() };
+        PeerPrograms { held_tokens: demand.0, admitted_tokens: demand.1, ..ledger.published() }
     }
 
     /// Returns the tokens that peers hold, and those that they admitted recently.

@@ -3,11 +3,14 @@ use super::admission::{Hold, Queue};
 use super::gaps::{Finish, GapClass, Gaps};
 use super::ledger::{Charge, InstanceLedger, Root};
 use super::lineage::{Lineage, Path};
+use super::sets::{Filed, Sets};
 use super::settings::{ProgramConfig, ProgramMode};
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use slotmap::{Key, SlotMap, new_key_type};
+use std::collections::BTreeSet;
+use std::ops::Bound;
 
 new_key_type! {
     /// A live program.
@@ -31,7 +34,12 @@ impl TurnId {
 }
 
 /// Maximum number of programs; the program with the longest gap is dropped first.
-const MAX_PROGRAMS: usize = 1 << 16;
+pub(super) const MAX_PROGRAMS: usize = 1 << 16;
+/// Most programs counted again per tick: some 0.5 ms. If more have a place, each is counted again
+/// every few ticks.
+const COUNTED_PER_TICK: usize = 4096;
+/// Most changes of forks that wait for a tick.
+const MOST_FORK_NOTES: usize = 4096;
 /// Least probability that counts for the tokens of a program that its children continue: while they
 /// live, it waits for them.
 const PARENT_RETURNS: f64 = 0.9;
@@ -139,28 +147,31 @@ pub struct Program {
     pub born: Seconds,
     /// Place in the order of birth.
     pub order: u64,
-    path: Path,
+    pub(super) path: Path,
     /// Tokens of its context: the latest prompt and its answer.
     pub tokens: f64,
     /// The part of the context that it shares with other programs.
     base: Option<Root>,
     /// The program whose context it continues, while that program lives.
     parent: Option<ProgramId>,
-    /// Programs with a place that continue this program's context, as of the last tick.
-    pub children: u32,
-    /// Tokens of this program's context that these programs continue.
-    continued_tokens: f64,
+    /// Programs with a place that continue this program's context, as of the last tick, by the bits
+    /// of the tokens that they continue.
+    pub(super) children: BTreeSet<(u64, ProgramId)>,
+    /// The tokens under which it is among its parent's children.
+    as_child: Option<u64>,
     /// The instance that holds its context, or held it last.
-    pub home: Option<InstanceId>,
+    pub home: Option<Home>,
     /// State.
     pub state: State,
     /// Start of the gap.
     pub since: Seconds,
     class: GapClass,
     /// Whether the gap counts as an end.
-    forgotten: bool,
+    pub(super) forgotten: bool,
     /// Whether its client said that it ended. A fork of it may still come.
-    said_final: bool,
+    pub(super) said_final: bool,
+    /// Whether a request continued it.
+    pub(super) came_back: bool,
     /// Whether one of its turns has run.
     pub(super) has_run: bool,
     /// Number of its turns: running, held, or admitted and not placed yet.
@@ -171,6 +182,10 @@ pub struct Program {
     pub held: Vec<TurnId>,
     /// Tokens that count on its home.
     charge: Option<Charge>,
+    /// Tokens that count for its tenant.
+    pub(super) share: Option<f64>,
+    /// Its place in the indexes.
+    pub(super) filed: Option<Filed>,
 }
 
 impl Program {
@@ -194,10 +209,23 @@ impl Program {
         self.charge
     }
 
+    /// Returns the tokens of its context that its children continue.
+    fn continued_tokens(&self) -> f64 {
+        self.children.last().map_or(0.0, |(tokens, _)| f64::from_bits(*tokens))
+    }
+
     /// Returns the program whose context it continues.
     pub fn parent(&self) -> Option<ProgramId> {
         self.parent
     }
+}
+
+/// An instance, until it is removed: its slot may then get another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Home {
+    /// The instance.
+    pub instance: InstanceId,
+    generation: u32,
 }
 
 /// A request.
@@ -205,7 +233,7 @@ impl Program {
 pub(super) struct Turn {
     /// Its program; `None`: outside programs.
     pub program: Option<ProgramId>,
-    pub slot: Option<InstanceId>,
+    pub slot: Option<Home>,
     /// Prompt tokens; outside programs: those that no program has.
     pub tokens: f64,
     pub arrived: Seconds,
@@ -229,6 +257,8 @@ pub struct Counters {
     pub continuations: u64,
     /// Requests outside programs.
     pub chats: u64,
+    /// Requests of new programs that did not fit into a table full of running and held ones.
+    pub untracked: u64,
     /// Programs that did not return.
     pub forgotten: u64,
     /// Programs that lost their place in a cache.
@@ -255,8 +285,18 @@ pub struct Programs {
     pub(super) instances: Vec<InstanceLedger>,
     pub(super) queue: Queue,
     pub(super) counters: Counters,
+    pub(super) sets: Sets,
     /// Mean context of all programs in tokens.
     mean_tokens: f64,
+    /// Programs whose place among their parent's children is checked at the next tick; of removed
+    /// programs, their parent and its entry.
+    forks: Vec<ProgramId>,
+    gone_forks: Vec<(ProgramId, (u64, ProgramId))>,
+    /// The last program counted again, while a tick does not count all.
+    counted: Option<ProgramId>,
+    /// Programs that loops went through.
+    #[cfg(test)]
+    pub walked: usize,
     births: u64,
     /// Tokens per block of the latest prompts.
     tokens_per_block: f64,
@@ -286,7 +326,13 @@ impl Programs {
             instances: Vec::new(),
             queue: Queue::default(),
             counters: Counters::default(),
+            sets: Sets::default(),
             mean_tokens: 0.0,
+            forks: Vec::new(),
+            gone_forks: Vec::new(),
+            counted: None,
+            #[cfg(test)]
+            walked: 0,
             births: 0,
             tokens_per_block: 0.0,
         })
@@ -352,9 +398,7 @@ impl Programs {
 
     /// Returns the number of programs in each state, in the order of [`State::NAMES`].
     pub fn states(&self) -> [usize; 4] {
-        let mut counts = [0; 4];
-        self.programs.values().for_each(|program| counts[program.state as usize] += 1);
-        counts
+        self.sets.counts
     }
 
     /// Sets the capacity of an instance and whether it takes new requests. Programs of an
@@ -365,6 +409,39 @@ impl Programs {
         }
         let ledger = &mut self.instances[id.index()];
         (ledger.capacity_tokens, ledger.available) = (capacity_tokens, available);
+    }
+
+    /// Forgets what counts on an instance that was removed: its slot may get another one. Programs
+    /// lose their place there.
+    pub fn instance_removed(&mut self, id: InstanceId) {
+        if let Some(ledger) = self.instances.get_mut(id.index()) {
+            *ledger = ledger.of_next_instance();
+        }
+        for turn in self.turns.values_mut().filter(|turn| turn.assigned == Some(id)) {
+            turn.assigned = None;
+        }
+    }
+
+    /// Returns an instance as a home.
+    fn as_home(&self, instance: InstanceId) -> Home {
+        Home { instance, generation: self.instances[instance.index()].generation }
+    }
+
+    /// Returns the instance of a home, unless it was removed.
+    fn instance_of(&self, home: Home) -> Option<InstanceId> {
+        let ledger = &self.instances[home.instance.index()];
+        (ledger.generation == home.generation).then_some(home.instance)
+    }
+
+    /// Returns a program's home, unless it was removed.
+    pub(super) fn home_of(&self, program: &Program) -> Option<InstanceId> {
+        self.instance_of(program.home?)
+    }
+
+    /// Sets a program's home.
+    pub(super) fn set_home(&mut self, id: ProgramId, instance: InstanceId) {
+        let home = self.as_home(instance);
+        self.programs[id].home = Some(home);
     }
 
     /// Records an arriving request and decides what to do with it.
@@ -390,7 +467,24 @@ impl Programs {
                 self.record_return(id, now);
                 Some(id)
             }
-            Identity::New { base, parent } => self.create(arrival, base, parent, now),
+            Identity::New { base, parent } => {
+                if self.starts_program(arrival, base, parent) {
+                    let id = self.create(arrival, base, parent, now);
+                    if id.is_none() {
+                        self.counters.untracked += 1;
+                        if self.holds() {
+                            let turn = self.turns.insert(turn);
+                            return (
+                                turn,
+                                self.refuse(turn, self.expected_seconds(arrival.tenant, now), now),
+                            );
+                        }
+                    }
+                    id
+                } else {
+                    None
+                }
+            }
         };
         let Some(id) = program else {
             self.counters.chats += 1;
@@ -400,12 +494,13 @@ impl Programs {
         let turn = self.turns.insert(Turn { program: Some(id), ..turn });
         let program = &mut self.programs[id];
         program.turns += 1;
-        program.tokens = match program.state {
+        let tokens = match program.state {
             // A second request of a running program may be shorter than the first.
             State::Running | State::Held => program.tokens.max(f64::from(arrival.prompt_tokens)),
             _ => f64::from(arrival.prompt_tokens),
         };
         self.lineage.register(id, &mut program.path, arrival.chain);
+        self.set_tokens(id, tokens);
         let verdict = self.admit(id, turn, now);
         if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
             turn.assigned = Some(instance);
@@ -457,6 +552,7 @@ impl Programs {
     /// Ends the gap of a returning program.
     fn record_return(&mut self, id: ProgramId, now: Seconds) {
         let program = &mut self.programs[id];
+        program.came_back = true;
         if program.state.rests() {
             let forgotten = std::mem::take(&mut program.forgotten);
             program.said_final = false;
@@ -464,7 +560,14 @@ impl Programs {
         }
     }
 
-    /// Adds a program; `None` if the request belongs to no program.
+    /// Returns whether a request that continues no program begins one.
+    fn starts_program(&self, arrival: &Arrival<'_>, base: Option<Root>, parent: Option<ProgramId>) -> bool {
+        let own_tokens = f64::from(arrival.prompt_tokens) - base.map_or(0.0, |base| base.tokens);
+        let long = own_tokens >= f64::from(self.config.least_tokens);
+        !arrival.chain.is_empty() && (parent.is_some() || long)
+    }
+
+    /// Adds a program; `None` if the table is full of programs with a turn.
     fn create(
         &mut self,
         arrival: &Arrival<'_>,
@@ -472,21 +575,13 @@ impl Programs {
         parent: Option<ProgramId>,
         now: Seconds,
     ) -> Option<ProgramId> {
-        let own_tokens = f64::from(arrival.prompt_tokens) - base.map_or(0.0, |base| base.tokens);
-        if arrival.chain.is_empty() || parent.is_none() && own_tokens < f64::from(self.config.least_tokens) {
-            return None;
-        }
         if self.programs.len() >= MAX_PROGRAMS {
-            let idle = self.programs.iter().filter(|(_, program)| program.state.rests());
-            let oldest = idle.min_by(|a, b| a.1.since.total_cmp(&b.1.since)).map(|(id, _)| id);
-            self.remove(oldest?);
+            self.remove(self.to_drop(now)?);
         }
         self.births += 1;
         let mut order = (now, self.births);
-        match parent.and_then(|id| self.programs.get_mut(id)) {
+        match parent.and_then(|id| self.programs.get(id)) {
             Some(parent) => {
-                parent.children += 1; // it waits for this one
-                parent.continued_tokens = base.map_or(0.0, |base| base.tokens.max(parent.continued_tokens));
                 order = (parent.born, parent.order);
                 self.counters.forks += 1;
             }
@@ -503,20 +598,27 @@ impl Programs {
             tokens: f64::from(arrival.prompt_tokens),
             base,
             parent,
-            children: 0,
-            continued_tokens: 0.0,
+            children: BTreeSet::new(),
+            as_child: None,
             home,
             state: State::Held,
             since: now,
             class: GapClass::default(),
             forgotten: false,
             said_final: false,
+            came_back: false,
             has_run: false,
             turns: 0,
             running: 0,
             held: Vec::new(),
             charge: None,
+            share: None,
+            filed: None,
         });
+        self.sets.tokens += f64::from(arrival.prompt_tokens);
+        self.set_state(id, State::Held);
+        self.join_parent(id); // its parent waits for it
+        self.note_fork(id);
         if let (Some(session), None) = (arrival.session, parent) {
             self.sessions.insert(session, id);
         }
@@ -527,11 +629,63 @@ impl Programs {
     fn remove(&mut self, id: ProgramId) {
         self.uncharge(id);
         let Some(mut program) = self.programs.remove(id) else { return };
+        self.unfile(id, &program);
+        if let (Some(parent), Some(tokens)) = (program.parent, program.as_child) {
+            self.gone_forks.push((parent, (tokens, id)));
+            self.bound_fork_notes();
+        }
         self.lineage.remove(id, &mut program.path);
         if let Some(session) = program.session
             && self.sessions.get(&session) == Some(&id)
         {
             self.sessions.remove(&session);
+        }
+    }
+
+    /// Adds a program to its parent's children.
+    fn join_parent(&mut self, id: ProgramId) {
+        let program = &self.programs[id];
+        let tokens = program.base.map_or(0.0, |base| base.tokens).to_bits();
+        let (parent, is_child) = (program.parent, program.as_child.is_some());
+        if let Some(parent) = parent.and_then(|id| self.programs.get_mut(id)).filter(|_| !is_child) {
+            parent.children.insert((tokens, id));
+            self.programs[id].as_child = Some(tokens);
+        }
+    }
+
+    /// Notes a program that began or ended to wait for a return, or that is new: its parent's
+    /// children are as of the last tick.
+    pub(super) fn note_fork(&mut self, id: ProgramId) {
+        if self.programs[id].parent.is_some() {
+            self.forks.push(id);
+            self.bound_fork_notes();
+        }
+    }
+
+    /// Updates the children of programs early if many changes wait, for a caller without ticks.
+    fn bound_fork_notes(&mut self) {
+        if self.forks.len() + self.gone_forks.len() >= MOST_FORK_NOTES {
+            self.update_children();
+        }
+    }
+
+    /// Updates the children of all programs.
+    fn update_children(&mut self) {
+        for (parent, entry) in std::mem::take(&mut self.gone_forks) {
+            if let Some(parent) = self.programs.get_mut(parent) {
+                parent.children.remove(&entry);
+            }
+        }
+        for id in std::mem::take(&mut self.forks) {
+            let Some(program) = self.programs.get_mut(id) else { continue };
+            if program.state.has_place() {
+                self.join_parent(id);
+            } else if let Some(tokens) = program.as_child.take()
+                && let Some(parent) = program.parent
+                && let Some(parent) = self.programs.get_mut(parent)
+            {
+                parent.children.remove(&(tokens, id));
+            }
         }
     }
 
@@ -549,16 +703,19 @@ impl Programs {
     /// Removes what counts for a program.
     pub(super) fn uncharge(&mut self, id: ProgramId) {
         let Some(program) = self.programs.get_mut(id) else { return };
-        if let (Some(charge), Some(home)) = (program.charge.take(), program.home) {
+        if let (Some(charge), Some(home)) = (program.charge.take(), program.home)
+            && let Some(home) = self.instance_of(home)
+        {
             self.instances[home.index()].remove(charge);
         }
+        self.uncount_share(id);
     }
 
     /// Counts a program on its home by its state.
     pub(super) fn charge(&mut self, id: ProgramId, now: Seconds) {
         self.uncharge(id);
         let program = &self.programs[id];
-        let Some(home) = program.home else { return };
+        let Some(home) = self.home_of(program) else { return };
         let (own, probability) = match (program.state, &self.config.thunder) {
             (State::Running, _) => (self.counted_tokens(program), 1.0),
             (State::Gap, Some(thunder)) => {
@@ -569,9 +726,10 @@ impl Programs {
                 let returns = self.gaps.returns(program.class, (now - program.since) / self.config.gap_error);
                 // Its children need the part that they continue.
                 let base = program.base.map_or(0.0, |base| base.tokens);
-                let continued = (program.continued_tokens - base).max(0.0);
+                let continued = (program.continued_tokens() - base).max(0.0);
                 let waits = (PARENT_RETURNS - returns).max(0.0) * continued;
-                let probability = if program.children > 0 { returns.max(PARENT_RETURNS) } else { returns };
+                let is_parent = !program.children.is_empty();
+                let probability = if is_parent { returns.max(PARENT_RETURNS) } else { returns };
                 (returns * self.counted_tokens(program) + waits, probability)
             }
             (State::Paused | State::Held, _) => return,
@@ -579,12 +737,14 @@ impl Programs {
         let charge = Charge { own, root: self.root_to_count(program, home), probability };
         self.instances[home.index()].add(charge);
         self.programs[id].charge = Some(charge);
+        self.count_share(id);
     }
 
     /// Returns the root of a program, unless its parent's context on the same instance has it.
     pub(super) fn root_to_count(&self, program: &Program, home: InstanceId) -> Option<Root> {
         let parent = program.parent.and_then(|id| self.programs.get(id));
-        let covered = parent.is_some_and(|parent| parent.home == Some(home) && parent.charge().is_some());
+        let covered =
+            parent.is_some_and(|parent| self.home_of(parent) == Some(home) && parent.charge().is_some());
         program.base.filter(|_| !covered && self.shares_roots())
     }
 
@@ -594,11 +754,12 @@ impl Programs {
         if self.instances.len() <= instance.index() {
             self.set_instance(instance, None, true);
         }
+        let home = self.as_home(instance);
         let Some(at) = self.turns.get_mut(turn) else { return };
-        let (was_running, old) = (std::mem::replace(&mut at.running, true), at.slot.replace(instance));
+        let (was_running, old) = (std::mem::replace(&mut at.running, true), at.slot.replace(home));
         let (program, tokens) = (at.program, at.tokens);
         let Some(id) = program else {
-            if let Some(old) = old.filter(|_| was_running) {
+            if let Some(old) = old.filter(|_| was_running).and_then(|old| self.instance_of(old)) {
                 self.instances[old.index()].other_left(tokens);
             }
             self.instances[instance.index()].other_began(tokens);
@@ -608,9 +769,9 @@ impl Programs {
         let Some(program) = self.programs.get_mut(id) else { return };
         program.held.retain(|held| *held != turn);
         program.running += u32::from(!was_running);
-        program.home = Some(instance);
-        program.state = State::Running;
+        program.home = Some(home);
         program.has_run = true;
+        self.set_state(id, State::Running);
         self.charge(id, now);
         if !self.programs[id].held.is_empty() {
             // A retry elsewhere gives the program a place, which its held turns share.
@@ -623,7 +784,7 @@ impl Programs {
         let Some(at) = self.turns.remove(turn) else { return };
         let output_tokens = f64::from(output_tokens);
         let Some(id) = at.program else {
-            if let Some(slot) = at.slot.filter(|_| at.running) {
+            if let Some(slot) = at.slot.filter(|_| at.running).and_then(|slot| self.instance_of(slot)) {
                 let window = self.config.others_seconds;
                 self.instances[slot.index()].other_ended(at.tokens, output_tokens, now, window);
             }
@@ -633,14 +794,16 @@ impl Programs {
         program.turns -= 1;
         program.running -= u32::from(at.running);
         program.held.retain(|held| *held != turn);
-        program.tokens = program.tokens.max(at.tokens + output_tokens);
+        let tokens = program.tokens.max(at.tokens + output_tokens);
+        self.set_tokens(id, tokens);
+        let program = &mut self.programs[id];
         if !program.held.is_empty() {
             return; // the program keeps its place in the queue
         }
         self.queue.remove(id);
         if program.turns > 0 {
             // The others run, or were admitted and are about to.
-            program.state = State::Running;
+            self.set_state(id, State::Running);
             self.charge(id, now);
             return;
         }
@@ -653,7 +816,7 @@ impl Programs {
         program.since = now;
         program.said_final = at.running && at.last;
         let stays = at.running && !at.last || program.state.has_place() && !at.running;
-        program.state = if stays { State::Gap } else { State::Paused };
+        self.set_state(id, if stays { State::Gap } else { State::Paused });
         self.charge(id, now);
     }
 
@@ -661,64 +824,65 @@ impl Programs {
     /// admits programs. [`Programs::released`] then has the admitted requests.
     pub fn tick(&mut self, now: Seconds) {
         self.gaps.decay(now);
-        let ended = self.resting_for(self.config.forget_seconds, now, |program| {
-            !program.forgotten && !program.said_final
-        });
-        for id in ended {
-            let program = &mut self.programs[id];
-            (program.state, program.forgotten) = (State::Paused, true);
-            let class = program.class;
-            self.gaps.ended(class);
+        for id in self.overdue(self.config.forget_seconds, now) {
+            self.note_walk(1);
+            self.programs[id].forgotten = true;
+            self.uncharge(id);
+            self.set_state(id, State::Paused);
+            self.gaps.ended(self.programs[id].class);
             self.counters.forgotten += 1;
         }
-        for id in self.resting_for(self.config.forget_seconds.max(KEEP_SECONDS), now, |_| true) {
+        for id in self.resting_for(self.config.forget_seconds.max(KEEP_SECONDS), now) {
+            self.note_walk(1);
             self.remove(id);
         }
         self.recount(now);
         self.balance(now);
     }
 
-    /// Returns the programs without children that have been between two turns for longer than
-    /// `seconds`.
-    fn resting_for(&self, seconds: Seconds, now: Seconds, which: fn(&Program) -> bool) -> Vec<ProgramId> {
-        let rests = |program: &Program| {
-            program.state.rests() && program.children == 0 && now - program.since > seconds && which(program)
-        };
-        self.programs.iter().filter(|(_, program)| rests(program)).map(|(id, _)| id).collect()
-    }
-
-    /// Counts all programs again.
+    /// Counts the programs with a place again: all, or the next ones if there are many.
     fn recount(&mut self, now: Seconds) {
         let programs = self.programs.len();
-        let tokens: f64 = self.programs.values().map(|program| program.tokens).sum();
-        self.mean_tokens = if programs > 0 { tokens / programs as f64 } else { 0.0 };
+        self.mean_tokens = if programs > 0 { self.sets.tokens / programs as f64 } else { 0.0 };
+        self.update_children();
+        let all = self.sets.placed.len() <= COUNTED_PER_TICK;
         for ledger in &mut self.instances {
-            ledger.clear_programs();
+            if all {
+                ledger.clear_programs(); // rounding errors do not add up
+            }
             ledger.advance(now, self.config.others_seconds);
         }
-        let mut ids: Vec<ProgramId> = self.programs.keys().collect();
-        for program in self.programs.values_mut() {
-            (program.children, program.continued_tokens) = (0, 0.0);
-        }
-        for id in &ids {
-            let program = &self.programs[*id];
-            let placed = program.state.has_place();
-            let tokens = program.base.map_or(0.0, |base| base.tokens);
-            if let Some(parent) = program.parent.filter(|_| placed).and_then(|id| self.programs.get_mut(id)) {
-                parent.children += 1;
-                parent.continued_tokens = tokens.max(parent.continued_tokens);
-            }
-        }
+        let mut ids: Vec<ProgramId> = if all {
+            self.sets.placed.iter().copied().collect()
+        } else {
+            let (from, to) = (self.counted.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+            self.sets.placed.range((from, to)).take(COUNTED_PER_TICK).copied().collect()
+        };
+        self.counted = ids.last().copied().filter(|_| ids.len() == COUNTED_PER_TICK);
+        self.note_walk(ids.len());
         // Parents first: a child's root does not count beside its parent.
         ids.sort_by_key(|id| self.programs[*id].parent.is_some());
         for id in ids {
-            let program = &mut self.programs[id];
-            program.charge = None;
-            let lost = program.home.is_some_and(|home| !self.instances[home.index()].available);
+            if all {
+                self.programs[id].charge = None;
+            }
+            let program = &self.programs[id];
+            let home = self.home_of(program);
+            let lost = home.is_none_or(|home| !self.instances[home.index()].available);
             if lost && program.state == State::Gap {
-                program.state = State::Paused;
+                self.uncharge(id);
+                self.set_state(id, State::Paused);
             }
             self.charge(id, now);
+        }
+    }
+
+    /// Notes that a loop goes through programs.
+    #[inline]
+    fn note_walk(&mut self, _programs: usize) {
+        #[cfg(test)]
+        {
+            self.walked += _programs;
         }
     }
 
@@ -730,5 +894,11 @@ impl Programs {
     /// Takes the requests that were held and may run now.
     pub fn released(&mut self) -> Vec<Released> {
         std::mem::take(&mut self.queue.released)
+    }
+
+    /// Takes the held requests that were refused, with the seconds after which their clients may try
+    /// again. They have ended.
+    pub fn refused(&mut self) -> Vec<(TurnId, Seconds)> {
+        std::mem::take(&mut self.queue.refused)
     }
 }

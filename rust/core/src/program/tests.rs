@@ -8,7 +8,7 @@ use proptest::prelude::*;
 const BLOCK: u32 = 64;
 
 /// A chain that names blocks by a family: `parts` are (name, blocks).
-fn chain(parts: &[(u64, u32)]) -> Vec<u64> {
+pub fn chain(parts: &[(u64, u32)]) -> Vec<u64> {
     let mut hash = 0u64;
     let mut chain = Vec::new();
     for &(name, blocks) in parts {
@@ -20,7 +20,7 @@ fn chain(parts: &[(u64, u32)]) -> Vec<u64> {
     chain
 }
 
-fn arrival(chain: &[u64]) -> Arrival<'_> {
+pub fn arrival(chain: &[u64]) -> Arrival<'_> {
     Arrival {
         chain,
         prompt_tokens: chain.len() as u32 * BLOCK,
@@ -30,7 +30,7 @@ fn arrival(chain: &[u64]) -> Arrival<'_> {
     }
 }
 
-fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
+pub fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
     let config = ProgramConfig {
         mode,
         theta: 1.0,
@@ -49,7 +49,7 @@ fn programs(mode: ProgramMode, capacities: &[f64]) -> Programs {
 }
 
 /// Runs a turn to its end on the verdict's instance, or on instance 0.
-fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
+pub fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
     let (turn, verdict) = programs.arrive(&arrival(chain), at);
     let instance = if let Verdict::Run(instance) = verdict { instance } else { InstanceId(0) };
     assert!(!matches!(verdict, Verdict::Held(_)), "{verdict:?}");
@@ -57,7 +57,7 @@ fn run(programs: &mut Programs, chain: &[u64], at: Seconds) -> TurnId {
     turn
 }
 
-fn finish(programs: &mut Programs, turn: TurnId, at: Seconds) {
+pub fn finish(programs: &mut Programs, turn: TurnId, at: Seconds) {
     programs.ended(turn, 10, Finish::ToolCalls, at);
 }
 
@@ -190,7 +190,7 @@ fn a_turn_that_leaves_does_not_take_the_other_held_turns_along() {
     let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
     run(&mut programs, &chain(&[(2, 100)]), 0.0);
     // Its instance goes while a turn runs; two further turns of it find no room elsewhere.
-    let home = programs.program_of(running).unwrap().home.unwrap();
+    let home = programs.program_of(running).unwrap().home.unwrap().instance;
     programs.set_instance(home, Some(10_000.0), false);
     let (first, _) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
     let (second, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
@@ -298,7 +298,7 @@ fn an_instance_that_is_gone_pauses_its_programs() {
     let mut programs = programs(ProgramMode::Admit, &[20_000.0, 20_000.0]);
     let a = run(&mut programs, &chain(&[(1, 100)]), 0.0);
     finish(&mut programs, a, 1.0);
-    let home = programs.iter().next().unwrap().1.home.unwrap();
+    let home = programs.iter().next().unwrap().1.home.unwrap().instance;
     programs.set_instance(home, Some(20_000.0), false);
     programs.tick(2.0);
     assert_eq!(programs.states(), [0, 0, 1, 0]);
@@ -395,7 +395,7 @@ fn a_retry_elsewhere_releases_the_held_turns_of_its_program() {
     let mut programs = programs(ProgramMode::Admit, &[10_000.0, 10_000.0]);
     let running = run(&mut programs, &chain(&[(1, 100)]), 0.0);
     run(&mut programs, &chain(&[(2, 100)]), 0.0);
-    let home = programs.program_of(running).unwrap().home.unwrap();
+    let home = programs.program_of(running).unwrap().home.unwrap().instance;
     programs.set_instance(home, Some(10_000.0), false);
     let (held, verdict) = programs.arrive(&arrival(&chain(&[(1, 100)])), 1.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
@@ -494,6 +494,7 @@ proptest! {
                 _ => {}
             }
             take(&mut programs, &mut held, &mut running, now);
+            programs.check_sets();
             let states = programs.states();
             prop_assert_eq!(states[State::Held as usize], programs.queue.len());
             for ledger in programs.instances() {
@@ -520,6 +521,7 @@ proptest! {
         for tick in 1..100 {
             programs.tick(now + 1000.0 * f64::from(tick));
         }
+        programs.check_sets();
         prop_assert_eq!(programs.iter().count(), 0);
         prop_assert_eq!(programs.turns.len(), 0);
         for ledger in programs.instances() {

@@ -1,4 +1,5 @@
 //! Arrivals: which requests run now, which wait, and which are refused.
+use super::context::{Arrived, DecisionContext};
 use super::router::Router;
 use crate::admission::{Admission, ArrivalId, Asked, LoadConfig, LoadSnapshot, Released, Room, Verdict};
 use crate::error::CoreError;
@@ -14,6 +15,8 @@ use std::borrow::Cow;
 /// Reported use of a KV cache from which an instance has no room: further requests would make its
 /// engine preempt others.
 const FULL_USAGE: f64 = 0.95;
+/// Time after an arrival for which its decision uses what the arrival computed.
+const SAME_SECONDS: Seconds = 0.01;
 
 impl Router {
     /// Records an arriving request before its decision, and decides whether it runs now, waits or
@@ -55,6 +58,11 @@ impl Router {
             asked.prefill_seconds = self.alone_seconds(prompt - asked.new_tokens, asked.new_tokens);
             room = self.room(now);
         }
+        self.context.arrived_roomy.clear();
+        if let Some(most) = self.requests.admission.room_seconds() {
+            let is_open = |slot: usize| room.is_open(slot, most);
+            self.context.arrived_roomy.extend((0..room.waits.len()).map(is_open));
+        }
         let session = request.session.filter(|_| self.programs().is_some_and(|all| all.config().sessions));
         let turn = Arrival {
             chain: request.chain,
@@ -65,7 +73,11 @@ impl Router {
             weight: request.tenant.weight,
             last: request.session_final,
         };
-        Ok(Some(self.requests.admission.arrive(&turn, asked, &mut room, now)))
+        let (id, verdict) = self.requests.admission.arrive(&turn, asked, &mut room, now);
+        let matched = id.filter(|_| self.requests.admission.load_config().is_some());
+        let chain = (request.chain.len(), request.chain.last().copied());
+        self.context.arrived = matched.map(|id| Arrived { id, calls: self.calls, at: now, chain });
+        Ok(Some((id, verdict)))
     }
 
     /// Returns the seconds of a prefill that runs alone on an instance, with `hit` cached and `new`
@@ -135,14 +147,28 @@ impl Router {
     ) -> Result<Cow<'r, Request<'r>>, CoreError> {
         let admission = &self.requests.admission;
         self.context.roomy.clear();
+        self.context.is_matched = false;
         if !admission.is_on() {
             return Ok(request);
         }
         if let Some(id) = request.arrival {
             let home = admission.home(id);
+            // The call for this decision follows its arrival at once: nothing but cache events, of
+            // some milliseconds, may have come between.
+            let chain = (request.chain.len(), request.chain.last().copied());
+            let known = self.context.arrived.take().is_some_and(|arrived| {
+                let same = Arrived { id, calls: self.calls - 1, chain, ..arrived };
+                arrived == same && now - arrived.at < SAME_SECONDS
+            });
+            self.context.is_matched = known;
             if let (None, Some(most)) = (home, admission.room_seconds()) {
-                let room = self.room(now);
-                self.context.roomy.extend((0..room.waits.len()).map(|slot| room.is_open(slot, most)));
+                let DecisionContext { roomy, arrived_roomy, .. } = &mut self.context;
+                if known && arrived_roomy.len() == self.state.fleet.slots() {
+                    std::mem::swap(roomy, arrived_roomy);
+                } else {
+                    let room = self.room(now);
+                    self.context.roomy.extend((0..room.waits.len()).map(|slot| room.is_open(slot, most)));
+                }
             }
             return Ok(Cow::Owned(Request { home, ..request.into_owned() }));
         }

@@ -1,7 +1,9 @@
 //! Buffers that planning writes.
 use super::decision::Totals;
 use super::parts::Rest;
+use crate::admission::ArrivalId;
 use crate::guard::Restriction;
+use crate::ids::Seconds;
 use crate::indicators::{Columns, Indicator, IndicatorSet};
 use crate::kv::tiers::Tier;
 use crate::policy::{PolicyRng, Scores};
@@ -14,6 +16,17 @@ pub(super) struct Selection {
     pub scores: Scores,
     /// Slots that can take the segment.
     pub eligible: Vec<bool>,
+}
+
+/// What an arrival has computed for the decision that follows it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Arrived {
+    pub id: ArrivalId,
+    /// Calls of the router until then, and the time.
+    pub calls: u64,
+    pub at: Seconds,
+    /// Number of blocks in the prompt's chain, and the last of them.
+    pub chain: (usize, Option<u64>),
 }
 
 /// Data that one decision writes while it is planned. The router keeps one context for its buffers
@@ -36,6 +49,12 @@ pub(super) struct DecisionContext {
     pub later: Selection,
     /// Slots with room for a request; empty: all have. Ignored if no slot of the choice has room.
     pub roomy: Vec<bool>,
+    /// The request that arrived last: its decision may follow at once.
+    pub arrived: Option<Arrived>,
+    /// Whether the prefixes of the request to decide are matched already.
+    pub is_matched: bool,
+    /// Slots that had room for that request.
+    pub arrived_roomy: Vec<bool>,
     /// Slots that the hot-spot guard excluded from the choice of the first segment.
     pub restriction: Restriction,
     /// Why the request is not split, if requests are split.
@@ -60,6 +79,9 @@ impl DecisionContext {
             first: Selection::default(),
             later: Selection::default(),
             roomy: Vec::new(),
+            arrived: None,
+            is_matched: false,
+            arrived_roomy: Vec::new(),
             restriction: Restriction::Free,
             uncut: None,
             balance: None,

@@ -83,7 +83,9 @@ impl Router {
     ) -> Result<(Chosen, Box<Receipt>), CoreError> {
         check_weight(request.tenant.weight)?;
         request.check()?;
-        self.match_prefix(request);
+        if !std::mem::take(&mut self.context.is_matched) {
+            self.match_prefix(request);
+        }
         let first = self.score(request, now).inspect_err(|_| {
             self.context.roomy.clear();
             self.requests.totals.no_instance += 1;
@@ -176,6 +178,14 @@ impl Router {
                 what: "commit".into(),
                 got: "a fleet that has changed since the last score".into(),
                 expected: "a request that was scored just before".into(),
+            });
+        }
+        let score = self.context.first.scores.score[chosen.index()];
+        if !score.is_finite() {
+            return Err(CoreError::BadValue {
+                what: "commit".into(),
+                got: format!("slot {}, whose score is {score}", chosen.0),
+                expected: "a slot with a finite score".into(),
             });
         }
         let receipt = self.explained(request, request_id, chosen, now);

@@ -84,11 +84,12 @@ impl Router {
         let now = self.latest.max(now);
         let fleet = &self.state.fleet;
         let live = self.state.ids().filter(|id| fleet.is_live(*id));
+        let demand = self.requests.admission.programs().map(|programs| programs.demand_per_instance(now));
         live.map(|id| {
             let mut load = Published::from(self.state.ledger.share(id.index(), now));
-            if let Some(programs) = self.requests.admission.programs() {
+            if let (Some(programs), Some(demand)) = (self.requests.admission.programs(), demand) {
                 let PeerPrograms { tokens, programs, held_tokens, admitted_tokens, roots } =
-                    programs.published(id, now);
+                    programs.published(id, demand);
                 let share = load.share;
                 load.share = Share {
                     program_tokens: tokens,

@@ -62,6 +62,7 @@ impl Router {
                 movable: !comes
                     && request.may_be_cut
                     && request.later.is_empty()
+                    && request.instances.is_none()
                     && leg.segment.to_token.is_none()
                     && state.instances[slot].cuts >= Cuts::Output,
             });

@@ -13,10 +13,9 @@ use crate::estimate::StepTime;
 use crate::fleet::{Fleet, Role};
 use crate::guard::{Guard, GuardEvent};
 use crate::ids::{InstanceId, Seconds};
-use crate::indicators::{DeclaredId, Indicator, IndicatorSet, Indicators, declared};
+use crate::indicators::{DeclaredId, IndicatorSet, Indicators, declared};
 use crate::kv::index::KvIndex;
 use crate::policy::{Fallbacks, Policy};
-use crate::program::PeerPrograms;
 use crate::receipt::Receipt;
 use crate::request::Request;
 use crate::warm::Demand;
@@ -38,6 +37,8 @@ pub struct Router {
     /// Fallbacks of policies that were replaced.
     pub(super) fallbacks: Fallbacks,
     pub(super) latest: Seconds,
+    /// Calls that may have changed what a decision reads.
+    pub(super) calls: u64,
 }
 
 impl Router {
@@ -58,6 +59,7 @@ impl Router {
             replicas: Replicas::default(),
             fallbacks: Fallbacks::default(),
             latest: 0.0,
+            calls: 0,
             state: State::new(policy, config)?,
         })
     }
@@ -84,6 +86,7 @@ impl Router {
         cache_blocks: Option<u32>,
     ) -> Result<InstanceId, CoreError> {
         let id = self.state.add_instance(name, role, cache_blocks)?;
+        self.calls += 1;
         self.context.resize(self.state.fleet.slots());
         self.context.clear(id.index());
         Ok(id)
@@ -97,10 +100,9 @@ impl Router {
     pub fn remove_instance(&mut self, name: &str) -> Result<(), CoreError> {
         let id = self.state.fleet.find(name)?;
         self.state.fleet.remove(id);
+        self.calls += 1;
         self.replicas.clear(id.index());
-        if let Some(programs) = self.requests.admission.programs_mut() {
-            programs.set_peers(id, PeerPrograms::default());
-        }
+        self.requests.admission.instance_removed(id);
         self.state.ledger.clear(id.index());
         self.state.index.remove_instance(id);
         self.state.tiers.remove_instance(id);
@@ -112,13 +114,21 @@ impl Router {
     /// Replaces the KV index by an empty one and returns the old index, because dropping it takes
     /// time.
     pub fn renew_index(&mut self, byte_bound: usize) -> KvIndex {
-        let old = std::mem::replace(&mut self.state.index, KvIndex::new(byte_bound));
-        for id in self.state.ids() {
-            if self.state.fleet.is_live(id) {
-                self.state.index.add_instance(id, self.state.instances[id.index()].cache_blocks);
-            }
+        self.replace_index(self.empty_index(byte_bound))
+    }
+
+    /// Returns an empty KV index with the router's instances.
+    pub fn empty_index(&self, byte_bound: usize) -> KvIndex {
+        let mut index = KvIndex::new(byte_bound);
+        for id in self.state.ids().filter(|id| self.state.fleet.is_live(*id)) {
+            index.add_instance(id, self.state.instances[id.index()].cache_blocks);
         }
-        old
+        index
+    }
+
+    /// Replaces the KV index and returns the old index, because dropping it takes time.
+    pub fn replace_index(&mut self, index: KvIndex) -> KvIndex {
+        std::mem::replace(&mut self.state.index, index)
     }
 
     /// Returns the instances.
@@ -128,11 +138,13 @@ impl Router {
 
     /// Returns the instances, for changes of health or draining.
     pub fn fleet_mut(&mut self) -> &mut Fleet {
+        self.calls += 1;
         &mut self.state.fleet
     }
 
     /// Returns the KV index of the GPUs' caches, for example to apply events.
     pub fn index_mut(&mut self) -> &mut KvIndex {
+        self.calls += 1;
         &mut self.state.index
     }
 
@@ -181,6 +193,7 @@ impl Router {
     /// Returns a time that never decreases. Callers may pass earlier times: a request may be timed
     /// before its body is read.
     pub(super) fn clock(&mut self, now: Seconds) -> Seconds {
+        self.calls += 1;
         if now.abs() < FAR {
             self.latest = self.latest.max(now);
         }
@@ -227,11 +240,17 @@ impl Router {
     pub fn derive_all(&mut self, now: Seconds) {
         self.derive_some(IndicatorSet::ALL, now);
         let declared: Vec<DeclaredId> = declared::declared().iter().map(|decl| decl.id).collect();
-        self.state.derive_declared(&mut self.context, &declared, now);
+        self.derive_declared(&declared, now);
+    }
+
+    /// Computes declared indicators at `now`.
+    pub fn derive_declared(&mut self, declared: &[DeclaredId], now: Seconds) {
+        self.state.derive_declared(&mut self.context, declared, now);
     }
 
     /// Computes the indicators `reads` at `now`, for a request without known properties.
     pub fn derive_some(&mut self, reads: IndicatorSet, now: Seconds) {
+        self.context.arrived = None;
         self.context.hit_blocks.fill(0);
         self.context.tier_blocks.clear();
         self.context.tiers.clear();
@@ -251,7 +270,7 @@ impl Router {
 
     /// Returns whether a prefill rate is learned on any instance.
     pub fn knows_a_rate(&self) -> bool {
-        self.state.ledger.get(Indicator::PrefillTokensPerSecond).iter().any(|rate| !rate.is_nan())
+        self.state.ledger.mean_prefill_rate().is_some()
     }
 
     /// Returns the source of TTFT predictions on a slot. `pool_rate`: whether any instance has a

@@ -13,12 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Attempts of a decision to take a busy router before the thread sleeps. Work behind decisions
-/// holds the router for microseconds.
-const TRIES: u32 = 2000;
-/// Spins for which work behind decisions waits while decisions wait. After that, the waiting thread
-/// is probably not scheduled.
-const PATIENCE: u32 = 2000;
+/// Attempts of a decision to take a busy router before the thread sleeps: about a microsecond. The
+/// caller may hold an interpreter's lock, and the router's holder may need the core.
+const TRIES: u32 = 64;
+/// Spins for which work behind decisions waits while decisions wait.
+const PATIENCE: u32 = 64;
 
 thread_local! {
     /// Number of routers that this thread holds. The address identifies the thread.
@@ -120,7 +119,7 @@ impl SharedRouter {
         held
     }
 
-    /// Takes the router as soon as it is free, within some microseconds. Waits only for short
+    /// Takes the router as soon as it is free, within about a microsecond. Waits only for short
     /// holders; work behind decisions lets it go first.
     pub fn lock_soon(&self) -> Option<Held<'_>> {
         if let Some(router) = self.try_lock() {
@@ -138,11 +137,18 @@ impl SharedRouter {
     /// Takes the router for work behind decisions: waiting decisions go first, and go next when it
     /// is released. Such work must hold the router for microseconds only.
     pub fn lock_behind(&self) -> Held<'_> {
-        for _ in 0..PATIENCE {
-            if self.inner.waiting.load(Ordering::Relaxed) == 0 {
-                break;
+        let waits = || self.inner.waiting.load(Ordering::Relaxed) > 0;
+        if waits() {
+            for _ in 0..PATIENCE {
+                std::hint::spin_loop();
+                if !waits() {
+                    break;
+                }
             }
-            std::hint::spin_loop();
+            if waits() {
+                // The waiting thread is not scheduled, or sleeps until the holder hands the router on.
+                std::thread::yield_now();
+            }
         }
         self.held(self.inner.router.lock(), true)
     }

@@ -68,11 +68,13 @@ impl Router {
     }
 
     /// Records that a fetch of a fleet change has brought `tokens`. An exact index gets the blocks
-    /// from the engine's events.
+    /// from the engine's events. Nothing is recorded if another instance has taken the target's
+    /// slot.
     pub fn prefix_fetched(&mut self, fetch: &Fetch, tokens: u32) {
         let slot = fetch.target.index();
         let Some(instance) = self.state.instances.get(slot).filter(|_| fetch.tokens > 0) else { return };
-        if instance.index_feed == IndexFeed::Approximate && self.state.fleet.is_live(fetch.target) {
+        let current = self.state.fleet.is_current(fetch.target, fetch.target_generation);
+        if instance.index_feed == IndexFeed::Approximate && current {
             let share = f64::from(tokens.min(fetch.tokens)) / f64::from(fetch.tokens);
             let blocks = (fetch.chain.len() as f64 * share) as usize;
             self.state.index.record(fetch.target, &fetch.chain[..blocks]);
@@ -149,6 +151,7 @@ impl Router {
         };
         let fleet = Fleet {
             index: &state.index,
+            generation: &|id| state.fleet.generation(id),
             ready: &ready,
             cache_blocks: &|id| state.instances[id.index()].cache_blocks,
             saved_seconds: &|id, tokens| {

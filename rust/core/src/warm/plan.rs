@@ -19,12 +19,16 @@ pub struct Fetch {
     pub source: InstanceId,
     /// Instance that gets them.
     pub target: InstanceId,
+    /// Generation of the target's slot: another instance may take it before the fetch ends.
+    pub target_generation: u32,
 }
 
 /// The instances, as plans see them.
 pub struct Fleet<'a> {
     /// Blocks that each instance holds.
     pub index: &'a KvIndex,
+    /// Generation of a slot's instance.
+    pub generation: &'a dyn Fn(InstanceId) -> u32,
     /// Whether each slot takes requests and can send and receive KV.
     pub ready: &'a [bool],
     /// Blocks in an instance's cache, if known.
@@ -46,6 +50,17 @@ impl Fleet<'_> {
         blocks > 0 && tokens >= f64::from(config.min_tokens) && (self.saved_seconds)(target, tokens) > 0.0
     }
 
+    fn fetch(&self, prompt: &Prompt, blocks: usize, source: usize, target: InstanceId) -> Fetch {
+        Fetch {
+            prompt: prompt.chain[prompt.chain.len() - 1],
+            chain: prompt.chain[..blocks].to_vec(),
+            tokens: (blocks as f64 * prompt.tokens_per_block) as u32,
+            source: InstanceId(source as u32),
+            target,
+            target_generation: (self.generation)(target),
+        }
+    }
+
     fn ready_slots(&self) -> impl Iterator<Item = usize> {
         (0..self.ready.len()).filter(|slot| self.ready[*slot])
     }
@@ -57,16 +72,6 @@ struct Held<'a> {
     weight: f64,
     holder: usize,
     blocks: usize,
-}
-
-fn fetch(prompt: &Prompt, blocks: usize, source: usize, target: InstanceId) -> Fetch {
-    Fetch {
-        prompt: prompt.chain[prompt.chain.len() - 1],
-        chain: prompt.chain[..blocks].to_vec(),
-        tokens: (blocks as f64 * prompt.tokens_per_block) as u32,
-        source: InstanceId(source as u32),
-        target,
-    }
 }
 
 fn by_weight(held: &mut [Held<'_>]) {
@@ -135,7 +140,7 @@ pub fn join(
         }
         room -= missing;
         planned.extend(chain);
-        plan.push(fetch(each.prompt, each.blocks, each.holder, target));
+        plan.push(fleet.fetch(each.prompt, each.blocks, each.holder, target));
         true
     };
     shared.iter().for_each(|each| {
@@ -201,7 +206,7 @@ pub fn leave(
         if fleet.pays(target, each.prompt, lacks, config) {
             room[to] -= lacks;
             planned.extend(chain.iter().map(|hash| (to, *hash)));
-            plan.push(fetch(each.prompt, each.blocks, each.holder, target));
+            plan.push(fleet.fetch(each.prompt, each.blocks, each.holder, target));
         }
     }
     plan
@@ -238,6 +243,7 @@ mod tests {
     ) -> Vec<(u32, u32, Vec<u64>)> {
         let fleet = Fleet {
             index,
+            generation: &|_| 0,
             ready: &ready,
             cache_blocks: &|_| blocks,
             saved_seconds: &|_, tokens| tokens - 16.5,

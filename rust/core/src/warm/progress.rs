@@ -124,6 +124,7 @@ mod tests {
             tokens: 100,
             source: InstanceId(source),
             target: InstanceId(target),
+            target_generation: 0,
         }
     }
 

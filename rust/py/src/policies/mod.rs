@@ -22,8 +22,9 @@ use std::time::Duration;
 /// Builds the policy that `policy` describes.
 ///
 /// `policy`: `None` (lmetric), a name, the text of a score expression, a reference to a Python
-/// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), or an
-/// `lmetric.policy_function` (a callable). Named policies come from `registry`.
+/// object (`file.py:name`), an `lmetric.Expr`, an `lmetric.Policy` (texts), an
+/// `lmetric.policy_function`, or a function whose parameters are indicators. Named policies come
+/// from `registry`.
 pub fn build(
     registry: Registry,
     policy: Option<&Bound<'_, PyAny>>,
@@ -77,6 +78,11 @@ pub fn build_timed(
     if policy.is_instance(&policy.py().import("lmetric.expr")?.getattr("Expr")?)? {
         let source = ExpressionSource { score: policy.str()?.extract()?, ..ExpressionSource::default() };
         return Ok(Box::new(ExpressionPolicy::custom(None, source, &given)?));
+    }
+    let policies = policy.py().import("lmetric.policies")?;
+    if !policy.is_instance(&policies.getattr("Policy")?)? {
+        let function = policies.call_method1("policy_function", (policy,))?;
+        return build_timed(registry, Some(&function), knobs, timed);
     }
     let name: Option<String> = policy.getattr("name")?.extract()?;
     let score: Option<String> = policy.getattr("score")?.extract()?;

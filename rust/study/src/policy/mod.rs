@@ -6,7 +6,6 @@ use lmetric_core::policy::{Knob, Knobs, Policy, PolicySpec, Prefer, highest, low
 lmetric_core::policies! {
     dynamo_reference,
     simulation,
-    sibyl_plus,
     ils,
     ils_requests,
     always_worst,

@@ -30,7 +30,7 @@ def next_engine(p: Progress, engine: Engine, kind: str) -> str | None:
             if following == engine.name:
                 following = None
         if following is None:
-            following = ticket.failed("status" if kind == "saturated" else kind)
+            following = ticket.failed("status" if kind in ("saturated", "not_served") else kind)
         while following is not None and (following not in p.pool.engines or following in p.tried_engines):
             following = ticket.failed("refused")  # removed since the decision, or it had a hedge
     except NoInstanceError:

@@ -84,4 +84,5 @@ def _again(request: Request) -> Request:
         allow_fetch=False,
         fetch_reason=request.fetch_reason,
         priority=request.priority,
+        instances=request.instances,
     )

@@ -24,7 +24,7 @@ from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import ahead, dumps
 from lmetric.server.execution.transfer import KvTransfer
 from lmetric.server.fleet.engine import Engine
-from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric.server.fleet.rebalancer import Rebalancer, fetches
 
 # The present wait of a migration; after the last wait it switches. "slice_end": for the end of a
 # slice. "holding": for the source to prepare its KV cache. "warming": for the target to fetch or
@@ -54,10 +54,7 @@ class Migration:
     @property
     def fetches(self) -> bool:
         """Whether the target can fetch from the source."""
-        source, connector = self.source, self.target.connector
-        if self.mover.by == "recompute" or source is None or connector is None or connector.at_once:
-            return False
-        return source.connector is connector and source.capabilities.prefix_caching is not False
+        return self.mover.by != "recompute" and fetches(self.source, self.target)
 
     @property
     def recomputes(self) -> bool:

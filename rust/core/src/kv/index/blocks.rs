@@ -107,7 +107,7 @@ impl KvIndex {
                 break;
             }
             match inserted {
-                Inserted::No => {
+                Inserted::No | Inserted::Crowded => {
                     self.cells.give(node);
                     break;
                 }

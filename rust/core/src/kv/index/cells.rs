@@ -3,7 +3,8 @@
 //! Nodes, holders of shared nodes and the recency queues all consist of cells. So any use can take
 //! a cell that another has freed, and the byte bound covers one pool. The table lists the words of
 //! a cell by use. Word 4 distinguishes nodes from other uses: a node has a kind in its two high
-//! bits, and other uses keep these bits 0. Group n covers instances 64 n to 64 n + 63.
+//! bits, and other uses keep these bits 0. Group n covers instances 64 n to 64 n + 63. All 8 words
+//! of a directory are numbers of cells, which have 28 bits.
 //!
 //! | word | node | entries | group |
 //! | --- | --- | --- | --- |

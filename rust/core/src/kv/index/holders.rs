@@ -1,5 +1,6 @@
 //! Holders of a node: one holder in the node itself, a few in a list of cells, many in groups of 64
-//! with one bit each.
+//! with one bit each. A directory finds a group. Each of its 8 words begins a list of the groups with
+//! that number modulo 8. So a list has at most 8 of the 64 groups.
 //!
 //! Each instance that holds the block or a child of the block has an entry. An entry for a child
 //! alone (copies 0) is a *hole*: the instance evicted the block before its children.
@@ -22,6 +23,8 @@ const MANY: u32 = 3;
 /// FEW or MANY.
 const ENTRIES_AT: u32 = 13;
 const HOLDERS: u32 = (1 << ENTRIES_AT) - 1;
+/// Lists of groups in a directory.
+const LISTS: u32 = 8;
 /// Maximum entries in a list before they move to groups. At half of it they move back.
 const FEW_MOST: u32 = 12;
 
@@ -192,11 +195,31 @@ impl Cells {
             SINGLE => one(self.pair(At { cell: node, word: WHO })),
             FEW => self.for_each_entry(self[node].0[WHO + 1], |_, h| one(h)),
             _ => {
-                let mut group = self[node].0[WHO + 1];
-                while group != 0 {
-                    let cell = &self[group];
-                    each(cell.0[COUNT] as usize, cell.wide());
-                    group = cell.0[NEXT];
+                let Cell(lists) = self[self[node].0[WHO + 1]];
+                for mut group in lists {
+                    while group != 0 {
+                        let cell = &self[group];
+                        each(cell.0[COUNT] as usize, cell.wide());
+                        group = cell.0[NEXT];
+                    }
+                }
+            }
+        }
+    }
+
+    /// Calls `each` with every entry of a node, and does nothing for a cell of another kind.
+    pub(super) fn for_each_holder(&self, node: Id, mut each: impl FnMut(Holder)) {
+        match self.kind(node) {
+            0 => {}
+            SINGLE => each(self.pair(At { cell: node, word: WHO })),
+            FEW => self.for_each_entry(self[node].0[WHO + 1], |_, holder| each(holder)),
+            _ => {
+                let Cell(lists) = self[self[node].0[WHO + 1]];
+                for mut group in lists {
+                    while group != 0 {
+                        self.for_each_entry(self[group].0[ENTRIES], |_, holder| each(holder));
+                        group = self[group].0[NEXT];
+                    }
                 }
             }
         }
@@ -233,7 +256,7 @@ impl Cells {
         found
     }
 
-    /// Adds an entry for an instance without one on the node. May take 32 cells.
+    /// Adds an entry for an instance without one on the node. May take 32 cells, and a directory.
     pub(super) fn add_entry(&mut self, node: Id, holder: Holder) {
         let (who, aux) = (self[node].0[WHO], self[node].0[WHO + 1]);
         match who >> KIND_AT {
@@ -246,7 +269,8 @@ impl Cells {
             }
             FEW if who >> ENTRIES_AT & HOLDERS == FEW_MOST => {
                 let all = self.drain(aux);
-                self.set_pair(At { cell: node, word: WHO }, Holder { who: MANY << KIND_AT, aux: 0 });
+                let directory = self.take();
+                self.set_pair(At { cell: node, word: WHO }, Holder { who: MANY << KIND_AT, aux: directory });
                 all.into_iter().for_each(|h| self.add_entry(node, h));
                 self.add_entry(node, holder);
             }
@@ -256,10 +280,10 @@ impl Cells {
             }
             _ => {
                 let group = self.group(node, holder.instance()).unwrap_or_else(|| {
-                    let group = self.take();
-                    self[group].0[COUNT] = holder.instance() / 64;
-                    self[group].0[NEXT] = aux;
-                    self[node].0[WHO + 1] = group;
+                    let (group, number) = (self.take(), holder.instance() / 64);
+                    let list = (number % LISTS) as usize;
+                    self[group].0[COUNT] = number;
+                    self[group].0[NEXT] = std::mem::replace(&mut self[aux].0[list], group);
                     group
                 });
                 self[group].0[ENTRIES] = self.push(self[group].0[ENTRIES], holder);
@@ -313,12 +337,16 @@ impl Cells {
     }
 
     fn ungroup(&mut self, node: Id) {
-        let (mut group, mut all) = (self[node].0[WHO + 1], Vec::new());
-        while group != 0 {
-            let (entries, next) = (self[group].0[ENTRIES], self[group].0[NEXT]);
-            all.append(&mut self.drain(entries));
-            self.give(group);
-            group = next;
+        let (directory, mut all) = (self[node].0[WHO + 1], Vec::new());
+        let Cell(lists) = self[directory];
+        self.give(directory);
+        for mut group in lists {
+            while group != 0 {
+                let (entries, next) = (self[group].0[ENTRIES], self[group].0[NEXT]);
+                all.append(&mut self.drain(entries));
+                self.give(group);
+                group = next;
+            }
         }
         self.set_pair(At { cell: node, word: WHO }, Holder { who: FEW << KIND_AT, aux: 0 });
         all.into_iter().for_each(|h| self.add_entry(node, h));
@@ -332,8 +360,9 @@ impl Cells {
     }
 
     fn group(&self, node: Id, instance: u32) -> Option<Id> {
-        let mut group = self[node].0[WHO + 1];
-        while group != 0 && self[group].0[COUNT] != instance / 64 {
+        let number = instance / 64;
+        let mut group = self[self[node].0[WHO + 1]].0[(number % LISTS) as usize];
+        while group != 0 && self[group].0[COUNT] != number {
             group = self[group].0[NEXT];
         }
         (group != 0).then_some(group)
@@ -346,11 +375,12 @@ impl Cells {
     }
 
     fn unlink(&mut self, node: Id, group: Id) {
-        let next = self[group].0[NEXT];
-        if self[node].0[WHO + 1] == group {
-            self[node].0[WHO + 1] = next;
+        let (next, directory) = (self[group].0[NEXT], self[node].0[WHO + 1]);
+        let list = (self[group].0[COUNT] % LISTS) as usize;
+        if self[directory].0[list] == group {
+            self[directory].0[list] = next;
         } else {
-            let mut before = self[node].0[WHO + 1];
+            let mut before = self[directory].0[list];
             while self[before].0[NEXT] != group {
                 before = self[before].0[NEXT];
             }
@@ -423,6 +453,27 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::BTreeMap;
+
+    /// rust 7.18: one block of all instances, as a system prompt has it, is found in a few steps.
+    #[test]
+    fn the_group_of_an_instance_is_near() {
+        let mut cells = Cells::default();
+        let node = cells.take();
+        for instance in 0..64 * 64 {
+            cells.add_entry(node, Holder::end(instance));
+        }
+        let Cell(lists) = cells[cells[node].0[WHO + 1]];
+        let (mut longest, mut groups) = (0, 0);
+        for mut group in lists {
+            let before = groups;
+            while group != 0 {
+                (group, groups) = (cells[group].0[NEXT], groups + 1);
+            }
+            longest = longest.max(groups - before);
+        }
+        assert_eq!((groups, longest), (64, 8));
+        assert!((0..64 * 64).all(|instance| cells.holds(node, instance)));
+    }
 
     proptest! {
         /// The entries of a node behave like a map from instance to holder, and all cells are freed

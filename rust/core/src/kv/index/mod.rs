@@ -15,6 +15,7 @@
 //! Nodes without holders and without blocks behind them are freed at once.
 mod blocks;
 mod cells;
+pub mod copy;
 mod holders;
 mod holes;
 mod lru;
@@ -46,6 +47,8 @@ pub struct KvIndex {
     fronts: BinaryHeap<Front>,
     pairs: usize,
     evicted: u64,
+    /// Changes that a copy in progress lacks.
+    removals: u64,
 }
 
 /// State of an instance.
@@ -150,6 +153,7 @@ impl KvIndex {
             fronts: BinaryHeap::new(),
             pairs: 0,
             evicted: 0,
+            removals: 0,
         }
     }
 
@@ -165,6 +169,7 @@ impl KvIndex {
             self.books.reserve_exact(slot + 1 - self.books.len());
             self.books.resize(slot + 1, Book::default());
         }
+        self.removals += 1;
         let book = &mut self.books[slot];
         (book.open, book.capacity) = (true, capacity_blocks.unwrap_or(u32::MAX));
         let over = book.blocks.saturating_sub(book.capacity);
@@ -314,6 +319,7 @@ impl KvIndex {
         if end != 0 {
             self.queue_first(end, instance.0);
         }
+        self.removals += u64::from(known > 0);
         known
     }
 
@@ -338,6 +344,7 @@ impl KvIndex {
     /// Drops up to `most` blocks of the instance and returns the number left.
     pub fn clear_some(&mut self, instance: InstanceId, most: u32) -> u32 {
         if self.is_open(instance) {
+            self.removals += 1;
             self.evict(instance.0, most, true);
         }
         self.blocks(instance)
@@ -346,6 +353,7 @@ impl KvIndex {
     /// Exact feed: the whole cache of `instance` was cleared.
     pub fn cleared(&mut self, instance: InstanceId) {
         if self.is_open(instance) {
+            self.removals += 1;
             self.evict(instance.0, u32::MAX, true);
             debug_assert_eq!(self.books[instance.index()].blocks, 0);
         }

@@ -58,6 +58,17 @@ pub(super) enum Refused {
 }
 
 impl Applied {
+    /// Adds the result of another event.
+    pub fn add(&mut self, other: Applied) {
+        self.done += other.done;
+        self.unknown_parent += other.unknown_parent;
+        self.unknown_name += other.unknown_name;
+        self.unplaced += other.unplaced;
+        self.unknown_removed += other.unknown_removed;
+        self.gone += other.gone;
+        self.not_exact += other.not_exact;
+    }
+
     pub(super) fn refuse(&mut self, why: Refused, blocks: usize) {
         *match why {
             Refused::Gone => &mut self.gone,

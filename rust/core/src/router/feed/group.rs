@@ -7,6 +7,7 @@ use crate::kv::groups::{Group, GroupTier};
 use crate::kv::index::Copies;
 use crate::kv::names::Cache;
 use crate::kv::tiers::Tier;
+use crate::router::router::Router;
 
 /// Returns the name of a cache's block in the index that holds it.
 pub(super) fn block_in(cache: Cache, hash: u64) -> u64 {
@@ -29,19 +30,18 @@ impl KvFeed {
         full: bool,
         unplaced: &mut Vec<u64>,
     ) -> Applied {
+        self.ensure_room_for_names();
+        let blocks = stored.engine_hashes.len();
+        if let Some(refused) = self.refuses(source, blocks, Router::open_groups) {
+            return refused;
+        }
+        match self.take(source).map(|mut router| router.groups_mut().note(source.instance, group, full)) {
+            Ok(true) => {}
+            Ok(false) => return Applied { unplaced: blocks, ..Applied::default() },
+            Err(why) => return refused(why, blocks),
+        }
         let state = &mut *self.state.lock();
         let cache = Cache { rank: source.rank, tier, group: Some(group.id) };
-        match self.take(source).map(|mut router| {
-            let open = router.open_groups();
-            if open {
-                router.groups_mut().note(source.instance, group, full);
-            }
-            open
-        }) {
-            Ok(true) => {}
-            Ok(false) => return Applied { unplaced: stored.engine_hashes.len(), ..Applied::default() },
-            Err(why) => return refused(why, stored.engine_hashes.len()),
-        }
         let mut chain = std::mem::take(&mut state.chain);
         self.positions(state, source, group, stored, &mut chain);
         let mut applied = Applied::default();

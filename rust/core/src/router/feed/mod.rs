@@ -12,6 +12,7 @@ mod state;
 pub use event::{Applied, Source, Stored};
 pub use state::KvFeed;
 
+use super::ledger::Report;
 use super::settings::IndexFeed;
 use super::shared::{Held, SharedRouter};
 use crate::error::CoreError;
@@ -25,7 +26,7 @@ use group::block_in;
 use parking_lot::{Mutex, RwLock};
 use place::PIECE;
 use state::State;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Names get 1/3 of the bytes of an event-fed index: a name takes about 20 bytes, an index entry
 /// about 44.
@@ -42,10 +43,11 @@ impl KvFeed {
             keys: RwLock::new(keys),
             epoch: AtomicU64::new(0),
             index_bytes,
+            has_names: AtomicBool::new(false),
             state: Mutex::new(state),
         };
         if exact {
-            feed.room_for_names(&mut feed.state.lock());
+            feed.ensure_room_for_names();
         }
         feed
     }
@@ -69,7 +71,31 @@ impl KvFeed {
     /// Returns an instance's epoch. It changes when the instance's event data is dropped; the
     /// engine must then send its blocks again.
     pub fn epoch_of(&self, source: Source) -> u64 {
-        self.state.lock().epochs.get(source.instance.index()).copied().unwrap_or(0)
+        self.state.lock().epoch_of(source.instance)
+    }
+
+    /// Returns the epochs of many sources' instances ([`KvFeed::epoch_of`]); `None` if the instance
+    /// is no longer in the router.
+    pub fn epochs_of(&self, sources: &[Source]) -> Vec<Option<u64>> {
+        let mut epochs = Vec::with_capacity(sources.len());
+        for sources in sources.chunks(PIECE) {
+            let (state, router) = (self.state.lock(), self.router.lock_behind());
+            epochs.extend(sources.iter().map(|source| {
+                let current = router.fleet().is_current(source.instance, source.generation);
+                current.then(|| state.epoch_of(source.instance))
+            }));
+        }
+        epochs
+    }
+
+    /// Applies a load report that an engine has pushed.
+    ///
+    /// # Errors
+    /// `Broken`, `UnknownName`, or `BadValue` for an impossible number.
+    pub fn report_load(&self, instance: &str, report: Report) -> Result<(), CoreError> {
+        let mut router = self.router.lock_behind();
+        self.router.check()?;
+        router.engine_report(instance, report)
     }
 
     /// Changes the key scheme. Drops blocks cached under another scheme, which are unreachable.
@@ -100,7 +126,7 @@ impl KvFeed {
     }
 
     /// Returns whether the source's instance is still in the router.
-    pub fn is_current(&self, source: Source) -> bool {
+    fn is_current(&self, source: Source) -> bool {
         self.router.lock_behind().fleet().is_current(source.instance, source.generation)
     }
 
@@ -112,7 +138,7 @@ impl KvFeed {
     pub fn set_index_feed(&self, instance: &str, feed: IndexFeed) -> Result<(), CoreError> {
         let mut state = self.state.lock();
         if feed == IndexFeed::Exact {
-            self.room_for_names(&mut state);
+            self.reserve_names(&mut state);
         }
         let id = {
             let mut router = self.router.lock_behind();
@@ -160,13 +186,16 @@ impl KvFeed {
     /// Stores blocks in a tier. Blocks of a lower tier take the position of the equally named
     /// blocks of another tier; their tokens count only if a name is unknown.
     pub fn stored_in(&self, source: Source, tier: Tier, stored: &Stored<'_>) -> Applied {
-        let state = &mut *self.state.lock();
+        self.ensure_room_for_names();
         let cache = Cache::new(source.rank, tier);
         let (all, mut applied) = (stored.engine_hashes.len(), Applied::default());
+        if tier != Tier::Gpu
+            && let Some(applied) = self.tier_refuses(source, tier, all)
+        {
+            return applied;
+        }
+        let state = &mut *self.state.lock();
         if tier != Tier::Gpu {
-            if let Some(applied) = self.tier_refuses(source, tier, all) {
-                return applied;
-            }
             let known = |engine: &u64| state.names.find_in_any(source.instance, cache, *engine).is_some();
             if stored.token_ids.is_empty() || stored.engine_hashes.iter().all(known) {
                 return self.place_named(state, source, cache, stored.engine_hashes);
@@ -206,10 +235,13 @@ impl KvFeed {
     /// Stores blocks in a lower tier that the engine reports by name alone. Each block takes the
     /// position of the equally named block of another tier; blocks with unknown names are skipped.
     pub fn named_in(&self, source: Source, tier: Tier, engine_hashes: &[u64]) -> Applied {
-        let state = &mut *self.state.lock();
+        self.ensure_room_for_names();
         match self.tier_refuses(source, tier, engine_hashes.len()) {
             Some(applied) => applied,
-            None => self.place_named(state, source, Cache::new(source.rank, tier), engine_hashes),
+            None => {
+                let state = &mut *self.state.lock();
+                self.place_named(state, source, Cache::new(source.rank, tier), engine_hashes)
+            }
         }
     }
 
@@ -343,17 +375,26 @@ impl KvFeed {
         }
     }
 
-    /// Reserves the names' fraction of the bytes, once.
-    fn room_for_names(&self, state: &mut State) {
-        if state.names.byte_bound() > 0 {
+    /// Reserves the names' fraction of the bytes, once, at the latest at the first stored block.
+    /// The index becomes smaller if it has more than its own fraction.
+    fn ensure_room_for_names(&self) {
+        if self.has_names.load(Ordering::Relaxed) {
             return;
         }
+        // Blocks that are removed meanwhile make the copy wrong; then the next event tries again.
+        if self.shrink_index(self.index_bytes - self.index_bytes / NAMES_SHARE) {
+            self.reserve_names(&mut self.state.lock());
+        }
+    }
+
+    /// Reserves the names' fraction of the bytes, if the index leaves it.
+    fn reserve_names(&self, state: &mut State) {
         let names = self.index_bytes / NAMES_SHARE;
-        state.names.set_byte_bound(names);
-        let mut router = self.router.lock_behind();
-        let index = self.index_bytes - names;
-        let old = (!router.index_mut().lower_bound(index)).then(|| router.renew_index(index));
-        drop(router);
-        drop(old);
+        if !self.has_names.load(Ordering::Relaxed)
+            && self.router.lock_behind().index_mut().lower_bound(self.index_bytes - names)
+        {
+            state.names.set_byte_bound(names);
+            self.has_names.store(true, Ordering::Relaxed);
+        }
     }
 }

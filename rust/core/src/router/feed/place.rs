@@ -2,13 +2,17 @@
 use super::event::{Applied, Refused, Source};
 use super::state::{KvFeed, State};
 use crate::ids::InstanceId;
+use crate::kv::index::copy::Suffix;
 use crate::kv::index::{Copies, KvIndex};
 use crate::kv::names::{Cache, Means};
 use crate::kv::tiers::Tier;
+use crate::router::router::Router;
 use hashbrown::HashMap;
 
 /// Blocks per lock of the router.
 pub(super) const PIECE: usize = 64;
+/// Cells of the index per lock of the router.
+const CELLS: usize = 1024;
 /// If fewer than this fraction of names belong to evicted blocks, more blocks are evicted.
 const SWEPT_SHARE: f64 = 0.0625;
 /// Fraction of an instance's blocks to evict then.
@@ -24,13 +28,64 @@ struct Named {
 impl KvFeed {
     /// Ensures that a lower tier has an index. Otherwise returns the result for `blocks` blocks.
     pub(super) fn tier_refuses(&self, source: Source, tier: Tier, blocks: usize) -> Option<Applied> {
+        self.refuses(source, blocks, |router| router.open_tier(tier))
+    }
+
+    /// Calls `open`, which makes another index. If it returns false, the GPUs' index becomes
+    /// smaller first. Returns the result for `blocks` blocks if there is no room.
+    pub(super) fn refuses(
+        &self,
+        source: Source,
+        blocks: usize,
+        mut open: impl FnMut(&mut Router) -> bool,
+    ) -> Option<Applied> {
         let mut applied = Applied::default();
-        match self.take(source).map(|mut router| router.open_tier(tier)) {
+        let mut opened = self.take(source).map(|mut router| open(&mut router));
+        if matches!(opened, Ok(false)) {
+            let half = self.router.lock_behind().index().byte_bound() / 2;
+            if half / 2 >= KvIndex::MIN_BYTES && self.shrink_index(half) {
+                opened = self.take(source).map(|mut router| open(&mut router));
+            }
+        }
+        match opened {
             Ok(true) => return None,
             Ok(false) => applied.unplaced = blocks,
             Err(why) => applied.refuse(why, blocks),
         }
         Some(applied)
+    }
+
+    /// Reduces the GPUs' index to at most `bytes`, if it uses more, and keeps the recently used
+    /// blocks. Takes about 0.1 µs per block, and the router only for microseconds at a time; for
+    /// that time, the index takes `bytes` more. Returns false if blocks were removed meanwhile.
+    pub(super) fn shrink_index(&self, bytes: usize) -> bool {
+        let (mut copy, removals, bound, cells) = {
+            let router = self.router.lock_behind();
+            let index = router.index();
+            if index.bytes() <= bytes {
+                return true;
+            }
+            (router.empty_index(bytes), index.removals(), index.byte_bound(), index.cells())
+        };
+        let mut ends = Vec::new();
+        for first in (0..cells).step_by(CELLS) {
+            self.router.lock_behind().index().ends_among(first..first + CELLS as u32, &mut ends);
+        }
+        ends.sort_unstable_by_key(|end| std::cmp::Reverse(end.age));
+        let mut suffix = Suffix::default();
+        for end in ends {
+            self.router.lock_behind().index().missing_in(&copy, end, &mut suffix);
+            copy.store_copy(end.instance, &suffix);
+        }
+        let mut router = self.router.lock_behind();
+        let unchanged = router.index().removals() == removals;
+        let old = unchanged.then(|| {
+            let copy = copy.in_place_of(router.index(), bound);
+            router.replace_index(copy)
+        });
+        drop(router);
+        drop(old);
+        unchanged
     }
 
     /// Returns whether the index of a tier knows the block, on any instance.

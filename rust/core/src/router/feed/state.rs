@@ -4,7 +4,7 @@ use crate::kv::keys::Keys;
 use crate::kv::names::Names;
 use crate::router::shared::SharedRouter;
 use parking_lot::{Mutex, RwLock};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Applies KV events to a router's index.
 pub struct KvFeed {
@@ -12,6 +12,8 @@ pub struct KvFeed {
     pub(super) keys: RwLock<Keys>,
     pub(super) epoch: AtomicU64,
     pub(super) index_bytes: usize,
+    /// Whether the names have their fraction of the bytes.
+    pub(super) has_names: AtomicBool,
     pub(super) state: Mutex<State>,
 }
 
@@ -24,6 +26,11 @@ pub(super) struct State {
 }
 
 impl State {
+    /// Returns the epoch of a slot.
+    pub fn epoch_of(&self, instance: InstanceId) -> u64 {
+        self.epochs.get(instance.index()).copied().unwrap_or(0)
+    }
+
     /// Drops an instance's event data; the engine must send its blocks again.
     pub fn begin_anew(&mut self, instance: InstanceId, epoch: &AtomicU64) {
         self.names.take_all(instance);

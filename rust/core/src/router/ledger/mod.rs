@@ -8,6 +8,7 @@ mod counts;
 mod declared;
 mod external;
 mod owners;
+mod rates;
 mod share;
 mod tier_loads;
 mod windows;
@@ -26,6 +27,7 @@ use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
 use backlog::Backlogs;
+use rates::Rates;
 use windows::WINDOW_SECONDS;
 
 /// The in-flight ledger of all instances, by slot.
@@ -36,6 +38,8 @@ pub struct Ledger {
     owners: Vec<Owners>,
     accounts: Vec<Account>,
     pub(super) backlogs: Backlogs,
+    /// Mean of the learned prefill rates.
+    rates: Rates,
     /// Time constant of recent prefills.
     recent_seconds: Seconds,
     /// Predicted loads, if a policy or a forecast needs them.
@@ -52,6 +56,7 @@ impl Ledger {
             owners: Vec::new(),
             accounts: Vec::new(),
             backlogs: Backlogs::new(prior_rate),
+            rates: Rates::default(),
             recent_seconds: WINDOW_SECONDS,
             ahead: None,
         }
@@ -67,6 +72,12 @@ impl Ledger {
     #[inline]
     pub fn get(&self, id: Indicator) -> &[f64] {
         self.columns.get(id)
+    }
+
+    /// Returns the mean of the learned prefill rates in tokens/s; `None`: none is learned.
+    #[inline]
+    pub fn mean_prefill_rate(&self) -> Option<f64> {
+        self.rates.mean()
     }
 
     /// Returns the predicted loads; `None`: no reader needs them.
@@ -87,6 +98,7 @@ impl Ledger {
         self.owners.resize_with(slots, Owners::default);
         self.accounts.resize_with(slots, Account::default);
         self.backlogs.resize(slots);
+        self.rates.resize(slots);
         self.ahead.iter_mut().for_each(|ahead| ahead.resize(slots));
     }
 
@@ -98,6 +110,7 @@ impl Ledger {
         self.owners[slot] = Owners::default();
         self.ahead.iter_mut().for_each(|ahead| ahead.clear(slot));
         self.write(slot);
+        self.rates.set(slot, f64::NAN);
         for id in [
             Indicator::KvUsage,
             Indicator::ReportedWaiting,
@@ -214,6 +227,8 @@ impl Ledger {
             idle_since = alone.then_some(began);
             account.learn_prefill(&ended, entry);
             self.backlogs.price(slot, &account.rate);
+            let rate = account.rate.tokens_per_second().unwrap_or(f64::NAN);
+            self.rates.set(slot, rate);
             account.write_rate(slot, &mut self.columns);
         }
         self.accounts[slot].own.advance(entry, Stage::Decoding);

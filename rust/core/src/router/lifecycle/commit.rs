@@ -27,7 +27,7 @@ impl Lifecycle<'_> {
         receipt.uncut = chosen.uncut;
         receipt.unpulled = request.unpulled.filter(|_| state.pulls.is_some()).map(Into::into);
         receipt.pull = chosen.pull.as_ref().map(|pulling| state.pull_told(pulling));
-        let rate = || state.mean_prefill_rate(); // iterates over all instances
+        let rate = || state.mean_prefill_rate();
         let (priority, place) = match &mut requests.ordering {
             Some(ordering) => {
                 ordering.prioritise(rate, &request.tenant, request.prompt_tokens, hit as u32, now)

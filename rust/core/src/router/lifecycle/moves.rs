@@ -37,11 +37,14 @@ impl Lifecycle<'_> {
         let runs = state.leg.entry.stage == Stage::Decoding;
         let bound = !state.later.is_empty() || state.leg.segment.to_token.is_some();
         let from = state.prompt_tokens.saturating_add(made as u32);
+        let name = self.state.fleet.name(target);
+        let outside = state.instances.as_ref().is_some_and(|only| only.iter().all(|each| **each != **name));
         let able = |id: InstanceId| self.state.instances[id.index()].cuts >= Cuts::Output;
         let problem = match () {
             () if !runs => "it has no token yet",
             () if bound => "a segment is already bound after its open segment",
             () if source == target => "it already runs on the target",
+            () if outside => "the target is not one of its instances",
             () if !self.state.takes_over(target) => {
                 "the target is removed, unhealthy, draining or prefill-only"
             }

@@ -322,10 +322,7 @@ impl State {
     /// Returns the mean of the learned prefill rates in tokens/s. An instance without a learned
     /// rate counts as average, so that it gets requests.
     pub fn mean_prefill_rate(&self) -> f64 {
-        let rates = self.ledger.get(Indicator::PrefillTokensPerSecond);
-        let known = rates.iter().filter(|r| !r.is_nan());
-        let (sum, count) = known.fold((0.0, 0.0), |(s, n), r| (s + r, n + 1.0));
-        if count > 0.0 { sum / count } else { self.config.prior_prefill_tokens_per_second }
+        self.ledger.mean_prefill_rate().unwrap_or(self.config.prior_prefill_tokens_per_second)
     }
 
     /// Returns the predicted seconds to the first token on a slot. The prompt has `hit` cached and

@@ -1,9 +1,9 @@
-//! Writes decision records: all scores, and the terms of the best instances.
+//! Writes decision records: the scores, and the terms of the best instances.
 use crate::guard::Restriction;
 use crate::ids::{InstanceId, Seconds};
 use crate::indicators::{Indicator, Scope};
 use crate::policy::Prefer;
-use crate::receipt::{Candidate, Receipt, TERMS_KEPT};
+use crate::receipt::{Candidate, Receipt, SCORES_KEPT, TERMS_KEPT};
 use crate::request::{Arm, Request};
 use crate::router::context::{DecisionContext, Selection};
 use crate::router::state::State;
@@ -41,11 +41,12 @@ impl State {
         let scores = &scores.score;
         let sign = if receipt.prefer == Prefer::Max { -1.0 } else { 1.0 };
         let mut best = Best::default();
-        receipt.scores.resize(scores.len(), 0.0);
-        let blocks = scores.chunks(BLOCK).zip(receipt.scores.chunks_mut(BLOCK));
+        let keeps_all = scores.len() <= SCORES_KEPT;
+        receipt.scores.resize(if keeps_all { scores.len() } else { 0 }, 0.0);
+        let (mut kept, mut not_kept) = (receipt.scores.chunks_mut(BLOCK), [0.0; BLOCK]);
         let mut scored = 0;
-        for (i, (scores, kept)) in blocks.enumerate() {
-            let (count, least) = keep(sign, scores, kept);
+        for (i, scores) in scores.chunks(BLOCK).enumerate() {
+            let (count, least) = keep(sign, scores, kept.next().unwrap_or(&mut not_kept[..scores.len()]));
             scored += count;
             // After the first blocks, few scores are among the best.
             if least < best.worst() {
@@ -60,6 +61,7 @@ impl State {
         receipt.balance_only = context.restriction == Restriction::BalanceOnly;
         let could = eligible.iter().filter(|e| **e).count();
         receipt.left_out = (could - scored) as u32;
+        receipt.scored = scored as u32;
 
         let chosen_key = scores[chosen.index()] * sign;
         receipt.margin = best
@@ -70,13 +72,13 @@ impl State {
         // With many ties, the chosen instance may be missing from the best: it replaces the last
         // one.
         if !best[..live].iter().any(|(_, slot)| *slot == chosen.0) {
-            best[live - 1] = (chosen_key, chosen.0);
+            best[live.max(1) - 1] = (chosen_key, chosen.0);
         }
         let indicators = self.indicators(context);
         // Request indicators have one value, in slot 0.
         let column = |id: Indicator| (indicators.get(id), id.decl().scope != Scope::Request);
         let columns: SmallVec<[(&[f64], bool); 8]> = selector.reads.iter().map(column).collect();
-        for &(key, slot) in &best[..live] {
+        for &(key, slot) in &best[..live.max(1)] {
             receipt.best.push(Candidate { slot, score: key * sign });
             let at = |per_slot: bool| if per_slot { slot as usize } else { 0 };
             // One by one: in some builds `extend` is not inlined and takes twice the instructions.

@@ -25,6 +25,7 @@ use crate::router::state::{Planner, State, View};
 impl State {
     /// Finds the length of the prompt's prefix on each instance, on the GPU and in lower tiers.
     pub fn match_prefix(&self, context: &mut DecisionContext, request: &Request<'_>) {
+        context.arrived = None;
         let DecisionContext { hit_blocks, tier_blocks, tiers, tier_scratch, .. } = context;
         let chain = request.chain;
         self.index.match_prefix(chain, hit_blocks);

@@ -58,9 +58,8 @@ impl State {
         self.derive_declared(context, &selector.declared, now);
         let DecisionContext { first, later, derived, declared, rng, restriction, unscored, .. } = context;
         let (selection, restriction) = match turn {
-            Turn::First if home.is_some() => (first, Restriction::Free),
             Turn::First => {
-                *restriction = match selector.guarded {
+                *restriction = match selector.guarded && home.is_none() {
                     true => self.guard.restrict(request.chain, &mut first.eligible),
                     false => Restriction::Free,
                 };

@@ -6,19 +6,17 @@
 //! current cohort will soon be gone, and the cohort comes back with its whole life. The rule is in
 //! `pressure.rs`, its gain in docs/explanation/studies/sibyl.md.
 use super::*;
-use crate::pressure::weights_of;
-use lmetric_core::policy::expression;
+use crate::estimate::pressure::weights_of;
 
 const KNOBS: &[Knob] =
-    &[Knob::flag("oracle", false, "use expected_output_tokens as the exact answer length: for simulations")];
+    &[Knob::flag("oracle", false, "use expected_output_tokens as the exact answer length").for_studies()];
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "sibyl_plus",
     "decode_pressure + others' requests, lowest",
     "ours, from SIBYL's survival curve",
     KNOBS,
-)
-.for_studies();
+);
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Load in bs beyond our own is external load, of which only the number is known.
@@ -30,8 +28,8 @@ pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::fleet::{Fleet, policy};
-    use lmetric_core::indicators::Indicator::*;
+    use crate::indicators::Indicator::*;
+    use crate::policy::fleet::{Fleet, policy};
 
     #[test]
     fn others_requests_count_one_each() {

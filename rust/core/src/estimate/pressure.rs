@@ -15,8 +15,8 @@
 //! as they will be at that moment, in SIBYL's three types. Decoding requests are that much older,
 //! weighted by their chance to last. Bound requests have begun by then, or begin later and count
 //! with the remaining weights.
-use lmetric_core::estimate::survival::{BUCKET_TOKENS, BUCKETS, Survival};
-use lmetric_core::estimate::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
+use super::survival::{BUCKET_TOKENS, BUCKETS, Survival};
+use super::{DecodeCost, DecodeLoad, DecodeWeights, Histogram, Outlook};
 use multiversion::multiversion;
 use rustfft::FftPlanner;
 use rustfft::num_complex::Complex;
@@ -285,7 +285,7 @@ fn inner(response: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lmetric_core::estimate::survival::CurveSettings;
+    use crate::estimate::survival::CurveSettings;
 
     const COST: DecodeCost = DecodeCost { sequence_seconds: 7e-5, context_token_seconds: 8.2e-8 };
 

@@ -1,0 +1,292 @@
+"""Memory of slow readers (security F11) and the turns of busy engines (security F12)."""
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmetric._core import FULL_READ, ResponseReader
+from lmetric.server.http import client_load
+from lmetric.server.upstream.connection import Connection
+from server_world import (
+    HEAD,
+    STREAM_HEAD,
+    Behaviour,
+    FakeEngine,
+    Request,
+    World,
+    answer,
+    chunk,
+    says,
+    self_signed,
+    token,
+    world,
+)
+
+BYTES = b"application/octet-stream"
+STREAM = {"model": "tiny", "prompt": "x", "stream": True}
+ASK = b'{"model":"tiny","prompt":"x","stream":true}'
+
+
+class TlsEngine(FakeEngine):
+    """An engine behind TLS."""
+
+    def __init__(self, context: ssl.SSLContext, **more: Any) -> None:
+        super().__init__(**more)
+        self._context = context
+
+    @property
+    def url(self) -> str:
+        return super().url.replace("http:", "https:")
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, self.host, 0, ssl=self._context)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+
+def sends(size: int) -> Behaviour:
+    """Sends an answer of this many bytes as fast as it can."""
+
+    async def behave(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(HEAD % (200, BYTES) + b"content-length: %d\r\n\r\n" % size)
+        for at in range(0, size, 1 << 20):
+            writer.write(bytes(min(1 << 20, size - at)))
+            await writer.drain()
+        return True
+
+    return behave
+
+
+@asynccontextmanager
+async def flow(behave: Behaviour, where: str, folder: Path, **config: Any) -> AsyncIterator[World]:
+    """A router whose clients (`where`: clients) or engines (engines) use TLS."""
+    context, certificate = await self_signed(folder)
+    key = folder / "key.pem"
+    if where == "clients":
+        config["tls"] = {"certificate_file": str(certificate), "key_file": str(key)}
+    if where == "engines":
+        config["engine_tls"] = {"ca_file": str(certificate)}
+    engine = TlsEngine(context, behave=behave) if where == "engines" else FakeEngine(behave=behave)
+    async with world([engine], **config) as w:
+        yield w
+
+
+async def reader(w: World, where: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that has sent a request."""
+    context = None
+    if where == "clients":
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    streams = await asyncio.open_connection("127.0.0.1", w.server.port, ssl=context, limit=1024)
+    streams[1].write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(ASK) + ASK
+    )
+    return streams
+
+
+# -- turns of the event loop -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["plain", "engines"])
+async def test_an_engine_gets_one_read_of_each_turn(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Security F12: 32 reads of 256 kB in a row cost all other connections their turn."""
+    turn, read = 0, Counter[tuple[int, int]]()
+    loop = asyncio.get_running_loop()
+    received = Connection.data_received
+
+    def counted(self: Connection, data: bytes) -> None:
+        read[turn, id(self)] += len(data)
+        received(self, data)
+
+    def count() -> None:
+        nonlocal turn, ticking
+        turn += 1
+        ticking = loop.call_soon(count)
+
+    monkeypatch.setattr(Connection, "data_received", counted)
+    ticking = loop.call_soon(count)
+    size = 24 << 20
+    try:
+        async with flow(sends(size), where, tmp_path) as w:
+            async with w.client.post(w.url + "/v1/completions", data=ASK) as response:
+                got = 0
+                async for part in response.content.iter_any():
+                    got += len(part)
+            assert got == size
+            w.engines[0].behave = answer
+            assert (await w.post())[0] == 200  # the connection goes on
+    finally:
+        ticking.cancel()
+    largest = [size for size in read.values() if size > FULL_READ]
+    assert len(largest) <= 2, largest  # until the connection knows that its reads are large
+    assert max(read.values()) <= 256 * 1024
+
+
+HOSTILE = {
+    "newlines": b"\n",
+    "returns": b"\r",
+    "empty events": b"data: \n\n",
+    "empty objects": b"data: {}\n\n",
+    "pings": b'data: {"type": "ping"}\n\n',
+    "comments": b":\n\n",
+    "unknown fields": b"x\n",
+    "one field without end": b"x",
+}
+PIECES = {
+    "whole": lambda data: chunk(data),
+    "single bytes": lambda data: b"".join(b"1\r\n%c\r\n" % byte for byte in data),
+}
+
+
+class Sink:
+    """Commits as soon as it may."""
+
+    def __init__(self, reader: ResponseReader) -> None:
+        self.reader = reader
+        self.error: Exception | None = None
+
+    def received(self, flags: int, data: bytes) -> None:
+        if flags & 1:
+            self.reader.commit(b"", False, lambda data: None)
+
+    def failed(self, error: Exception) -> None:
+        self.error = error
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_stream_without_tokens_is_cut(kind: str, pieces: str, first: bool) -> None:
+    """Security F12: a stream that sends 1 MiB without a token is refused, at any framing."""
+    it = ResponseReader()
+    sink = Sink(it)
+    it.begin(sink)
+    it.data_received(STREAM_HEAD + (chunk(token("a")) if first else b""))
+    unit = HOSTILE[kind] * (24_000 // len(HOSTILE[kind]))
+    sent = 0
+    while sink.error is None and sent < 8 << 20:
+        piece = PIECES[pieces](unit)
+        it.data_received(piece)
+        sent += len(piece)
+    assert "1048576 bytes of a stream without a token" in str(sink.error)
+    # A line that is no event, but has no end, is committed like any other long event.
+    assert sent <= (1 << 20) + 2 * len(piece)
+
+
+def test_tokens_keep_a_stream_and_long_events_are_no_silence() -> None:
+    """Security F12: comments between tokens, and long events without one, are no attack."""
+    it = ResponseReader()
+    sink = Sink(it)
+    it.begin(sink)
+    it.data_received(STREAM_HEAD)
+    for _ in range(8):
+        it.data_received(chunk(b": keep-alive\n\n" * 50_000))
+        it.data_received(chunk(token("a")))
+    long = b'data: {"choices": [{"delta": {"role": "assistant"}, "x": "%b"}]}\n\n' % (b"x" * (3 << 20))
+    it.data_received(chunk(long) + chunk(long))
+    it.data_received(chunk(token("a")))
+    assert sink.error is None
+    assert it.tokens == 9
+
+
+@pytest.mark.parametrize("token_first", [False, True])
+async def test_an_engine_without_tokens_loses_the_request(token_first: bool) -> None:
+    """Security F12, in the server: another engine answers, or the stream ends with an error."""
+
+    async def floods(engine: FakeEngine, _: Request, writer: asyncio.StreamWriter) -> bool:
+        writer.write(STREAM_HEAD + (chunk(token("a")) if token_first else b""))
+        while not writer.transport.is_closing():
+            writer.write(chunk(b"\n" * 60_000))
+            await writer.drain()
+            await asyncio.sleep(0)
+        return False
+
+    async with world([FakeEngine(behave=floods), FakeEngine()]) as w:
+        status, headers, got = await w.post(STREAM)
+        assert status == 200
+        assert headers["x-lmetric-instance"] == ("e0" if token_first else "e1")
+        if token_first:
+            assert b"the engine failed in the middle of its answer" in got
+            assert got.count(b"\n") < 1_100_000
+        await w.settled()
+
+
+# -- slow readers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bytes", "stream"])
+@pytest.mark.parametrize("where", ["plain", "clients", "engines"])
+async def test_a_slow_reader_holds_few_bytes(where: str, kind: str, tmp_path: Path) -> None:
+    """Security F11: the write buffer of a client that reads nothing, plain and with TLS."""
+    events = says(STREAM_HEAD, *[chunk(token("a" * 400)) * 2000] * 40, then="hang")
+    async with flow(sends(64 << 20) if kind == "bytes" else events, where, tmp_path) as w:
+        load = w.server.front.clients
+        _, writer = await reader(w, where)
+        writer.transport.pause_reading()
+        await w.until(lambda: load.unread_bytes)
+        (connection,) = load._slow
+        transport = connection.transport
+        assert transport is not None
+        for _ in range(200):  # whatever still comes
+            await asyncio.sleep(0)
+        assert 0 < transport.get_write_buffer_size() <= client_load.WRITE_MARK_BYTES + FULL_READ + 1024
+        writer.transport.abort()
+        await w.until(lambda: not load.unread_bytes)
+        await w.settled()
+
+
+@pytest.mark.parametrize("where", ["plain", "clients"])
+async def test_a_reader_that_was_slow_gets_the_whole_answer(where: str, tmp_path: Path) -> None:
+    """Security F11: small reads and pauses lose nothing."""
+    size = 24 << 20
+    async with flow(sends(size), where, tmp_path) as w:
+        load = w.server.front.clients
+        stream, writer = await reader(w, where)
+        writer.transport.pause_reading()
+        await w.until(lambda: load.unread_bytes)
+        writer.transport.resume_reading()
+        async with asyncio.timeout(60):
+            await stream.readuntil(b"\r\n\r\n")
+            assert len(await stream.readexactly(size)) == size
+        await w.until(lambda: not load.unread_bytes)
+        writer.close()
+
+
+@pytest.mark.parametrize("where", ["plain", "clients"])
+async def test_all_slow_readers_together_hold_a_limited_number_of_bytes(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Security F11: beyond the limit, the client that has been slow for longest is closed."""
+    async with flow(sends(64 << 20), where, tmp_path) as w:
+        load = w.server.front.clients
+        clients, slow = [], []
+        for number in range(4):
+            clients.append(await reader(w, where))
+            clients[-1][1].transport.pause_reading()
+            await w.until(lambda number=number: len(load._slow) == number + 1)
+            slow.append(next(reversed(load._slow)))
+        monkeypatch.setattr(client_load, "UNREAD_BYTES", load.unread_bytes + 1024)
+        clients.append(await reader(w, where))
+        clients[-1][1].transport.pause_reading()
+        await w.until(lambda: load.refused["unread_bytes"])
+        assert load.unread_bytes <= client_load.UNREAD_BYTES
+        kept = [each for each in slow if each in load._slow]
+        assert kept == slow[-len(kept) :]
+        assert 2 <= len(kept) < 4  # sizes differ, so that one or two must go
+        await w.until(lambda: len(w.server.front.relays) == len(load._slow))
+        if where == "plain":
+            text = (await w.get("/metrics"))[1].decode()
+            closed = float(load.refused["unread_bytes"])
+            assert f'lmetric_client_refusals_total{{bound="unread_bytes"}} {closed}' in text
+            assert "lmetric_client_unread_bytes " in text
+        for _, writer in clients:
+            writer.transport.abort()
+        await w.until(lambda: not load.unread_bytes)
+        await w.settled()

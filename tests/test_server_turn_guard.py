@@ -1,0 +1,136 @@
+"""The guard of the event loop's turns finds long turns, names them, and no others (issue 44)."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from turn_guard import LIMIT_SECONDS, TurnGuard
+
+from lmetric.server.http.frontend import Frontend
+from server_world import world
+from test_server_process import BODY, RUN, Process, engine, router
+
+BUSY_SECONDS = 8 * LIMIT_SECONDS
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects what the guard of this test reports, instead of a failure."""
+    found: list[str] = []
+
+    def collects(self: TurnGuard, report: Any, own: bool) -> None:
+        begin(self, found.append, own)
+
+    begin = TurnGuard.__init__
+    monkeypatch.setattr(TurnGuard, "__init__", collects)
+    return found
+
+
+async def test_a_long_turn_of_the_server_is_named(
+    reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = Frontend.takes
+
+    def slow(self: Frontend, head: Any) -> bool:
+        spin(BUSY_SECONDS)
+        return takes(self, head)
+
+    monkeypatch.setattr(Frontend, "takes", slow)
+    async with world(1) as w:
+        assert (await w.post())[0] == 200
+        await asyncio.sleep(0.05)
+    (report,) = reports
+    assert "connection.py" in report
+    assert "data_received" in report
+
+
+async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(reports: list[str]) -> None:
+    async with world(1) as w:
+        spin(BUSY_SECONDS)
+        await asyncio.sleep(0.02)
+        end = time.thread_time() + BUSY_SECONDS
+        while time.thread_time() < end:
+            assert (await w.get("/health"))[0] == 200
+        gc.collect()
+        await asyncio.sleep(0.02)
+    assert reports == []
+
+
+async def test_a_slow_machine_has_a_higher_limit(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = Frontend.takes
+
+    def slow(self: Frontend, head: Any) -> bool:
+        spin(2 * LIMIT_SECONDS)
+        return takes(self, head)
+
+    monkeypatch.setattr(Frontend, "takes", slow)
+    monkeypatch.setattr("turn_guard.REFERENCE_SECONDS", 0.0001)  # this machine is much slower
+    async with world(1) as w:
+        assert (await w.post())[0] == 200
+        await asyncio.sleep(0.05)
+    assert reports == []
+
+
+def taken(file: Path) -> str:
+    """Returns the text of a file and removes it, else the fixture fails the test."""
+    text = file.read_text()
+    file.unlink()
+    return text
+
+
+SLOW = f"""
+import time
+from lmetric.server.http.frontend import Frontend
+def takes(self, head):
+    end = time.thread_time() + {BUSY_SECONDS}
+    while time.thread_time() < end: sum(range(1000))
+    return True
+Frontend.takes = takes
+"""
+
+
+async def test_long_turns_of_a_routers_process_are_found() -> None:
+    """The environment that the fixture sets makes the process watch itself."""
+    flags = ("--log-json", "--port", "0")
+    async with engine() as fake, aiohttp.ClientSession() as session:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SLOW + RUN, *flags, "--engine", fake.url), stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            it = Process(process)
+            await it.listening()
+            async with session.post(it.url + "/v1/completions", json=BODY) as response:
+                assert response.status == 200
+            process.terminate()
+            await it.ended()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    text = await asyncio.to_thread(taken, Path(os.environ["TURN_GUARD_FILE"]))
+    assert "a turn of the event loop took" in text
+    assert "takes" in text
+
+
+async def test_a_reload_in_a_routers_process_is_short() -> None:
+    """Security F15: the guard is on while a process reloads its configuration."""
+    async with engine() as fake, router("--engine", fake.url) as process:
+        await process.listening()
+        for _ in range(3):
+            process.process.send_signal(signal.SIGHUP)
+            await asyncio.sleep(0.2)
+        process.process.terminate()
+        assert await process.ended() == 0
