@@ -96,6 +96,17 @@ def test_kv_events_in_each_form(tmp_path: Path) -> None:
     assert load(render(config), tmp_path) == config
 
 
+def test_an_engine_may_be_its_url(tmp_path: Path) -> None:
+    """ux.md 3.16: the error was "Input should be a valid dictionary or instance of ..."."""
+    config = load("engines: [http://a:1, {url: 'http://b:2', name: b}]", tmp_path)
+    assert [(engine.url, engine.label) for engine in config.engines] == [
+        ("http://a:1", "a:1"),
+        ("http://b:2", "b"),
+    ]
+    with pytest.raises(ConfigError, match=r"engines\[0\]\.url = 'a:1': an engine's URL looks like"):
+        load("engines: ['a:1']", tmp_path)
+
+
 def test_missing_file_and_all_errors_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "none.yaml", environ={})

@@ -50,7 +50,7 @@ def screen(state: State, *, by: str = "batch", height: int | None = None) -> Ren
     if listed:
         parts.append(_engines(listed[:rows]))
         if len(listed) > rows:
-            parts.append(Text(f"and {len(listed) - rows} more engines", style="dim"))
+            parts.append(Text(_more(len(listed) - rows), style="dim"))
     if state["requests"]:
         parts.append(_requests(state["requests"][:requests]))
     for event in state["events"][:events]:
@@ -226,7 +226,7 @@ def why(record: dict[str, Any]) -> RenderableType:
     if record.get("best"):
         parts.append(_alternatives(record))
         if (more := record["scored"] - len(record["best"])) > 0:
-            parts.append(Text(f"and {more} more engines", style="dim"))
+            parts.append(Text(_more(more), style="dim"))
     return Group(*parts)
 
 
@@ -300,3 +300,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float | None], str]], ...] = (
     ("output tokens/s", "output_tokens_per_second", _rate),
     ("in flight", "in_flight", _count),
 )
+
+
+def _more(engines: int) -> str:
+    return f"and {engines} more engine{'s' * (engines != 1)}"

@@ -11,14 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmetric import options
-from lmetric._deprecated import SETTINGS, VALUES
 from lmetric.config import PoolSettings, ServerConfig, reloads
 
 HEAD = """\
 # Configuration
-
-`scripts/make_reference config` generates this page from `python/lmetric/config/schema.py` and
-`python/lmetric/options.py`. Edit those files.
 
 Settings come from flags (`--set timeouts.connect=1`), the environment (`LMETRIC__TIMEOUTS__CONNECT=1`) and one
 YAML file (`--config FILE`, `timeouts: {connect: 1}`). Flags override the environment, the environment overrides the
@@ -123,30 +119,13 @@ def option_tables() -> Iterator[str]:
                 yield f"| `{each.name}` | {shown} | {docs[each.name]} |\n"
 
 
-def old_keys() -> Iterator[str]:
-    """The table of keys that changed."""
-    yield "\n## Keys and values that changed\n\n"
-    yield "The old keys and values work for one release, also as flags and variables. The router logs the new spelling at startup.\n\n"
-    yield "| old | new |\n| --- | --- |\n"
-    for old, (key, name) in SETTINGS.items():
-        if not name:
-            new = key
-        elif old == "split_force_at":
-            new = "split: {kind: force, fraction: 0.5}"
-        else:
-            kind = "kind: NAME, " if options.SELECTORS[key] == "kind" else ""
-            new = f"{key}: {{{kind}{'SETTING' if name == '*' else name}: VALUE}}"
-        yield f"| `{old}` | `{new}` |\n"
-    for key, names in VALUES.items():
-        yield from (f"| `{key}: {old}` | `{key}: {new}` |\n" for old, new in names.items())
-    yield (
-        "\nIn mappings, `least_x` is now `min_x`, `most_x` is `max_x`, `most_pulls` is `max_fetches`, `least` of "
-        "uniboost is `min_requests`, and `at` of force is `fraction`.\n"
-    )
+TAIL = """
+<!-- scripts/make_reference config makes this page of python/lmetric/config/schema.py and python/lmetric/options.py. -->
+"""
 
 
 def files() -> dict[str, str]:
     """Returns the page."""
     sections = "".join(section(ServerConfig, "", {ServerConfig}))
-    page = HEAD + "\n" + sections + OPTIONS + "".join(option_tables()) + "".join(old_keys())
+    page = HEAD + "\n" + sections + OPTIONS + "".join(option_tables()) + TAIL
     return {"docs/reference/configuration.md": page}

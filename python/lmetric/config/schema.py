@@ -155,6 +155,12 @@ class EngineConfig(Strict):
         "rank its url, so that the ranks of an engine form a group; else none",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: object) -> object:
+        """Reads a plain URL, which stands for an entry with this URL."""
+        return {"url": value} if isinstance(value, str) else value
+
     @property
     def group_label(self) -> str | None:
         """The engine's group, shared by the ranks of an engine; None: the engine alone."""
@@ -1076,7 +1082,9 @@ class ServerConfig(PoolSettings):
     model: str | None = Field(
         None, description="model of engines without one in their entry; default: as the engines report"
     )
-    engines: list[EngineConfig] = Field(default_factory=list, description="engines outside `models`")
+    engines: list[EngineConfig] = Field(
+        default_factory=list, description="engines outside `models`; a URL stands for {url: URL}"
+    )
     models: list[ModelConfig] = Field(default_factory=list, description="models with their engines")
     embedded: Embedded | None = Field(
         None,
