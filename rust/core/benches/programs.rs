@@ -63,7 +63,7 @@ fn bench(c: &mut Criterion) {
         group.bench_function(format!("decision, {name} table"), |b| {
             b.iter(|| {
                 bed.decide();
-                if programs == 0 && bed.sent % 1024 == 0 {
+                if programs == 0 && bed.sent.is_multiple_of(1024) {
                     bed.router.set_programs(None).expect("off");
                     bed.router.set_programs(Some(ProgramConfig::default())).expect("on");
                 }

@@ -43,7 +43,7 @@ mod tests {
     /// Defect 20 of the core review: the running mean is the mean of the column.
     #[test]
     fn the_mean_is_that_of_the_column() {
-        let mut column = vec![f64::NAN; 7];
+        let mut column = [f64::NAN; 7];
         let mut rates = Rates::default();
         rates.resize(7);
         assert_eq!(rates.mean(), None);
