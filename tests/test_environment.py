@@ -1,8 +1,7 @@
 """Settings from the environment, and secrets that refer to it.
 
-Kubernetes service links (issue 44, requirement 5), bugs 35 (`${NAME}` was sent as the key itself),
-python.md 6.10 (a token that begins with a bracket was read as YAML), security L (`api_key` with a
-line break).
+Findings: Kubernetes service links; bugs 35, `${NAME}` was sent as the key itself; Python 6.10, a
+token that begins with a bracket was read as YAML. Security L: `api_key` with a line break.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ async def test_an_answer_of_another_router_is_short_plain_and_from_its_address()
             error = address.error
             assert error is not None
             assert reason in error
-        # What the kernel and the sender buffer, and no more.
+        # Bytes that the kernel and the sender buffer, and no more.
         assert max(sent, default=0) < 200
         assert not any(message.startswith(b"redirected") for message in got)
     peer.close()
@@ -307,7 +307,7 @@ loads = st.dictionaries(
 
 @given(st.lists(st.tuples(loads, st.sampled_from(["read", "lost", "late", "restart"])), max_size=40))
 def test_changes_add_up_to_the_load(rounds: list[tuple[dict[str, tuple[int, bool]], str]]) -> None:
-    """Whatever is lost, what a router has received is what the other one sent at that version."""
+    """After any loss, a router has the load that the other one sent at that version."""
     sent, received, known = SentLoads(), ReceivedLoads(), None
     for round_, outcome in rounds:
         roots = [(7, 1.0, 0.5)]

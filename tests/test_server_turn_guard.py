@@ -1,4 +1,4 @@
-"""The guard of the event loop's turns finds long turns, names them, and no others (issue 44)."""
+"""The guard of the event loop's turns finds long turns, names them, and no others."""
 
 import asyncio
 import gc

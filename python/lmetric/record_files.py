@@ -51,7 +51,7 @@ class Key:
     within: tuple[float, float] | None = None
 
     def expected(self, value: Any) -> str | None:
-        """What is expected instead of a value of another type or range; None: the value is good."""
+        """The expected type or range of a value; None: the value is good."""
         if type(value) not in KINDS[self.kind]:
             return self.kind
         if self.kind == "list of texts":

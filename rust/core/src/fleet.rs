@@ -460,7 +460,8 @@ mod tests {
         assert_eq!(fleet.eligible_count(), 2);
     }
 
-    /// Defect 19 of the core review: a change of one slot gives what a walk through all slots gives.
+    /// Defect 19 of the core review: a change of one slot gives what a walk through all slots
+    /// gives.
     #[test]
     fn one_change_at_a_time_agrees_with_a_walk_through_all_slots() {
         let mut fleet = Fleet::default();

@@ -151,8 +151,8 @@ pub struct Receipt {
     /// Names of all slots at the decision.
     pub names: Arc<[Arc<str>]>,
     /// One score per slot; NaN if the slot was left out. Empty if the fleet has more than
-    /// [`SCORES_KEPT`] slots, or if the ring of records has wrapped since the decision: then only the
-    /// scores in `best` are known.
+    /// [`SCORES_KEPT`] slots, or if the ring of records has wrapped since the decision: then only
+    /// the scores in `best` are known.
     pub scores: Vec<f32>,
     /// Number of slots with a score.
     pub scored: u32,
@@ -331,7 +331,8 @@ impl Late {
     }
 }
 
-/// The latest decision records, bounded in bytes, and those of running requests. Ids are consecutive, so a lookup is an index.
+/// The latest decision records, bounded in bytes, and those of running requests. Ids are
+/// consecutive, so a lookup is an index.
 #[derive(Debug)]
 pub struct ReceiptRing {
     // Boxed, so that a removed record's memory is reused for a new record without a copy.

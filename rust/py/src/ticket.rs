@@ -137,14 +137,15 @@ impl Decision {
     }
 
     /// Scores, float32, one per slot; NaN for a slot that was no candidate. With more than 1,024
-    /// slots, or if the decision is old and its request still runs, only the 8 best scores are known,
-    /// and the others are NaN. Raises `TicketError` if the decision record is gone.
+    /// slots, or if the decision is old and its request still runs, only the 8 best scores are
+    /// known, and the others are NaN. Raises `TicketError` if the decision record is gone.
     fn scores<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyArray1<f32>>> {
         Ok(PyArray1::from_vec(py, self.receipt(py, Receipt::known_scores)?))
     }
 
     /// Names of the candidates whose scores are known (`scores()`), best first; the chosen instance
-    /// comes before instances with equal scores. Raises `TicketError` if the decision record is gone.
+    /// comes before instances with equal scores. Raises `TicketError` if the decision record is
+    /// gone.
     fn ranking(&self, py: Python<'_>) -> Result<Vec<String>> {
         let known = |r: &Receipt| (r.known_scores(), r.names.clone(), r.prefer);
         let (scores, names, prefer) = self.receipt(py, known)?;

@@ -547,8 +547,9 @@ impl RequestHead {
     /// client's fields, the end.
     ///
     /// `priority` replaces the client's priority. `own_key`: `first` has an `authorization`, so the
-    /// client's credentials are left out. `own_priority`: the client's priority is left out. `peer`:
-    /// the request's sender, which forwarding fields describe; None: the head has no such fields.
+    /// client's credentials are left out. `own_priority`: the client's priority is left out.
+    /// `peer`: the request's sender, which forwarding fields describe; None: the head has no such
+    /// fields.
     #[pyo3(signature = (first, length, priority=None, own_key=false, own_priority=false, peer=None))]
     #[allow(clippy::too_many_arguments)]
     fn for_engine<'py>(

@@ -1,8 +1,9 @@
 //! The parts of the OpenAI API that a router reads.
 //!
-//! Refuses a body that is no JSON object or has an absurd shape, a model name that is no string,
-//! and fields for messages between engines: from a client, they could stop an engine. All other
-//! fields are the engine's to check. The router estimates the load of values that it cannot read.
+//! Refuses a body that is no JSON object or has an absurd shape, and a model name that is no
+//! string. Refuses fields for messages between engines: from a client, they could stop an engine.
+//! All other fields are the engine's to check. The router estimates the load of values that it
+//! cannot read.
 
 use std::borrow::Cow;
 
@@ -183,7 +184,8 @@ impl<'a> ApiRequest<'a> {
             PromptReader::ChatBatch => read.conversations(&fields, fields.get("messages"), size),
             PromptReader::Completion => {
                 read.prompts(fields.take("prompt"));
-                // Engines that fill in the middle write it into the prompt, in the model's own form.
+                // Engines that fill in the middle write it into the prompt, in the model's own
+                // form.
                 read.more_bytes += fields.get("suffix").and_then(Json::as_str).map_or(0, str::len);
             }
             PromptReader::TokenIds => {
@@ -468,7 +470,7 @@ mod tests {
 
     #[test]
     fn what_the_engine_judges_is_estimated() {
-        // Whatever the value is, and wherever it stands.
+        // Each value, at each place.
         let values = [
             "null",
             "true",

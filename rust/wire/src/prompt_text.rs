@@ -104,7 +104,7 @@ pub(crate) fn responses(fields: &Members<'_>, size: usize) -> String {
 
 /// The texts that a model for scores and ranks compares: each query with each document.
 pub(crate) struct Pairs<'a, 'b> {
-    /// What templates write in front of each pair.
+    /// Texts that templates write in front of each pair.
     before: [Option<&'b Json<'a>>; 2],
     queries: &'b [Json<'a>],
     documents: &'b [Json<'a>],
@@ -186,7 +186,7 @@ fn settings(text: &mut String, fields: &Members<'_>, names: &[&str]) {
     names.iter().for_each(|name| part_of(text, fields.get(name)));
 }
 
-/// Writes a value behind a separator, if it says something.
+/// Writes a value behind a separator, unless it is empty.
 fn part_of(text: &mut String, value: Option<&Json<'_>>) {
     match value {
         Some(Json::Text(value)) if !value.is_empty() => {

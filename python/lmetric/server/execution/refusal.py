@@ -50,8 +50,8 @@ class EngineRefusal(ApiError):
 def retry_after_seconds(lines: bytes) -> int | None:
     """Returns the seconds of a `retry-after` field among the lines of a head.
 
-    Returns None without one, and if it is neither a number of digits nor a date (RFC 9110, 10.2.3).
-    A date counts from the engine's own `date`, so that the clocks need not agree.
+    Returns None without one, and if it is neither digits nor a date (RFC 9110, 10.2.3). A date
+    counts from the engine's own `date`: the clocks need not agree.
     """
     found = _RETRY_AFTER.search(lines)
     if found is None:

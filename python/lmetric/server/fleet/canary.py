@@ -261,7 +261,7 @@ class Canary:
         )
 
     def check_results(self) -> None:
-        """Raises CanaryError if a running canary has no result yet: nobody knows what it does."""
+        """Raises CanaryError if a running canary has no result yet."""
         run = self.run
         if not self.running or run is None or run.comparison.differences():
             return

@@ -68,7 +68,7 @@ _LABEL = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,20})-([0-9a-f]{16})")
 # Size limit of a request body for a page.
 PAGE_BODY_BYTES = 1 << 20
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
-# What a tenant reads of its own record with `errors.show_engines: false`.
+# Fields of a tenant's own record with `errors.show_engines: false`.
 _WITHOUT_ENGINES = frozenset(
     (
         *("id", "model", "request_id", "trace_id", "at_seconds", "held_seconds", "priority", "program"),

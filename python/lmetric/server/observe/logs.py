@@ -34,8 +34,8 @@ class LogWriter:
     """Writes log lines to a stream on a thread, and drops the lines that it cannot write.
 
     The stream may be a file on a full disk, a file at its size limit, a pipe without a reader, or a
-    pipe whose reader is stuck: no line waits for the stream on the event loop. When a line can be
-    written again, a warning has the number of dropped lines and the reason.
+    pipe whose reader is stuck. No line waits for the stream on the event loop. After a loss, a
+    warning has the number of dropped lines and the reason.
 
     It is also the stream of the standard library's logging (`write`).
     """

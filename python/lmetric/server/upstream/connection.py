@@ -121,9 +121,9 @@ class _SmallReads(asyncio.BufferedProtocol):
 class Connection(ResponseReader, asyncio.Protocol):
     """One connection.
 
-    It serves one sink at a time; without a sink it waits in the engine's pool. It reads in each
-    turn of the event loop only as much as one read gives, and at most `FULL_READ` bytes once a read
-    gave that much: an engine cannot take the time of others, or fill the buffers of a slow client.
+    It serves one sink at a time; without a sink it waits in the engine's pool. It reads once
+    in each turn of the event loop, and at most `FULL_READ` bytes after a read of that size. So an
+    engine cannot take the time of others, or fill the buffers of a slow client.
     """
 
     __slots__ = ("_paused", "_small", "_waits", "idle_since", "made_at", "transport", "upstream")

@@ -204,8 +204,8 @@ impl Admission {
         Ok(())
     }
 
-    /// Forgets an instance that was removed: its slot may get another one. Requests of its programs go
-    /// where the policy sends them.
+    /// Forgets an instance that was removed: its slot may get another one. Requests of its programs
+    /// go where the policy sends them.
     pub fn instance_removed(&mut self, id: InstanceId) {
         if let Some(programs) = &mut self.programs {
             programs.instance_removed(id);

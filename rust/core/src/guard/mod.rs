@@ -6,8 +6,8 @@
 //!
 //! - A **class** is a shared prefix: the chain hash at a power-of-two depth of the *matched* part
 //!   of a prompt (the paper leaves the definition open). The guard counts the heaviest classes over
-//!   a sliding window ([`heavy`]). x is a class's share of all *work*: the tokens of all prompts, in
-//!   blocks. The paper counts requests. Then an alarm on long prompts ends while a few instances
+//!   a sliding window ([`heavy`]). x is a class's share of all *work*: the tokens of all prompts,
+//!   in blocks. The paper counts requests. Then an alarm on long prompts ends while a few instances
 //!   still read most of the context.
 //! - **Phase 1**, at each [`Guard::tick`]: a class is suspected if x / (1 - x) > |M| / |not M|
 //!   (Equation 2 broken). Equation 3 is misprinted and not used. If M is empty or contains all

@@ -170,8 +170,8 @@ impl Lineage {
     }
 }
 
-/// Looks hashes up before they change. In a large map, each look-up waits for memory; look-ups alone
-/// wait together.
+/// Looks hashes up before they change. In a large map, each look-up waits for memory; look-ups
+/// alone wait together.
 fn load(checkpoints: &HashMap<u64, (u32, ProgramId)>, hashes: impl Iterator<Item = u64>) {
     let known = hashes.filter(|hash| checkpoints.contains_key(hash)).count();
     std::hint::black_box(known);

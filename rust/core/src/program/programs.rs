@@ -896,8 +896,8 @@ impl Programs {
         std::mem::take(&mut self.queue.released)
     }
 
-    /// Takes the held requests that were refused, with the seconds after which their clients may try
-    /// again. They have ended.
+    /// Takes the held requests that were refused, with the seconds after which their clients may
+    /// try again. They have ended.
     pub fn refused(&mut self) -> Vec<(TurnId, Seconds)> {
         std::mem::take(&mut self.queue.refused)
     }

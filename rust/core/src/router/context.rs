@@ -18,7 +18,7 @@ pub(super) struct Selection {
     pub eligible: Vec<bool>,
 }
 
-/// What an arrival has computed for the decision that follows it.
+/// Results of an arrival for the decision that follows it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Arrived {
     pub id: ArrivalId,

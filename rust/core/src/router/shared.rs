@@ -146,7 +146,8 @@ impl SharedRouter {
                 }
             }
             if waits() {
-                // The waiting thread is not scheduled, or sleeps until the holder hands the router on.
+                // The waiting thread is not scheduled, or sleeps until the holder hands the router
+                // on.
                 std::thread::yield_now();
             }
         }
