@@ -30,7 +30,7 @@ def test_demo_takes_commas_as_simulate_does() -> None:
     """UX papercut 14: `demo --policy lmetric,vllm` was one expression with a comma."""
     for given, wrong in (
         ("lmetric,vllmm", "'vllmm' is neither"),
-        ("max(bs, q_bs),linea", "'linea' is neither"),
+        ("maximum(bs, q_bs),linea", "'linea' is neither"),
     ):
         done = CliRunner().invoke(build(["demo"]), ["demo", "--policy", given])
         assert done.exit_code == 2

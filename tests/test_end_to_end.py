@@ -191,7 +191,8 @@ def test_a_short_demo() -> None:
         assert re.search(
             r"^The demo plays about \d+ s: \d runs? of 10 requests\.$", done.stderr, re.MULTILINE
         )
-        verdicts = ("round_robin: mean TTFT", "lmetric: mean TTFT")
+        # On a busy machine, the two policies cannot be compared.
+        verdicts = ("round_robin: mean TTFT", "lmetric: mean TTFT", "No verdict: ")
         assert any(line.startswith(verdicts) for line in done.stderr.splitlines())
 
 

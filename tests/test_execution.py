@@ -614,7 +614,7 @@ class Driver:
         pool, ask, setup = self.pool, self.ask, self.setup
         body = ask.body()
         line = f"POST {ask.path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        head = RequestReader(False, "x").read(line.encode())
+        head = RequestReader(False, "x", 1 << 16).read(line.encode())
         assert head is not None
         asked = ClientRequest(cast(Any, Client()), cast(Any, self.client), head, True, True, lambda _: None)
         asked.started = self.clock.now

@@ -358,7 +358,7 @@ def test_a_function_over_columns_holds_what_the_router_needs() -> None:
     assert list(policy.fn({"p_token": np.array([2.0]), "bs": np.array([1.0])})) == [4.0]
     with pytest.raises(lm.UnknownNameError, match="did you mean 'p_token'"):
         lm.policy_function(lambda c: c["bs"], reads=["p_tokens"])
-    with pytest.raises(TypeError, match="is not callable"):
+    with pytest.raises(TypeError, match="is no policy"):
         lm.policy_function(3, reads=[lm.BS])  # type: ignore[arg-type]
 
 

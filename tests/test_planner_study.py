@@ -20,16 +20,15 @@ def study() -> Iterator[None]:
 
 
 def test_a_hot_spot_dissolves(tmp_path: Path) -> None:
-    """On the page, fetches leave little of the hot spot, and less than the guard does."""
+    """On the page, fetches leave little of the hot spot, and so does the guard."""
     told = STUDY.made(tmp_path, "--quick", "--figure", "hot")["hot"]
     by_label = {row["policy"]: row for row in told["rows"]}
     alone, guarded, vllm = (by_label[name] for name in ("lmetric", "lmetric, guard", "vllm"))
     beside = by_label["lmetric_pull(by_batch=0) at 25 GB/s"]
     assert alone["tpot"][0] > 2.5 * vllm["tpot"][0]
-    assert guarded["tpot"][0] > 1.5 * vllm["tpot"][0]
+    assert guarded["tpot"][0] < 1.1 * vllm["tpot"][0]
     assert beside["tpot"][0] < 1.1 * vllm["tpot"][0]
     assert beside["ttft"][0] < min(vllm["ttft"][0], guarded["ttft"][0])
-    assert beside["instances"][0] > 2 * guarded["instances"][0]
 
 
 @pytest.mark.usefixtures("study")

@@ -27,8 +27,13 @@ def first(bs):
 def last(bs):
     return -np.arange(len(bs), dtype=float)
 
+calls = []
+
 def broken(bs):
-    raise RuntimeError("a defect")
+    calls.append(bs)
+    if len(calls) > 1:  # the first call is the server's test call
+        raise RuntimeError("a defect")
+    return -np.arange(len(bs), dtype=float)
 """
 
 

@@ -139,7 +139,7 @@ async def test_codes_of_errors_are_strings_or_null(logs: list[structlog.typing.E
         codes = []
         for body, path in (
             (b"{", "/v1/completions"),
-            ({"prompt": 3}, "/v1/completions"),
+            ({"prompt": "a", "kv_transfer_params": {}}, "/v1/completions"),
             ({"model": "no", "prompt": "x"}, "/v1/completions"),
             ({"prompt": "x" * 3000}, "/v1/completions"),
             ({}, "/v1/nothing"),

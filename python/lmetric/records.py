@@ -41,11 +41,11 @@ class DecisionRecord(TypedDict):
     instance: str  # the last one tried
     tried: list[str]
     prefer: Literal["min", "max"]  # whether the lowest or the highest score is best
-    scores: dict[str, float | None]  # by instance
+    scores: dict[str, float | None]  # by instance; above 1,024 instances, only the best 8
+    scored: int  # instances with a score
     best: list[Candidate]
     margin_to_runner_up: float | None
     load_report_age_seconds: float | None  # of the instance
-    scored: int  # instances with a score
     left_out: int  # instances without a finite score
     filter_waived: bool
     unscored: bool  # no instance had a score, so the fewest requests decided

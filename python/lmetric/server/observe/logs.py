@@ -50,7 +50,7 @@ class LogWriter:
             self._descriptor = None  # not a file of the system
         # Bytes of lines that came and went: each is written under `_lock` or by the thread alone.
         self._put_bytes = self._taken_bytes = 0
-        self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        self._queue: SimpleQueue[bytes | threading.Event | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._dropped = 0
         self._reason = ""
@@ -84,6 +84,14 @@ class LogWriter:
             self._queue.put(written)
             written.wait(seconds)
 
+    def close(self) -> None:
+        """Writes the lines so far, and ends the thread."""
+        self.flush()
+        with self._lock:
+            if self._thread is not None:
+                self._thread = None
+                self._queue.put(None)
+
     def _drop(self, lines: int, reason: str) -> None:
         """Counts lines that are lost. The caller has the lock."""
         self._dropped += lines
@@ -108,6 +116,8 @@ class LogWriter:
                 self._write_lines(lines)
             if isinstance(item, threading.Event):
                 item.set()
+            elif item is None:
+                return
 
     def _write_lines(self, lines: list[bytes]) -> None:
         data = b"".join(lines)
@@ -223,7 +233,7 @@ def _writer(stream: TextIO) -> LogWriter:
     elif _current.stream is stream:
         return _current
     else:
-        _current.flush()
+        _current.close()
     _current = LogWriter(stream)
     return _current
 

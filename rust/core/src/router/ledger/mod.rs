@@ -22,7 +22,7 @@ pub use share::{Published, Share};
 pub use tier_loads::TierLoads;
 
 use crate::estimate::step_watch::Prefilled;
-use crate::estimate::{DecodeCost, StepFit, StepTime, attention_pairs};
+use crate::estimate::{DecodeCost, StepFit, attention_pairs};
 use crate::ids::Seconds;
 use crate::indicators::{Columns, DeclaredId, Indicator, IndicatorSet};
 use account::Account;
@@ -402,26 +402,6 @@ impl Ledger {
     pub fn bound_remaining_on(&self, slot: usize) -> f64 {
         let account = &self.accounts[slot];
         account.own.bound_remaining_tokens + account.peers.bound_remaining_tokens
-    }
-
-    /// Writes the decayed sums of each slot at `now`: prefill tokens and output tokens.
-    pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
-        for ((account, prefill), output) in self.accounts.iter().zip(prefill).zip(output) {
-            let (placed, produced) = account.windows.sums(now);
-            *prefill = placed + account.peers.window_prefill_tokens;
-            *output = produced + account.peers.window_output_tokens;
-        }
-    }
-
-    /// Sets the time constant of recent prefills.
-    pub fn set_recent(&mut self, seconds: Seconds) {
-        self.recent_seconds = seconds;
-    }
-
-    /// Returns the share of recent time that a slot spent on prefills, by the model `step`.
-    pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
-        let account = &self.accounts[slot];
-        account.windows.prefill_share(&account.peers, step, self.recent_seconds, now)
     }
 
     fn write_pulls(&mut self, slot: usize) {

@@ -99,3 +99,25 @@ impl Windows {
         if seconds > 0.0 { seconds / seen.max(recent_seconds / 30.0) } else { 0.0 }
     }
 }
+
+impl super::Ledger {
+    /// Writes the decayed sums of each slot at `now`: prefill tokens and output tokens.
+    pub fn windows(&self, now: Seconds, prefill: &mut [f64], output: &mut [f64]) {
+        for ((account, prefill), output) in self.accounts.iter().zip(prefill).zip(output) {
+            let (placed, produced) = account.windows.sums(now);
+            *prefill = placed + account.peers.window_prefill_tokens;
+            *output = produced + account.peers.window_output_tokens;
+        }
+    }
+
+    /// Sets the time constant of recent prefills.
+    pub fn set_recent(&mut self, seconds: Seconds) {
+        self.recent_seconds = seconds;
+    }
+
+    /// Returns the share of recent time that a slot spent on prefills, by the model `step`.
+    pub fn prefill_share_on(&self, slot: usize, step: &StepTime, now: Seconds) -> f64 {
+        let account = &self.accounts[slot];
+        account.windows.prefill_share(&account.peers, step, self.recent_seconds, now)
+    }
+}
