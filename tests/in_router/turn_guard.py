@@ -32,8 +32,8 @@ from typing import Any
 LIMIT_SECONDS = 0.050
 TICK_SECONDS = 0.005
 LOOK_SECONDS = 0.010
-# In the tests' process, one look proves no more of a callback: native code of a test can keep the
-# looking thread from running, and the next look then sees a callback of the product.
+# In the tests' process, one look proves no more of a callback. Native code of a test can keep the
+# looking thread from running. The next look then sees a callback of the product.
 MOST_SECONDS_OF_A_LOOK = 3 * LOOK_SECONDS
 # CPU seconds that `speed` takes on the reference machine: an idle core of an AMD EPYC 9004, Python
 # 3.11.
