@@ -13,8 +13,10 @@ import aiohttp
 import pytest
 from turn_guard import LIMIT_SECONDS, TurnGuard
 
+from lmetric.engines.emulated.text import Text
 from lmetric.server.http.frontend import Frontend
 from server_world import world
+from split_world import COMPLETIONS, asked, body_of, both, split
 from test_server_process import BODY, RUN, Process, engine, router
 
 BUSY_SECONDS = 8 * LIMIT_SECONDS
@@ -66,6 +68,21 @@ async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(repor
             assert (await w.get("/health"))[0] == 200
         gc.collect()
         await asyncio.sleep(0.02)
+    assert reports == []
+
+
+async def test_the_engines_of_the_tests_do_not_count(
+    reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Text.encode
+
+    def slow(self: Text, text: str) -> Any:
+        spin(BUSY_SECONDS)
+        return encode(self, text)
+
+    async with split(both()) as w:
+        monkeypatch.setattr(Text, "encode", slow)
+        await asked(w, COMPLETIONS, body_of(COMPLETIONS, "a short prompt", max_tokens=2))
     assert reports == []
 
 
