@@ -74,6 +74,15 @@ def test_version() -> None:
     assert run("--version").stdout.startswith("lmetric-router 0.")
 
 
+@pytest.mark.parametrize(
+    ("shell", "begin"), [("zsh", "#compdef lmetric-router"), ("bash", "_lmetric_router_completion()")]
+)
+def test_the_named_shell_gets_its_completion(shell: str, begin: str) -> None:
+    """ux.md 3, smaller: `--show-completion zsh` printed the script of the running shell."""
+    done = run("--show-completion", shell)
+    assert (done.returncode, done.stdout.startswith(begin)) == (0, True)
+
+
 REPLAY_NONE = ["replay", "--trace", "none.jsonl", "--target", "http://127.0.0.1:1"]
 WRONG = [
     (["nope"], 2, "No such command 'nope'"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmetric.cli import demo
 from lmetric.cli.app import build
-from lmetric.cli.show import tables, wrapped
+from lmetric.cli.show import print_table, tables, wrapped
 from lmetric.defaults import DEFAULT_PROFILE
 from lmetric.demo import Setting
 from lmetric.replay import ProgramReport, Report
@@ -129,6 +129,18 @@ def test_a_wide_table_becomes_several_with_the_same_first_columns() -> None:
     assert all(head[:2] == ["policy", "load"] for head in heads)
     assert [name for head in heads for name in head[2:]] == columns[2:]
     assert len(tables(columns, rows, 400, keys=2)) == 1
+
+
+def test_a_table_that_is_too_wide_leaves_out_spare_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ux.md 3.18: `p99.9` had a table of its own."""
+    for columns, tables_and_tails in (("80", (1, 0)), ("100", (1, 1))):
+        monkeypatch.setenv("COLUMNS", columns)
+        names = ["TTFT, s", "mean", "p50", "p90", "p99", "p99.9"]
+        print_table(names, [["lmetric", *["14.374 ±0.095"] * 5]], spare=("p99.9",))
+        text = capsys.readouterr().out
+        assert (text.count("TTFT, s"), text.count("p99.9")) == tables_and_tails
 
 
 def test_text_wraps_below_its_start() -> None:

@@ -35,12 +35,12 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "environ", "says"),
     [
-        ("prot: 1", {}, {}, "router.yaml: prot = 1: unknown key; did you mean 'port'?"),
+        ("prot: 1", {}, {}, "router.yaml:1: prot = 1: unknown key; did you mean 'port'?"),
         (
             "timeouts: {conect: 3}",
             {},
             {},
-            "router.yaml: timeouts.conect = 3: unknown key; did you mean 'connect'?",
+            "router.yaml:1: timeouts.conect = 3: unknown key; did you mean 'connect'?",
         ),
         (
             "models: [{name: a, engins: []}]",
@@ -48,8 +48,28 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path) -> None:
             {},
             "models[0].engins = []: unknown key; did you mean 'engines'?",
         ),
-        ("engines: [{uri: 'http://h'}]", {}, {}, "engines[0].url: missing"),
-        ("port: x", {}, {}, "router.yaml: port = 'x': Input should be a valid integer"),
+        (
+            "host: a\ntimeouts:\n  drain: 1\n  conect: 3",
+            {},
+            {},
+            "router.yaml:4: timeouts.conect = 3: unknown",
+        ),
+        (
+            "host: a\nengines:\n- url: 'http://a'\n- url: 'http://b'\n  naem: c",
+            {},
+            {},
+            "router.yaml:5: engines[1].naem = 'c': unknown key; did you mean 'name'?",
+        ),
+        ("log: {json: maybe}", {}, {}, "router.yaml:1: log.json = 'maybe': expected true or false"),
+        ("limits: 3", {}, {}, "router.yaml:1: limits = 3: expected a mapping"),
+        (
+            "host: a\nlimits: {max_connections: many}",
+            {"port": "x"},
+            {},
+            "command line: port = 'x': expected an",
+        ),
+        ("engines: [{uri: 'http://h'}]", {}, {}, "router.yaml:1: engines[0].url: missing"),
+        ("port: x", {}, {}, "router.yaml:1: port = 'x': expected an integer"),
         ("", {"port": 99999}, {}, "command line: port = 99999: Input should be less than or equal to 65535"),
         (
             "",
@@ -240,7 +260,7 @@ def test_what_only_a_simulation_knows_is_refused(
     """Fidelity gap 5: the server refuses simulator settings that it does not support."""
     with pytest.raises(ConfigError, match=f"{re.escape('models[0].') if place else ''}{says}") as caught:
         load(f"{place}{key}: {value}{'}]' if place else ''}", tmp_path)
-    assert f"router.yaml: {'models[0].' if place else ''}{key}" in str(caught.value)
+    assert f"router.yaml:1: {'models[0].' if place else ''}{key}" in str(caught.value)
     kept = load("split: {kind: libra, parts: 2}\nrebalance: {kind: star, forecast: curve}", tmp_path)
     assert (kept.split, kept.rebalance) == (LibraSplit(), Star())
 

@@ -157,10 +157,36 @@ def test_the_command_quotes_model_names() -> None:
     assert "authorization: Bearer $API_KEY" in words
 
 
+@pytest.mark.parametrize(
+    ("config", "is_open"),
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "auth": {}}, False),
+        ({"host": ""}, True),
+    ],
+)
+async def test_the_block_says_that_there_are_no_keys(
+    config: dict[str, Any], is_open: bool, tmp_path: Path
+) -> None:
+    """ux.md 3, smaller: `serve --host 0.0.0.0` without keys said nothing."""
+    if "auth" in config:
+        keys = tmp_path / "keys.yaml"
+        keys.write_text("sk-0123456789abcdef: alice\n")
+        config = config | {"auth": {"keys_file": str(keys)}}
+    with capture_logs() as log:
+        async with world(1, **config):
+            pass
+    (event,) = (each for each in log if each["event"] == "listening")
+    assert ("NOTE     there are no API keys" in startup_block(event)) is is_open
+
+
 def test_long_lists_of_engines_are_cut() -> None:
     problem: dict[str, Any] = {"what": "approximate", "reason": "why", "fix": "this", "engines": 9}
     problem["names"] = list("abcdefghi")
     event = {"version": "1", "url": "u", "host": "h", "port": 1, "policy": "p", "models": [], "engines": 9}
-    text = startup_block(event | {"usable": 9, "modes": {}, "warnings": [problem], "curl": None})
+    text = startup_block(
+        event | {"usable": 9, "modes": {}, "warnings": [problem], "open": False, "curl": None}
+    )
     assert "WARNING  a, b, c, d and 5 more: approximate: why\n           fix: this" in text
     assert "  policy   p\n" in text

@@ -605,7 +605,7 @@ def test_a_wrong_study_ends_in_one_line(tmp_path: Path) -> None:
     write(tmp_path / "s.yaml", STUDY.replace("seeds:", "seed:"))
     done = study("s.yaml", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "lmetric-router: s.yaml: seed = 2: unknown key; did you mean 'seeds'?\n"
+    assert done.stderr == "lmetric-router: s.yaml:7: seed = 2: unknown key; did you mean 'seeds'?\n"
     assert study("none.yaml", cwd=tmp_path).returncode == 2
 
 

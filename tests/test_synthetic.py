@@ -323,7 +323,7 @@ BAD = [
     ("{synthetic: requests, arrivals: {on_seconds: 3}}", "arrivals.on-off.off_seconds: Field required"),
     (
         "{synthetic: requests, input_tokens: {p50: 3}}",
-        "input_tokens.log-normal: Value error, give exactly one",
+        "input_tokens.log-normal: give exactly one",
     ),
     ("{synthetic: requests, input_tokens: {p50: 3, mean: 2}}", r"must be p50 \(3\) or more, got 2"),
     ("{synthetic: requests, input_tokens: {quantiles: {0: 1}}}", "quantiles must rise from 0 to 1, got"),

@@ -21,6 +21,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from lmetric.defaults import PLANNER
+from lmetric.validation import expected
 
 if TYPE_CHECKING:
     from lmetric.lengths import LengthPredictor
@@ -835,7 +836,7 @@ def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False
         if problem["type"] == "missing":
             raise _refused((name,), None, f"missing; {cls.core_kind!r} needs it", what) from None
         if problem["type"] != "unexpected_keyword_argument":
-            raise _refused((name,), problem["input"], problem["msg"], what) from None
+            raise _refused((name,), problem["input"], expected(problem), what) from None
         known = [each.name for each in fields(cls) if not (server and is_study(each))]
         cores = {_core_name(each): each for each in known}
         text = "unknown setting"

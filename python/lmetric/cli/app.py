@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 import typer
@@ -62,6 +63,8 @@ MODULES = (
 
 def build(words: Collection[str]) -> typer.Typer:
     """The application. Options with slow imports are added only for the commands in `words`."""
+    # Else --show-completion zsh ignores "zsh" and prints the script of the shell that runs it.
+    os.environ.setdefault("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     app = typer.Typer(
         help="Routes requests over fleets of LLM engines: new prefill tokens x batch size, no tuning.",
         epilog="Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 port not free, 130 interrupted.",

@@ -232,6 +232,7 @@ def _print(made: Calibration) -> None:
         ["kind", "probe", "measured, ms", "predicted, ms", "off by", "measurements apart"],
         rows,
         title="A prefill's time to first token, a decode step, or all steps beside a prompt",
+        keys=2,
     )
     by_kind = []
     for kind in KINDS:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lmetric.validation import expected
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -57,5 +59,5 @@ def problems(error: ValidationError) -> str:
         flag = (
             "--" + "-".join(str(part).replace("_", "-") for part in problem["loc"]) if problem["loc"] else ""
         )
-        found.append(f"{flag} {problem['input']!r}: {problem['msg']}" if flag else problem["msg"])
+        found.append(f"{flag} {problem['input']!r}: {expected(problem)}" if flag else expected(problem))
     return "; ".join(found)

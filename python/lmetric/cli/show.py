@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +104,28 @@ def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, keys: int = 1
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    keys: int = 1,
+    spare: Collection[str] = (),
 ) -> None:
-    """Print a table with its title on stdout, as several tables if it is wider than the console."""
+    """Print a table with its title on stdout.
+
+    A table that is wider than the console has none of the `spare` columns. If it still does not
+    fit, it becomes several tables.
+    """
     console = stdout()
     if title is not None:
         print_text(title, console)
-    for each in tables(columns, rows, console.width, keys=keys):
+    rows = [list(row) for row in rows]
+    fitting = tables(columns, rows, console.width, keys=keys)
+    if len(fitting) > 1 and spare:
+        kept = [index for index, column in enumerate(columns) if column not in spare]
+        rows = [[row[index] for index in kept] for row in rows]
+        fitting = tables([columns[index] for index in kept], rows, console.width, keys=keys)
+    for each in fitting:
         console.print(each)
 
 

@@ -628,7 +628,7 @@ def print_tables(cells: list[Cell]) -> None:
         position += len(columns)
         if len(columns) > 3:
             body = [[label, *_cells(row)] for label, row in zip(labels, part, strict=True)]
-            print_table([head, *(column.title for column in columns)], body)
+            print_table([head, *(column.title for column in columns)], body, spare=("p99.9",))
         else:
             merged.append((head, columns, part))
     titles = [f"{head} {column.title}" for head, columns, _ in merged for column in columns]

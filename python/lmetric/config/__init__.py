@@ -5,7 +5,14 @@ defaults. Errors name the source of the value, its key path, the value, and the 
 """
 
 from lmetric.config.capacity import CapacityConfig
-from lmetric.config.files import ConfigError, UniqueKeys, read_secret, read_yaml_mapping, reading
+from lmetric.config.files import (
+    ConfigError,
+    UniqueKeys,
+    read_secret,
+    read_yaml_lines,
+    read_yaml_mapping,
+    reading,
+)
 from lmetric.config.kinds import (
     UNIX,
     EngineUrl,
@@ -112,6 +119,7 @@ __all__ = [
     "load_config",
     "needs_restart",
     "read_secret",
+    "read_yaml_lines",
     "read_yaml_mapping",
     "reading",
     "reloads",

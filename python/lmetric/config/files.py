@@ -126,15 +126,52 @@ def reading(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}:{error.lineno}: {error.msg}") from None
 
 
+KeyPath = tuple[str | int, ...]
+Lines = dict[KeyPath, int]
+"""Line numbers in a YAML file, by the path of keys and list positions."""
+
+
 def read_yaml_mapping(file: Path) -> dict[Any, Any]:
     """The mapping in a YAML file. Raises ConfigError, which names the file and the line."""
+    return read_yaml_lines(file)[0]
+
+
+def read_yaml_lines(file: Path) -> tuple[dict[Any, Any], Lines]:
+    """The mapping in a YAML file, and the lines of its keys and list items.
+
+    Raises ConfigError, which names the file and the line.
+    """
+    lines: Lines = {}
     with reading(file):
-        content = yaml.load(file.read_text(encoding="utf-8"), UniqueKeys)
+        loader = UniqueKeys(file.read_text(encoding="utf-8"))
+        try:
+            node = loader.get_single_node()
+            content = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+        _find_lines(node, (), lines, set())
     if content is None:
-        return {}
+        return {}, lines
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected a mapping, found {type(content).__name__}")
-    return content
+    return content, lines
+
+
+def _find_lines(node: yaml.Node | None, path: KeyPath, lines: Lines, seen: set[int]) -> None:
+    """Adds the lines of the keys and items below a node. Values of aliases have one place."""
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                here = (*path, key.value)
+                lines[here] = key.start_mark.line + 1
+                _find_lines(value, here, lines, seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*path, index] = item.start_mark.line + 1
+            _find_lines(item, (*path, index), lines, seen)
 
 
 def read_secret(secret: SecretStr | None, file: Path | None) -> str | None:

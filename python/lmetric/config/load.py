@@ -14,7 +14,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from lmetric import _deprecated, options
 from lmetric._core import LmetricError
-from lmetric.config.files import ConfigError, UniqueKeys, read_yaml_mapping
+from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.public_traces import FOLDER_VARIABLE
@@ -59,8 +59,10 @@ def load_config(
     def take(source: str, values: Mapping[str, Any]) -> None:
         _merge(merged, old.replaced(source, values), origin, source)
 
+    lines: Lines = {}
     if file is not None:
-        take(str(file), _read_yaml(Path(file)))
+        content, lines = _read_yaml(Path(file))
+        take(str(file), content)
     for name, value in sorted(environ.items()):
         if not name.startswith("LMETRIC") or name == FOLDER_VARIABLE or _is_service_link(name, value):
             continue
@@ -78,7 +80,7 @@ def load_config(
     try:
         config = ServerConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, origin, ServerConfig))) from None
+        raise ConfigError("\n".join(explain(error, origin, ServerConfig, {str(file): lines}))) from None
     config._deprecated = tuple(old.messages)
     config._ignored = tuple(ignored)
     config._origin = origin
@@ -209,12 +211,12 @@ def _changed(
         yield from (f"{indent}{line}\n" for line in rest)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    content = read_yaml_mapping(file)
+def _read_yaml(file: Path) -> tuple[dict[str, Any], Lines]:
+    content, lines = read_yaml_lines(file)
     for key in content:
         if not isinstance(key, str):
             raise ConfigError(f"{file}: key {key!r} is not a name")
-    return content
+    return content, lines
 
 
 def _is_service_link(name: str, value: str) -> bool:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from lmetric.config.files import Lines
 from lmetric.config.kinds import OptionError
+from lmetric.validation import expected
 
 # Secret keys: messages do not show their values.
 SECRETS = frozenset({"api_key", "token", "salt_secret"})
 
 
 def explain(
-    error: ValidationError, origin: Mapping[tuple[str, ...], str], root: type[BaseModel]
+    error: ValidationError,
+    origin: Mapping[tuple[str, ...], str],
+    root: type[BaseModel],
+    lines: Mapping[str, Lines] = MappingProxyType({}),
 ) -> Iterator[str]:
     """One line per invalid value of `root`: its source, the key, the value, and what is expected.
 
-    `origin` maps key paths to sources.
+    `origin` maps key paths to sources, `lines` the sources that are files to the lines of their
+    keys.
     """
     seen = set()
     for problem in error.errors(include_url=False):
@@ -30,8 +37,9 @@ def explain(
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
         names = tuple(str(part) for part in loc if isinstance(part, str))
         source = next((origin[names[:n]] for n in range(len(names), 0, -1) if names[:n] in origin), None)
-        place = f"{source}: " if source else ""
-        value, message = problem.get("input"), problem["msg"].removeprefix("Value error, ")
+        line = _line_of(loc, lines.get(source or "", {}))
+        place = "".join(f"{part}:" for part in (source, line) if part) + " " if source else ""
+        value, message = problem.get("input"), expected(problem)
         refused = problem.get("ctx", {}).get("error")
         if isinstance(refused, OptionError) and refused.path is not None:
             path = ".".join([path, *refused.path])
@@ -40,17 +48,22 @@ def explain(
             known = _known_keys(root, loc[:-1])
             near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
-            line = f"{place}{path} = {value!r}: unknown key{hint}"
+            text = f"{place}{path} = {value!r}: unknown key{hint}"
         elif problem["type"] == "missing":
-            line = f"{place}{path}: missing"
+            text = f"{place}{path}: missing"
         elif not loc:
-            line = message
+            text = message
         else:
             shown = "'**********'" if loc[-1] in SECRETS else repr(value)
-            line = f"{place}{path} = {shown}: {message}"
-        if line not in seen:
-            seen.add(line)
-            yield line
+            text = f"{place}{path} = {shown}: {message}"
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _line_of(loc: Sequence[str | int], lines: Lines) -> int | None:
+    """The line of the innermost part of a path that is in the file."""
+    return next((lines[part] for n in range(len(loc), 0, -1) if (part := tuple(loc[:n])) in lines), None)
 
 
 def _known_keys(section: type[BaseModel], loc: list[Any]) -> list[str]:

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lmetric.validation import expected
+
 _DIRECTORY = Path(__file__).parent
 
 
@@ -174,7 +176,7 @@ def check_profile(content: Any, where: str) -> Profile:
         return Profile.model_validate(content)
     except ValidationError as error:
         problems = "; ".join(
-            ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
+            ": ".join(filter(None, (".".join(map(str, problem["loc"])), expected(problem))))
             for problem in error.errors()
         )
         raise ProfileError(f"profile {where}: {problems}") from error

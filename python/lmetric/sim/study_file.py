@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from lmetric import _deprecated, options, plugins
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_mapping
+from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_lines
 from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
 from lmetric.defaults import DEFAULT_PROFILE, SLICE, trace_path
 from lmetric.profiles import fleet_profiles, load_profile, shipped_profiles
@@ -449,7 +449,7 @@ def load_study(
         ConfigError: an invalid file, policy, parameter or profile. The message has the file, the
             key, the value and the nearest valid key.
     """
-    content = dict(COMPARISON) if path is None else read_yaml_mapping(path)
+    content, lines = (dict(COMPARISON), {}) if path is None else read_yaml_lines(path)
     path = path or Path("comparison")
     if policies:
         content["policies"] = policies
@@ -469,7 +469,7 @@ def load_study(
             return replace(_expand(file, path), deprecated=tuple(messages))
     except ValidationError as error:
         origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
-        raise ConfigError("\n".join(explain(error, origin, StudyFile))) from None
+        raise ConfigError("\n".join(explain(error, origin, StudyFile, {str(path): lines}))) from None
     except (LmetricError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
 

@@ -47,6 +47,7 @@ from lmetric.sim.distributions import (
     draw_whole,
 )
 from lmetric.sim.traces import Trace
+from lmetric.validation import expected
 
 Number = TypeVar("Number", np.float64, np.int64)
 
@@ -396,7 +397,7 @@ def check_synthetic(content: Any, where: str) -> AnySynthetic:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}".removeprefix(": ")
+            f"{'.'.join(map(str, problem['loc'][1:]))}: {expected(problem)}".removeprefix(": ")
             for problem in error.errors()
         )
         raise SyntheticError(f"synthetic trace {where}: {problems}") from None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from lmetric.engines.emulated import EngineOptions, EngineStartError, run_engine
+from lmetric.validation import expected
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = EngineOptions.model_validate(vars(parser.parse_args(arguments)))
     except ValidationError as error:
         problems = [
-            f"--{str(p['loc'][0]).replace('_', '-')} {p['input']!r}: {p['msg']}" for p in error.errors()
+            f"--{str(p['loc'][0]).replace('_', '-')} {p['input']!r}: {expected(p)}" for p in error.errors()
         ]
         parser.error("; ".join(problems))
     try:

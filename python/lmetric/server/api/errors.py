@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from lmetric._core import NoInstanceError
 from lmetric.server.api.paths import MESSAGES, RESPONSES
+from lmetric.validation import expected
 
 _TYPES = {
     400: "invalid_request_error",
@@ -149,4 +150,4 @@ def bad(message: str, param: str | None = None) -> ApiError:
 def not_valid(error: ValidationError) -> ApiError:
     """Returns a 400 with the first problem that pydantic found in a body."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return bad(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    return bad(f"{'.'.join(map(str, first['loc']))}: {expected(first)}")

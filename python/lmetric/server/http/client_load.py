@@ -203,7 +203,7 @@ def _within_descriptors(limits: Limits) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return configured
     possible = max((soft - OTHER_DESCRIPTORS) // 2, 1)
-    tell = log.warning if "max_connections" in limits.model_fields_set or possible < 1024 else log.info
+    tell = log.warning if "max_connections" in limits.model_fields_set or possible < 1024 else log.debug
     tell(
         "limits.max_connections reduced to fit the open-file limit",
         max_connections=possible,

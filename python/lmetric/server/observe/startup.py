@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmetric._core import __version__
-from lmetric.config import ServerConfig, unix_path
+from lmetric.config import ServerConfig, is_loopback, unix_path
 from lmetric.printable import printable
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.summary import summary
@@ -38,10 +38,14 @@ def sample_request(url: str, model: str, keys_needed: bool) -> str:
 
 
 def startup_report(config: ServerConfig, fleet: Fleet, port: int, keys_needed: bool) -> dict[str, Any]:
-    """Returns the fields of the event `listening`."""
+    """Returns the fields of the event `listening`.
+
+    `open`: whether other machines can send requests without a key.
+    """
     url = url_of(config, port)
     report = {"version": __version__, "url": url, "host": config.host, "port": port}
     report |= {"policy": config.policy, **summary(fleet, names=True)}
+    report["open"] = not keys_needed and unix_path(config.host) is None and not is_loopback(config.host)
     report["curl"] = sample_request(url, fleet.pools[0].name, keys_needed) if fleet.pools else None
     return report
 
@@ -66,6 +70,9 @@ def startup_block(event: Mapping[str, Any]) -> str:
         )
         if problem["fix"] is not None:
             rows.append(("", f"fix: {problem['fix']}"))
+    if event["open"]:
+        rows.append(("NOTE", "there are no API keys: whoever reaches this port can use the engines"))
+        rows.append(("", "fix: set auth.keys_file, or listen on loopback only (--host 127.0.0.1)"))
     if event["curl"] is not None:
         rows.append(("try", event["curl"]))
     lines = [f"  {name:<8} {printable(text)}" for name, text in rows]
