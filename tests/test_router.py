@@ -64,6 +64,19 @@ def misaligned(values: np.ndarray) -> np.ndarray:
     return found
 
 
+def test_the_best_scores_of_a_decision_are_equal_in_both_places() -> None:
+    """ux.md 3, smaller: `scores` and `best` differed in the 7th digit."""
+    router = lm.Router("p_token * (bs + 1) / 7")
+    for number in range(10):  # 8 are the best
+        router.add_instance(f"e{number}")
+    decision, _ = router.route(lm.Request(token_ids=list(range(100_000))))
+    record = router.explain(decision)
+    assert record is not None
+    assert len(record["scores"]) == 10
+    assert len(record["best"]) == 8
+    assert all(record["scores"][best["instance"]] == best["score"] for best in record["best"])
+
+
 @pytest.mark.parametrize(
     "tokens",
     [

@@ -475,10 +475,9 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py
     for (name, score) in receipt.names.iter().zip(&receipt.scores).filter(|(name, _)| !name.is_empty()) {
         scores.set_item(&**name, number(f64::from(*score)))?;
     }
-    if receipt.scores.is_empty() {
-        for best in &receipt.best {
-            scores.set_item(name(best.slot), number(f64::from(best.score as f32)))?;
-        }
+    // The scores of all candidates are kept in single precision; the best are the same as in `best`.
+    for best in &receipt.best {
+        scores.set_item(name(best.slot), number(best.score))?;
     }
     dict.set_item("scores", scores)?;
     dict.set_item("scored", receipt.scored)?;
