@@ -19,6 +19,7 @@ from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.engines.emulated import EngineOptions, EngineServer, EngineStartError
 from lmetric.engines.emulated.__main__ import main
 from lmetric.profiles import Profile, ProfileError, load_profile, shipped_profiles
+from waiting import PATIENCE_SECONDS
 
 ENGINE = [sys.executable, "-m", "lmetric.engines.emulated"]
 
@@ -68,7 +69,7 @@ asyncio.run(main())
         child = int(parent.stdout.readline())
         assert alive(child)
         parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(child)

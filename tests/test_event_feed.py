@@ -22,7 +22,7 @@ import zmq
 import lmetric as lm
 from lmetric._core import EventFeed
 from lmetric.engines.emulated import EngineOptions, EngineServer
-from waiting import until_threads
+from waiting import PATIENCE_SECONDS, until_threads
 
 END = (2**64 - 1).to_bytes(8, "big")
 BLOCK = 16
@@ -610,7 +610,7 @@ async def test_what_is_predicted_is_what_the_engine_has_cached(bed: Bed) -> None
             if dice.random() < 0.3:
                 begun[dice.randrange(len(begun))] = prompt
             salt = dice.choice([None, "tenant"])
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while (status := bed.feed.status("e0")) and time.monotonic() < deadline:
                 # The events of the last answer's last step have arrived.
                 if status[0]["state"] == "live" and status[0]["last_sequence"] == server_sequence(server):

@@ -36,7 +36,7 @@ from lmetric.server.observe.recorder import Hasher
 from log_watch import MARKED_PROMPT
 from server_world import FakeEngine, World, hang, plain, reset, says, world
 from test_server_process import engine, router
-from waiting import until
+from waiting import until, until_threads
 
 
 def content(folder: Path) -> bytes:
@@ -258,9 +258,7 @@ def test_a_full_disk_keeps_no_file_without_a_head(tmp_path: Path, monkeypatch: p
     for number in range(5):
         writer.put(request_line(number), 0)
         before = writer.outcomes["disk"]
-        deadline = time.monotonic() + 5
-        while writer.outcomes["disk"] == before and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until_threads(lambda: writer.outcomes["disk"] > before)  # noqa: B023
     writer.close()
     assert writer.outcomes["disk"] == 5
     assert list(tmp_path.iterdir()) == []
@@ -277,9 +275,7 @@ def test_a_head_that_json_cannot_hold_ends_no_thread(tmp_path: Path) -> None:
     writer.start()
     for number in range(3):
         writer.put(request_line(number), 0)
-        deadline = time.monotonic() + 5
-        while writer.waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until_threads(lambda: not writer.waiting)
     writer.close()
     assert writer.outcomes["written"] >= 1
     assert writer.outcomes["written"] + writer.outcomes["error"] == 4  # the first file's head, too
@@ -344,22 +340,21 @@ def test_hashing_lets_other_threads_run() -> None:
     """Other threads run while 64 MB are hashed: the call releases the interpreter lock."""
     hasher, data, done = Hasher(b"k" * 32), bytes(64_000_000), threading.Event()
 
+    hashing = []
+
     def run() -> None:
         hasher.chain(data, 64)
+        hashing.append(time.thread_time())
         done.set()
 
     thread = threading.Thread(target=run)
-    began = last = time.monotonic()
-    stops = []
+    began = time.thread_time()
     thread.start()
     while not done.is_set():
-        time.sleep(0.0005)
-        now = time.monotonic()
-        stops.append(now - last)
-        last = now
+        pass
     thread.join()
-    assert max(stops) < (last - began) / 2
-    assert len(stops) > 10
+    # Python switches threads after 5 ms. With the lock, the hashing thread would take all the rest.
+    assert time.thread_time() - began > hashing[0] / 10
 
 
 def file_of(folder: Path, *lines: Any, end: bytes = b"\n", schema: int = 1) -> Path:
