@@ -23,5 +23,5 @@ _EXPECTED = {
 
 
 def expected(problem: Mapping[str, Any]) -> str:
-    """What was expected, for one of `ValidationError.errors()`."""
+    """Returns the expected value in words, for one of `ValidationError.errors()`."""
     return _EXPECTED.get(problem["type"]) or str(problem["msg"]).removeprefix("Value error, ")
