@@ -113,13 +113,14 @@ def test_equation_2_of_a_class() -> None:
 def test_a_made_hot_spot(known: bool) -> None:
     from hot_spot import BEFORE, SURGE, surge
 
-    trace, hot = surge(1, 0.3, 2000, known=known)
+    trace, hot, with_prefix = surge(1, 0.3, 2000, known=known)
     during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
     assert hot.sum() / during.sum() == pytest.approx(0.3, abs=0.02)
     first = trace.hash_ids[trace.hash_offsets[:-1]]
     assert len(np.unique(first[hot])) == 1
     outside = int((first[~during] == first[hot][0]).sum())
     assert (outside > 0) == known
+    assert (first == first[hot][0]).tolist() == with_prefix.tolist()
     assert outside < 2 * BEFORE * 0.3 * len(trace)
     assert trace.input_tokens[hot].min() >= 2000
 
