@@ -157,9 +157,7 @@ def figures(raw: Raw) -> dict[str, Any]:
         "tokens_joined_ttft": max(
             map(abs, claim("19", "against #Tokens once this request has joined, mean TTFT").values())
         ),
-        "hot_times": Span(
-            1 + value for value in surges("known", "a hot spot breaks the score").values
-        ),
+        "hot_times": Span(1 + value for value in surges("known", "a hot spot breaks the score").values),
         "guard_vllm_tpot": surges("", "their TPOT, guard on against vLLM's"),
         "guard_vllm_known_ttft": surges("known", "their TTFT, guard on against vLLM's"),
         "guard_vllm_new_ttft": surges("new", "their TTFT, guard on against vLLM's"),
