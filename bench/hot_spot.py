@@ -23,10 +23,13 @@ SURGE = (100.0, 220.0)  # seconds
 BEFORE = 0.02  # Share of the surge's rate that a known prefix has before and after the surge.
 
 
-def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, NDArray[np.bool_]]:
-    """Returns a trace in which `share` of the arrivals begins with one prefix for two minutes, and
-    a mask of these requests. With `known`, a few requests come before, so one instance already
-    holds the prefix; else it is new to all instances."""
+Mask = NDArray[np.bool_]
+
+
+def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, Mask, Mask]:
+    """Returns a trace in which `share` of the arrivals begins with one prefix for two minutes, a
+    mask of these requests, and a mask of all requests with the prefix. With `known`, a few requests
+    come before, so some instance already holds the prefix; else it is new to all instances."""
     length = HOT["duration_seconds"]
     hot_spot = {"start_seconds": 0, "seconds": length, "share": share, "tokens": tokens}
     trace = check_synthetic({**HOT, "seed": seed, "hot_spot": hot_spot}, "hot").make()
@@ -37,4 +40,4 @@ def surge(seed: int, share: float, tokens: int, *, known: bool) -> tuple[Trace, 
     during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
     kept_outside = np.random.default_rng(seed).random(len(trace)) < (BEFORE if known else 0.0)
     keep = ~hot | during | kept_outside
-    return trace.where(keep), (hot & during)[keep]
+    return trace.where(keep), (hot & during)[keep], hot[keep]

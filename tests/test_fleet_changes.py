@@ -10,30 +10,36 @@ import pytest
 import lmetric as lm
 from lmetric.sim.churn import listed
 from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.synthetic import read_synthetic
+from lmetric.sim.synthetic import AnySynthetic, read_synthetic
 
 PROFILE = "qwen2-7b-h20"
-TALKS = read_synthetic(
-    "{synthetic: sessions, seed: 1, rate: 0.5, duration_seconds: 240, input_tokens: 300, output_tokens: 60, "
-    "turns: 6, think_seconds: 8, prefixes: {count: 3, tokens: 2000}}"
-)
+CHANGES = "100 leave 0, 160 join 0"
+SEEDS = (1, 2, 3, 4)
+
+
+def talks(seed: int) -> AnySynthetic:
+    return read_synthetic(
+        f"{{synthetic: sessions, seed: {seed}, rate: 0.5, duration_seconds: 240, input_tokens: 300, "
+        "output_tokens: 60, turns: 6, think_seconds: 8, prefixes: {count: 3, tokens: 2000}}"
+    )
+
+
+TALKS = talks(1)
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    """One engine of three leaves and comes back: with cold and with warm caches."""
-    workload = prepare(TALKS.make(), PROFILE)
-    changes = "100 leave 0, 160 join 0"
-    # Without the guard: in a fleet this small, it moves more prompts than the changes do.
-    common = {"profile": PROFILE, "instances": 3, "admission": "vllm", "cached_answers": True, "guard": False}
+def runs() -> dict[str, list[Run]]:
+    """One engine of three leaves and comes back: with cold and with warm caches, by seed."""
+    workloads = [prepare(talks(seed).make(), PROFILE) for seed in SEEDS]
+    common = {"profile": PROFILE, "instances": 3, "admission": "vllm", "cached_answers": True}
     return {
-        kind: simulate(workload, changes=changes, fleet_changes=kind, **common)  # type: ignore[arg-type]
+        kind: [simulate(each, changes=CHANGES, fleet_changes=kind, **common) for each in workloads]  # type: ignore[arg-type]
         for kind in ("none", "warm")
     }
 
 
-def test_results_of_changes(runs: dict[str, Run]) -> None:
-    for kind, run in runs.items():
+def test_results_of_changes(runs: dict[str, list[Run]]) -> None:
+    for kind, (run, *_) in runs.items():
         left, came = run.changes
         assert (left.change, came.change.kind) == (lm.FleetChange(100.0, "leave", 0), "join")
         gone = (run.arrival_seconds > 100) & (run.arrival_seconds < came.done_seconds)
@@ -46,9 +52,11 @@ def test_results_of_changes(runs: dict[str, Run]) -> None:
         assert left.moves == run.moves.sum()
 
 
-def test_a_warm_change_computes_less(runs: dict[str, Run]) -> None:
-    computed = {kind: int(run.computed_tokens.sum()) for kind, run in runs.items()}
-    assert computed["warm"] < 0.99 * computed["none"]
+def test_a_warm_change_computes_less(runs: dict[str, list[Run]]) -> None:
+    """With the guard at its default: a filter copies some prefixes to all engines, so a change has
+    less to copy, and a single trace may show no gain."""
+    computed = {kind: sum(int(run.computed_tokens.sum()) for run in each) for kind, each in runs.items()}
+    assert computed["warm"] < 0.97 * computed["none"]
 
 
 def test_an_option_has_the_words_of_files() -> None:

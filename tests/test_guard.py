@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "classes": 64,
     "min_requests": 16,
     "phase2_factor": 2.0,
-    "release_factor": 0.1,
+    "release_factor": 0.05,
 }
 OUT_OF_RANGE: dict[str, Any] = {
     "window_seconds": 0.0,

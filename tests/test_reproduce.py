@@ -113,15 +113,45 @@ def test_equation_2_of_a_class() -> None:
 def test_a_made_hot_spot(known: bool) -> None:
     from hot_spot import BEFORE, SURGE, surge
 
-    trace, hot = surge(1, 0.3, 2000, known=known)
+    trace, hot, with_prefix = surge(1, 0.3, 2000, known=known)
     during = (trace.arrival_seconds >= SURGE[0]) & (trace.arrival_seconds < SURGE[1])
     assert hot.sum() / during.sum() == pytest.approx(0.3, abs=0.02)
     first = trace.hash_ids[trace.hash_offsets[:-1]]
     assert len(np.unique(first[hot])) == 1
     outside = int((first[~during] == first[hot][0]).sum())
     assert (outside > 0) == known
+    assert (first == first[hot][0]).tolist() == with_prefix.tolist()
     assert outside < 2 * BEFORE * 0.3 * len(trace)
     assert trace.input_tokens[hot].min() >= 2000
+
+
+@pytest.mark.usefixtures("reproduce")
+@pytest.mark.parametrize("tokens", [8000, 16000])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_guard_mends_a_surge(known: bool, tokens: int) -> None:
+    """Fidelity 2.2 (c): better than no guard, and at most 5% worse than vLLM's balancer. Requests
+    before the surge count, too, so each policy pays for all its copies of the prefix."""
+    from hot_spot import surge
+    from lmetric.profiles import load_profile
+    from lmetric.sim.run import prepare, simulate
+
+    trace, hot, with_prefix = surge(300, 0.4, tokens, known=known)
+    profile = load_profile("qwen3-30b-a3b-h20").in_blocks_of(64)
+    workload = prepare(trace, profile).faster(0.9)
+
+    def played(policy: str, guard: bool) -> np.ndarray:
+        """Returns TPOT of the hot requests, TTFT of all with the prefix, TTFT and TPOT of all."""
+        run = simulate(
+            workload, policy=policy, guard=guard, profile=profile, instances=16, admission="vllm", seed=1
+        )
+        ttft, tpot = run.ttft_seconds, run.tpot_seconds
+        return np.array([np.nanmean(tpot[hot]), ttft[with_prefix].mean(), ttft.mean(), np.nanmean(tpot)])
+
+    on, off, vllm = played("lmetric", True), played("lmetric", False), played("vllm", False)
+    assert (on <= 1.05 * vllm).all(), on / vllm
+    assert on[0] < off[0]
+    if known:
+        assert (on < off).all(), on / off
 
 
 def test_the_study_with_curves_is_valid() -> None:

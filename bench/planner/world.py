@@ -110,7 +110,7 @@ def recorded(speed: float, seed: int, path: Path | None = None) -> Trace:
 def made(stage: Stage, seed: int) -> tuple[Workload, NDArray[np.bool_]]:
     """Returns the trace and a mask of the measured requests."""
     if stage.tokens:
-        trace, hot = surge(seed, stage.share, stage.tokens, known=True)
+        trace, hot, _ = surge(seed, stage.share, stage.tokens, known=True)
         return prepare(trace, stage.profile).faster(stage.speed), hot
     trace = recorded(stage.speed, seed, SLICE if stage.slice else None)
     return prepare(trace, stage.profile), np.ones(len(trace), np.bool_)

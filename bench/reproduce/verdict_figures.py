@@ -50,7 +50,6 @@ def figures(raw: Raw) -> dict[str, Any]:
     p95 = sorted(claim("18", "P95 TTFT").values())
     strong = [value for value in p95 if value < -0.4]
     heavy = claim("20", "the same, of classes with 16 requests or more")
-    guard = claim("guard", "the guard mends it: their TPOT, on against off")
 
     def on(figure: str, text: str, *stages: str) -> Span:
         """Returns a claim's means in some scenarios."""
@@ -59,6 +58,11 @@ def figures(raw: Raw) -> dict[str, Any]:
     def off(figure: str, text: str, *stages: str) -> Span:
         """Returns a claim's means in all other scenarios."""
         return Span(value for stage, value in claim(figure, text).items() if stage not in stages)
+
+    def surges(prefix: str, text: str, tokens: str = "") -> Span:
+        """Returns a claim's means on surges of a `known` or a `new` prefix, or on all (``""``)."""
+        found = claim("guard", text).items()
+        return Span(value for stage, value in found if stage.startswith(prefix) and tokens in stage)
 
     def unequal(load: str, fleets: tuple[str, ...], trace: str = "") -> list[dict[str, Any]]:
         """Rows by policy at each trace and fleet, on unequal GPUs."""
@@ -153,15 +157,16 @@ def figures(raw: Raw) -> dict[str, Any]:
         "tokens_joined_ttft": max(
             map(abs, claim("19", "against #Tokens once this request has joined, mean TTFT").values())
         ),
-        "hot_times": Span(
-            1 + value
-            for stage, value in claim("guard", "a hot spot breaks the score").items()
-            if stage.startswith("known")
-        ),
-        "guard_vllm_tpot": Span(claim("guard", "their TPOT, guard on against vLLM's").values()),
-        "guard_vllm_ttft": Span(claim("guard", "their TTFT, guard on against vLLM's").values()),
-        "guard_vllm_all_tpot": Span(claim("guard", "TPOT of all requests, guard on").values()),
-        "guard_vllm_all_ttft": Span(claim("guard", "TTFT of all requests, guard on").values()),
+        "hot_times": Span(1 + value for value in surges("known", "a hot spot breaks the score").values),
+        "guard_vllm_tpot": surges("", "their TPOT, guard on against vLLM's"),
+        "guard_vllm_known_ttft": surges("known", "their TTFT, guard on against vLLM's"),
+        "guard_vllm_new_ttft": surges("new", "their TTFT, guard on against vLLM's"),
+        "guard_vllm_prefix_ttft": surges("known", "TTFT of all requests with the prefix"),
+        "guard_vllm_all_tpot": surges("", "TPOT of all requests, guard on"),
+        "guard_vllm_all_ttft": surges("", "TTFT of all requests, guard on"),
+        "guard_new_tpot": surges("new", "the guard mends it: their TPOT, on against off"),
+        "guard_new_ttft": surges("new", "their TTFT, on against off"),
+        "guard_new_e2e": surges("new", "their E2E, on against off"),
         "simulation_half": against("simulation", "ttft_mean_s", "50%", scaled + h200, base=SECONDS),
         "offset_long": on("offset", "BS alone against BS + 1, hits at 10%", *LONG),
         "offset_half": claim("offset", "hits at half of the maximum")["conversation"],
@@ -198,8 +203,8 @@ def figures(raw: Raw) -> dict[str, Any]:
         "decode_ttft": max(claim("19", "the decode batch size in place of BS, mean TTFT").values()),
         "decode_tpot": max(claim("19", "the decode batch size in place of BS, mean TPOT").values()),
         "hot_share": heavy["coder"],
-        "guard_ttft": Span(claim("guard", "their TTFT, on against off").values()),
-        "guard_tpot": Span(guard.values()),
+        "guard_ttft": surges("known", "their TTFT, on against off"),
+        "guard_tpot": surges("known", "the guard mends it: their TPOT, on against off"),
         "offset_hits": min(claim("offset", "BS alone against BS + 1, hits at 10%").values()),
         "live": Span(claim("signals", "LMETRIC as live").values()),
     }

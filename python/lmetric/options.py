@@ -331,7 +331,7 @@ class Guard:
     """Fewest requests in the window for an alarm about a prefix."""
     phase2_factor: float = 2.0
     """The guard filters after more than this many consecutive requests per holder of the prefix."""
-    release_factor: float = 0.1
+    release_factor: float = 0.05
     """An alarm ends at this fraction of the ratio that raised it."""
 
 

@@ -19,7 +19,9 @@
 //! - **Release** (the paper leaves it open): an alarm ends when phase 1 no longer holds with a
 //!   margin, x / (1 - x) <= `release_factor` x |M| / |not M|. A filtered request makes its new
 //!   instance a holder at once. So a filter spreads the prefix to as many instances as its demand
-//!   needs, and then ends, mostly within a few requests.
+//!   needs, and then ends, mostly within a few requests. The new instance stays a holder for a
+//!   window, because an index from KV events shows it only after its prefill. Otherwise, each check
+//!   during that prefill would raise the alarm again, and further requests would queue behind it.
 //! - **Nested classes.** A prompt belongs to one class at each depth. Holders of a longer prefix
 //!   also hold the shorter prefix. If nested classes have the *same* holders, only the shallowest
 //!   is suspected: it has all their requests, so it is hot whenever they are. If a deeper class has
@@ -41,6 +43,7 @@ use crate::error::CoreError;
 use crate::ids::Seconds;
 use crate::indicators::IndicatorSet;
 use crate::policy::{Policy, Prefer, Scores};
+use hashbrown::HashMap;
 use heavy::HeavyClasses;
 use serde::Deserialize;
 
@@ -79,7 +82,7 @@ impl Default for GuardConfig {
             classes: 64,
             min_requests: 16,
             phase2_factor: 2.0,
-            release_factor: 0.1,
+            release_factor: 0.05,
         }
     }
 }
@@ -222,6 +225,8 @@ pub struct Guard {
     heavy: HeavyClasses,
     /// Sorted by depth, shallowest first.
     alarms: Vec<Alarm>,
+    /// Instances of filtered requests by class, each with the end of its time as a holder.
+    new_holders: HashMap<u64, Vec<(InstanceId, Seconds)>>,
     instances: usize,
     events: Vec<GuardEvent>,
 }
@@ -234,7 +239,8 @@ impl Guard {
     pub fn new(config: GuardConfig) -> Result<Guard, CoreError> {
         config.check()?;
         let heavy = HeavyClasses::new(config.classes, config.window_seconds);
-        Ok(Guard { config, heavy, alarms: Vec::new(), instances: 0, events: Vec::new() })
+        let (alarms, events) = (Vec::new(), Vec::new());
+        Ok(Guard { config, heavy, alarms, new_holders: HashMap::new(), instances: 0, events })
     }
 
     /// Returns the settings.
@@ -247,6 +253,7 @@ impl Guard {
     pub fn set_on(&mut self, on: bool) {
         if self.config.on && !on {
             self.heavy = HeavyClasses::new(self.config.classes, self.config.window_seconds);
+            self.new_holders.clear();
             let instances = self.instances;
             self.events.extend(self.alarms.drain(..).map(|alarm| alarm.event(true, instances)));
         }
@@ -303,19 +310,32 @@ impl Guard {
         self.heavy.advance(now);
         self.heavy.count(chain, matched_blocks);
         if !self.alarms.is_empty() {
-            self.follow(chain, scores, eligible, chosen);
+            self.follow(now, chain, matched_blocks, scores, eligible, chosen);
         }
     }
 
     /// Runs phase 2, and adds the new holders of filtered prefixes.
-    fn follow(&mut self, chain: &[u64], scores: &Scores, eligible: &[bool], chosen: InstanceId) {
-        let Guard { config, heavy, alarms, instances, events } = self;
+    fn follow(
+        &mut self,
+        now: Seconds,
+        chain: &[u64],
+        matched_blocks: u32,
+        scores: &Scores,
+        eligible: &[bool],
+        chosen: InstanceId,
+    ) {
+        let Guard { config, heavy, alarms, new_holders, instances, events } = self;
         alarms.retain_mut(|alarm| {
             if !alarm.has(chain) {
                 return true;
             }
             if alarm.phase == Phase::Filtering {
-                alarm.holders.insert(chosen);
+                if alarm.holders.insert(chosen) {
+                    let until = now + config.window_seconds;
+                    for (class, _) in classes_of(chain, matched_blocks) {
+                        new_holders.entry(class).or_default().push((chosen, until));
+                    }
+                }
                 let work = heavy.get(alarm.class).map_or(0, |class| class.work);
                 let hot = is_hot(work, heavy.work(), &alarm.holders, *instances, config.release_factor);
                 if !hot {
@@ -349,6 +369,10 @@ impl Guard {
     ) -> Vec<GuardEvent> {
         if self.config.on {
             self.heavy.advance(now);
+            self.new_holders.retain(|_, new| {
+                new.retain(|(_, until)| now < *until);
+                !new.is_empty()
+            });
             self.instances = instances;
             self.suspect(&mut holders);
         }
@@ -370,7 +394,8 @@ impl Guard {
             }
             ids.clear();
             holders(class.hash, &mut ids);
-            let held: SlotSet = ids.iter().copied().collect();
+            let new = self.new_holders.get(&class.hash).into_iter().flatten();
+            let held: SlotSet = ids.iter().chain(new.map(|(id, _)| id)).copied().collect();
             let factor = if known.is_some() { self.config.release_factor } else { 1.0 };
             if !is_hot(class.work, all, &held, instances, factor) {
                 continue;
@@ -394,6 +419,9 @@ impl Guard {
     pub fn instance_removed(&mut self, id: InstanceId) {
         for alarm in &mut self.alarms {
             alarm.holders.remove(id);
+        }
+        for new in self.new_holders.values_mut() {
+            new.retain(|(holder, _)| *holder != id);
         }
     }
 }

@@ -2,14 +2,16 @@ use super::testing::prompt;
 use super::*;
 use std::collections::HashMap;
 
-/// A small fleet that routes by LMETRIC, with an index fed as the router's approximate feed does,
-/// and a guard.
+/// A small fleet that routes by LMETRIC, with an index and a guard. The index shows a prompt
+/// `index_lag_seconds` after its placement: 0 as the approximate feed does, more as KV events do.
 struct Fleet {
     guard: Guard,
     held: HashMap<u64, SlotSet>,
     running: Vec<Vec<f64>>,
     now: f64,
     service_seconds: f64,
+    index_lag_seconds: f64,
+    late: Vec<(f64, usize, Vec<u64>)>,
     events: Vec<GuardEvent>,
     routed: Vec<usize>,
 }
@@ -22,6 +24,8 @@ impl Fleet {
             running: vec![Vec::new(); instances],
             now: 0.0,
             service_seconds: 2.0,
+            index_lag_seconds: 0.0,
+            late: Vec::new(),
             events: Vec::new(),
             routed: Vec::new(),
         }
@@ -38,8 +42,17 @@ impl Fleet {
         chain.iter().take_while(|hash| holds(hash)).count()
     }
 
+    /// Lets the index show the prompts whose time has come.
+    fn show(&mut self) {
+        let now = self.now;
+        for (_, slot, chain) in self.late.extract_if(.., |(at, ..)| *at <= now).collect::<Vec<_>>() {
+            self.store(slot, &chain);
+        }
+    }
+
     fn route(&mut self, chain: &[u64]) -> (usize, Restriction) {
         let n = self.running.len();
+        self.show();
         for slot in &mut self.running {
             slot.retain(|ends| *ends > self.now);
         }
@@ -56,13 +69,15 @@ impl Fleet {
             (0..n).filter(|i| eligible[*i]).min_by(|a, b| key(a).partial_cmp(&key(b)).unwrap()).unwrap();
         let matched = *hits.iter().max().unwrap() as u32;
         self.guard.observe(self.now, chain, matched, &scores, &eligible, InstanceId(best as u32));
-        self.store(best, chain);
+        self.late.push((self.now + self.index_lag_seconds, best, chain.to_vec()));
+        self.show();
         self.running[best].push(self.now + self.service_seconds);
         self.routed.push(best);
         (best, restriction)
     }
 
     fn tick(&mut self) -> Vec<GuardEvent> {
+        self.show();
         let held = &self.held;
         let lookup = |hash: u64, out: &mut Vec<InstanceId>| {
             out.extend(held.get(&hash).into_iter().flat_map(SlotSet::iter));
@@ -141,6 +156,45 @@ fn a_hot_spot_is_suspected_filtered_spread_and_released() {
         fleet.tick();
     }
     assert_eq!(fleet.events.len(), seen, "{:?}", &fleet.events[seen..]);
+}
+
+/// The index shows a new holder only after its prefill. The guard counts it as a holder until then,
+/// at most for a window.
+#[test]
+fn an_instance_that_still_computes_a_spread_prefix_is_a_holder() {
+    let mut fleet = Fleet::new(8, GuardConfig::default());
+    fleet.index_lag_seconds = 4.5;
+    let hot = prompt(7, 0, 64);
+    fleet.store(3, &hot);
+    let mut filtered = Vec::new();
+    for i in 0..200 {
+        fleet.now += 0.05;
+        if let (slot, Restriction::Filtered(_)) = fleet.route(&hot) {
+            filtered.push(slot);
+        }
+        fleet.route(&prompt(1000 + i, 0, 1));
+        if i % 20 == 0 {
+            fleet.tick();
+        }
+    }
+    filtered.sort_unstable();
+    assert_eq!(filtered, [0, 1, 2, 4, 5, 6, 7], "each other instance computes the prefix once");
+    assert_eq!(suspicions(&fleet.events), 1, "{:?}", fleet.events);
+
+    // An engine that never computes the prefix is no holder once the window is over.
+    let mut fleet = Fleet::new(2, GuardConfig::default());
+    fleet.index_lag_seconds = f64::INFINITY;
+    fleet.store(0, &hot);
+    for i in 0..800 {
+        fleet.now += 0.05;
+        fleet.route(&hot);
+        if i % 20 == 0 {
+            fleet.tick();
+        }
+    }
+    assert!(suspicions(&fleet.events) >= 2, "{:?}", fleet.events);
+    fleet.guard.set_on(false);
+    assert!(fleet.guard.new_holders.is_empty());
 }
 
 #[test]
