@@ -475,7 +475,7 @@ pub fn receipt_dict<'py>(py: Python<'py>, receipt: &Receipt) -> Result<Bound<'py
     for (name, score) in receipt.names.iter().zip(&receipt.scores).filter(|(name, _)| !name.is_empty()) {
         scores.set_item(&**name, number(f64::from(*score)))?;
     }
-    // The scores of all candidates are kept in single precision; the best are the same as in `best`.
+    // All scores are kept in single precision; those of the best are as in `best`.
     for best in &receipt.best {
         scores.set_item(name(best.slot), number(best.score))?;
     }
