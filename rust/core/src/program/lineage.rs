@@ -8,6 +8,7 @@
 //! the exact end of a known prompt. A look-up costs some microseconds at any number of programs.
 use super::programs::ProgramId;
 use hashbrown::HashMap;
+use slotmap::SecondaryMap;
 
 /// Checkpoints are this many blocks apart up to `DENSE`, then grow by this ratio.
 const STEP: u32 = 4;
@@ -36,18 +37,13 @@ pub struct Mark {
 
 /// Registered hashes of one program.
 #[derive(Clone, Debug, Default)]
-pub struct Path {
+struct Path {
     /// Hashes at the checkpoints of its latest prompt, in order.
     checkpoints: Vec<u64>,
+    /// Leading checkpoints that are in the map. No other program has the checkpoints behind them.
+    in_map: usize,
     /// Ends of its prompts, oldest first.
     marks: Vec<Mark>,
-}
-
-impl Path {
-    /// Returns the end of the latest prompt; `None` if it has no whole block.
-    pub fn last(&self) -> Option<Mark> {
-        self.marks.last().copied()
-    }
 }
 
 /// The known part of a prompt.
@@ -61,11 +57,25 @@ pub struct Known {
     pub sharer: Option<ProgramId>,
 }
 
+/// Programs that registered a checkpoint.
+#[derive(Clone, Copy, Debug)]
+struct Checkpoint {
+    programs: u32,
+    latest: ProgramId,
+    /// The program that may have further checkpoints outside the map behind this one. It may have
+    /// gone, or left this prompt: then none of its checkpoints match.
+    owner: Option<ProgramId>,
+}
+
 /// Registered hashes of all programs.
+///
+/// The map has the checkpoints that several programs registered, and the first checkpoint that only
+/// one program has. Further checkpoints of that program are in its path alone, until another
+/// program registers them. So a program whose prompt no other program shares costs one entry.
 #[derive(Clone, Debug, Default)]
 pub struct Lineage {
-    /// Number of programs that registered each checkpoint, and the latest of them.
-    checkpoints: HashMap<u64, (u32, ProgramId)>,
+    paths: SecondaryMap<ProgramId, Path>,
+    checkpoints: HashMap<u64, Checkpoint>,
     /// Latest program whose prompt ended at a block.
     marks: HashMap<u64, ProgramId>,
     /// Positions of all checkpoints up to the longest prompt so far.
@@ -73,27 +83,33 @@ pub struct Lineage {
 }
 
 impl Lineage {
-    fn extend_positions(&mut self, blocks: u32) {
+    /// Returns the positions of all checkpoints of a prompt with this number of blocks.
+    pub(super) fn positions(&mut self, blocks: u32) -> &[u32] {
         while self.positions.last().copied().unwrap_or(0) < blocks {
             self.positions.push(next_checkpoint(self.positions.last().copied().unwrap_or(0)));
         }
-    }
-
-    /// Returns the number of checkpoints within `blocks`.
-    fn within(&self, blocks: u32) -> usize {
-        self.positions.partition_point(|&at| at <= blocks)
+        &self.positions[..self.positions.partition_point(|&at| at <= blocks)]
     }
 
     /// Looks a prompt up by the chained hashes of its blocks.
     pub fn look_up(&mut self, chain: &[u64]) -> Known {
         let blocks = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        self.extend_positions(blocks);
-        let places = &self.positions[..self.within(blocks)];
+        self.positions(blocks);
+        let places = &self.positions[..self.positions.partition_point(|&at| at <= blocks)];
         let at = |place: u32| chain[place as usize - 1];
-        let known = places.partition_point(|&place| self.checkpoints.contains_key(&at(place)));
+        let mut known = places.partition_point(|&place| self.checkpoints.contains_key(&at(place)));
+        let last = known.checked_sub(1).and_then(|last| self.checkpoints.get(&at(places[last])));
+        let mut sharer = last.map(|checkpoint| checkpoint.latest);
+        let owner = last.and_then(|checkpoint| checkpoint.owner);
+        if let Some((owner, path)) = owner.and_then(|owner| Some((owner, self.paths.get(owner)?))) {
+            let rest = path.checkpoints.iter().skip(known).zip(&places[known..]);
+            let more = rest.take_while(|(hash, place)| **hash == at(**place)).count();
+            if more > 0 {
+                (known, sharer) = (known + more, Some(owner));
+            }
+        }
         let from = known.checked_sub(1).map(|last| places[last]);
         let shared = from.map(|place| Mark { blocks: place, hash: at(place) });
-        let sharer = shared.and_then(|mark| self.checkpoints.get(&mark.hash)).map(|(_, program)| *program);
         // The mark lies behind the last known checkpoint, or is one of the earlier marks.
         let to = places.get(known).copied().unwrap_or(blocks + 1).min(blocks + 1);
         let in_range = |from: u32, to: u32| {
@@ -106,32 +122,29 @@ impl Lineage {
         Known { mark, shared, sharer }
     }
 
-    /// Returns the longest end of a prompt of `path` that `chain` passes through.
-    pub fn fork_point(path: &Path, chain: &[u64]) -> Option<Mark> {
+    /// Returns the end of a program's latest prompt; `None` if it has no whole block.
+    pub fn last(&self, program: ProgramId) -> Option<Mark> {
+        self.paths.get(program)?.marks.last().copied()
+    }
+
+    /// Returns the longest end of a prompt of a program that `chain` passes through.
+    pub fn fork_point(&self, program: ProgramId, chain: &[u64]) -> Option<Mark> {
         let passes = |mark: &&Mark| chain.get(mark.blocks as usize - 1) == Some(&mark.hash);
-        path.marks.iter().rev().find(passes).copied()
+        self.paths.get(program)?.marks.iter().rev().find(passes).copied()
     }
 
     /// Registers a prompt of a program, in place of the part of its path that the prompt leaves.
-    pub fn register(&mut self, program: ProgramId, path: &mut Path, chain: &[u64]) {
+    pub fn register(&mut self, program: ProgramId, chain: &[u64]) {
         let blocks = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        self.extend_positions(blocks);
-        let places = self.within(blocks);
-        let hash_at = |place: usize, positions: &[u32]| chain[positions[place] as usize - 1];
-        let positions = std::mem::take(&mut self.positions);
-        let common = path.checkpoints.len().min(places);
-        let keep = (0..common).take_while(|&p| path.checkpoints[p] == hash_at(p, &positions)).count();
-        for hash in path.checkpoints.drain(keep..) {
+        let hashes: Vec<u64> =
+            self.positions(blocks).iter().map(|place| chain[*place as usize - 1]).collect();
+        let mut path = self.paths.remove(program).unwrap_or_default();
+        let keep = path.checkpoints.iter().zip(&hashes).take_while(|(old, new)| old == new).count();
+        for hash in path.checkpoints.drain(keep..).take(path.in_map.saturating_sub(keep)) {
             release(&mut self.checkpoints, hash);
         }
-        load(&self.checkpoints, (keep..places).map(|place| hash_at(place, &positions)));
-        for place in keep..places {
-            let hash = hash_at(place, &positions);
-            path.checkpoints.push(hash);
-            let entry = self.checkpoints.entry(hash).or_insert((0, program));
-            *entry = (entry.0 + 1, program);
-        }
-        self.positions = positions;
+        path.in_map = path.in_map.min(keep);
+        self.add(program, &mut path, &hashes);
         let left = |mark: &Mark| chain.get(mark.blocks as usize - 1) != Some(&mark.hash);
         let marks = &mut self.marks;
         path.marks.retain(|mark| {
@@ -141,24 +154,59 @@ impl Lineage {
             }
             !gone
         });
-        let Some(&hash) = chain.last() else { return };
-        let mark = Mark { blocks, hash };
-        if path.marks.last() != Some(&mark) {
-            if path.marks.len() == MARKS {
-                forget(marks, path.marks.remove(0).hash, program);
+        if let Some(&hash) = chain.last() {
+            let mark = Mark { blocks, hash };
+            if path.marks.last() != Some(&mark) {
+                if path.marks.len() == MARKS {
+                    forget(marks, path.marks.remove(0).hash, program);
+                }
+                path.marks.push(mark);
             }
-            path.marks.push(mark);
+            marks.insert(hash, program);
         }
-        marks.insert(hash, program);
+        self.paths.insert(program, path);
+    }
+
+    /// Adds the checkpoints `hashes` that a path does not have yet.
+    fn add(&mut self, program: ProgramId, path: &mut Path, hashes: &[u64]) {
+        while let Some(hash) = hashes.get(path.checkpoints.len())
+            && path.in_map == path.checkpoints.len()
+        {
+            let place = path.in_map;
+            if let Some(checkpoint) = self.checkpoints.get_mut(hash) {
+                (checkpoint.programs, checkpoint.latest) = (checkpoint.programs + 1, program);
+            } else {
+                let before = path.checkpoints.last().and_then(|hash| self.checkpoints.get_mut(hash));
+                let mut new = Checkpoint { programs: 1, latest: program, owner: Some(program) };
+                if let Some(before) = before
+                    && let Some(owner) = before.owner
+                {
+                    if owner == program {
+                        break;
+                    }
+                    // Another program may have it outside the map.
+                    let other = self.paths.get_mut(owner);
+                    if let Some(other) = other.filter(|path| path.checkpoints.get(place) == Some(hash)) {
+                        other.in_map += 1;
+                        before.owner = None;
+                        (new.programs, new.owner) = (2, Some(owner));
+                    }
+                }
+                self.checkpoints.insert(*hash, new);
+            }
+            path.checkpoints.push(*hash);
+            path.in_map += 1;
+        }
+        path.checkpoints.extend(hashes.iter().skip(path.checkpoints.len()));
     }
 
     /// Removes a program's hashes.
-    pub fn remove(&mut self, program: ProgramId, path: &mut Path) {
-        load(&self.checkpoints, path.checkpoints.iter().copied());
-        for hash in path.checkpoints.drain(..) {
-            release(&mut self.checkpoints, hash);
+    pub fn remove(&mut self, program: ProgramId) {
+        let Some(path) = self.paths.remove(program) else { return };
+        for hash in &path.checkpoints[..path.in_map] {
+            release(&mut self.checkpoints, *hash);
         }
-        for mark in path.marks.drain(..) {
+        for mark in path.marks {
             forget(&mut self.marks, mark.hash, program);
         }
     }
@@ -166,21 +214,14 @@ impl Lineage {
     /// Returns the number of registered hashes.
     #[cfg(test)]
     pub fn registered(&self) -> usize {
-        self.checkpoints.len() + self.marks.len()
+        self.checkpoints.len() + self.marks.len() + self.paths.len()
     }
 }
 
-/// Looks hashes up before they change. In a large map, each look-up waits for memory; look-ups
-/// alone wait together.
-fn load(checkpoints: &HashMap<u64, (u32, ProgramId)>, hashes: impl Iterator<Item = u64>) {
-    let known = hashes.filter(|hash| checkpoints.contains_key(hash)).count();
-    std::hint::black_box(known);
-}
-
-fn release(checkpoints: &mut HashMap<u64, (u32, ProgramId)>, hash: u64) {
-    if let Some(entry) = checkpoints.get_mut(&hash) {
-        entry.0 -= 1;
-        if entry.0 == 0 {
+fn release(checkpoints: &mut HashMap<u64, Checkpoint>, hash: u64) {
+    if let Some(checkpoint) = checkpoints.get_mut(&hash) {
+        checkpoint.programs -= 1;
+        if checkpoint.programs == 0 {
             checkpoints.remove(&hash);
         }
     }
