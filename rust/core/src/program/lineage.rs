@@ -3,12 +3,13 @@
 //! Block hashes are chained, so the hash of one block stands for everything before it. Each program
 //! registers the hash at the end of each of its latest prompts (a *mark*) and hashes at fixed
 //! positions (*checkpoints*, at most 6% apart). A prompt's known part is monotone: a program that
-//! registered a checkpoint registered all checkpoints before it. So a binary search over the
-//! checkpoints finds the known part within 6%, and the marks behind the last known checkpoint give
-//! the exact end of a known prompt. A look-up costs some microseconds at any number of programs.
+//! registered a checkpoint registered all checkpoints before it. So the checkpoints form a tree. A
+//! walk from its root finds the known part within 6%, and the marks behind the last known
+//! checkpoint give the exact end of a known prompt. A look-up costs some microseconds at any number
+//! of programs.
 use super::programs::ProgramId;
 use hashbrown::HashMap;
-use slotmap::SecondaryMap;
+use slotmap::{SecondaryMap, SlotMap, new_key_type};
 
 /// Checkpoints are this many blocks apart up to `DENSE`, then grow by this ratio.
 const STEP: u32 = 4;
@@ -38,12 +39,34 @@ pub struct Mark {
 /// Registered hashes of one program.
 #[derive(Clone, Debug, Default)]
 struct Path {
-    /// Hashes at the checkpoints of its latest prompt, in order.
-    checkpoints: Vec<u64>,
-    /// Leading checkpoints that are in the map. No other program has the checkpoints behind them.
-    in_map: usize,
+    /// The segment at whose end its latest prompt's last checkpoint is.
+    end: Option<SegmentId>,
     /// Ends of its prompts, oldest first.
     marks: Vec<Mark>,
+}
+
+new_key_type! {
+    struct SegmentId;
+}
+
+/// Checkpoints that follow each other and that the same programs registered.
+#[derive(Clone, Debug)]
+struct Segment {
+    /// Hashes at the checkpoints.
+    hashes: Vec<u64>,
+    /// Checkpoints before the segment, and the segment that ends there.
+    start: usize,
+    before: Option<SegmentId>,
+    /// Number of programs that registered these checkpoints, and the latest of them.
+    programs: u32,
+    latest: ProgramId,
+}
+
+impl Segment {
+    /// Returns the number of leading checkpoints that a prompt with these checkpoints passes.
+    fn passed_by(&self, mut hashes: impl Iterator<Item = u64>) -> usize {
+        self.hashes.iter().take_while(|own| hashes.next() == Some(**own)).count()
+    }
 }
 
 /// The known part of a prompt.
@@ -57,25 +80,14 @@ pub struct Known {
     pub sharer: Option<ProgramId>,
 }
 
-/// Programs that registered a checkpoint.
-#[derive(Clone, Copy, Debug)]
-struct Checkpoint {
-    programs: u32,
-    latest: ProgramId,
-    /// The program that may have further checkpoints outside the map behind this one. It may have
-    /// gone, or left this prompt: then none of its checkpoints match.
-    owner: Option<ProgramId>,
-}
-
-/// Registered hashes of all programs.
-///
-/// The map has the checkpoints that several programs registered, and the first checkpoint that only
-/// one program has. Further checkpoints of that program are in its path alone, until another
-/// program registers them. So a program whose prompt no other program shares costs one entry.
+/// Registered hashes of all programs: a tree of segments. A program whose prompt no other program
+/// shares costs one entry of the map.
 #[derive(Clone, Debug, Default)]
 pub struct Lineage {
     paths: SecondaryMap<ProgramId, Path>,
-    checkpoints: HashMap<u64, Checkpoint>,
+    segments: SlotMap<SegmentId, Segment>,
+    /// The segment that begins with a checkpoint.
+    begins: HashMap<u64, SegmentId>,
     /// Latest program whose prompt ended at a block.
     marks: HashMap<u64, ProgramId>,
     /// Positions of all checkpoints up to the longest prompt so far.
@@ -97,15 +109,15 @@ impl Lineage {
         self.positions(blocks);
         let places = &self.positions[..self.positions.partition_point(|&at| at <= blocks)];
         let at = |place: u32| chain[place as usize - 1];
-        let mut known = places.partition_point(|&place| self.checkpoints.contains_key(&at(place)));
-        let last = known.checked_sub(1).and_then(|last| self.checkpoints.get(&at(places[last])));
-        let mut sharer = last.map(|checkpoint| checkpoint.latest);
-        let owner = last.and_then(|checkpoint| checkpoint.owner);
-        if let Some((owner, path)) = owner.and_then(|owner| Some((owner, self.paths.get(owner)?))) {
-            let rest = path.checkpoints.iter().skip(known).zip(&places[known..]);
-            let more = rest.take_while(|(hash, place)| **hash == at(**place)).count();
-            if more > 0 {
-                (known, sharer) = (known + more, Some(owner));
+        let (mut known, mut sharer) = (0, None);
+        while let Some(place) = places.get(known)
+            && let Some(id) = self.begins.get(&at(*place))
+        {
+            let segment = &self.segments[*id];
+            known += segment.passed_by(places[known..].iter().map(|place| at(*place)));
+            sharer = Some(segment.latest);
+            if known < segment.start + segment.hashes.len() {
+                break;
             }
         }
         let from = known.checked_sub(1).map(|last| places[last]);
@@ -139,12 +151,8 @@ impl Lineage {
         let hashes: Vec<u64> =
             self.positions(blocks).iter().map(|place| chain[*place as usize - 1]).collect();
         let mut path = self.paths.remove(program).unwrap_or_default();
-        let keep = path.checkpoints.iter().zip(&hashes).take_while(|(old, new)| old == new).count();
-        for hash in path.checkpoints.drain(keep..).take(path.in_map.saturating_sub(keep)) {
-            release(&mut self.checkpoints, hash);
-        }
-        path.in_map = path.in_map.min(keep);
-        self.add(program, &mut path, &hashes);
+        let (end, known) = self.leave(path.end, &hashes);
+        path.end = self.add(program, end, &hashes, known);
         let left = |mark: &Mark| chain.get(mark.blocks as usize - 1) != Some(&mark.hash);
         let marks = &mut self.marks;
         path.marks.retain(|mark| {
@@ -167,45 +175,91 @@ impl Lineage {
         self.paths.insert(program, path);
     }
 
-    /// Adds the checkpoints `hashes` that a path does not have yet.
-    fn add(&mut self, program: ProgramId, path: &mut Path, hashes: &[u64]) {
-        while let Some(hash) = hashes.get(path.checkpoints.len())
-            && path.in_map == path.checkpoints.len()
-        {
-            let place = path.in_map;
-            if let Some(checkpoint) = self.checkpoints.get_mut(hash) {
-                (checkpoint.programs, checkpoint.latest) = (checkpoint.programs + 1, program);
-            } else {
-                let before = path.checkpoints.last().and_then(|hash| self.checkpoints.get_mut(hash));
-                let mut new = Checkpoint { programs: 1, latest: program, owner: Some(program) };
-                if let Some(before) = before
-                    && let Some(owner) = before.owner
-                {
-                    if owner == program {
-                        break;
-                    }
-                    // Another program may have it outside the map.
-                    let other = self.paths.get_mut(owner);
-                    if let Some(other) = other.filter(|path| path.checkpoints.get(place) == Some(hash)) {
-                        other.in_map += 1;
-                        before.owner = None;
-                        (new.programs, new.owner) = (2, Some(owner));
+    /// Takes a program off the segments from `end` back to where a prompt with the checkpoints
+    /// `hashes` leaves them. Returns the segment that ends there, and the checkpoints before.
+    fn leave(&mut self, mut end: Option<SegmentId>, hashes: &[u64]) -> (Option<SegmentId>, usize) {
+        while let Some(id) = end {
+            let segment = &mut self.segments[id];
+            let same = segment.passed_by(hashes.iter().skip(segment.start).copied());
+            let place = segment.start + same;
+            if same == segment.hashes.len() {
+                return (end, place);
+            }
+            if same > 0 {
+                if segment.programs == 1 {
+                    segment.hashes.truncate(same);
+                    return (end, place);
+                }
+                let kept = self.split(id, same);
+                self.segments[id].programs -= 1;
+                return (Some(kept), place);
+            }
+            end = segment.before;
+            segment.programs -= 1;
+            if segment.programs == 0 {
+                self.begins.remove(&segment.hashes[0]);
+                self.segments.remove(id);
+            }
+        }
+        (None, 0)
+    }
+
+    /// Adds a program to the segments with the checkpoints `hashes` behind `end`. Returns the last.
+    fn add(
+        &mut self,
+        program: ProgramId,
+        mut end: Option<SegmentId>,
+        hashes: &[u64],
+        mut known: usize,
+    ) -> Option<SegmentId> {
+        while let Some(hash) = hashes.get(known) {
+            let Some(mut id) = self.begins.get(hash).copied() else {
+                let rest = &hashes[known..];
+                match end.map(|end| &mut self.segments[end]) {
+                    // No program follows it.
+                    Some(last) if (last.programs, last.latest) == (1, program) => last.hashes.extend(rest),
+                    _ => {
+                        let (start, before) = (known, end);
+                        let new =
+                            Segment { hashes: rest.to_vec(), start, before, programs: 1, latest: program };
+                        let id = self.segments.insert(new);
+                        self.begins.insert(*hash, id);
+                        end = Some(id);
                     }
                 }
-                self.checkpoints.insert(*hash, new);
+                return end;
+            };
+            let segment = &self.segments[id];
+            let same = segment.passed_by(hashes[known..].iter().copied());
+            if same < segment.hashes.len() {
+                id = self.split(id, same);
             }
-            path.checkpoints.push(*hash);
-            path.in_map += 1;
+            let segment = &mut self.segments[id];
+            (segment.programs, segment.latest) = (segment.programs + 1, program);
+            (end, known) = (Some(id), known + same);
         }
-        path.checkpoints.extend(hashes.iter().skip(path.checkpoints.len()));
+        end
+    }
+
+    /// Splits a segment behind `same` checkpoints. Returns the first part, which is new.
+    fn split(&mut self, id: SegmentId, same: usize) -> SegmentId {
+        let segment = &mut self.segments[id];
+        let rest = segment.hashes.split_off(same);
+        let hashes = std::mem::replace(&mut segment.hashes, rest);
+        let (begin, next) = (hashes[0], segment.hashes[0]);
+        let Segment { start, before, programs, latest, .. } = *segment;
+        segment.start += same;
+        let first = self.segments.insert(Segment { hashes, start, before, programs, latest });
+        self.segments[id].before = Some(first);
+        self.begins.insert(begin, first);
+        self.begins.insert(next, id);
+        first
     }
 
     /// Removes a program's hashes.
     pub fn remove(&mut self, program: ProgramId) {
         let Some(path) = self.paths.remove(program) else { return };
-        for hash in &path.checkpoints[..path.in_map] {
-            release(&mut self.checkpoints, *hash);
-        }
+        self.leave(path.end, &[]);
         for mark in path.marks {
             forget(&mut self.marks, mark.hash, program);
         }
@@ -214,16 +268,7 @@ impl Lineage {
     /// Returns the number of registered hashes.
     #[cfg(test)]
     pub fn registered(&self) -> usize {
-        self.checkpoints.len() + self.marks.len() + self.paths.len()
-    }
-}
-
-fn release(checkpoints: &mut HashMap<u64, Checkpoint>, hash: u64) {
-    if let Some(checkpoint) = checkpoints.get_mut(&hash) {
-        checkpoint.programs -= 1;
-        if checkpoint.programs == 0 {
-            checkpoints.remove(&hash);
-        }
+        self.begins.len() + self.segments.len() + self.marks.len() + self.paths.len()
     }
 }
 

@@ -566,9 +566,9 @@ proptest! {
         prop_assert_eq!(lineage.registered(), 0);
     }
 
-    /// In every history, checkpoints outside the map are found as if the map had all of them.
+    /// In every history, the tree finds what a map of all checkpoints finds.
     #[test]
-    fn checkpoints_outside_the_map_are_found(
+    fn the_tree_agrees_with_a_map_of_all_checkpoints(
         steps in prop::collection::vec((0usize..6, 0u64..2, 0u32..90, 0u64..3, 0u32..90, 0u32..5), 1..60),
     ) {
         let mut lineage = Lineage::default();
