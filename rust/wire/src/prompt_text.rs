@@ -39,7 +39,9 @@ const NOT_WRITTEN: [&str; 6] = ["type", "id", "status", "encrypted_content", CAC
 
 /// Writes JSON without spaces.
 pub(crate) fn compact(value: &Json<'_>) -> String {
-    serde_json::to_string(value).expect("names are strings, and a String takes all")
+    let mut text = String::new();
+    value.write(&mut text);
+    text
 }
 
 /// Returns the text of a conversation. `size`: expected bytes.
@@ -195,7 +197,7 @@ fn part_of(text: &mut String, value: Option<&Json<'_>>) {
         }
         Some(value) if value.is_something() => {
             text.push(PART);
-            text.push_str(&compact(value));
+            value.write(text);
         }
         _ => {}
     }

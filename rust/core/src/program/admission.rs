@@ -223,9 +223,11 @@ impl Programs {
     fn room_for(&self, id: ProgramId, reserved: &[InstanceId]) -> Option<InstanceId> {
         let room = |slot: usize| -> Option<f64> {
             let instance = InstanceId(slot as u32);
-            let room = self.room_on(id, instance).filter(|_| !reserved.contains(&instance))?;
             // A program that fits nowhere runs alone.
-            (room >= 0.0 || self.instances[slot].is_empty()).then_some(room)
+            let fits = |room: &f64| *room >= 0.0 || self.instances[slot].is_empty();
+            // The look-up of the root waits for memory, and most instances have no room anyway.
+            self.room_beside(id, instance, |_| 0.0).filter(fits)?;
+            self.room_on(id, instance).filter(fits).filter(|_| !reserved.contains(&instance))
         };
         let stays = self.config.thunder.is_none();
         let home = self.home_of(&self.programs[id]);
@@ -241,6 +243,12 @@ impl Programs {
     /// Returns the tokens left on an instance if it takes a program, negative if it does not fit;
     /// `None` if the instance takes no requests.
     fn room_on(&self, id: ProgramId, instance: InstanceId) -> Option<f64> {
+        let ledger = &self.instances[instance.index()];
+        self.room_beside(id, instance, |root| root.tokens * (1.0 - ledger.share_of_root(root.hash)))
+    }
+
+    /// Returns the room on an instance if the program needs `missing` tokens of its root.
+    fn room_beside(&self, id: ProgramId, instance: InstanceId, missing: impl Fn(Root) -> f64) -> Option<f64> {
         let (program, ledger) = (&self.programs[id], &self.instances[instance.index()]);
         if !ledger.available {
             return None;
@@ -248,7 +256,6 @@ impl Programs {
         let Some(capacity) = ledger.capacity_tokens else {
             return Some(1e15 - ledger.expected_tokens());
         };
-        let missing = |root: Root| root.tokens * (1.0 - ledger.share_of_root(root.hash));
         let need = self.counted_tokens(program) + self.root_to_count(program, instance).map_or(0.0, missing);
         let parent = program.parent().and_then(|parent| self.programs.get(parent));
         // A fork lives on what its parent has in the cache, and its parent waits for it.

@@ -31,6 +31,8 @@ const BUCKETS: usize = 16;
 struct Recent {
     buckets: [f64; BUCKETS],
     newest: u64,
+    /// Sum of the buckets: each decision reads it on each instance.
+    sum: f64,
 }
 
 impl Recent {
@@ -46,16 +48,14 @@ impl Recent {
                 self.buckets = [0.0; BUCKETS];
             }
             self.newest = bucket;
+            self.sum = self.buckets.iter().sum();
         }
     }
 
     fn add(&mut self, tokens: f64, now: Seconds, window: Seconds) {
         self.advance(now, window);
         self.buckets[(self.newest % BUCKETS as u64) as usize] += tokens;
-    }
-
-    fn sum(&self) -> f64 {
-        self.buckets.iter().sum()
+        self.sum = self.buckets.iter().sum();
     }
 }
 
@@ -110,12 +110,12 @@ impl InstanceLedger {
 
     /// Returns the expected working set in tokens.
     pub fn expected_tokens(&self) -> f64 {
-        self.own + self.root_tokens + self.running_others + self.recent.sum() + self.peers.tokens
+        self.own + self.root_tokens + self.running_others + self.recent.sum + self.peers.tokens
     }
 
     /// Returns the expected tokens of programs, roots (those of peers included) and other requests.
     pub fn parts(&self) -> (f64, f64, f64) {
-        (self.own, self.root_tokens, self.running_others + self.recent.sum())
+        (self.own, self.root_tokens, self.running_others + self.recent.sum)
     }
 
     /// Returns the part of a root that counts on the instance, 0 to 1.

@@ -3,11 +3,13 @@
 //! Block hashes are chained, so the hash of one block stands for everything before it. Each program
 //! registers the hash at the end of each of its latest prompts (a *mark*) and hashes at fixed
 //! positions (*checkpoints*, at most 6% apart). A prompt's known part is monotone: a program that
-//! registered a checkpoint registered all checkpoints before it. So a binary search over the
-//! checkpoints finds the known part within 6%, and the marks behind the last known checkpoint give
-//! the exact end of a known prompt. A look-up costs some microseconds at any number of programs.
+//! registered a checkpoint registered all checkpoints before it. So the checkpoints form a tree. A
+//! walk from its root finds the known part within 6%, and the marks behind the last known
+//! checkpoint give the exact end of a known prompt. A look-up costs some microseconds at any number
+//! of programs.
 use super::programs::ProgramId;
 use hashbrown::HashMap;
+use slotmap::{SecondaryMap, SlotMap, new_key_type};
 
 /// Checkpoints are this many blocks apart up to `DENSE`, then grow by this ratio.
 const STEP: u32 = 4;
@@ -36,17 +38,34 @@ pub struct Mark {
 
 /// Registered hashes of one program.
 #[derive(Clone, Debug, Default)]
-pub struct Path {
-    /// Hashes at the checkpoints of its latest prompt, in order.
-    checkpoints: Vec<u64>,
+struct Path {
+    /// The segment at whose end its latest prompt's last checkpoint is.
+    end: Option<SegmentId>,
     /// Ends of its prompts, oldest first.
     marks: Vec<Mark>,
 }
 
-impl Path {
-    /// Returns the end of the latest prompt; `None` if it has no whole block.
-    pub fn last(&self) -> Option<Mark> {
-        self.marks.last().copied()
+new_key_type! {
+    struct SegmentId;
+}
+
+/// Checkpoints that follow each other and that the same programs registered.
+#[derive(Clone, Debug)]
+struct Segment {
+    /// Hashes at the checkpoints.
+    hashes: Vec<u64>,
+    /// Checkpoints before the segment, and the segment that ends there.
+    start: usize,
+    before: Option<SegmentId>,
+    /// Number of programs that registered these checkpoints, and the latest of them.
+    programs: u32,
+    latest: ProgramId,
+}
+
+impl Segment {
+    /// Returns the number of leading checkpoints that a prompt with these checkpoints passes.
+    fn passed_by(&self, mut hashes: impl Iterator<Item = u64>) -> usize {
+        self.hashes.iter().take_while(|own| hashes.next() == Some(**own)).count()
     }
 }
 
@@ -61,11 +80,14 @@ pub struct Known {
     pub sharer: Option<ProgramId>,
 }
 
-/// Registered hashes of all programs.
+/// Registered hashes of all programs: a tree of segments. A program whose prompt no other program
+/// shares costs one entry of the map.
 #[derive(Clone, Debug, Default)]
 pub struct Lineage {
-    /// Number of programs that registered each checkpoint, and the latest of them.
-    checkpoints: HashMap<u64, (u32, ProgramId)>,
+    paths: SecondaryMap<ProgramId, Path>,
+    segments: SlotMap<SegmentId, Segment>,
+    /// The segment that begins with a checkpoint.
+    begins: HashMap<u64, SegmentId>,
     /// Latest program whose prompt ended at a block.
     marks: HashMap<u64, ProgramId>,
     /// Positions of all checkpoints up to the longest prompt so far.
@@ -73,27 +95,33 @@ pub struct Lineage {
 }
 
 impl Lineage {
-    fn extend_positions(&mut self, blocks: u32) {
+    /// Returns the positions of all checkpoints of a prompt with this number of blocks.
+    pub(super) fn positions(&mut self, blocks: u32) -> &[u32] {
         while self.positions.last().copied().unwrap_or(0) < blocks {
             self.positions.push(next_checkpoint(self.positions.last().copied().unwrap_or(0)));
         }
-    }
-
-    /// Returns the number of checkpoints within `blocks`.
-    fn within(&self, blocks: u32) -> usize {
-        self.positions.partition_point(|&at| at <= blocks)
+        &self.positions[..self.positions.partition_point(|&at| at <= blocks)]
     }
 
     /// Looks a prompt up by the chained hashes of its blocks.
     pub fn look_up(&mut self, chain: &[u64]) -> Known {
         let blocks = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        self.extend_positions(blocks);
-        let places = &self.positions[..self.within(blocks)];
+        self.positions(blocks);
+        let places = &self.positions[..self.positions.partition_point(|&at| at <= blocks)];
         let at = |place: u32| chain[place as usize - 1];
-        let known = places.partition_point(|&place| self.checkpoints.contains_key(&at(place)));
+        let (mut known, mut sharer) = (0, None);
+        while let Some(place) = places.get(known)
+            && let Some(id) = self.begins.get(&at(*place))
+        {
+            let segment = &self.segments[*id];
+            known += segment.passed_by(places[known..].iter().map(|place| at(*place)));
+            sharer = Some(segment.latest);
+            if known < segment.start + segment.hashes.len() {
+                break;
+            }
+        }
         let from = known.checked_sub(1).map(|last| places[last]);
         let shared = from.map(|place| Mark { blocks: place, hash: at(place) });
-        let sharer = shared.and_then(|mark| self.checkpoints.get(&mark.hash)).map(|(_, program)| *program);
         // The mark lies behind the last known checkpoint, or is one of the earlier marks.
         let to = places.get(known).copied().unwrap_or(blocks + 1).min(blocks + 1);
         let in_range = |from: u32, to: u32| {
@@ -106,32 +134,25 @@ impl Lineage {
         Known { mark, shared, sharer }
     }
 
-    /// Returns the longest end of a prompt of `path` that `chain` passes through.
-    pub fn fork_point(path: &Path, chain: &[u64]) -> Option<Mark> {
+    /// Returns the end of a program's latest prompt; `None` if it has no whole block.
+    pub fn last(&self, program: ProgramId) -> Option<Mark> {
+        self.paths.get(program)?.marks.last().copied()
+    }
+
+    /// Returns the longest end of a prompt of a program that `chain` passes through.
+    pub fn fork_point(&self, program: ProgramId, chain: &[u64]) -> Option<Mark> {
         let passes = |mark: &&Mark| chain.get(mark.blocks as usize - 1) == Some(&mark.hash);
-        path.marks.iter().rev().find(passes).copied()
+        self.paths.get(program)?.marks.iter().rev().find(passes).copied()
     }
 
     /// Registers a prompt of a program, in place of the part of its path that the prompt leaves.
-    pub fn register(&mut self, program: ProgramId, path: &mut Path, chain: &[u64]) {
+    pub fn register(&mut self, program: ProgramId, chain: &[u64]) {
         let blocks = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        self.extend_positions(blocks);
-        let places = self.within(blocks);
-        let hash_at = |place: usize, positions: &[u32]| chain[positions[place] as usize - 1];
-        let positions = std::mem::take(&mut self.positions);
-        let common = path.checkpoints.len().min(places);
-        let keep = (0..common).take_while(|&p| path.checkpoints[p] == hash_at(p, &positions)).count();
-        for hash in path.checkpoints.drain(keep..) {
-            release(&mut self.checkpoints, hash);
-        }
-        load(&self.checkpoints, (keep..places).map(|place| hash_at(place, &positions)));
-        for place in keep..places {
-            let hash = hash_at(place, &positions);
-            path.checkpoints.push(hash);
-            let entry = self.checkpoints.entry(hash).or_insert((0, program));
-            *entry = (entry.0 + 1, program);
-        }
-        self.positions = positions;
+        let hashes: Vec<u64> =
+            self.positions(blocks).iter().map(|place| chain[*place as usize - 1]).collect();
+        let mut path = self.paths.remove(program).unwrap_or_default();
+        let (end, known) = self.leave(path.end, &hashes);
+        path.end = self.add(program, end, &hashes, known);
         let left = |mark: &Mark| chain.get(mark.blocks as usize - 1) != Some(&mark.hash);
         let marks = &mut self.marks;
         path.marks.retain(|mark| {
@@ -141,24 +162,105 @@ impl Lineage {
             }
             !gone
         });
-        let Some(&hash) = chain.last() else { return };
-        let mark = Mark { blocks, hash };
-        if path.marks.last() != Some(&mark) {
-            if path.marks.len() == MARKS {
-                forget(marks, path.marks.remove(0).hash, program);
+        if let Some(&hash) = chain.last() {
+            let mark = Mark { blocks, hash };
+            if path.marks.last() != Some(&mark) {
+                if path.marks.len() == MARKS {
+                    forget(marks, path.marks.remove(0).hash, program);
+                }
+                path.marks.push(mark);
             }
-            path.marks.push(mark);
+            marks.insert(hash, program);
         }
-        marks.insert(hash, program);
+        self.paths.insert(program, path);
+    }
+
+    /// Takes a program off the segments from `end` back to where a prompt with the checkpoints
+    /// `hashes` leaves them. Returns the segment that ends there, and the checkpoints before.
+    fn leave(&mut self, mut end: Option<SegmentId>, hashes: &[u64]) -> (Option<SegmentId>, usize) {
+        while let Some(id) = end {
+            let segment = &mut self.segments[id];
+            let same = segment.passed_by(hashes.iter().skip(segment.start).copied());
+            let place = segment.start + same;
+            if same == segment.hashes.len() {
+                return (end, place);
+            }
+            if same > 0 {
+                if segment.programs == 1 {
+                    segment.hashes.truncate(same);
+                    return (end, place);
+                }
+                let kept = self.split(id, same);
+                self.segments[id].programs -= 1;
+                return (Some(kept), place);
+            }
+            end = segment.before;
+            segment.programs -= 1;
+            if segment.programs == 0 {
+                self.begins.remove(&segment.hashes[0]);
+                self.segments.remove(id);
+            }
+        }
+        (None, 0)
+    }
+
+    /// Adds a program to the segments with the checkpoints `hashes` behind `end`. Returns the last.
+    fn add(
+        &mut self,
+        program: ProgramId,
+        mut end: Option<SegmentId>,
+        hashes: &[u64],
+        mut known: usize,
+    ) -> Option<SegmentId> {
+        while let Some(hash) = hashes.get(known) {
+            let Some(mut id) = self.begins.get(hash).copied() else {
+                let rest = &hashes[known..];
+                match end.map(|end| &mut self.segments[end]) {
+                    // No program follows it.
+                    Some(last) if (last.programs, last.latest) == (1, program) => last.hashes.extend(rest),
+                    _ => {
+                        let (start, before) = (known, end);
+                        let new =
+                            Segment { hashes: rest.to_vec(), start, before, programs: 1, latest: program };
+                        let id = self.segments.insert(new);
+                        self.begins.insert(*hash, id);
+                        end = Some(id);
+                    }
+                }
+                return end;
+            };
+            let segment = &self.segments[id];
+            let same = segment.passed_by(hashes[known..].iter().copied());
+            if same < segment.hashes.len() {
+                id = self.split(id, same);
+            }
+            let segment = &mut self.segments[id];
+            (segment.programs, segment.latest) = (segment.programs + 1, program);
+            (end, known) = (Some(id), known + same);
+        }
+        end
+    }
+
+    /// Splits a segment behind `same` checkpoints. Returns the first part, which is new.
+    fn split(&mut self, id: SegmentId, same: usize) -> SegmentId {
+        let segment = &mut self.segments[id];
+        let rest = segment.hashes.split_off(same);
+        let hashes = std::mem::replace(&mut segment.hashes, rest);
+        let (begin, next) = (hashes[0], segment.hashes[0]);
+        let Segment { start, before, programs, latest, .. } = *segment;
+        segment.start += same;
+        let first = self.segments.insert(Segment { hashes, start, before, programs, latest });
+        self.segments[id].before = Some(first);
+        self.begins.insert(begin, first);
+        self.begins.insert(next, id);
+        first
     }
 
     /// Removes a program's hashes.
-    pub fn remove(&mut self, program: ProgramId, path: &mut Path) {
-        load(&self.checkpoints, path.checkpoints.iter().copied());
-        for hash in path.checkpoints.drain(..) {
-            release(&mut self.checkpoints, hash);
-        }
-        for mark in path.marks.drain(..) {
+    pub fn remove(&mut self, program: ProgramId) {
+        let Some(path) = self.paths.remove(program) else { return };
+        self.leave(path.end, &[]);
+        for mark in path.marks {
             forget(&mut self.marks, mark.hash, program);
         }
     }
@@ -166,23 +268,7 @@ impl Lineage {
     /// Returns the number of registered hashes.
     #[cfg(test)]
     pub fn registered(&self) -> usize {
-        self.checkpoints.len() + self.marks.len()
-    }
-}
-
-/// Looks hashes up before they change. In a large map, each look-up waits for memory; look-ups
-/// alone wait together.
-fn load(checkpoints: &HashMap<u64, (u32, ProgramId)>, hashes: impl Iterator<Item = u64>) {
-    let known = hashes.filter(|hash| checkpoints.contains_key(hash)).count();
-    std::hint::black_box(known);
-}
-
-fn release(checkpoints: &mut HashMap<u64, (u32, ProgramId)>, hash: u64) {
-    if let Some(entry) = checkpoints.get_mut(&hash) {
-        entry.0 -= 1;
-        if entry.0 == 0 {
-            checkpoints.remove(&hash);
-        }
+        self.begins.len() + self.segments.len() + self.marks.len() + self.paths.len()
     }
 }
 

@@ -2,7 +2,7 @@
 use super::admission::{Hold, Queue};
 use super::gaps::{Finish, GapClass, Gaps};
 use super::ledger::{Charge, InstanceLedger, Root};
-use super::lineage::{Lineage, Path};
+use super::lineage::Lineage;
 use super::sets::{Filed, Sets};
 use super::settings::{ProgramConfig, ProgramMode};
 use crate::error::CoreError;
@@ -147,7 +147,6 @@ pub struct Program {
     pub born: Seconds,
     /// Place in the order of birth.
     pub order: u64,
-    pub(super) path: Path,
     /// Tokens of its context: the latest prompt and its answer.
     pub tokens: f64,
     /// The part of the context that it shares with other programs.
@@ -499,7 +498,7 @@ impl Programs {
             State::Running | State::Held => program.tokens.max(f64::from(arrival.prompt_tokens)),
             _ => f64::from(arrival.prompt_tokens),
         };
-        self.lineage.register(id, &mut program.path, arrival.chain);
+        self.lineage.register(id, arrival.chain);
         self.set_tokens(id, tokens);
         let verdict = self.admit(id, turn, now);
         if let (Verdict::Run(instance), Some(turn)) = (verdict, self.turns.get_mut(turn)) {
@@ -518,7 +517,7 @@ impl Programs {
         if let Some((mark, id)) = known.mark
             && let Some(program) = self.programs.get(id).filter(|program| program.tenant == arrival.tenant)
         {
-            let at_end = program.path.last() == Some(mark);
+            let at_end = self.lineage.last(id) == Some(mark);
             let again = mark.blocks as usize == arrival.chain.len();
             if at_end && (again || program.state.rests()) {
                 return Identity::Continues(id);
@@ -542,8 +541,7 @@ impl Programs {
         // Otherwise, both only share a root such as a system prompt.
         let parent = known.sharer.filter(|id| {
             self.programs.get(*id).is_some_and(|program| {
-                program.tenant == arrival.tenant
-                    && Lineage::fork_point(&program.path, arrival.chain).is_some()
+                program.tenant == arrival.tenant && self.lineage.fork_point(*id, arrival.chain).is_some()
             })
         });
         Identity::New { base: shared, parent }
@@ -594,7 +592,6 @@ impl Programs {
             session: arrival.session,
             born: order.0,
             order: order.1,
-            path: Path::default(),
             tokens: f64::from(arrival.prompt_tokens),
             base,
             parent,
@@ -628,13 +625,13 @@ impl Programs {
     /// Drops a program.
     fn remove(&mut self, id: ProgramId) {
         self.uncharge(id);
-        let Some(mut program) = self.programs.remove(id) else { return };
+        let Some(program) = self.programs.remove(id) else { return };
         self.unfile(id, &program);
         if let (Some(parent), Some(tokens)) = (program.parent, program.as_child) {
             self.gone_forks.push((parent, (tokens, id)));
             self.bound_fork_notes();
         }
-        self.lineage.remove(id, &mut program.path);
+        self.lineage.remove(id);
         if let Some(session) = program.session
             && self.sessions.get(&session) == Some(&id)
         {

@@ -1,5 +1,5 @@
 //! Programs, turns and admission.
-use super::lineage::{Lineage, Path};
+use super::lineage::Lineage;
 use super::programs::State;
 use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Thunder, TurnId, Verdict};
 use crate::ids::{InstanceId, Seconds};
@@ -543,16 +543,16 @@ proptest! {
         let mut ids = slotmap::SlotMap::<super::ProgramId, ()>::with_key();
         let mut registered = Vec::new();
         for prompt in prompts {
-            let (id, chain, mut path) = (ids.insert(()), chain_of(prompt), Path::default());
-            lineage.register(id, &mut path, &chain);
-            registered.push((id, chain, path));
+            let (id, chain) = (ids.insert(()), chain_of(prompt));
+            lineage.register(id, &chain);
+            registered.push((id, chain));
         }
         let asked = chain_of(asked);
         let known = lineage.look_up(&asked);
-        let longest = registered.iter().map(|(_, chain, _)| chain).filter(|chain| asked.starts_with(chain));
+        let longest = registered.iter().map(|(_, chain)| chain).filter(|chain| asked.starts_with(chain));
         let longest = longest.map(|chain| chain.len()).max().unwrap_or(0);
         let common = |chain: &Vec<u64>| chain.iter().zip(&asked).take_while(|(a, b)| a == b).count();
-        let most = registered.iter().map(|(_, chain, _)| common(chain)).max().unwrap_or(0);
+        let most = registered.iter().map(|(_, chain)| common(chain)).max().unwrap_or(0);
         let shared = known.shared.map_or(0, |mark| mark.blocks as usize);
         prop_assert!(shared <= most && most as f64 <= (shared as f64 * 1.06).max(shared as f64 + 4.0) + 1.0,
             "{} of {}", shared, most);
@@ -560,8 +560,52 @@ proptest! {
         if longest >= shared.max(1) {
             prop_assert_eq!(known.mark.map(|(mark, _)| mark.blocks as usize), Some(longest));
         }
-        for (id, _, path) in &mut registered {
-            lineage.remove(*id, path);
+        for (id, _) in &registered {
+            lineage.remove(*id);
+        }
+        prop_assert_eq!(lineage.registered(), 0);
+    }
+
+    /// In every history, the tree finds what a map of all checkpoints finds.
+    #[test]
+    fn the_tree_agrees_with_a_map_of_all_checkpoints(
+        steps in prop::collection::vec((0usize..6, 0u64..2, 0u32..90, 0u64..3, 0u32..90, 0u32..5), 1..60),
+    ) {
+        let mut lineage = Lineage::default();
+        let mut ids = slotmap::SlotMap::<super::ProgramId, ()>::with_key();
+        let mut programs: [_; 6] = std::array::from_fn(|_| (ids.insert(()), Vec::new()));
+        // All checkpoints: number of programs, and the latest of them.
+        let mut all = std::collections::HashMap::<u64, (u32, super::ProgramId)>::new();
+        for (at, family, shared, member, rest, removes) in steps {
+            let chain = chain(&[(family, shared), (10 + member, rest)]);
+            let places: Vec<u32> = lineage.positions(chain.len() as u32).to_vec();
+            let hashes: Vec<u64> = places.iter().map(|place| chain[*place as usize - 1]).collect();
+            let found = hashes.iter().zip(&places).take_while(|(hash, _)| all.contains_key(hash)).last();
+            let known = lineage.look_up(&chain);
+            prop_assert_eq!(known.shared.map(|mark| (mark.hash, mark.blocks)), found.map(|(h, p)| (*h, *p)));
+            prop_assert_eq!(known.sharer, found.map(|(hash, _)| all[hash].1));
+            let (id, path) = &mut programs[at];
+            let new = if removes == 0 { Vec::new() } else { hashes };
+            let keep = path.iter().zip(&new).take_while(|(old, new)| old == new).count();
+            for hash in &path[keep..] {
+                all.get_mut(hash).unwrap().0 -= 1;
+            }
+            all.retain(|_, (programs, _)| *programs > 0);
+            for hash in &new[keep..] {
+                let entry = all.entry(*hash).or_insert((0, *id));
+                *entry = (entry.0 + 1, *id);
+            }
+            *path = new;
+            if removes == 0 {
+                lineage.remove(*id);
+                ids.remove(*id);
+                *id = ids.insert(());
+            } else {
+                lineage.register(*id, &chain);
+            }
+        }
+        for (id, _) in &programs {
+            lineage.remove(*id);
         }
         prop_assert_eq!(lineage.registered(), 0);
     }
