@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-import orjson
 import structlog
 
 from lmetric.config import ServerConfig, read_secret
-from lmetric.engines.handover import CHAT, with_fields
+from lmetric.engines.handover import CHAT
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 
@@ -74,8 +73,4 @@ class Isolation:
         call.scope = self.scope(tenant)
         if by == "no_cache":
             return
-        request = call.request
-        fields = {**request, "cache_salt": call.salt}
-        rewritten = "cache_salt" in request or not request
-        salted = orjson.dumps(fields) if rewritten else with_fields(call.body, {"cache_salt": call.salt})
-        call.replace(salted, fields)
+        call.change(("cache_salt",), {"cache_salt": call.salt})

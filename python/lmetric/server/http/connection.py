@@ -27,6 +27,7 @@ from aiohttp.web_protocol import RequestHandler
 from lmetric._core import MAX_REQUEST_FIELDS, ChunkedBody, Peer, RequestHead, RequestReader, WireError
 from lmetric.config import Timeouts
 from lmetric.server.api.errors import ApiError, whole_answer
+from lmetric.server.api.request import LARGE_BODY, BodyParts, add_piece
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
@@ -43,8 +44,6 @@ SMALL_BODY = 64 * 1024
 SMALL_HEAD = 4 * 1024
 # Seconds from the first byte of a head to its last one. Heads are sent at once.
 HEAD_SECONDS = 10.0
-# Shorter pieces are joined as they come: an object for each would take more memory than it counts.
-SMALL_PIECE = 1024
 # A connection that has sent this many bytes is read again in the next turn of the loop. uvloop
 # would read up to 32 times as many before the next connection.
 TURN_BYTES = 256 * 1024
@@ -116,7 +115,7 @@ class Server(Protocol):
         Returns None if it was refused; then ``client.answered`` was called.
         """
 
-    def serve(self, client_request: ClientRequest, body: bytes) -> None:
+    def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
 
     def no_room(self, client: "ClientConnection", client_request: ClientRequest | None) -> None:
@@ -249,7 +248,10 @@ class ClientConnection(RequestHandler):
             if not self._hold(data):
                 self._no_room(self._need - self._size - len(data))
             elif self._size >= self._need or (self._client_request is None and self._ends_head(data)):
-                self._begin(self._take_held())
+                if self._client_request is not None and self._need > LARGE_BODY:
+                    self._serve_large(self._client_request)
+                else:
+                    self._begin(self._take_held())
         elif state == DISCARDING:
             self._left -= len(data)
             if self._left <= 0:
@@ -325,6 +327,23 @@ class ClientConnection(RequestHandler):
                 self._front.serve(client_request, data[start:end])
         else:
             self._give(data, head)
+
+    def _serve_large(self, client_request: ClientRequest) -> None:
+        """Serves the request whose pieces are held. A thread joins them."""
+        self._client_request = None
+        head = client_request.head
+        after, parts = self._size - self._need, self._take_parts()
+        self._since = 0.0
+        self._state = ASKED
+        self.answering = True
+        if after:
+            last = parts[-1]
+            parts[-1] = last[:-after]
+            self._hold_back(bytes(last[-after:]))
+        if self.hold_body(self._need):
+            self._front.serve(client_request, BodyParts(parts, head.start, head.length))
+        else:
+            self._front.no_room(self, client_request)
 
     def _give(self, data: bytes, head: RequestHead) -> None:
         """Gives one request to aiohttp."""
@@ -434,13 +453,7 @@ class ClientConnection(RequestHandler):
         """Keeps bytes. Returns False beyond a limit on body bytes."""
         if self._holder is None or not self._holder.hold(len(data)):
             return False
-        held = self._held
-        if len(data) >= SMALL_PIECE:
-            held.append(data)
-        elif held and isinstance(held[-1], bytearray):
-            held[-1] += data
-        else:
-            held.append(bytearray(data))
+        add_piece(self._held, data)
         self._size += len(data)
         return True
 
@@ -489,12 +502,14 @@ class ClientConnection(RequestHandler):
         self.body_size = size
 
     def _take_held(self) -> bytes:
-        data = b"".join(self._held)
-        self._held.clear()
-        self._size = 0
+        return b"".join(self._take_parts())
+
+    def _take_parts(self) -> list[bytes | bytearray]:
+        parts, self._held = self._held, []
         if self._holder is not None:
-            self._holder.release(len(data))
-        return data
+            self._holder.release(self._size)
+        self._size = 0
+        return parts
 
     def answered(self, goes_on: bool) -> None:
         """Ends the request in flight. ``goes_on``: the connection may carry another request."""
