@@ -64,13 +64,18 @@ class Isolation:
         """
         by = call.path.isolated_by
         if by == "refused":
-            raise ApiError(
-                403,
-                f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
-                code="not_isolated",
-            )
+            raise not_isolated(tenant, path)
         call.salt = self.salt(tenant, call.salt)
         call.scope = self.scope(tenant)
         if by == "no_cache":
             return
         call.change(("cache_salt",), {"cache_salt": call.salt})
+
+
+def not_isolated(tenant: str, path: str) -> ApiError:
+    """Returns the 403 of an isolated tenant's request whose salt an engine would ignore."""
+    return ApiError(
+        403,
+        f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
+        code="not_isolated",
+    )

@@ -29,7 +29,7 @@ from lmetric.config import ServerConfig, SloClass
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
 from lmetric.server.api.form import parse_form
-from lmetric.server.api.isolation import Isolation
+from lmetric.server.api.isolation import Isolation, not_isolated
 from lmetric.server.api.paths import (
     CONFIGURED_PATH,
     RELAYED,
@@ -582,6 +582,8 @@ class Frontend(web.Server):
         """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
         pool, adapter = self.fleet.find(call.model)
         client_request.pool, client_request.model = pool, call.model
+        if call.scope and call.path.isolated_by == "salt_by_kind" and not pool.salts_messages:
+            raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
             self._follow_response(client_request, call, pool)
         if pool.orders or self.keys.on:
