@@ -16,7 +16,6 @@ import pytest
 
 from lmetric.server.api import request as api_request
 from lmetric.server.api.request import LARGE_BODY
-from lmetric.server.http.connection import TURN_BYTES
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
 
@@ -168,11 +167,6 @@ async def test_requests_behind_a_large_one_and_clients_that_leave() -> None:
         await w.settled()
         front = w.server.front
         await w.until(lambda: not front.clients.body_bytes and not front.connections)
-
-
-async def test_the_bound_on_large_bodies_follows_the_turn() -> None:
-    """A smaller body is read at once: 20 ns for each byte are 5 ms."""
-    assert LARGE_BODY <= TURN_BYTES
 
 
 async def test_small_bodies_need_no_thread(work: list[tuple[str, bool]]) -> None:

@@ -31,6 +31,7 @@ from lmetric.server.api.request import LARGE_BODY, BodyParts, add_piece
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
+from lmetric.server.upstream.reading import read_on_later, takes
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
 # HOLD_LIMIT (aiohttp may resume reading).
@@ -44,9 +45,10 @@ SMALL_BODY = 64 * 1024
 SMALL_HEAD = 4 * 1024
 # Seconds from the first byte of a head to its last one. Heads are sent at once.
 HEAD_SECONDS = 10.0
-# A connection that has sent this many bytes is read again in the next turn of the loop. uvloop
-# would read up to 32 times as many before the next connection.
-TURN_BYTES = 256 * 1024
+# After a read of this size, a connection reads on in a later turn of the loop
+# (`upstream/reading.py`). uvloop would read it up to 32 times before the next connection. Smaller
+# reads empty the socket.
+LARGE_READ = 64 * 1024
 # After refusing a body, a closing connection discards bytes for this long, so that its client can
 # read the error.
 LINGER_SECONDS = 1.0
@@ -142,6 +144,7 @@ class ClientConnection(RequestHandler):
         "_front",
         "_held",
         "_holder",
+        "_late",
         "_left",
         "_need",
         "_resting",
@@ -150,7 +153,6 @@ class ClientConnection(RequestHandler):
         "_size",
         "_state",
         "_tail",
-        "_turn_bytes",
         "answering",
         "body_size",
         "idle_since",
@@ -194,7 +196,7 @@ class ClientConnection(RequestHandler):
         self._left = 0  # bytes still to come of a body with a length in aiohttp, or to discard
         self._body: StreamReader | None = None  # the body of the request in aiohttp
         self._chunks: ChunkedBody | None = None  # an incomplete chunked body in aiohttp
-        self._turn_bytes = 0  # received since reading last paused for a turn
+        self._late: list[bytes] = []  # reads that a later turn processes
         self._resting = False  # reading is paused until the next turn of the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -238,9 +240,17 @@ class ClientConnection(RequestHandler):
         if not data:
             super().data_received(data)
             return
-        self._turn_bytes += len(data)
-        if self._turn_bytes >= TURN_BYTES:
+        if len(data) >= LARGE_READ:
             self._rest_reading()
+            if self._late or not takes(self._loop, len(data)):
+                self._keep_late(data)
+                return
+        elif self._late:
+            self._keep_late(data)
+            return
+        self._received(data)
+
+    def _received(self, data: bytes) -> None:
         state = self._state
         if state == FREE:
             self._begin(data)
@@ -269,13 +279,32 @@ class ClientConnection(RequestHandler):
 
     def _rest_reading(self) -> None:
         """Leaves the rest of the loop's turn to other connections."""
-        self._turn_bytes = 0
         if not self._resting:
             self._resting = True
             self._pause_transport_reading()
-            self._loop.call_soon(self._read_on)
+            read_on_later(self._loop, self._read_on)
+
+    def _keep_late(self, data: bytes) -> None:
+        """Keeps a read for a later turn."""
+        client = self._client
+        if client is None or not client.hold(len(data)):
+            self.force_close()
+        else:
+            self._late.append(data)
+
+    def _resume_transport_reading(self) -> None:
+        if not self._resting:  # else `_read_on` resumes
+            super()._resume_transport_reading()
 
     def _read_on(self) -> None:
+        if self._late:
+            read_on_later(self._loop, self._read_on)
+            data = self._late.pop(0)
+            if self._client is not None:
+                self._client.release(len(data))
+            if self.transport is not None and not self.transport.is_closing():
+                self._received(data)
+            return
         self._resting = False
         full = self._state == ASKED and self._size > HOLD_BYTES
         if not full and not self._reading_paused and not self._buffer_paused:
@@ -596,6 +625,9 @@ class ClientConnection(RequestHandler):
         """Called by the loop."""
         super().connection_lost(exc)
         self._take_held()
+        if self._client is not None:
+            self._client.release(sum(map(len, self._late)))
+        self._late.clear()
         self.release_body()
         self._end_sender()
         self.uncount()
