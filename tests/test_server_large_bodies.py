@@ -16,6 +16,8 @@ import pytest
 
 from lmetric.server.api import request as api_request
 from lmetric.server.api.request import LARGE_BODY
+from lmetric.server.http import home, pages
+from lmetric.server.tls.contexts import EngineContexts
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
 
@@ -175,3 +177,45 @@ async def test_small_bodies_need_no_thread(work: list[tuple[str, bool]]) -> None
         data = body(b"[" + b"1," * (LARGE_BODY // 2 - 1000) + b"1]")
         assert (await w.post(data))[0] == 200
         assert work == []
+
+
+# Pages and reloads of large fleets. With 10,000 engines, they took 60 to 370 ms of one turn.
+
+
+async def test_pages_of_large_fleets_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, threads = 0, []
+    main, loop = threading.get_ident(), asyncio.get_running_loop()
+    describe = home._home
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    def described(shown: Any) -> str:
+        threads.append(threading.get_ident())
+        return describe(shown)
+
+    monkeypatch.setattr(pages, "ENGINES_IN_TURN", 1)
+    monkeypatch.setattr(home, "_home", described)
+    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
+    async with world([], engines=engines) as w:
+        turn()
+        shown = await pages._engines(w.server.fleet, w.server.fleet.engines())
+        assert [each["name"] for each in shown] == [each["name"] for each in engines]
+        assert turns >= 40
+        assert (await w.get("/", {"accept": "text/html"}))[0] == 200
+        assert threads
+        assert main not in threads
+
+
+async def test_a_reload_reads_the_tls_settings_that_engines_share_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
+    async with world([], engines=engines) as w:
+        read: list[Any] = []
+        get = EngineContexts.get
+        monkeypatch.setattr(EngineContexts, "get", lambda it, tls: read.append(tls) or get(it, tls))
+        w.server.reload(w.server.config)
+        assert len(read) == 1
