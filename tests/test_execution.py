@@ -1654,6 +1654,15 @@ def test_a_hedge_without_another_engine_is_not_sent(clock: Clock) -> None:
     finish(it)
 
 
+def test_a_gateways_request_has_no_hedge(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 3 of the server review: the gateway sends one copy, whatever the settings say."""
+    setup, ask = Setup(hedges=True), Ask()
+    assert driver(clock, setup, ask).execution.hedge is not None
+    monkeypatch.setattr(ClientRequest, "gateway", object())
+    monkeypatch.setattr(Driver, "on", lambda *_: None)  # it sends nothing
+    assert driver(clock, setup, ask).execution.hedge is None
+
+
 def test_a_bug_before_it_is_placed_ends_it(clock: Clock) -> None:
     with mock.patch.object(Driver, "on"):
         it = driver(clock, Setup(), Ask())

@@ -6,6 +6,7 @@ Every world checks at its end that no request is in flight and none waits.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -479,3 +480,53 @@ def test_wrong_settings_are_errors(tmp_path: Path, values: str, said: str) -> No
     with pytest.raises(ConfigError) as error:
         load_config(file, environ={})
     assert said in str(error.value)
+
+
+class Prefills:
+    """An engine that prefills one prompt after the other, 10,000 tokens/s, and uses no CPU."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, engine: FakeEngine, request: Request, writer: asyncio.StreamWriter) -> bool:
+        async with self._turn:
+            await asyncio.sleep(len(request.json["prompt"]) / 10_000)
+        return await answer(engine, request, writer)
+
+
+async def test_one_tenants_overload_does_not_delay_another() -> None:
+    """Attack 49 of the security review, which was not decided: its engines shared the cores.
+
+    Tenant a sends six times of what the engines can do. Each of 15 requests of tenant b gets its
+    first token within the deadline of 4 s.
+    """
+    engines = [FakeEngine(behave=Prefills()), FakeEngine(behave=Prefills())]
+    settings = {"profile": "independent-sim", "policy": "least_requests", "tenants": TWO_TENANTS}
+    deadline = 4.0
+    refused = 0
+    async with small(engines, **settings, admission={"ttft_seconds": deadline}) as w:
+
+        async def one(number: int, tenant: str) -> tuple[int, float]:
+            begun = time.monotonic()
+            sent = {**long(number), "model": "tiny"}
+            status, _, _ = await w.post(sent, headers={"x-tenant": tenant})
+            return status, time.monotonic() - begun
+
+        async def floods(first: int) -> None:
+            nonlocal refused
+            for number in itertools.count(first, 100):
+                status, _ = await one(number, "a")
+                if status == 429:
+                    refused += 1
+                    await asyncio.sleep(0.5)
+
+        flood = [asyncio.create_task(floods(number)) for number in range(40)]
+        try:
+            await w.until(lambda: refused)
+            waits = [await one(100_000 + number, "b") for number in range(15)]
+        finally:
+            for each in flood:
+                each.cancel()
+            await asyncio.gather(*flood, return_exceptions=True)
+        assert [status for status, _ in waits] == [200] * 15
+        assert max(seconds for _, seconds in waits) < deadline

@@ -214,7 +214,7 @@ async def test_an_engine_without_tokens_loses_the_request(token_first: bool) -> 
         assert headers["x-lmetric-instance"] == ("e0" if token_first else "e1")
         if token_first:
             assert b"the engine failed in the middle of its answer" in got
-            assert got.count(b"\n") < 1_100_000
+            assert got.count(b"\n") < (1 << 20) + (256 << 10)  # and one read
         await w.settled()
 
 

@@ -15,6 +15,8 @@ import pytest
 
 import lmetric as lm
 from lmetric.config import ConfigError, load_config
+from lmetric.engines.sglang import Sglang
+from lmetric.engines.vllm import Vllm
 from server_world import FakeEngine, World, world
 from test_server_kv import IDS, connected, emulated
 from test_server_process import router
@@ -103,12 +105,35 @@ async def test_paths_on_which_engines_take_no_salt_are_refused(keys: Path) -> No
     """Reliability H1: the router refuses requests whose salt the engine would ignore."""
     body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
     async with tenants(keys, 1, "alice", paths=["/generate"]) as it:
-        for path in ("/v1/messages", "/generate"):
+        for path in ("/v1/messages", "/generate"):  # this engine is of an unknown kind
             status, _, got = await it.post(body, path, ALICE)
             assert (status, got["error"]["code"]) == (403, "not_isolated")
             assert await sent(it, BOB, body, path) == body
         for path in ("/tokenize", "/v1/messages/count_tokens"):
             assert await sent(it, ALICE, body, path) == body
+
+
+async def test_vllm_reads_the_salt_of_messages(keys: Path) -> None:
+    """Security: vLLM 0.32 reads `cache_salt` on /v1/messages, SGLang does not.
+
+    All engines of the model must read it. `vllm_fields.json` has the fields of vLLM's request class
+    (nightly compares it).
+    """
+    path = "/v1/messages"
+    recorded = orjson.loads((Path(__file__).parent / "data" / "vllm_fields.json").read_bytes())
+    assert "cache_salt" in recorded["requests"][path]["AnthropicMessagesRequest"]["fields"]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    async with tenants(keys, 2, "alice") as it:
+        pool = it.server.fleet.pools[0]
+        pool.engines["e0"].adapter = Vllm()
+        status, _, got = await it.post(body, path, ALICE)
+        assert (status, got["error"]["code"]) == (403, "not_isolated")
+        pool.engines["e1"].adapter = Vllm()
+        salt = (await sent(it, ALICE, body, path))["cache_salt"]
+        assert salt == (await sent(it, ALICE, {**body, "cache_salt": None}, path))["cache_salt"]
+        assert salt != (await sent(it, ALICE, {**body, "cache_salt": "own"}, path))["cache_salt"]
+        assert await sent(it, BOB, body, path) == body
+    assert not Sglang.salts_messages
 
 
 async def salt_of(keys: Path, tenant: str = "alice", **auth: str) -> str:

@@ -667,7 +667,7 @@ def test_the_page_lists_every_relayed_path() -> None:
     """docs/reference/engines.md: the table has all paths, with their use of cache_salt."""
     page = (Path(__file__).parents[1] / "docs/reference/engines.md").read_text()
     section = page.partition("## Relayed paths")[2].partition("**Parts of a prompt.**")[0]
-    words = {"yes": "salt", "no": "refused", "not needed": "no_cache"}
+    words = {"yes": "salt", "no": "refused", "not needed": "no_cache", "vLLM": "salt_by_kind"}
     rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| `")]
     told = {path.strip("` "): row[-1] for row in rows for path in row[0].split(",")}
     assert {path: words[salt] for path, salt in told.items()} == {

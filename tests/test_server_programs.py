@@ -1,8 +1,10 @@
 """Agent programs behind the server: held, released, refused and abandoned requests."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -171,4 +173,68 @@ async def test_a_flood_of_one_tenant_does_not_hold_another_for_long() -> None:
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
+        await w.settled()
+
+
+# Fairness: security F7, attack 52, over sockets.
+
+ATTACKERS, VICTIMS = 60, 6
+PLACE_SECONDS = 10.0
+
+
+async def attack(w: World, victims: str) -> list[tuple[int, float]]:
+    """Returns status and seconds of the first requests of six programs of a tenant.
+
+    They come when 60 programs of tenant `a`, which return every 2 s, fill two caches of 64,000
+    tokens.
+    """
+
+    async def turn(name: int, tokens: int, tenant: str) -> int:
+        prompt = [name * 10_000 + token % 9000 for token in range(tokens)]
+        key = {"authorization": f"Bearer sk-{tenant}"}
+        status, _, _ = await w.post({"model": "tiny", "prompt": prompt, "max_tokens": 3}, headers=key)
+        return status
+
+    async def returns(name: int) -> None:
+        await asyncio.sleep(name / 30)
+        while True:
+            begun = time.monotonic()
+            await turn(name, 3500, "a")
+            await asyncio.sleep(max(0.0, begun + 2 - time.monotonic()))
+
+    async def comes(name: int) -> tuple[int, float]:
+        begun = time.monotonic()
+        status = await turn(100 + name, 3000, victims)
+        return status, time.monotonic() - begun
+
+    attackers = [asyncio.create_task(returns(name)) for name in range(ATTACKERS)]
+    try:
+        router = w.server.fleet.pools[0].router
+        await w.until(lambda: (router.programs() or {})["states"]["held"] > 0)
+        return await asyncio.gather(*map(comes, range(VICTIMS)))
+    finally:
+        for each in attackers:
+            each.cancel()
+        await asyncio.gather(*attackers, return_exceptions=True)
+
+
+async def test_held_programs_of_another_tenant_get_a_place(tmp_path: Path) -> None:
+    """Security F7: each within 10 s, although the first tenant's programs never rest."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-a: a\nsk-v: v\n")
+    auth = {"keys_file": str(keys)}
+    async with world(2, programs={"kind": "admit"}, cache_blocks=4000, auth=auth) as w:
+        waits = await attack(w, "v")
+        assert [status for status, _ in waits] == [200] * VICTIMS
+        assert max(seconds for _, seconds in waits) < PLACE_SECONDS
+        await w.settled()
+
+
+async def test_without_tenants_a_held_program_gets_a_place_or_a_429() -> None:
+    """Security F7: `max_hold_seconds` ends each wait."""
+    programs = {"kind": "admit", "max_hold_seconds": 3}
+    async with world(2, programs=programs, cache_blocks=4000) as w:
+        waits = await attack(w, "v")
+        assert {status for status, _ in waits} <= {200, 429}
+        assert max(seconds for _, seconds in waits) < 3 + PLACE_SECONDS
         await w.settled()

@@ -14,7 +14,7 @@ from lmetric.config import ServerConfig
 from lmetric.engines.emulated.options import EngineOptions
 from lmetric.engines.emulated.server import EngineServer
 from lmetric.server import Server
-from lmetric.server.http import tokenizing as server_tokenise
+from lmetric.server.http import threads
 from lmetric.tokens import PromptTokenizer, Text, TokenizerError, Tokens
 from server_world import Request, World, decision_id, world
 from token_folders import CHATML, INST, byte_level, metaspace, write_folder
@@ -215,11 +215,9 @@ async def test_a_failing_tokenizer_fails_no_request(folder: Path, monkeypatch: p
     def fail() -> None:
         raise RuntimeError("broken")
 
-    begin = server_tokenise.TokenizerThreads.begin
+    begin = threads.WorkThreads.begin
     async with world(1, tokenizer=str(folder)) as w:
-        monkeypatch.setattr(
-            server_tokenise.TokenizerThreads, "begin", lambda threads, _: begin(threads, fail)
-        )
+        monkeypatch.setattr(threads.WorkThreads, "begin", lambda threads, _: begin(threads, fail))
         status, _, _ = await w.post(chat(LONG), CHAT)
         assert status == 200
         assert w.server.fleet.pools[0].text_prompts == {"tokenizer": 1}

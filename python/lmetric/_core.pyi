@@ -82,14 +82,17 @@ __all__ = [
     "check_object",
     "check_policy",
     "declare_indicator",
+    "edit_object",
     "generate",
     "indicator_table",
+    "join_parts",
     "local_orders",
     "nearest_name",
     "parsed_option",
     "planners",
     "policy_table",
     "read_request",
+    "short_members",
     "simulate",
 ]
 
@@ -714,6 +717,25 @@ def read_request(
     - its ``priority`` (NaN: not a number; None: no such field)
 
     Raises BadRequestError, or ValueError for an unknown reader.
+    """
+
+def edit_object(body: bytes, remove: Sequence[str], front: bytes) -> bytes:
+    """Returns an object's JSON without the members of the names ``remove``.
+
+    ``front``: members (JSON without braces) that come first. ``body``: one that `read_request`
+    returned. Other threads run while it copies more than 64 KiB.
+    """
+
+def short_members(body: bytes, longest: int) -> bytes:
+    """Returns an object's JSON without the members whose values are longer than ``longest`` bytes.
+
+    ``body``: one that `read_request` returned.
+    """
+
+def join_parts(parts: Sequence[bytes | bytearray], skip: int) -> bytes:
+    """Joins pieces of a body, without its first ``skip`` bytes. Nobody may change them meanwhile.
+
+    Other threads run while it copies more than 64 KiB.
     """
 
 def check_object(body: bytes) -> None:

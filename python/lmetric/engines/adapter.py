@@ -328,6 +328,7 @@ class Adapter(ABC):
     prefix: str  # prefix of its metric names
     cached_counter: str | None = None  # counter of cached prompt tokens, no prefix
     cache_salt = False  # whether its cache separates prompts by `cache_salt`
+    salts_messages = False  # whether it reads `cache_salt` on /v1/messages, too
     # Label of its metrics that names the data-parallel rank; None: requests cannot name a rank.
     rank_label: str | None = None
     rank: int | None = None  # the data-parallel rank of this adapter's figures; None: all ranks

@@ -51,6 +51,7 @@ class Vllm(Adapter):
     name = "vllm"
     title = "vLLM"
     cache_salt = True  # tried on 0.32.0
+    salts_messages = True  # read in 0.32.0
     prefix = "vllm:"
     gauges: Mapping[str, Literal["waiting", "running", "kv_usage"]] = {
         "num_requests_running": "running",

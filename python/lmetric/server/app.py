@@ -256,8 +256,9 @@ class Server:
         front, config, new, keys, tls = self.front, change.config, change.new, change.keys, change.tls
         listed: list[tuple[EngineConfig, str | None]] = [(engine, None) for engine in new.engines]
         listed += [(engine, model.name) for model in new.models for engine in model.engines]
-        for engine, model in listed:
-            self.fleet.contexts.get(new.tls_of(engine, model)).refresh()
+        of_engines = (new.tls_of(engine, model) for engine, model in listed)
+        for settings in {id(each): each for each in of_engines}.values():
+            self.fleet.contexts.get(settings).refresh()
         added, removed = change.changed_keys
         old = front.config.tenants
         tenants = sorted(

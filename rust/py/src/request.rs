@@ -13,6 +13,10 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Longer prompts count as this long, so that output positions fit into 32 bits.
 const MAX_PROMPT_TOKENS: u32 = i32::MAX as u32;
 
+/// Later blocks match no prefix. No engine computes such prompts (4 million tokens in blocks of
+/// 16), and each block takes time under the router's lock.
+const MAX_BLOCKS: usize = 1 << 18;
+
 /// A request to route or score. It is immutable and can be used any number of times.
 ///
 /// The prompt is exactly one of these:
@@ -363,7 +367,8 @@ impl Request {
         let length = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
         let given = self.prompt_tokens.map(saturated);
         let mut of_tokens = |ids: &[u32]| {
-            hash::hash_tokens(domain(keys.tokens), keys.block_size, ids, chain);
+            let matched = first(ids, keys.block_size);
+            hash::hash_tokens(domain(keys.tokens), keys.block_size, matched, chain);
             (given.unwrap_or(length(ids.len())), keys.block_size as f64)
         };
         let text = match &self.prompt {
@@ -371,19 +376,25 @@ impl Request {
             Prompt::Array(array) => return Ok(of_tokens(buffers::slice(array.bind(py)))),
             Prompt::Tokens(ids) => return Ok(of_tokens(ids)),
             Prompt::Hashes(local) => {
-                hash::chain(domain(keys.hashes), local, chain);
+                hash::chain(domain(keys.hashes), first(local, 1), chain);
                 let tokens = given.unwrap_or(length(local.len() * keys.block_size));
                 return Ok((tokens, keys.block_size as f64));
             }
             Prompt::Text(text) => text.bind(py).to_str()?.as_bytes(),
             Prompt::Bytes(text) => text.bind(py).as_bytes(),
         };
-        hash::hash_text(domain(keys.text), keys.text_block_bytes, text, chain);
+        let matched = first(text, keys.text_block_bytes);
+        hash::hash_text(domain(keys.text), keys.text_block_bytes, matched, chain);
         // Four bytes per token is typical of English; callers that know better give the length.
         let tokens = given.unwrap_or(length(text.len().div_ceil(4)));
         let per_byte = f64::from(tokens) / text.len().max(1) as f64;
         Ok((tokens, per_byte * keys.text_block_bytes as f64))
     }
+}
+
+/// The part of a prompt that may match: at most `MAX_BLOCKS` blocks of `size` elements.
+fn first<T>(prompt: &[T], size: usize) -> &[T] {
+    &prompt[..prompt.len().min(MAX_BLOCKS.saturating_mul(size))]
 }
 
 /// Reason in the decision record if the caller gives none.

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 mod api;
 mod body;
+mod edit;
 mod head;
 mod json;
 mod observe;
@@ -18,6 +19,7 @@ mod tree;
 
 pub use api::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal, check_object, utf8};
 pub use body::ChunkedBody;
+pub use edit::{edited, short_members};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
 pub use request::{

@@ -106,7 +106,7 @@ fn exact(data: &[u8]) -> Option<Excess> {
 }
 
 /// Returns the position behind the quote that ends the string whose content begins at `at`.
-fn string_end(data: &[u8], mut at: usize) -> usize {
+pub(crate) fn string_end(data: &[u8], mut at: usize) -> usize {
     loop {
         let Some(found) = data.get(at..).and_then(|rest| memchr2(b'"', b'\\', rest)) else {
             return data.len();

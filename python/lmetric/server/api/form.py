@@ -19,6 +19,7 @@ MAX_PARTS = 64
 MAX_HEAD_BYTES = 4096  # header fields of one part
 MAX_VALUE_BYTES = 1024  # value of a field that routing needs
 MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
+WINDOW_BYTES = 1 << 20  # searched at once: 3 ms if many lines begin as the boundary does
 _NEEDED = frozenset({"model", "stream"})
 
 
@@ -72,7 +73,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview]]:
     """Yields name and value of each part. Raises ApiError (400)."""
     view = memoryview(body)
     line = b"\r\n" + boundary
-    at = 0 if body.startswith(boundary) else body.find(line) + 2
+    at = 0 if body.startswith(boundary) else _find(body, line, 0) + 2
     if at == 1:
         raise bad("the form has no part: its boundary does not occur")
     for _ in range(MAX_PARTS):
@@ -83,12 +84,22 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[str, memoryview]]:
         start = body.find(b"\r\n\r\n", head, head + MAX_HEAD_BYTES) if head >= 0 else -1
         if start < 0 or body[at:head].strip(b" \t"):
             raise bad(f"a part of the form has no complete header of at most {MAX_HEAD_BYTES} bytes")
-        end = body.find(line, start + 4)
+        end = _find(body, line, start + 4)
         if end < 0:
             raise bad("the form is cut off: its last boundary is missing")
         yield _name(body[head + 2 : start]), view[start + 4 : end]
         at = end + 2
     raise bad(f"the form has more than {MAX_PARTS} parts")
+
+
+def _find(body: bytes, line: bytes, at: int) -> int:
+    """Returns the next place of ``line``, or -1. Other threads run between two windows."""
+    while at < len(body):
+        found = body.find(line, at, at + WINDOW_BYTES + len(line))
+        if found >= 0:
+            return found
+        at += WINDOW_BYTES
+    return -1
 
 
 def _name(head: bytes) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-import orjson
 import structlog
 
 from lmetric.config import ServerConfig, read_secret
-from lmetric.engines.handover import CHAT, with_fields
+from lmetric.engines.handover import CHAT
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.request import ParsedRequest
 
@@ -65,17 +64,18 @@ class Isolation:
         """
         by = call.path.isolated_by
         if by == "refused":
-            raise ApiError(
-                403,
-                f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
-                code="not_isolated",
-            )
+            raise not_isolated(tenant, path)
         call.salt = self.salt(tenant, call.salt)
         call.scope = self.scope(tenant)
         if by == "no_cache":
             return
-        request = call.request
-        fields = {**request, "cache_salt": call.salt}
-        rewritten = "cache_salt" in request or not request
-        salted = orjson.dumps(fields) if rewritten else with_fields(call.body, {"cache_salt": call.salt})
-        call.replace(salted, fields)
+        call.change(("cache_salt",), {"cache_salt": call.salt})
+
+
+def not_isolated(tenant: str, path: str) -> ApiError:
+    """Returns the 403 of an isolated tenant's request whose salt an engine would ignore."""
+    return ApiError(
+        403,
+        f"tenant {tenant!r} is isolated and {path} does not accept cache_salt; use {CHAT}",
+        code="not_isolated",
+    )

@@ -16,9 +16,11 @@ from lmetric.engines.handover import CHAT, COMPLETIONS
 PromptReader = Literal[
     "chat", "chat_batch", "completion", "token_ids", "messages", "responses", "input", "nothing", "form"
 ]
-# How a tenant's cached prefixes are isolated. "salt": by the field `cache_salt`. "no_cache": the
-# engine caches nothing. "refused": engines accept no salt, so isolated tenants get a 403.
-IsolatedBy = Literal["salt", "no_cache", "refused"]
+# How a tenant's cached prefixes are isolated. "salt": by the field `cache_salt`. "salt_by_kind": by
+# this field if all engines of the model are of a kind that reads it on this path, else as
+# "refused". "no_cache": the engine caches nothing. "refused": engines accept no salt, so isolated
+# tenants get a 403.
+IsolatedBy = Literal["salt", "salt_by_kind", "no_cache", "refused"]
 
 _GENERATES = frozenset({"chat", "chat_batch", "completion", "token_ids"})
 # Prompts as text whose tokens a tokenizer can predict.
@@ -65,7 +67,7 @@ RELAYED: Mapping[str, RelayedPath] = {
     COMPLETIONS: RelayedPath("completion", "salt"),
     "/inference/v1/generate": RelayedPath("token_ids", "salt"),
     RESPONSES: RelayedPath("responses", "salt", stores=True),
-    MESSAGES: RelayedPath("messages", "refused"),
+    MESSAGES: RelayedPath("messages", "salt_by_kind"),
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), _SALTED_INPUT),
     **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), _SALTED_INPUT),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/messages/count_tokens"), _NO_PROMPT),

@@ -1,8 +1,10 @@
 """The parts of a client's request that routing needs.
 
 Rust reads the body once, and the engine gets its bytes unchanged, except a body in UTF-16, in
-UTF-32 or with a byte order mark: the engine gets plain UTF-8. Python parses the body only to change
-it, or for a chat template.
+UTF-32 or with a byte order mark: the engine gets plain UTF-8. Python parses the body only for a
+chat template, or to look at many of its fields.
+
+Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/reading.py`).
 """
 
 from collections.abc import Mapping
@@ -11,12 +13,50 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
-from lmetric._core import BadRequestError, check_object, read_request
+from lmetric._core import BadRequestError, check_object, edit_object, join_parts, read_request, short_members
 from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import RelayedPath
 from lmetric.tokens import Tokens
 
 JSON = Mapping[str, Any]
+
+# Larger bodies are read and changed in a thread: together with other work, a turn of the event loop
+# would take too long.
+LARGE_BODY = 256 << 10
+# Longer values are not in `ParsedRequest.brief`.
+_BRIEF_VALUE = 4096
+
+
+# Shorter pieces are joined as they come: an object for each would take more memory than it counts.
+SMALL_PIECE = 1024
+
+
+class BodyParts(Struct, eq=False, gc=False):
+    """A body in pieces, as it was received. ``skip``: bytes before it, in the first parts."""
+
+    parts: list[bytes | bytearray] = []
+    skip: int = 0
+    size: int = 0
+
+    def add(self, data: bytes) -> None:
+        """Adds a piece."""
+        add_piece(self.parts, data)
+        self.size += len(data)
+
+    def joined(self) -> bytes:
+        """Returns the body, and drops its parts. For a large body, call it in a thread."""
+        parts, self.parts = self.parts, []
+        return join_parts(parts, self.skip)
+
+
+def add_piece(parts: list[bytes | bytearray], data: bytes) -> None:
+    """Adds a piece to the others."""
+    if len(data) >= SMALL_PIECE:
+        parts.append(data)
+    elif parts and isinstance(parts[-1], bytearray):
+        parts[-1] += data
+    else:
+        parts.append(bytearray(data))
 
 
 class ParsedRequest(Struct, eq=False, gc=False):
@@ -41,6 +81,9 @@ class ParsedRequest(Struct, eq=False, gc=False):
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
     _fields: JSON | None = None
+    _brief: JSON | None = None
+    _removed: tuple[str, ...] = ()
+    _added: dict[str, Any] = {}
 
     @property
     def request(self) -> JSON:
@@ -54,9 +97,44 @@ class ParsedRequest(Struct, eq=False, gc=False):
         """Whether `request` needs no parser any more."""
         return self._fields is not None
 
-    def replace(self, body: bytes, fields: JSON) -> None:
-        """Replaces the body. ``fields``: the parsed fields of the new body."""
-        self.body, self._fields = body, fields
+    @property
+    def brief(self) -> JSON:
+        """The fields with short values.
+
+        They are parsed on first use: for a large body, call `read_brief` before, in a thread.
+        """
+        if self._brief is None:
+            self.read_brief()
+        assert self._brief is not None
+        return self._brief
+
+    def read_brief(self) -> None:
+        """Parses the fields with short values."""
+        self._brief = orjson.loads(short_members(self.body, _BRIEF_VALUE))
+
+    def change(self, remove: tuple[str, ...] = (), add: Mapping[str, Any] | None = None) -> None:
+        """Removes and adds fields of the body. It has no field of `add` but those in `remove`.
+
+        A large body changes at the next `apply_changes`, which a thread calls.
+        """
+        self._removed += remove
+        self._added = {**self._added, **(add or {})}
+        if len(self.body) <= LARGE_BODY:
+            self.apply_changes()
+
+    @property
+    def changes(self) -> bool:
+        """Whether `apply_changes` has work to do."""
+        return bool(self._removed or self._added)
+
+    def apply_changes(self) -> None:
+        """Writes the changes into the body."""
+        removed, added = self._removed, self._added
+        self._removed, self._added = (), {}
+        self.body = edit_object(self.body, removed, orjson.dumps(added)[1:-1])
+        if self._fields is not None:
+            kept = {name: value for name, value in self._fields.items() if name not in removed}
+            self._fields = {**added, **kept}
 
 
 def parse(path: RelayedPath, body: bytes) -> ParsedRequest:

@@ -11,10 +11,7 @@ from collections import OrderedDict
 from secrets import token_hex
 from typing import NamedTuple
 
-import orjson
-
 from lmetric.config import Limits
-from lmetric.engines.handover import with_fields
 from lmetric.server.api.errors import ApiError, bad
 from lmetric.server.api.request import ParsedRequest
 
@@ -93,18 +90,13 @@ def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
     Returns the ID, or None. ``tenants``: the router serves several tenants, so clients may not
     choose IDs. Raises ApiError (400).
     """
-    fields = call.request
+    fields = call.brief
     if not fields.get("store", True):
         return None
     given = fields.get("request_id")
     if given is None:
         response_id = f"resp_{token_hex(16)}"
-        new = {**fields, "request_id": response_id}
-        if "request_id" in fields:
-            body = orjson.dumps(new)
-        else:
-            body = with_fields(call.body, {"request_id": response_id})
-        call.replace(body, new)
+        call.change(("request_id",), {"request_id": response_id})
         return response_id
     if tenants:
         raise bad(
@@ -123,5 +115,5 @@ def assign_id(call: ParsedRequest, *, tenants: bool) -> str | None:
 
 def previous_id(call: ParsedRequest) -> str | None:
     """Returns the ID of the response that a request continues; None: it continues none."""
-    previous = call.request.get("previous_response_id")
+    previous = call.brief.get("previous_response_id")
     return previous if isinstance(previous, str) else None

@@ -408,6 +408,11 @@ class Pool:
             return math.inf
         return self.router.indicators_of(engine.name, ["bound_tokens"])["bound_tokens"] / rate
 
+    @property
+    def salts_messages(self) -> bool:
+        """Whether all engines read `cache_salt` on /v1/messages."""
+        return all(engine.adapter.salts_messages for engine in self.engines.values())
+
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""
         if why := fetch_ineligibility(path, call.request, tokens=call.tokens is not None):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import orjson
-
 from lmetric._core import Router
 from lmetric.config import PoolSettings
 from lmetric.engines.handover import with_fields
@@ -49,8 +47,7 @@ def header(engine: Engine, priority: int | None) -> int | None:
 
 def remove(call: ParsedRequest) -> None:
     """Removes the client's own `priority` from a request."""
-    fields = {name: value for name, value in call.request.items() if name != "priority"}
-    call.replace(orjson.dumps(fields), fields)
+    call.change(("priority",))
 
 
 def body(engine: Engine, priority: int | None, sent: bytes) -> bytes:

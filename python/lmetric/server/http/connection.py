@@ -27,9 +27,11 @@ from aiohttp.web_protocol import RequestHandler
 from lmetric._core import MAX_REQUEST_FIELDS, ChunkedBody, Peer, RequestHead, RequestReader, WireError
 from lmetric.config import Timeouts
 from lmetric.server.api.errors import ApiError, whole_answer
+from lmetric.server.api.request import LARGE_BODY, BodyParts, add_piece
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
+from lmetric.server.upstream.reading import read_on_later, takes
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
 # HOLD_LIMIT (aiohttp may resume reading).
@@ -43,11 +45,10 @@ SMALL_BODY = 64 * 1024
 SMALL_HEAD = 4 * 1024
 # Seconds from the first byte of a head to its last one. Heads are sent at once.
 HEAD_SECONDS = 10.0
-# Shorter pieces are joined as they come: an object for each would take more memory than it counts.
-SMALL_PIECE = 1024
-# A connection that has sent this many bytes is read again in the next turn of the loop. uvloop
-# would read up to 32 times as many before the next connection.
-TURN_BYTES = 256 * 1024
+# After a read of this size, a connection reads on in a later turn of the loop
+# (`upstream/reading.py`). uvloop would read it up to 32 times before the next connection. Smaller
+# reads empty the socket.
+LARGE_READ = 64 * 1024
 # After refusing a body, a closing connection discards bytes for this long, so that its client can
 # read the error.
 LINGER_SECONDS = 1.0
@@ -116,7 +117,7 @@ class Server(Protocol):
         Returns None if it was refused; then ``client.answered`` was called.
         """
 
-    def serve(self, client_request: ClientRequest, body: bytes) -> None:
+    def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
 
     def no_room(self, client: "ClientConnection", client_request: ClientRequest | None) -> None:
@@ -143,6 +144,7 @@ class ClientConnection(RequestHandler):
         "_front",
         "_held",
         "_holder",
+        "_late",
         "_left",
         "_need",
         "_resting",
@@ -151,7 +153,6 @@ class ClientConnection(RequestHandler):
         "_size",
         "_state",
         "_tail",
-        "_turn_bytes",
         "answering",
         "body_size",
         "idle_since",
@@ -195,7 +196,7 @@ class ClientConnection(RequestHandler):
         self._left = 0  # bytes still to come of a body with a length in aiohttp, or to discard
         self._body: StreamReader | None = None  # the body of the request in aiohttp
         self._chunks: ChunkedBody | None = None  # an incomplete chunked body in aiohttp
-        self._turn_bytes = 0  # received since reading last paused for a turn
+        self._late: list[bytes] = []  # reads that a later turn processes
         self._resting = False  # reading is paused until the next turn of the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -239,9 +240,17 @@ class ClientConnection(RequestHandler):
         if not data:
             super().data_received(data)
             return
-        self._turn_bytes += len(data)
-        if self._turn_bytes >= TURN_BYTES:
+        if len(data) >= LARGE_READ:
             self._rest_reading()
+            if self._late or not takes(self._loop, len(data)):
+                self._keep_late(data)
+                return
+        elif self._late:
+            self._keep_late(data)
+            return
+        self._received(data)
+
+    def _received(self, data: bytes) -> None:
         state = self._state
         if state == FREE:
             self._begin(data)
@@ -249,7 +258,10 @@ class ClientConnection(RequestHandler):
             if not self._hold(data):
                 self._no_room(self._need - self._size - len(data))
             elif self._size >= self._need or (self._client_request is None and self._ends_head(data)):
-                self._begin(self._take_held())
+                if self._client_request is not None and self._need > LARGE_BODY:
+                    self._serve_large(self._client_request)
+                else:
+                    self._begin(self._take_held())
         elif state == DISCARDING:
             self._left -= len(data)
             if self._left <= 0:
@@ -267,13 +279,32 @@ class ClientConnection(RequestHandler):
 
     def _rest_reading(self) -> None:
         """Leaves the rest of the loop's turn to other connections."""
-        self._turn_bytes = 0
         if not self._resting:
             self._resting = True
             self._pause_transport_reading()
-            self._loop.call_soon(self._read_on)
+            read_on_later(self._loop, self._read_on)
+
+    def _keep_late(self, data: bytes) -> None:
+        """Keeps a read for a later turn."""
+        client = self._client
+        if client is None or not client.hold(len(data)):
+            self.force_close()
+        else:
+            self._late.append(data)
+
+    def _resume_transport_reading(self) -> None:
+        if not self._resting:  # else `_read_on` resumes
+            super()._resume_transport_reading()
 
     def _read_on(self) -> None:
+        if self._late:
+            read_on_later(self._loop, self._read_on)
+            data = self._late.pop(0)
+            if self._client is not None:
+                self._client.release(len(data))
+            if self.transport is not None and not self.transport.is_closing():
+                self._received(data)
+            return
         self._resting = False
         full = self._state == ASKED and self._size > HOLD_BYTES
         if not full and not self._reading_paused and not self._buffer_paused:
@@ -325,6 +356,23 @@ class ClientConnection(RequestHandler):
                 self._front.serve(client_request, data[start:end])
         else:
             self._give(data, head)
+
+    def _serve_large(self, client_request: ClientRequest) -> None:
+        """Serves the request whose pieces are held. A thread joins them."""
+        self._client_request = None
+        head = client_request.head
+        after, parts = self._size - self._need, self._take_parts()
+        self._since = 0.0
+        self._state = ASKED
+        self.answering = True
+        if after:
+            last = parts[-1]
+            parts[-1] = last[:-after]
+            self._hold_back(bytes(last[-after:]))
+        if self.hold_body(self._need):
+            self._front.serve(client_request, BodyParts(parts, head.start, head.length))
+        else:
+            self._front.no_room(self, client_request)
 
     def _give(self, data: bytes, head: RequestHead) -> None:
         """Gives one request to aiohttp."""
@@ -434,13 +482,7 @@ class ClientConnection(RequestHandler):
         """Keeps bytes. Returns False beyond a limit on body bytes."""
         if self._holder is None or not self._holder.hold(len(data)):
             return False
-        held = self._held
-        if len(data) >= SMALL_PIECE:
-            held.append(data)
-        elif held and isinstance(held[-1], bytearray):
-            held[-1] += data
-        else:
-            held.append(bytearray(data))
+        add_piece(self._held, data)
         self._size += len(data)
         return True
 
@@ -489,12 +531,14 @@ class ClientConnection(RequestHandler):
         self.body_size = size
 
     def _take_held(self) -> bytes:
-        data = b"".join(self._held)
-        self._held.clear()
-        self._size = 0
+        return b"".join(self._take_parts())
+
+    def _take_parts(self) -> list[bytes | bytearray]:
+        parts, self._held = self._held, []
         if self._holder is not None:
-            self._holder.release(len(data))
-        return data
+            self._holder.release(self._size)
+        self._size = 0
+        return parts
 
     def answered(self, goes_on: bool) -> None:
         """Ends the request in flight. ``goes_on``: the connection may carry another request."""
@@ -581,6 +625,9 @@ class ClientConnection(RequestHandler):
         """Called by the loop."""
         super().connection_lost(exc)
         self._take_held()
+        if self._client is not None:
+            self._client.release(sum(map(len, self._late)))
+        self._late.clear()
         self.release_body()
         self._end_sender()
         self.uncount()

@@ -29,9 +29,15 @@ from lmetric.config import ServerConfig, SloClass
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
 from lmetric.server.api.form import parse_form
-from lmetric.server.api.isolation import Isolation
-from lmetric.server.api.paths import CONFIGURED_PATH, RELAYED, StoredResponsePath, stored_response
-from lmetric.server.api.request import ParsedRequest, parse
+from lmetric.server.api.isolation import Isolation, not_isolated
+from lmetric.server.api.paths import (
+    CONFIGURED_PATH,
+    RELAYED,
+    RelayedPath,
+    StoredResponsePath,
+    stored_response,
+)
+from lmetric.server.api.request import LARGE_BODY, BodyParts, ParsedRequest, parse
 from lmetric.server.api.stored import Holder, StoredResponses, assign_id, not_found, previous_id
 from lmetric.server.background.capacity import CapacityTwin
 from lmetric.server.background.replicas import Replicas
@@ -68,11 +74,10 @@ from lmetric.server.http.protocol import (
     wants_websocket,
 )
 from lmetric.server.http.searching import PendingSearch
+from lmetric.server.http.threads import PendingWork, WorkThreads
 from lmetric.server.http.tls_listener import Handshakes
 from lmetric.server.http.tokenizing import (
-    LARGE_BODY,
-    PendingTokenization,
-    TokenizerThreads,
+    RENDERED_BYTES,
     count_text_prompt,
     prompt_text,
     read_prompt,
@@ -82,6 +87,7 @@ from lmetric.server.http.waiting import WaitingRequest
 from lmetric.server.observe.live import Live
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
+from lmetric.server.observe.request_log import request_ids
 from lmetric.server.tls.contexts import TlsContext
 from lmetric.tokens import NotPredictable, Tokens
 
@@ -92,6 +98,7 @@ if TYPE_CHECKING:  # it needs the extra `otel`
 NOTE_LENGTH = 200
 
 log = structlog.get_logger("lmetric.access")
+log_tokens = structlog.get_logger("lmetric.tokens")
 
 
 class Phase(IntEnum):
@@ -141,7 +148,7 @@ class Frontend(web.Server):
         self.live = Live(fleet, self.relays) if config.ui.enabled else None
         self.clients = ClientLoad(config.limits)
         self.handshakes = Handshakes()
-        self._tokenisers = TokenizerThreads()
+        self._threads = WorkThreads()
         self._unpacking = Unpacking()
         self._tenant_requests: Counter[str] = Counter()  # running requests
         self._idle = asyncio.Event()
@@ -207,7 +214,7 @@ class Frontend(web.Server):
 
     async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Closes the connections and stops the threads."""
-        self._tokenisers.close()
+        self._threads.close()
         self._unpacking.close()
         await super().shutdown(timeout)
 
@@ -418,12 +425,12 @@ class Frontend(web.Server):
         transport = request.transport
         if headers.get("expect", "").lower() == "100-continue" and _writable(transport):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        received = bytearray()  # many small pieces of bytes would take more memory than they count
+        received = BodyParts()
         try:
             async with asyncio.timeout(self._rules.timeouts.body):
                 while not content.at_eof():
-                    received += await content.readany()
-                    if len(received) > limit:
+                    received.add(await content.readany())
+                    if received.size > limit:
                         raise _too_long(limit)
         except TimeoutError:
             raise self._late_body(content.total_raw_bytes, length) from None
@@ -434,7 +441,9 @@ class Frontend(web.Server):
         except Exception as error:
             # aiohttp has many exceptions for a broken body (bad chunk, client gone).
             raise bad(f"the body could not be read: {in_short(error)}") from None
-        return bytes(received)
+        if received.size > LARGE_BODY:
+            return await self._threads.begin(received.joined)
+        return received.joined()
 
     # The fast path.
 
@@ -466,7 +475,7 @@ class Frontend(web.Server):
         client_request.keep_alive = head.keep_alive
         return client_request
 
-    def serve(self, client_request: ClientRequest, body: bytes) -> None:
+    def serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Answers an admitted request, then calls ``client.answered``."""
         client_request.started = time.monotonic()
         try:
@@ -528,7 +537,7 @@ class Frontend(web.Server):
             self.clients.refused["requests_per_tenant"] += 1
             raise _too_many(" of this tenant")
 
-    def _serve(self, client_request: ClientRequest, body: bytes) -> None:
+    def _serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         """Starts the request. `_ended` is called at its end."""
         payer = client_request.payer = client_request.client.payer
         if payer is not None:  # it counts until `_ended`
@@ -537,33 +546,57 @@ class Frontend(web.Server):
                 self._tenant_requests[client_request.tenant] += 1
         try:
             path = self.paths[client_request.path]
-            if path.prompt == "form":
-                call = parse_form(path, client_request.head.field(b"content-type"), body)
+            if isinstance(body, bytes) and len(body) <= LARGE_BODY:
+                call = _read_call(client_request, path, self.isolation, body)
+                self._serve_call(client_request, call, client_request.started)
             else:
-                call = parse(path, body)
-            if client_request.tenant and client_request.tenant in self.isolation.tenants:
-                self.isolation.apply(client_request.tenant, client_request.path, call)
-            if call.model not in self.fleet.names and self._search(client_request, call):
-                return
-            self._serve_model(client_request, call, client_request.started)
+                self._read_in_thread(client_request, path, body)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
             log.exception("a request failed with an internal error", path=client_request.path)
             self._ended(client_request, None, ApiError(500, FAILED))
 
+    def _read_in_thread(
+        self, client_request: ClientRequest, path: RelayedPath, body: bytes | BodyParts
+    ) -> None:
+        """Reads a large body in a thread. Then its request goes on."""
+
+        def then(read: asyncio.Future[ParsedRequest], waiting: WaitingRequest) -> None:
+            def serve(now: float) -> None:
+                self._serve_call(client_request, read.result(), now)
+
+            self._go_on(client_request, waiting, serve, time.monotonic())
+
+        work = self._threads.begin(partial(_read_call, client_request, path, self.isolation, body))
+        limit = self._rules.timeouts.request
+        self._wait(client_request, PendingWork(client_request, work, then, self._ended, limit))
+
+    def _serve_call(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
+        """Serves a request whose body was read. Raises ApiError."""
+        if call.model not in self.fleet.names and self._search(client_request, call):
+            return
+        self._serve_model(client_request, call, now)
+
     def _serve_model(self, client_request: ClientRequest, call: ParsedRequest, now: float) -> None:
         """Finds the request's model, reads its prompt, and places it. Raises ApiError."""
         pool, adapter = self.fleet.find(call.model)
         client_request.pool, client_request.model = pool, call.model
+        if call.scope and call.path.isolated_by == "salt_by_kind" and not pool.salts_messages:
+            raise not_isolated(client_request.tenant, client_request.path)
         if call.path.stores:
             self._follow_response(client_request, call, pool)
+        if pool.orders or self.keys.on:
+            # Otherwise clients could delay the requests of others.
+            client_request.drops_priority = True
+            if call.priority is not None:
+                priority.remove(call)
         in_thread = self._read_prompt(call, pool)
-        if in_thread is None:
+        if in_thread is None and not call.changes:
             self._place(client_request, call, pool, adapter, now)
         else:
             place = partial(self._place, client_request, call, pool, adapter)
-            self._read_in_thread(client_request, in_thread, call, pool, place)
+            self._prepare_in_thread(client_request, in_thread, call, pool, place)
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
         """Asks the engines for an unknown model: one may have loaded it a moment ago.
@@ -655,7 +688,7 @@ class Frontend(web.Server):
         tokenizer = pool.tokenizer
         if tokenizer is None or call.text is None or not call.path.tokenized:
             return None
-        if len(call.body) > LARGE_BODY:
+        if len(call.body) > RENDERED_BYTES:
             return partial(read_prompt, tokenizer, call)
         try:
             text = prompt_text(tokenizer, call)
@@ -665,29 +698,34 @@ class Frontend(web.Server):
             return None
         return partial(tokenizer.encode, text) if call.tokens is None else None
 
-    def _read_in_thread(
+    def _prepare_in_thread(
         self,
         client_request: ClientRequest,
-        work: Callable[[], Tokens | None],
+        read: Callable[[], Tokens | None] | None,
         call: ParsedRequest,
         pool: Pool,
         place: Callable[[float], None],
     ) -> None:
-        """Renders or tokenizes the prompt in a thread, then calls `place`.
+        """Changes the body in a thread, and renders or tokenizes its prompt; then calls `place`.
 
         `place` is not called if the request has ended by then.
         """
 
-        def then(tokens: Tokens | NotPredictable | None, waiting: WaitingRequest) -> None:
-            if isinstance(tokens, NotPredictable):
-                count_text_prompt(pool, tokens)
+        def then(work: asyncio.Future[Tokens | None], waiting: WaitingRequest) -> None:
+            error = work.exception()
+            if error is None:
+                if read is not None:
+                    call.tokens = work.result()
+            elif isinstance(error, NotPredictable):
+                count_text_prompt(pool, error)
             else:
-                call.tokens = tokens
+                log_tokens.error("cannot tokenize a prompt", exc_info=error, **request_ids(client_request))
+                count_text_prompt(pool, NotPredictable("tokenizer", str(error)))
             self._go_on(client_request, waiting, place, time.monotonic())
 
+        work = self._threads.begin(partial(_prepare, call, read))
         limit = self._rules.timeouts.request
-        begun = self._tokenisers.begin(work)
-        self._wait(client_request, PendingTokenization(client_request, begun, then, self._ended, limit))
+        self._wait(client_request, PendingWork(client_request, work, then, self._ended, limit))
 
     def _wait(self, client_request: ClientRequest, waiting: WaitingRequest) -> None:
         client_request.client.relay = waiting
@@ -726,11 +764,6 @@ class Frontend(web.Server):
                 f"{pool.name}: {client_request.path} is not possible with prefill/decode disaggregation",
                 code="not_implemented",
             )
-        if pool.orders or self.keys.on:
-            # Otherwise clients could delay the requests of others.
-            client_request.drops_priority = True
-            if call.priority is not None:
-                priority.remove(call)
         client_request.prompt_bytes, prompt_tokens, extra_tokens = _size(pool, call)
         head = client_request.head
         joins = pool.joins
@@ -979,6 +1012,33 @@ class Frontend(web.Server):
         except Exception:  # the client must get its next answer all the same
             log.exception("the end of a request was not counted", path=client_request.path)
         client_request.done(goes_on)
+
+
+def _read_call(
+    client_request: ClientRequest, path: RelayedPath, isolation: Isolation, body: bytes | BodyParts
+) -> ParsedRequest:
+    """Reads a body, a large one in a thread. Raises ApiError."""
+    if isinstance(body, BodyParts):
+        body = body.joined()
+    if path.prompt == "form":
+        call = parse_form(path, client_request.head.field(b"content-type"), body)
+    else:
+        call = parse(path, body)
+    if client_request.tenant and client_request.tenant in isolation.tenants:
+        isolation.apply(client_request.tenant, client_request.path, call)
+    if len(body) > LARGE_BODY:
+        if call.changes:
+            call.apply_changes()
+        if path.stores:
+            call.read_brief()
+    return call
+
+
+def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> Tokens | None:
+    """Changes a body, and returns its prompt's tokens. Raises NotPredictable."""
+    if call.changes:
+        call.apply_changes()
+    return None if read is None else read()
 
 
 def _hedge(

@@ -7,7 +7,8 @@ other hosts and run no script. They contain only what the request's credentials 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
 from urllib.parse import parse_qs
@@ -52,7 +53,7 @@ _HEADERS = {
 }
 
 
-def home(front: Frontend, request: web.BaseRequest) -> web.Response:
+async def home(front: Frontend, request: web.BaseRequest) -> web.Response:
     """Answers /: what this is, its API paths and pages, and the state of the fleet."""
     admin = front.access.is_admin(request.headers)
     try:
@@ -99,12 +100,14 @@ def home(front: Frontend, request: web.BaseRequest) -> web.Response:
             }
             for engine in front.fleet.engines()
         ]
-    return _page(request, shown, _home(shown))
+    return await asyncio.to_thread(_page, request, shown, _home)
 
 
 def debug_index(request: web.BaseRequest) -> web.Response:
     """Answers /debug: the debug pages."""
-    return _page(request, {"pages": DEBUG_LINKS}, _section("Debug pages", _links(DEBUG_LINKS)))
+    return _page(
+        request, {"pages": DEBUG_LINKS}, lambda shown: _section("Debug pages", _links(shown["pages"]))
+    )
 
 
 def decisions(front: Frontend, query: str) -> list[dict[str, Any]]:
@@ -129,14 +132,14 @@ def _latest(pool: Pool, limit: int) -> Iterable[dict[str, Any]]:
         yield {"id": pool.labels.label(number, ""), "model": pool.name, **shown}
 
 
-def _page(request: web.BaseRequest, data: Any, body: str) -> web.Response:
+def _page(request: web.BaseRequest, data: Any, body: Callable[[Any], str]) -> web.Response:
     if "text/html" not in request.headers.get("accept", ""):
         text = orjson.dumps(data, option=orjson.OPT_INDENT_2)
         return web.Response(body=text, content_type="application/json", headers=_HEADERS)
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>lmetric-router</title>'
         '<meta name="viewport" content="width=device-width">'
-        f"<style>{_STYLE}</style></head>\n<body><h1>lmetric-router</h1>\n{body}</body></html>\n"
+        f"<style>{_STYLE}</style></head>\n<body><h1>lmetric-router</h1>\n{body(data)}</body></html>\n"
     )
     return web.Response(body=html.encode(), content_type="text/html", charset="utf-8", headers=_HEADERS)
 

@@ -10,6 +10,7 @@ from lmetric.config import ServerConfig
 from lmetric.server.api.auth import Keys
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import StoredResponsePath
+from lmetric.server.api.request import BodyParts
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.http.frontend import Frontend
@@ -39,7 +40,7 @@ class TracedFrontend(Frontend):
         self._join_trace(client_request)
         return in_request(client_request, super().admits, client_request)
 
-    def _serve(self, client_request: ClientRequest, body: bytes) -> None:
+    def _serve(self, client_request: ClientRequest, body: bytes | BodyParts) -> None:
         in_request(client_request, super()._serve, client_request, body)
 
     def serve_stored(self, client_request: ClientRequest, target: StoredResponsePath, method: str) -> None:

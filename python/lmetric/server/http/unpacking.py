@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from lmetric.server.api.errors import bad
+from lmetric.server.api.request import LARGE_BODY, BodyParts
 
 ENCODINGS = ("gzip", "deflate")
 # More work than this, in packed or unpacked bytes, is done in the thread.
@@ -98,11 +99,11 @@ class Unpacking:
         """
         unpacker = Unpacker(encoding, packed)
         loop = asyncio.get_running_loop()
-        out = bytearray()
+        out = BodyParts()
         before = account.body_size
         piece = LOOP_BYTES if len(packed) <= LOOP_BYTES else 0
         while True:
-            size = min(piece or PIECE_BYTES, limit + 1 - len(out))
+            size = min(piece or PIECE_BYTES, limit + 1 - out.size)
             if not account.hold_body(size):
                 return None
             try:
@@ -112,8 +113,10 @@ class Unpacking:
                     got = await loop.run_in_executor(self._thread, unpacker.piece, size)
             except ValueError as error:
                 raise bad(f"the body could not be read: it is not {encoding}: {error}") from None
-            out += got
-            account.keep_body(before + len(out))
-            if len(got) < size or len(out) > limit:
-                return bytes(out)
+            out.add(got)
+            account.keep_body(before + out.size)
+            if len(got) < size or out.size > limit:
+                if out.size > LARGE_BODY:
+                    return await loop.run_in_executor(self._thread, out.joined)
+                return out.joined()
             piece = 0

@@ -10,6 +10,7 @@ import time
 from typing import Protocol
 
 from lmetric._core import FULL_READ, ResponseReader
+from lmetric.server.upstream.reading import read_on_later
 
 
 class Sink(Protocol):
@@ -150,7 +151,7 @@ class Connection(ResponseReader, asyncio.Protocol):
         if not self._small:
             self._small = True
             self.transport.set_protocol(_SmallReads(self))
-        asyncio.get_running_loop().call_soon(self._next_turn)
+        read_on_later(asyncio.get_running_loop(), self._next_turn)
 
     def _next_turn(self) -> None:
         self._waits = False

@@ -1,0 +1,68 @@
+"""Connections that read much take turns: a few of them read in each turn of the event loop.
+
+uvloop reads all ready connections before it runs anything else. One read is bounded, but hundreds
+of peers that send small things without end would make one long turn. A byte takes up to 25 ns, in
+chunks of one byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+# Connections that read on in one turn of the loop.
+READERS_IN_TURN = 8
+# Bytes of large reads that connections process in one turn, besides those that read on.
+BYTES_IN_TURN = 2 << 20
+
+
+class _Queue:
+    """The connections that wait for a turn of one loop."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, loop: asyncio.AbstractEventLoop, read_on: Callable[[], None]) -> None:
+        """Calls a function in one of the next turns."""
+        if not self._waiting:
+            loop.call_soon(self._turn, loop)
+        self._waiting.append(read_on)
+
+    def takes(self, loop: asyncio.AbstractEventLoop, size: int) -> bool:
+        """Returns whether this turn may process more bytes."""
+        if not self._bytes:
+            loop.call_soon(self._new_turn)
+        self._bytes += size
+        return self._bytes <= BYTES_IN_TURN
+
+    def _new_turn(self) -> None:
+        self._bytes = 0
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(READERS_IN_TURN, len(self._waiting))):
+            self._waiting.popleft()()
+        if self._waiting:
+            loop.call_soon(self._turn, loop)
+
+
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
+
+
+def _queue(loop: asyncio.AbstractEventLoop) -> _Queue:
+    queue = _queues.get(loop)
+    if queue is None:
+        queue = _queues[loop] = _Queue()
+    return queue
+
+
+def read_on_later(loop: asyncio.AbstractEventLoop, read_on: Callable[[], None]) -> None:
+    """Calls a function in one of the next turns of a loop. The function must not raise."""
+    _queue(loop).add(loop, read_on)
+
+
+def takes(loop: asyncio.AbstractEventLoop, size: int) -> bool:
+    """Returns whether this turn of a loop may process a large read."""
+    return _queue(loop).takes(loop, size)
