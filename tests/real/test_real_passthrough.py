@@ -315,7 +315,7 @@ async def test_stored_responses_answer_as_vllm_does(vllm_engines: Start) -> None
             work = body | {"background": True, "max_output_tokens": 3000}
             name = (await way("POST", RESPONSES, work)).body["id"]
             answers.append(await way("POST", f"{RESPONSES}/{name}/cancel"))
-            # vLLM 0.32 says "incomplete" if the generation ends by the abort before its task is cancelled.
+            # vLLM 0.32 says "incomplete" if the abort ends the generation before its task.
             assert (await way("GET", f"{RESPONSES}/{name}")).body["status"] in ("cancelled", "incomplete")
         same(*answers)
         # Streams, and responses that are not stored.
