@@ -1655,7 +1655,7 @@ def test_a_hedge_without_another_engine_is_not_sent(clock: Clock) -> None:
 
 
 def test_a_gateways_request_has_no_hedge(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defect 3 of the server review: the gateway sends one copy, whatever the settings say."""
+    """Defect 3 of the server review: the gateway sends one copy."""
     setup, ask = Setup(hedges=True), Ask()
     assert driver(clock, setup, ask).execution.hedge is not None
     monkeypatch.setattr(ClientRequest, "gateway", object())

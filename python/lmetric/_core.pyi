@@ -722,14 +722,14 @@ def read_request(
 def edit_object(body: bytes, remove: Sequence[str], front: bytes) -> bytes:
     """Returns an object's JSON without the members of the names ``remove``.
 
-    ``front``: members (JSON without braces) that come first. ``body``: one that `read_request`
+    ``front``: members (JSON without braces) that come first. ``body``: a body that `read_request`
     returned. Other threads run while it copies more than 64 KiB.
     """
 
 def short_members(body: bytes, longest: int) -> bytes:
     """Returns an object's JSON without the members whose values are longer than ``longest`` bytes.
 
-    ``body``: one that `read_request` returned.
+    ``body``: a body that `read_request` returned.
     """
 
 def join_parts(parts: Sequence[bytes | bytearray], skip: int) -> bytes:

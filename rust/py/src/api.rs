@@ -78,7 +78,7 @@ fn join_parts<'py>(py: Python<'py>, parts: Vec<PyBuffer<u8>>, skip: usize) -> Py
 }
 
 /// Returns an object's JSON without the members of the names `remove`, and with the members `front`
-/// (JSON without braces) first. `body`: one that `read_request` returned.
+/// (JSON without braces) first. `body`: returned by `read_request`.
 #[pyfunction]
 fn edit_object<'py>(
     py: Python<'py>,
@@ -92,7 +92,7 @@ fn edit_object<'py>(
 }
 
 /// Returns an object's JSON without the members whose values have more than `longest` bytes.
-/// `body`: one that `read_request` returned.
+/// `body`: returned by `read_request`.
 #[pyfunction]
 fn short_members<'py>(py: Python<'py>, body: &[u8], longest: usize) -> Bound<'py, PyBytes> {
     let short = apart(py, body.len(), || lmetric_wire::short_members(body, longest));

@@ -38,6 +38,9 @@ class BodyParts(Struct, eq=False, gc=False):
     skip: int = 0
     size: int = 0
 
+    def __len__(self) -> int:
+        return self.size
+
     def add(self, data: bytes) -> None:
         """Adds a piece."""
         add_piece(self.parts, data)
@@ -83,7 +86,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     _fields: JSON | None = None
     _brief: JSON | None = None
     _removed: tuple[str, ...] = ()
-    _added: dict[str, Any] = {}
+    _added: JSON | None = None
 
     @property
     def request(self) -> JSON:
@@ -118,19 +121,19 @@ class ParsedRequest(Struct, eq=False, gc=False):
         A large body changes at the next `apply_changes`, which a thread calls.
         """
         self._removed += remove
-        self._added = {**self._added, **(add or {})}
+        self._added = {**(self._added or {}), **(add or {})}
         if len(self.body) <= LARGE_BODY:
             self.apply_changes()
 
     @property
     def changes(self) -> bool:
         """Whether `apply_changes` has work to do."""
-        return bool(self._removed or self._added)
+        return self._added is not None
 
     def apply_changes(self) -> None:
         """Writes the changes into the body."""
-        removed, added = self._removed, self._added
-        self._removed, self._added = (), {}
+        removed, added = self._removed, self._added or {}
+        self._removed, self._added = (), None
         self.body = edit_object(self.body, removed, orjson.dumps(added)[1:-1])
         if self._fields is not None:
             kept = {name: value for name, value in self._fields.items() if name not in removed}

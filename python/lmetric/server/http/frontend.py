@@ -546,11 +546,13 @@ class Frontend(web.Server):
                 self._tenant_requests[client_request.tenant] += 1
         try:
             path = self.paths[client_request.path]
-            if isinstance(body, bytes) and len(body) <= LARGE_BODY:
-                call = _read_call(client_request, path, self.isolation, body)
-                self._serve_call(client_request, call, client_request.started)
-            else:
+            if len(body) > LARGE_BODY or isinstance(body, BodyParts):
                 self._read_in_thread(client_request, path, body)
+                return
+            call = _read_call(client_request, path, self.isolation, body)
+            if call.model not in self.fleet.names and self._search(client_request, call):
+                return
+            self._serve_model(client_request, call, client_request.started)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
