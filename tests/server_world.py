@@ -320,6 +320,8 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
         "experimental": True,
         "load": {"interval": None},
         **config,
+        # Engines on loopback accept at once, but the machine may stop for seconds.
+        "timeouts": {"connect": PATIENCE_SECONDS, **config.get("timeouts", {})},
     }
     server = Server(ServerConfig.model_validate(values))
     await server.start()

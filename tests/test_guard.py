@@ -145,7 +145,7 @@ def test_every_setting_of_the_guard_is_checked(name: str, tmp_path: Path) -> Non
     assert setup.settings == {"guard": {name: SETTINGS[name]}}
     study.write_text(text % (name, OUT_OF_RANGE[name]))
     with pytest.raises(
-        ConfigError, match=f"study.yaml: settings.guard.{name} = {OUT_OF_RANGE[name]}: expected"
+        ConfigError, match=f"study.yaml:3: settings.guard.{name} = {OUT_OF_RANGE[name]}: expected"
     ):
         load_study(study)
 

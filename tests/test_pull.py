@@ -106,7 +106,7 @@ def test_switched_off_it_pulls_nothing() -> None:
     [
         ({"quickness": 1.0}, "known here: .*max_fetches, max_kv_usage"),
         ({"max_fetches": 0.0}, "at least 1"),
-        ({"least_tokens": 1.5}, "min_tokens: 1.5 .*valid integer"),
+        ({"least_tokens": 1.5}, "min_tokens: 1.5 .*an integer"),
         ({"fixed_seconds": -1.0}, "fixed_seconds"),
     ],
 )

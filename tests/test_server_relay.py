@@ -28,7 +28,7 @@ from server_world import (
 from waiting import PATIENCE_SECONDS
 
 STREAM = {"model": "tiny", "prompt": "hello", "stream": True}
-FAST = {"timeouts": {"first_byte": 0.2, "answer": 0.2, "between_chunks": 0.2, "connect": 0.5}}
+FAST = {"timeouts": {"first_byte": 0.2, "answer": 0.2, "between_chunks": 0.2}}
 
 
 async def test_plain_answer_and_its_receipt() -> None:

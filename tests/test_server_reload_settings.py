@@ -14,7 +14,15 @@ from pydantic import BaseModel
 from structlog.testing import capture_logs
 
 from lmetric import LmetricError
-from lmetric.config import ConfigError, ServerConfig, UniqueKeys, load_config, needs_restart, reloads
+from lmetric.config import (
+    ConfigError,
+    ServerConfig,
+    Timeouts,
+    UniqueKeys,
+    load_config,
+    needs_restart,
+    reloads,
+)
 from lmetric.config.reload import RELOADED
 from lmetric.server.app import Reloads
 from server_world import FakeEngine, Request, World, hang, plain, world
@@ -47,6 +55,8 @@ class Reloaded:
 
 @contextlib.asynccontextmanager
 async def reloaded(folder: Path, *engines: FakeEngine, **config: Any) -> AsyncIterator[Reloaded]:
+    # As in a file without timeouts: `world` has one.
+    config["timeouts"] = {"connect": Timeouts().connect} | config.get("timeouts", {})
     async with world(list(engines) or 1, model="tiny", **config) as w:
         listed = [{"url": engine.url, "name": engine.name} for engine in w.engines]
         values = {"port": 0, "engines": listed, "policy": "round_robin", "experimental": True}

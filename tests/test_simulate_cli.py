@@ -229,13 +229,16 @@ def test_wrong_usage_is_said_in_words(arguments: list[str], code: int, message: 
 
 
 def test_ctrl_c_ends_it() -> None:
+    begun = "import sys; from lmetric.cli import main; print('begun', file=sys.stderr, flush=True); main()"
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmetric.cli", "simulate", *BASE[:2], "--policy", "all", "--seeds", "99"],
+        [sys.executable, "-c", begun, "simulate", *BASE[:2], "--policy", "all", "--seeds", "99"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(4)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begun\n"
+    time.sleep(4)  # wherever it is now, it ends in the same way
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     assert out == ""
     assert "Traceback" not in err
