@@ -53,10 +53,13 @@ class Reloaded:
         return load_config(self._file, environ={})
 
 
+# As in a file without timeouts: `world` has its own.
+TIMEOUTS = {"connect": Timeouts().connect}
+
+
 @contextlib.asynccontextmanager
 async def reloaded(folder: Path, *engines: FakeEngine, **config: Any) -> AsyncIterator[Reloaded]:
-    # As in a file without timeouts: `world` has one.
-    config["timeouts"] = {"connect": Timeouts().connect} | config.get("timeouts", {})
+    config["timeouts"] = TIMEOUTS | config.get("timeouts", {})
     async with world(list(engines) or 1, model="tiny", **config) as w:
         listed = [{"url": engine.url, "name": engine.name} for engine in w.engines]
         values = {"port": 0, "engines": listed, "policy": "round_robin", "experimental": True}
@@ -210,7 +213,7 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
 
     Only the core knows that a policy is experimental.
     """
-    async with world(0, **TWO) as w:
+    async with world(0, **TWO, timeouts=TIMEOUTS) as w:
         r = Reloaded(w, {**TWO, "port": 0, "load": {"interval": None}}, tmp_path / "c.yaml")
         first, second = w.server.fleet.pools
         before = w.server.config
