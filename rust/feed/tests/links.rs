@@ -67,7 +67,7 @@ fn a_message_costs_no_visit_of_idle_links() {
         }
     };
     await_all(&|name| events.status(name)[0].connected);
-    // The feed's thread, and two of libzmq: one for I/O and one that closes sockets.
+    // The thread of the feed, and two threads of libzmq: for I/O, and for closing sockets.
     assert_eq!(threads() - before, 3);
 
     let first = readings.load(Ordering::Relaxed);
