@@ -232,6 +232,19 @@ def test_an_instance_changes_in_one_call() -> None:
         router.update_instance("gpu-0", roles="both")  # type: ignore[call-arg]
 
 
+def test_rows_of_instances_have_the_indicators_asked_for() -> None:
+    """rust 7.21: a caller that reads two indicators does not wait for all."""
+    router = one_instance()
+    whole = router.stats()["instances"]["gpu-0"]
+    asked = router.stats(indicators=["q_bs", "window_prefill_tokens"])["instances"]["gpu-0"]
+    state = {"healthy", "draining", "role", "in_flight", "decisions", "predicted_ttft_source"}
+    assert asked.keys() == state | {"q_bs", "window_prefill_tokens"}
+    assert asked.items() <= whole.items()
+    assert router.stats(indicators=[])["instances"]["gpu-0"].keys() == state
+    with pytest.raises(lm.UnknownNameError, match="q_bz"):
+        router.stats(indicators=["q_bz"])
+
+
 def test_options_are_set_at_construction_or_later() -> None:
     fetch = lm.PrefixFetch(seconds_per_token=1e-6, fixed_seconds=0.5)
     router = lm.Router(

@@ -118,6 +118,31 @@ async def test_what_an_engine_caches_is_known_whoever_sent_it(api: str) -> None:
         assert shown[0]["capabilities"]["block_size"] == 16
 
 
+async def test_the_check_for_silent_engines_reads_two_indicators() -> None:
+    """rust 7.21: once a second, of each engine."""
+    async with emulated() as engine, routed(engine) as w:
+        [pool] = w.server.fleet.pools
+        await connected(w)
+        rows: list[dict[str, Any]] = []
+
+        class Seen:
+            """The core router; keeps the rows that it returns."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(pool.router, name)
+
+            def stats(self, **what: Any) -> Any:
+                stats = pool.router.stats(**what)
+                rows.extend(dict(row) for row in stats["instances"].values())
+                return stats
+
+        pool.kv._router = Seen()  # type: ignore[assignment]
+        pool.kv.watch(pool.engines.values())
+        assert rows
+        indicators = set(pool.router.indicators())
+        assert all(row.keys() & indicators == {"window_prefill_tokens", "q_bs"} for row in rows)
+
+
 async def test_block_and_cache_size_are_the_engines() -> None:
     async with emulated(block_tokens=32, cache_blocks=20) as engine, routed(engine) as w:
         [pool] = w.server.fleet.pools

@@ -5,6 +5,7 @@ mod common;
 use common::{STEP, chain, request};
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
+use lmetric_core::guard::GuardConfig;
 use lmetric_core::indicators::{Indicator, IndicatorSet, Snapshot};
 use lmetric_core::plan::{Cuts, Event, Failure};
 use lmetric_core::policy::{Policy, PolicyRng, PolicySpec, Scores};
@@ -44,6 +45,23 @@ impl Policy for Faulty {
         scores.score.fill(1.0);
         (self.0)(scores);
         Ok(())
+    }
+}
+
+/// A policy that returns errors.
+struct Failing;
+
+impl Policy for Failing {
+    fn spec(&self) -> &PolicySpec {
+        &SPEC
+    }
+
+    fn reads(&self) -> IndicatorSet {
+        IndicatorSet::EMPTY
+    }
+
+    fn score(&self, _: &Snapshot<'_>, _: &mut PolicyRng, _: &mut Scores) -> Result<(), CoreError> {
+        Err(CoreError::Policy { policy: "faulty".into(), problem: "a fault".into() })
     }
 }
 
@@ -124,6 +142,49 @@ fn a_retry_leaves_nothing_to_the_next_commit() {
     let chosen = router.score(&request, 0.2).unwrap();
     let next = router.commit(&request, None, chosen, 0.2).unwrap();
     assert_eq!(router.receipt(next.id).unwrap().uncut, None);
+}
+
+/// rust 7.5: a request on its program's instance is not guarded, and its record does not show the
+/// guard's result for the request before it.
+#[test]
+fn the_guards_result_is_not_kept_for_a_programs_request() {
+    let guard =
+        GuardConfig { period_seconds: 0.01, min_requests: 1, phase2_factor: 0.0, ..GuardConfig::default() };
+    let config = RouterConfig { guard, drain: false, ..RouterConfig::default() };
+    let mut router = Router::new(Registry::CORE.policy("lmetric", &[]).unwrap(), config).unwrap();
+    let ids = ["e0", "e1", "e2", "e3"].map(|name| router.add_instance(name, Role::Both, None).unwrap());
+    let prompt = chain(1, 50);
+    let mut now = 0.0;
+    let mut ask = |router: &mut Router, request: &Request<'_>| {
+        now += 0.02;
+        router.tick(now);
+        let decision = router.route(request, now).unwrap();
+        router.advance(decision.ticket, Event::FirstToken, now).unwrap();
+        let receipt = router.receipt(decision.id).unwrap();
+        (receipt.guard_excluded, receipt.balance_only, decision.segment.instance)
+    };
+    let filtered = (0..20).map(|_| ask(&mut router, &request(&prompt))).find(|seen| seen.0 > 0);
+    let (excluded, _, chosen) = filtered.expect("a filter");
+    let holder = *ids.iter().find(|id| **id != chosen).unwrap();
+    assert!(excluded < 4);
+    let at_home = Request { home: Some(holder), ..request(&prompt) };
+    assert_eq!(ask(&mut router, &at_home), (0, false, holder));
+
+    let excluded: Vec<_> = router.guard().alarms()[0].holders.iter().collect();
+    let only = [Box::from(&**router.fleet().name(excluded[0]))].into();
+    let nowhere_else = Request { instances: Some(&only), ..request(&prompt) };
+    assert_eq!(ask(&mut router, &nowhere_else), (0, true, excluded[0]));
+    assert_eq!(ask(&mut router, &at_home), (0, false, holder));
+}
+
+/// rust 7.17: after a policy's error there are no scores, so a commit is rejected.
+#[test]
+fn a_failed_policys_scores_are_not_committed() {
+    let (mut router, prompt) = (router_of(Box::new(Failing), 3), chain(1, 4));
+    assert!(router.score(&request(&prompt), 0.0).is_err());
+    let error = router.commit(&request(&prompt), None, InstanceId(1), 0.0).unwrap_err();
+    assert!(matches!(&error, CoreError::BadValue { what, .. } if what == "commit"), "{error}");
+    assert_eq!(router.in_flight(), 0);
 }
 
 /// After a panic of a thread that holds it, a shared router reports that it is broken.

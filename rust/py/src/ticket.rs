@@ -3,7 +3,6 @@ use crate::errors::Result;
 use crate::router::{Clock, with_router};
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::{GuardEvent, Phase};
-use lmetric_core::indicators::{INDICATORS, IndicatorDecl, Scope};
 use lmetric_core::kv::index::KvIndex;
 use lmetric_core::kv::tiers::Tier;
 use lmetric_core::plan::{Event, Failure, Pull, Segment, Usage};
@@ -711,11 +710,12 @@ impl InstanceStats {
     }
 }
 
-/// Returns the state and the indicators (of [`of_instances`]) of instances by name.
+/// Returns the state and the indicators of instances by name. `columns`: names of indicators, and
+/// their values by instance.
 pub fn instance_dicts<'py>(
     py: Python<'py>,
     rows: &[InstanceStats],
-    columns: &[Vec<f64>],
+    columns: &[(&str, Vec<f64>)],
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (i, instance) in rows.iter().enumerate() {
@@ -726,17 +726,12 @@ pub fn instance_dicts<'py>(
         row.set_item("role", instance.role.name())?;
         row.set_item("in_flight", instance.in_flight)?;
         row.set_item("decisions", instance.decisions)?;
-        for (indicator, column) in of_instances().zip(columns) {
+        for (indicator, column) in columns {
             let value = column[i];
-            row.set_item(indicator.name, (!value.is_nan()).then_some(value))?;
+            row.set_item(*indicator, (!value.is_nan()).then_some(value))?;
         }
         row.set_item("predicted_ttft_source", instance.predicted_ttft_source)?;
         dict.set_item(&**name, row)?;
     }
     Ok(dict)
-}
-
-/// The indicators that each instance has.
-pub fn of_instances() -> impl Iterator<Item = &'static IndicatorDecl> {
-    INDICATORS.iter().filter(|decl| decl.scope == Scope::Instance)
 }

@@ -36,6 +36,8 @@ from lmetric.server.upstream.allowed import AllowedEngines
 # An engine is silent if it computed this many prompt blocks and sent no event for this long.
 SILENT_BLOCKS = 16
 SILENT_SECONDS = 5.0
+# Indicators that the check for silent engines reads.
+_SILENCE_READS = ("window_prefill_tokens", "q_bs")
 # Most hosts of one engine's endpoints that are looked up; each look-up takes a thread.
 MAX_HOSTS = 8
 
@@ -289,7 +291,8 @@ class KvFeed:
         if not self._events:
             return broken
         assert self._feed is not None
-        instances, now = self._router.stats()["instances"], time.monotonic()
+        instances = self._router.stats(indicators=_SILENCE_READS)["instances"]
+        now = time.monotonic()
         for engine in engines:
             events = self._events.get(engine.name)
             if events is None:

@@ -285,3 +285,44 @@ impl Router {
         self.requests.admission.programs()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Registry;
+    use crate::fleet::Role;
+    use crate::router::RouterConfig;
+
+    /// Routes a request that has just arrived. In between, the arrival's results are replaced by
+    /// results that nobody would compute, and `between` may change the router. Returns the chosen
+    /// slot and the predicted hit.
+    fn route(between: impl Fn(&mut Router)) -> (u32, u32) {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        let ids = ["a", "b"].map(|name| router.add_instance(name, Role::Both, None).unwrap());
+        let chain = [1, 2, 3, 4];
+        let request =
+            Request { chain: &chain, prompt_tokens: 65, tokens_per_block: 16.0, ..Request::default() };
+        router.route(&Request { home: Some(ids[1]), ..request.clone() }, 0.0).unwrap();
+        router
+            .set_admission(Some(LoadConfig { ttft_seconds: Some(100.0), ..LoadConfig::default() }))
+            .unwrap();
+
+        let (arrival, verdict) = router.arrive(&request, 1.0).unwrap().unwrap();
+        assert!(matches!(verdict, Verdict::Free), "{verdict:?}");
+        assert_eq!(router.context.arrived_roomy, [true, true]);
+        router.context.hit_blocks.fill(2);
+        router.context.arrived_roomy = vec![false, true];
+        between(&mut router);
+        let decision = router.route(&Request { arrival, ..request }, 1.0).unwrap();
+        (decision.segment.instance.0, router.receipt(decision.id).unwrap().predicted_hit_tokens)
+    }
+
+    /// rust 7.9: the decision of a request that has just arrived uses the arrival's room and prefix
+    /// matches. It computes both again if the router has changed.
+    #[test]
+    fn room_and_prefixes_are_computed_once_for_a_request() {
+        assert_eq!(route(|_| {}), (1, 32));
+        assert_eq!(route(|router| _ = router.fleet_mut()), (0, 0));
+    }
+}

@@ -243,15 +243,20 @@ impl Ahead {
     }
 
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
-    /// were counted before. `cost`: known cost of a decode step.
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
+    /// were counted before. Returns whether the weights are due: see [`Ahead::renew_weights`].
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, now: Seconds) -> bool {
         self.survival.passed(seen, f64::from(output_tokens).max(seen));
         self.survival.observe(output_tokens);
         let ended = self.survival.seen();
         let (last, at) = self.weighed;
         let due = ended >= last + LEAST_ENDED && (last == 0 || now >= at + REFRESH_SECONDS);
-        if let Some(weights_of) = self.weights_of.filter(|_| due) {
-            self.weighed = (ended, now);
+        due && self.weights_of.is_some()
+    }
+
+    /// Computes the weights again. `cost`: known cost of a decode step.
+    pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
+        if let Some(weights_of) = self.weights_of {
+            self.weighed = (self.survival.seen(), now);
             let curve = self.survival.product_limit();
             self.weights = Some(weights_of(&curve, cost, self.mean_prompt_tokens));
         }
@@ -290,5 +295,32 @@ impl Ahead {
         if let Some(left) = &self.left {
             weights.weigh_known(outlook, left, &self.loads, columns.get_mut(Indicator::DecodePressureKnown));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::estimate::pressure;
+
+    /// rust 7.20: the cost of a decode step, which walks through the instances, is needed once in
+    /// [`REFRESH_SECONDS`], not for each output that ends.
+    #[test]
+    fn weights_are_due_after_some_outputs_and_some_time() {
+        let cost = DecodeCost { sequence_seconds: 1.0, context_token_seconds: 1e-3 };
+        let new = |weights_of| Ahead::new(WEIGHED, 2, CurveSettings::default(), weights_of);
+        let due_of = |ahead: &mut Ahead, steps: u32| {
+            let due = (0..steps).filter(|step| {
+                let now = f64::from(*step) / 100.0;
+                let due = ahead.finished(50, 0.0, now);
+                if due {
+                    ahead.renew_weights(cost, now);
+                }
+                due
+            });
+            due.collect::<Vec<_>>()
+        };
+        assert_eq!(due_of(&mut new(Some(pressure::weights_of)), 250), [15, 115, 215]);
+        assert_eq!(due_of(&mut new(None), 250), []);
     }
 }

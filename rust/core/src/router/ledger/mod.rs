@@ -265,9 +265,14 @@ impl Ledger {
     }
 
     /// Learns from an output of `output_tokens` tokens that ended without an error; `seen` of them
-    /// were counted before. `cost`: cost of a decode step.
-    pub fn finished(&mut self, output_tokens: u32, seen: f64, cost: DecodeCost, now: Seconds) {
-        self.ahead.iter_mut().for_each(|ahead| ahead.finished(output_tokens, seen, cost, now));
+    /// were counted before. Returns whether the weights of predicted loads are due.
+    pub fn finished(&mut self, output_tokens: u32, seen: f64, now: Seconds) -> bool {
+        self.ahead.as_mut().is_some_and(|ahead| ahead.finished(output_tokens, seen, now))
+    }
+
+    /// Computes the weights of predicted loads again. `cost`: cost of a decode step.
+    pub fn renew_weights(&mut self, cost: DecodeCost, now: Seconds) {
+        self.ahead.iter_mut().for_each(|ahead| ahead.renew_weights(cost, now));
     }
 
     /// Removes a segment that does not appear in the predicted loads.

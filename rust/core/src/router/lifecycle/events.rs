@@ -169,9 +169,10 @@ impl Lifecycle<'_> {
         self.end_arrival(&state, usage);
         let made = usage.output_tokens.unwrap_or(state.leg.entry.output_tokens as u32);
         if made > 0 {
-            if self.state.ledger.ahead().is_some() {
+            if self.state.ledger.finished(made, state.leg.entry.output_tokens, self.now) {
+                // The cost walks through the instances.
                 let cost = self.state.decode_cost();
-                self.state.ledger.finished(made, state.leg.entry.output_tokens, cost, self.now);
+                self.state.ledger.renew_weights(cost, self.now);
             }
             self.requests.turns.iter_mut().for_each(|turns| turns.ended(&state.turn, made));
             self.state.learn_length(state.prompt_tokens, state.length_class, made);

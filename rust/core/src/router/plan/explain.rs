@@ -147,3 +147,32 @@ impl Best {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Registry;
+    use crate::fleet::Role;
+    use crate::router::{Router, RouterConfig};
+
+    /// rust 7.17: without any finite score, the record names the chosen instance alone.
+    #[test]
+    fn a_record_without_finite_scores_has_the_chosen_instance() {
+        let policy = Registry::CORE.policy("least_requests", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        for name in ["a", "b", "c"] {
+            router.add_instance(name, Role::Both, None).unwrap();
+        }
+        let request = Request { prompt_tokens: 10, tokens_per_block: 16.0, ..Request::default() };
+        router.match_prefix(&request);
+        router.score(&request, 0.0).unwrap();
+        for score in [f64::NAN, f64::INFINITY] {
+            router.context.first.scores.score.fill(score);
+            let mut receipt = router.requests.receipts.take();
+            router.state.explain(&router.context, &request, InstanceId(1), 0.0, &mut receipt);
+            assert_eq!((receipt.chosen, receipt.scored, receipt.left_out), (1, 0, 3));
+            let best: Vec<u32> = receipt.best.iter().map(|candidate| candidate.slot).collect();
+            assert_eq!((best, receipt.margin), (vec![1], None));
+        }
+    }
+}
