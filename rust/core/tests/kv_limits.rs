@@ -149,7 +149,9 @@ fn copies_of_one_block_are_bounded() {
     for _ in 0..1500 {
         assert_eq!(bed.store("a", Tier::Gpu, 1).done, 100);
     }
-    assert_eq!(bed.feed.names().0, 64 * BLOCKS as usize);
+    // Fewer at the end of a table's segment, where a secret places some names.
+    let copies = bed.feed.names().0;
+    assert!((16 * BLOCKS as usize..=64 * BLOCKS as usize).contains(&copies), "{copies}");
     assert_eq!(bed.store("a", Tier::Gpu, 2).done, 100);
     assert_eq!((bed.held(Tier::Gpu, 1, "a"), bed.held(Tier::Gpu, 2, "a")), (100, 100));
 }

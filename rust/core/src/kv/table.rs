@@ -9,7 +9,7 @@ use std::fmt;
 
 /// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
-/// Maximum number of entries of one place. An engine computes a block as often as it prefills
+/// Maximum number of entries of one place, less for the last places of a segment. An engine computes a block as often as it prefills
 /// requests with that block in one step, mostly a few times. More entries of one place would not
 /// fit into a segment of ordinary size, and each insertion passes all of them.
 const MAX_SHARED: usize = 64;
@@ -60,7 +60,7 @@ impl Key {
 pub(crate) enum Inserted {
     /// There was no room for the entry.
     No,
-    /// Too many entries have the same place.
+    /// Too many entries have the same place, or are at the end of a segment.
     Crowded,
     /// No other entry has the same place.
     Alone,
@@ -285,7 +285,7 @@ impl<S: Slot> Segment<S> {
             shared += usize::from(self.slots[at].place() == slot.place());
             at += 1;
         }
-        if shared >= MAX_SHARED {
+        if shared >= MAX_SHARED || (shared > 0 && self.fills_the_end(at)) {
             return Inserted::Crowded;
         }
         let mut moved = slot;
@@ -295,6 +295,12 @@ impl<S: Slot> Segment<S> {
         }
         self.used += 1;
         if shared > 0 { Inserted::Shared } else { Inserted::Alone }
+    }
+
+    /// Returns whether an entry at `at` would shift others into the last slot. Growth moves no
+    /// entries of one place apart, so they alone could fill it for good.
+    fn fills_the_end(&self, at: usize) -> bool {
+        self.slots[at..self.slots.len() - 1].iter().all(|s| !s.is_empty())
     }
 
     #[inline(always)]
@@ -442,6 +448,21 @@ mod tests {
             (1..10_000).filter(|h| table.find(table.key(*h), |s| s.0 == *h).is_some()).count(),
             stored
         );
+    }
+
+    #[test]
+    fn entries_of_the_last_place_leave_room_for_others() {
+        let mut table = Table::<Pair>::new(0);
+        let insert = |table: &mut Table<Pair>, hash, place| {
+            table.insert(Key { segment: 0, place }, Pair(hash, place), usize::MAX / 4)
+        };
+        let kept = (1..=100).filter(|&hash| insert(&mut table, hash, u32::MAX) != Inserted::Crowded).count();
+        assert!((PAD..=MAX_SHARED).contains(&kept), "{kept}");
+        for hash in 101..=500u64 {
+            let place = (hash as u32).wrapping_mul(0x9e37_79b9);
+            assert_eq!(insert(&mut table, hash, place), Inserted::Alone);
+        }
+        assert!(table.bytes() < 2 * 600 * size_of::<Pair>());
     }
 
     #[test]
