@@ -807,7 +807,10 @@ class ResponseReader:
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
-    def full(self) -> None: ...  # called after data of at least FULL_READ bytes; does nothing
+    def large_read(self, data: bytes) -> None: ...  # called with large data; calls process()
+    def process(self, data: bytes) -> None: ...  # reads data now
+    @property
+    def attached(self) -> bool: ...  # whether a sink gets the data
     def eof(
         self,
     ) -> int: ...  # flags; raises WireError if the message is incomplete
