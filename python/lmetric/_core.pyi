@@ -88,6 +88,7 @@ __all__ = [
     "join_parts",
     "local_orders",
     "nearest_name",
+    "outline",
     "parsed_option",
     "planners",
     "policy_table",
@@ -724,6 +725,13 @@ def edit_object(body: bytes, remove: Sequence[str], front: bytes) -> bytes:
 
     ``front``: members (JSON without braces) that come first. ``body``: a body that `read_request`
     returned. Other threads run while it copies more than 64 KiB.
+    """
+
+def outline(body: bytes, longest: int) -> bytes:
+    """Returns an object's JSON with short stand-ins for values longer than ``longest`` bytes.
+
+    A stand-in has the kind of the value. A list keeps the kinds of its first two items. ``body``: a
+    body that `read_request` returned.
     """
 
 def short_members(body: bytes, longest: int) -> bytes:
