@@ -14,11 +14,12 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric.config import ServerConfig
 from lmetric.engines import handover
 from lmetric.server.api import request as api_request
 from lmetric.server.api.request import LARGE_BODY
 from lmetric.server.http import home, pages
-from lmetric.server.tls.contexts import EngineContexts
+from lmetric.server.tls.contexts import TlsContext
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
 from test_server_pd import PARAMS, fakes, second
@@ -268,13 +269,20 @@ async def test_pages_of_large_fleets_leave_turns_to_others(monkeypatch: pytest.M
         assert main not in threads
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_a_reload_reads_the_tls_settings_that_engines_share_once(
+    scheme: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
+    """A fleet without https engines needs none."""
+    engines = [{"url": f"{scheme}://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
     async with world([], engines=engines) as w:
         read: list[Any] = []
-        get = EngineContexts.get
-        monkeypatch.setattr(EngineContexts, "get", lambda it, tls: read.append(tls) or get(it, tls))
+        refresh = TlsContext.refresh
+        monkeypatch.setattr(TlsContext, "refresh", lambda it: read.append(it) or refresh(it))
         w.server.reload(w.server.config)
-        assert len(read) == 1
+        assert len(read) == (scheme == "https")
+        # Engines that are as before are the same objects: comparing them takes no time.
+        before = w.server.config
+        w.server.reload(ServerConfig.model_validate(before.model_dump()))
+        assert all(one is other for one, other in zip(w.server.config.engines, before.engines, strict=True))

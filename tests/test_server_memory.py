@@ -28,7 +28,7 @@ from tls_world import Authority
 
 MB = 1 << 20
 HEAD_BYTES = 64 << 10  # the default limit on heads
-# What connections and the allocator hold besides the bounded buffers.
+# Of connections and the allocator, besides the bounded buffers.
 MORE_BYTES = 128 * MB
 BODY = b'{"prompt":"a","stream":true,"max_tokens":100000}'
 ASK = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(BODY), BODY)

@@ -28,6 +28,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._bytes = 0
+        self._ends_turn = False  # the next turn counts from 0
         self.waiting_bytes = 0
         self._waiting: deque[Callable[[], None]] = deque()
 
@@ -39,13 +40,16 @@ class _Queue:
 
     def takes(self, loop: asyncio.AbstractEventLoop, size: int) -> bool:
         """Returns whether this turn may process more bytes."""
-        if not self._bytes:
-            loop.call_soon(self._new_turn)
         self._bytes += size
+        # Earlier turns may count, too: a callback at the end of each turn would cost more.
+        if not self._ends_turn and self._bytes > BYTES_IN_TURN // 2:
+            self._ends_turn = True
+            loop.call_soon(self._new_turn)
         return self._bytes <= BYTES_IN_TURN
 
     def _new_turn(self) -> None:
         self._bytes = 0
+        self._ends_turn = False
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
