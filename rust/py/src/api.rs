@@ -99,7 +99,7 @@ fn short_members<'py>(py: Python<'py>, body: &[u8], longest: usize) -> Bound<'py
     PyBytes::new(py, &short)
 }
 
-/// Returns an object's JSON with short stand-ins for the values that have more than `longest` bytes.
+/// Returns an object's JSON with short stand-ins for values of more than `longest` bytes.
 /// `body`: returned by `read_request`.
 #[pyfunction]
 fn outline<'py>(py: Python<'py>, body: &[u8], longest: usize) -> Bound<'py, PyBytes> {
