@@ -23,11 +23,12 @@ from lmetric.server.http.connection import SMALL_BODY, SMALL_HEAD
 from lmetric.server.http.forwarding import CACHE_BYTES
 from lmetric.server.http.unpacking import PIECE_BYTES
 from lmetric.server.observe.logs import QUEUE_BYTES
+from lmetric.server.upstream.reading import WAITING_BYTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 # Of the interpreter, its libraries and what answers and connections hold.
-PROCESS_BYTES = 512 << 20
+PROCESS_BYTES = 384 << 20
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 RUNTIME_EXTRAS = ("epp", "kubernetes")
 
@@ -92,6 +93,7 @@ def buffers() -> dict[str, int]:
         "small heads of pages": limits.max_connections * SMALL_HEAD,
         "one body while it is unpacked": PIECE_BYTES,
         "answers that clients do not read": UNREAD_BYTES,
+        "engines' answers that wait for a turn of the event loop": WAITING_BYTES,
         "clients' addresses that proxies report": CACHE_BYTES,
         "answers of other routers": MOST_ADDRESSES * MOST_ANSWER_BYTES,
         "log lines": QUEUE_BYTES,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lmetric.engines.adapter import Handover
 from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS, with_fields
+from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment, with_fields
 from lmetric.engines.identify import identify
 
 NIXL = CONNECTORS["nixl"]
@@ -68,7 +68,7 @@ async def source(engine: EngineServer, which: str) -> float:
 
 
 async def first_leg(engine: EngineServer, body: dict[str, Any] = BODY) -> bytes:
-    leg = NIXL.first(COMPLETIONS, b"", body, "", Handover("nixl"))
+    leg = NIXL.first(FirstSegment(COMPLETIONS, json.dumps(body).encode()), "", Handover("nixl"))
     status, answer = await post(engine, json.loads(leg))
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 1
@@ -113,7 +113,9 @@ async def test_a_pull_decodes_without_computing() -> None:
         assert await counted(decode, "vllm:nixl_xfer_time_seconds_count") == 1
         assert await counted(decode, "vllm:nixl_bytes_transferred_sum") > 200 * 1000
         # Streams neither hold nor tell.
-        leg = json.loads(NIXL.first(COMPLETIONS, b"", BODY, "", Handover("nixl")))
+        leg = json.loads(
+            NIXL.first(FirstSegment(COMPLETIONS, json.dumps(BODY).encode()), "", Handover("nixl"))
+        )
         assert "kv_transfer_params" not in await streamed(prefill, leg)
         # An engine without a connector takes the fields for nothing.
         async with EngineServer(options(kv_connector="none")) as plain:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmetric.engines.adapter import Capabilities, Handover
-from lmetric.engines.handover import CHAT, COMPLETIONS, CONNECTORS, HandoverError, with_fields
+from lmetric.engines.handover import CHAT, COMPLETIONS, CONNECTORS, FirstSegment, HandoverError, with_fields
 from lmetric.engines.identify import identify
 
 NIXL, BOOTSTRAP = CONNECTORS["nixl"], CONNECTORS["bootstrap"]
@@ -35,7 +35,7 @@ PARAMS = {
 
 def first(path: str, **request: Any) -> dict[str, Any]:
     body = json.dumps(request).encode()
-    return dict(json.loads(NIXL.first(path, body, request, "host", TOLD)))
+    return dict(json.loads(NIXL.first(FirstSegment(path, body), "host", TOLD)))
 
 
 def test_a_first_leg_makes_one_token_for_nobody() -> None:
@@ -86,10 +86,31 @@ def test_what_cannot_be_cut(path: str, request_: dict[str, Any], why: str) -> No
     for connector in CONNECTORS.values():
         told = Handover(connector.name, bootstrap_port=1)
         if connector.name == "sidecar":  # llm-d's sidecar makes the prefill's request, or none
-            assert connector.first(path, body, request_, "host", told) == body
+            assert connector.first(FirstSegment(path, body), "host", told) == body
             continue
         with pytest.raises(HandoverError, match=why):
-            connector.first(path, body, request_, "host", told)
+            connector.first(FirstSegment(path, body), "host", told)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "why"),
+    [
+        (COMPLETIONS, b'"prompt": ["' + b"x" * 5000 + b'", ""]', "several prompts"),
+        (COMPLETIONS, b'"prompt": [["1"], [' + b"1," * 5000 + b"1]]", "several prompts"),
+        (COMPLETIONS, b'"prompt_embeds": "' + b"x" * 5000 + b'"', "prompt_embeds is set"),
+        (COMPLETIONS, b'"prompt": ["' + b"x" * 5000 + b'"]', None),
+        (COMPLETIONS, b'"prompt": [' + b"1," * 5000 + b"1]", None),
+        (CHAT, b'"prompt": {"x": "' + b"x" * 5000 + b'"}', None),
+    ],
+)
+def test_long_values_keep_their_kind(path: str, more: bytes, why: str | None) -> None:
+    """They are not parsed: security F1, its kind."""
+    given = FirstSegment(path, b'{"n": 1, "stream": true, ' + more + b"}")
+    if why is None:
+        assert given.why_whole is None
+        assert given.for_one_token().endswith(b'"n": 1, ' + more + b"}")
+    else:
+        assert why in str(given.why_whole)
 
 
 def test_the_second_leg_is_the_original_and_the_object_untouched() -> None:
@@ -122,10 +143,9 @@ def test_params_that_would_hurt_the_decode_engine(answer: bytes, why: str) -> No
 
 
 def test_both_bootstrap_legs_meet_in_a_new_room() -> None:
-    request = {"prompt": "a", "stream": True}
-    body = json.dumps(request).encode()
+    request = FirstSegment(COMPLETIONS, b'{"prompt": "a", "stream": true}')
     told = Handover("bootstrap", bootstrap_port=8998)
-    legs = [json.loads(BOOTSTRAP.first(COMPLETIONS, body, request, "10.0.0.7", told)) for _ in range(50)]
+    legs = [json.loads(BOOTSTRAP.first(request, "10.0.0.7", told)) for _ in range(50)]
     assert {(leg["bootstrap_host"], leg["bootstrap_port"], leg["prompt"]) for leg in legs} == {
         ("10.0.0.7", 8998, "a")
     }
@@ -133,7 +153,7 @@ def test_both_bootstrap_legs_meet_in_a_new_room() -> None:
     assert len(rooms) == 50
     assert all(0 <= room < 2**63 for room in rooms)
     with pytest.raises(HandoverError, match="bootstrap port"):
-        BOOTSTRAP.first(COMPLETIONS, body, request, "10.0.0.7", Handover("bootstrap"))
+        BOOTSTRAP.first(request, "10.0.0.7", Handover("bootstrap"))
 
 
 async def of(pages: dict[str, str]) -> Capabilities:

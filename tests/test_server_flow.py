@@ -3,16 +3,19 @@
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmetric._core import FULL_READ, ResponseReader
+from lmetric._core import FULL_READ, PASS, ResponseReader
 from lmetric.server.http import client_load
+from lmetric.server.upstream import connection as connection_module
+from lmetric.server.upstream import reading
 from lmetric.server.upstream.connection import Connection
+from lmetric.server.upstream.reading import BYTES_IN_TURN, READERS_IN_TURN
 from server_world import (
     HEAD,
     STREAM_HEAD,
@@ -127,6 +130,255 @@ async def test_an_engine_gets_one_read_of_each_turn(
     largest = [size for size in read.values() if size > FULL_READ]
     assert len(largest) <= 2, largest  # until the connection knows that its reads are large
     assert max(read.values()) <= 256 * 1024
+
+
+READ_BYTES = 256 << 10  # largest read of the loop
+
+
+@contextmanager
+def processed_by_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the bytes of large reads that engine connections process in each turn of the loop."""
+    turns, on = [0], True
+    process, loop = Connection.process, asyncio.get_running_loop()
+
+    def counted(self: Connection, data: bytes) -> None:
+        turns[-1] += len(data)
+        process(self, data)
+
+    def turn() -> None:
+        turns.append(0)
+        if on:
+            loop.call_soon(turn)
+
+    monkeypatch.setattr(Connection, "process", counted)
+    turn()
+    yield turns
+    on = False
+
+
+def at_once(number: int, data: bytes, then: str = "") -> Behaviour:
+    """Sends data when this many requests have arrived, to all of them in one turn."""
+    ready, arrived = asyncio.Event(), 0
+
+    async def behave(_: FakeEngine, __: Request, writer: asyncio.StreamWriter) -> bool:
+        nonlocal arrived
+        arrived += 1
+        if arrived == number:
+            ready.set()
+        await ready.wait()
+        writer.write(data)
+        if then == "resets":
+            writer.transport.close()
+        return not then
+
+    return behave
+
+
+async def answered(w: World, size: int) -> bytes:
+    """Returns the body of an answer of this size."""
+    stream, writer = await reader(w, "plain")
+    try:
+        assert (await stream.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        return await stream.readexactly(size)
+    finally:
+        writer.close()
+
+
+def waiting_bytes() -> int:
+    return reading._queue(asyncio.get_running_loop()).waiting_bytes
+
+
+@pytest.mark.parametrize("where", ["plain", "engines"])
+@pytest.mark.parametrize("then", ["", "closes", "resets"])
+async def test_many_engine_streams_take_turns(
+    then: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Security F12: 128 engines' answers that begin in one turn. 32 MB of newlines took 83 ms.
+
+    All bytes arrive in their order, also if the engine closes its connection behind them.
+    """
+    number = 16 if where == "engines" else 128
+    if where == "engines":
+        monkeypatch.setattr(reading, "BYTES_IN_TURN", 1)
+    body = b"".join(b"%7d\n" % at for at in range(34_000))
+    data = HEAD % (200, BYTES) + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with flow(at_once(number, data, then), where, tmp_path) as w:
+        with processed_by_turn(monkeypatch) as turns:
+            got = await asyncio.gather(*(answered(w, len(body)) for _ in range(number)))
+        assert got == [body] * number
+        if where == "plain":
+            assert sum(turns) > 2 * max(turns) > 0
+        assert max(turns) <= BYTES_IN_TURN + READERS_IN_TURN * READ_BYTES
+        assert waiting_bytes() == 0
+        await w.settled()
+        w.engines[0].behave = answer
+        assert (await w.post())[0] == 200
+
+
+async def test_reads_that_wait_are_bounded_and_end_with_their_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond the bound, reads do not wait. A client that leaves ends the wait."""
+    monkeypatch.setattr(reading, "BYTES_IN_TURN", 1)
+    monkeypatch.setattr(reading, "WAITING_BYTES", 1 << 20)
+    number, most = 32, 0
+    body = bytes(270_000)
+    data = HEAD % (200, BYTES) + b"content-length: %d\r\n\r\n" % len(body) + body
+    begin = connection_module.begin_waiting
+
+    def begun(loop: asyncio.AbstractEventLoop, size: int) -> bool:
+        nonlocal most
+        waits = begin(loop, size)
+        most = max(most, waiting_bytes())
+        return waits
+
+    monkeypatch.setattr(connection_module, "begin_waiting", begun)
+    async with world([FakeEngine(behave=at_once(number, data))]) as w:
+        got = await asyncio.gather(*(answered(w, len(body)) for _ in range(number)))
+        assert got == [body] * number
+        assert 0 < most <= 1 << 20
+        assert waiting_bytes() == 0
+        w.engines[0].behave = at_once(1, data)
+        monkeypatch.setattr(connection_module, "read_on_later", lambda loop, read_on: None)
+        _, writer = await reader(w, "plain")
+        await w.until(waiting_bytes)
+        writer.transport.abort()
+        await w.until(lambda: not waiting_bytes())
+        await w.settled()
+
+
+class Recorder:
+    """A sink that collects what it gets."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.got = connection, b""
+        connection.begin(self, http11=False)
+
+    def received(self, flags: int, data: bytes) -> None:
+        if not self.got:
+            self.got = self.connection.commit(b"", True)
+        else:
+            self.got += data if flags & PASS else self.connection.take()
+
+    def lost(self) -> None:
+        self.got += b" lost"
+
+    def failed(self, error: Exception) -> None:
+        self.got += b" failed: %a" % error
+
+
+class Pipe(asyncio.Transport):
+    """A transport whose calls are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.closing = False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume")
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.calls.append("small")
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+
+class Pool:
+    """An owner of connections that notes what it gets."""
+
+    def __init__(self) -> None:
+        self.given: list[Connection] = []
+        self.lost: list[bool] = []
+
+    def give(self, connection: Connection) -> None:
+        self.given.append(connection)
+
+    def gone(self, connection: Connection, waiting: bool) -> None:
+        self.lost.append(waiting)
+
+
+def waiting_connection(
+    monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> tuple[Connection, Pipe, Pool, Recorder]:
+    """A connection with a read that waits."""
+    monkeypatch.setattr(reading, "BYTES_IN_TURN", 1)
+    pool, pipe = Pool(), Pipe()
+    connection = Connection(pool)
+    connection.connection_made(pipe)
+    sink = Recorder(connection)
+    connection.data_received(HEAD % (200, BYTES) + head)
+    connection.data_received(b"x" * FULL_READ)
+    assert pipe.calls == ["pause", "small"]
+    assert b"x" not in sink.got
+    assert waiting_bytes() == FULL_READ
+    return connection, pipe, pool, sink
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_read_that_waits_comes_before_the_end(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, pipe, pool, sink = waiting_connection(monkeypatch, b"\r\n")
+    if paused:
+        connection.pause(True)
+    pipe.close()
+    connection.connection_lost(None)
+    assert pool.lost == [False]
+    await turns()
+    if paused:
+        assert waiting_bytes() == FULL_READ
+        connection.pause(False)
+        await turns()
+    assert sink.got.endswith(b"x" * FULL_READ + b" lost")
+    assert "resume" not in pipe.calls
+    assert waiting_bytes() == 0
+
+
+async def test_a_pause_keeps_a_read_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, pipe, pool, sink = waiting_connection(monkeypatch, b"content-length: %d\r\n\r\n" % FULL_READ)
+    connection.pause(True)
+    await turns()
+    assert b"x" not in sink.got
+    connection.pause(False)
+    connection.pause(True)
+    await turns()
+    assert b"x" not in sink.got
+    connection.pause(False)
+    assert "resume" not in pipe.calls
+    await turns()
+    assert sink.got.endswith(b"x" * FULL_READ)
+    assert pipe.calls[-1] == "resume"
+    connection.release()
+    assert pool.given == [connection]
+    # Without a request, a large read does not wait.
+    connection.data_received(b"x" * FULL_READ)
+    assert pipe.closing
+    assert waiting_bytes() == 0
+
+
+@pytest.mark.parametrize("how", ["drop", "release"])
+async def test_a_connection_with_a_read_that_waits_closes(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of an ended request never come into another one."""
+    connection, pipe, pool, sink = waiting_connection(monkeypatch, b"\r\n")
+    getattr(connection, how)()
+    assert pipe.closing
+    assert not pool.given
+    await turns()
+    assert b"x" not in sink.got
+    assert waiting_bytes() == 0
 
 
 HOSTILE = {

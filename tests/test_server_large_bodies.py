@@ -14,12 +14,15 @@ from typing import Any
 import orjson
 import pytest
 
+from lmetric.config import ServerConfig
+from lmetric.engines import handover
 from lmetric.server.api import request as api_request
 from lmetric.server.api.request import LARGE_BODY
 from lmetric.server.http import home, pages
-from lmetric.server.tls.contexts import EngineContexts
+from lmetric.server.tls.contexts import TlsContext
 from server_world import FakeEngine, Request, chunk, plain, usage, world
 from test_server_client import client, post
+from test_server_pd import PARAMS, fakes, second
 
 SIZE = (32 << 20) - 8192
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -72,8 +75,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """Collects the long work on bodies: its name, and whether a thread does it."""
     found: list[tuple[str, bool]] = []
     main = threading.get_ident()
-    for name in ("read_request", "edit_object", "join_parts", "short_members"):
-        call = getattr(api_request, name)
+    names = [(api_request, name) for name in ("read_request", "edit_object", "join_parts", "short_members")]
+    for module, name in [*names, (handover, "outline"), (handover, "edit_object")]:
+        call = getattr(module, name)
 
         def noted(*given: Any, name: str = name, call: Any = call) -> Any:
             if any(len(each) > LARGE_BODY for each in given if isinstance(each, bytes)) or (
@@ -82,7 +86,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
                 found.append((name, threading.get_ident() != main))
             return call(*given)
 
-        monkeypatch.setattr(api_request, name, noted)
+        monkeypatch.setattr(module, name, noted)
     return found
 
 
@@ -153,6 +157,61 @@ async def test_a_thread_changes_a_large_body(kind: str, work: list[tuple[str, bo
         assert all(in_thread for _, in_thread in work), work
 
 
+@pytest.mark.parametrize("kind", ["token ids", "text with escapes", "messages", "prompts"])
+async def test_a_thread_writes_the_large_body_of_a_prefill(kind: str, work: list[tuple[str, bool]]) -> None:
+    """With prefill and decode engines, a turn parsed and wrote a body again: 0.4 s."""
+    path, make = BODIES[kind]
+    data = make()[:-1] + b', "max_tokens": 7, "min_tokens": 7}'
+    prefill, decode = FakeEngine(behave=second(PARAMS)), FakeEngine(behave=whole)
+    async with world([], engines=await fakes(prefill, decode)) as w, client(w) as c:
+        await c.send(post(data, path))
+        status, _, answer = await c.answer()
+        assert status == 200, answer
+        if kind == "prompts":  # they cannot be split
+            assert not prefill.requests
+            assert w.server.fleet.pools[0].kv_transfers == {"not_cut": 1}
+        else:
+            (first,) = prefill.requests
+            got, given = orjson.loads(first.body), orjson.loads(data)
+            assert (got.pop("stream"), got["max_tokens"]) == (False, 1)
+            assert got.pop("kv_transfer_params")["do_remote_decode"] is True
+            assert got.pop("max_completion_tokens", None) == (1 if path == CHAT else None)
+            assert got == {name: value for name, value in given.items() if name != "min_tokens"} | {
+                "max_tokens": 1
+            }
+            (then,) = decode.requests
+            assert then.body.endswith(data[1:])
+            assert work.count(("edit_object", True)) == 1
+        assert work.count(("outline", True)) == 1
+        assert all(in_thread for _, in_thread in work), work
+        assert w.server.front.clients.body_bytes == 0
+    for engine in (prefill, decode):
+        await engine.stop()
+
+
+@pytest.mark.parametrize("plan", ["split", "prefix_fetch"])
+async def test_a_large_body_gets_no_plan_that_parses_it(
+    plan: str, work: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a plan parsed the body on the loop. `engines.md` names the sizes."""
+    parsed: list[int] = []
+    get = api_request.ParsedRequest.request.fget
+    assert get is not None
+    noted = property(lambda it: parsed.append(len(it.body)) or get(it))
+    monkeypatch.setattr(api_request.ParsedRequest, "request", noted)
+    path, make = BODIES["token ids"]
+    settings: dict[str, Any] = {plan: "libra" if plan == "split" else "on"}
+    settings |= {"experimental": True, "stream_failover": False}
+    async with world([FakeEngine(behave=whole), FakeEngine(behave=whole)], **settings) as w, client(w) as c:
+        pool = w.server.fleet.pools[0]
+        for size, data in ((0, make()), (1, body(b"[1,2,3]"))):
+            await c.send(post(data[:-1] + b', "max_tokens": 9}', path))
+            assert (await c.answer())[0] == 200
+            assert bool(parsed) == bool(size)
+        assert pool.ineligible["prefix_fetch" if plan != "split" else "split_or_migration"] == 2
+        assert all(in_thread for _, in_thread in work), work
+
+
 async def test_requests_behind_a_large_one_and_clients_that_leave() -> None:
     """The state of a connection is that of a small request."""
     path, make = BODIES["lists of token ids"]
@@ -169,6 +228,7 @@ async def test_requests_behind_a_large_one_and_clients_that_leave() -> None:
         await w.settled()
         front = w.server.front
         await w.until(lambda: not front.clients.body_bytes and not front.connections)
+        front._threads._threads.shutdown()  # else its work would count in the next test
 
 
 async def test_small_bodies_need_no_thread(work: list[tuple[str, bool]]) -> None:
@@ -209,13 +269,20 @@ async def test_pages_of_large_fleets_leave_turns_to_others(monkeypatch: pytest.M
         assert main not in threads
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
 async def test_a_reload_reads_the_tls_settings_that_engines_share_once(
+    scheme: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = [{"url": f"http://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
+    """A fleet without https engines needs none."""
+    engines = [{"url": f"{scheme}://127.0.0.1:{port}", "name": f"e{port}"} for port in range(1, 41)]
     async with world([], engines=engines) as w:
         read: list[Any] = []
-        get = EngineContexts.get
-        monkeypatch.setattr(EngineContexts, "get", lambda it, tls: read.append(tls) or get(it, tls))
+        refresh = TlsContext.refresh
+        monkeypatch.setattr(TlsContext, "refresh", lambda it: read.append(it) or refresh(it))
         w.server.reload(w.server.config)
-        assert len(read) == 1
+        assert len(read) == (scheme == "https")
+        # Engines that are as before are the same objects: comparing them takes no time.
+        before = w.server.config
+        w.server.reload(ServerConfig.model_validate(before.model_dump()))
+        assert all(one is other for one, other in zip(w.server.config.engines, before.engines, strict=True))

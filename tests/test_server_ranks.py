@@ -14,7 +14,7 @@ import pytest
 import lmetric as lm
 from lmetric.config import EngineConfig
 from lmetric.engines.adapter import Adapter, Capabilities, EventSource, Handover
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS
+from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment
 from lmetric.engines.identify import UNKNOWN
 from lmetric.engines.sglang import LOADS, Sglang
 from lmetric.engines.vllm import Vllm
@@ -187,7 +187,7 @@ def test_bootstrap_rooms_of_a_rank() -> None:
         handover = told.of_rank(rank).handover
         assert handover is not None
         for _ in range(20):
-            sent = connector.first(COMPLETIONS, orjson.dumps(body), body, "p", handover)
+            sent = connector.first(FirstSegment(COMPLETIONS, orjson.dumps(body)), "p", handover)
             assert orjson.loads(sent)["bootstrap_room"] % 3 == rank
 
 

@@ -88,6 +88,7 @@ __all__ = [
     "join_parts",
     "local_orders",
     "nearest_name",
+    "outline",
     "parsed_option",
     "planners",
     "policy_table",
@@ -726,6 +727,13 @@ def edit_object(body: bytes, remove: Sequence[str], front: bytes) -> bytes:
     returned. Other threads run while it copies more than 64 KiB.
     """
 
+def outline(body: bytes, longest: int) -> bytes:
+    """Returns an object's JSON with short stand-ins for values longer than ``longest`` bytes.
+
+    A stand-in has the kind of the value. A list keeps the kinds of its first two items. ``body``: a
+    body that `read_request` returned.
+    """
+
 def short_members(body: bytes, longest: int) -> bytes:
     """Returns an object's JSON without the members whose values are longer than ``longest`` bytes.
 
@@ -807,7 +815,10 @@ class ResponseReader:
     def data_received(
         self, data: bytes
     ) -> None: ...  # called by the event loop; without a sink it calls `unasked()`
-    def full(self) -> None: ...  # called after data of at least FULL_READ bytes; does nothing
+    def large_read(self, data: bytes) -> None: ...  # called with large data; calls process()
+    def process(self, data: bytes) -> None: ...  # reads data now
+    @property
+    def attached(self) -> bool: ...  # whether a sink gets the data
     def eof(
         self,
     ) -> int: ...  # flags; raises WireError if the message is incomplete

@@ -17,7 +17,7 @@ import orjson
 
 from lmetric.doctor.subject import Subject
 from lmetric.engines.adapter import Handover, samples
-from lmetric.engines.handover import COMPLETIONS, CONNECTORS, HandoverError, with_fields
+from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment, HandoverError, with_fields
 from lmetric.engines.http import Answer, Unanswered
 
 SAFE_FLAG = """"kv_load_failure_policy": "fail" in --kv-transfer-config"""
@@ -90,7 +90,7 @@ async def _hand_over(prefill: Subject, decode: Subject, told: Handover) -> str:
     words = " ".join(secrets.token_hex(2) for _ in range(PROMPT_WORDS))
     body = {"model": prefill.model, "prompt": words, "max_tokens": ANSWER_TOKENS, "temperature": 0}
     host = urlsplit(prefill.client.url).hostname or "127.0.0.1"  # a unix socket
-    first = orjson.loads(connector.first(COMPLETIONS, orjson.dumps(body), body, host, told))
+    first = orjson.loads(connector.first(FirstSegment(COMPLETIONS, orjson.dumps(body)), host, told))
     name = {"x-request-id": f"doctor-{secrets.token_hex(6)}"}
     before, started = await _fetched(decode), time.monotonic()
     if connector.at_once:

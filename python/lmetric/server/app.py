@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 
 from lmetric._core import LmetricError
-from lmetric.config import ConfigError, EngineConfig, ServerConfig, effective, needs_restart
+from lmetric.config import ConfigError, EngineConfig, EngineTls, ServerConfig, effective, needs_restart
 from lmetric.server.api.auth import Keys
 from lmetric.server.background.capacity import CapacityTwin
 from lmetric.server.background.monitor import Monitor
@@ -32,7 +32,7 @@ from lmetric.server.observe.logs import LogWriter, configure_logging
 from lmetric.server.observe.metrics import Metrics
 from lmetric.server.observe.recorder import Recorder
 from lmetric.server.observe.startup import LISTENING, startup_report
-from lmetric.server.tls.contexts import TlsContext, listener_context
+from lmetric.server.tls.contexts import TlsContext, engine_context, listener_context
 from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class Change(NamedTuple):
     """A new configuration that `Server.prepare` has read and checked.
 
     ``config``: as in its sources; ``new``: what the running router takes of it. ``changed_keys``:
-    numbers of API keys that it adds and removes.
+    numbers of API keys that it adds and removes. ``changed``: names of changed settings.
+    ``engine_tls``: settings that https engines use.
     """
 
     config: ServerConfig
@@ -62,6 +63,8 @@ class Change(NamedTuple):
     policies: Mapping[str | None, Policies]
     apply: Callable[[], None]  # applies keys and settings of requests
     changed_keys: tuple[int, int]
+    changed: list[str]
+    engine_tls: list[EngineTls | None]
 
 
 class Server:
@@ -235,10 +238,18 @@ class Server:
             new = effective(self.config, config)
         except ValueError as error:
             raise ConfigError(f"not possible without a restart: {error}") from None
+        # Comparing equal engines takes long, unless they are one object.
+        known = {engine.label: engine for engine in self.config.engines}
+        engines = [known[each.label] if known.get(each.label) == each else each for each in new.engines]
+        new = new.model_copy(update={"engines": engines})
+        changed = sorted(
+            name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
+        )
         keys = Keys.load(new.auth.keys_file)
         tls = None if new.tls is None else listener_context(new.tls)
         policies, changed_keys = self.fleet.policies_of(config), self.front.keys.changes(keys)
-        return Change(config, new, keys, tls, policies, self.front.prepare(keys, new), changed_keys)
+        apply = self.front.prepare(keys, new)
+        return Change(config, new, keys, tls, policies, apply, changed_keys, changed, _engine_tls(new))
 
     def reload(self, config: ServerConfig) -> dict[str, Any]:
         """Prepares and applies a new configuration. Raises LmetricError; then nothing has changed.
@@ -254,18 +265,12 @@ class Server:
         then nothing has changed.
         """
         front, config, new, keys, tls = self.front, change.config, change.new, change.keys, change.tls
-        listed: list[tuple[EngineConfig, str | None]] = [(engine, None) for engine in new.engines]
-        listed += [(engine, model.name) for model in new.models for engine in model.engines]
-        of_engines = (new.tls_of(engine, model) for engine, model in listed)
-        for settings in {id(each): each for each in of_engines}.values():
+        for settings in change.engine_tls:
             self.fleet.contexts.get(settings).refresh()
         added, removed = change.changed_keys
         old = front.config.tenants
         tenants = sorted(
             name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
-        )
-        changed = sorted(
-            name for name in ServerConfig.model_fields if getattr(new, name) != getattr(self.config, name)
         )
         self.fleet.reload(new, change.policies)
         change.apply()
@@ -273,11 +278,11 @@ class Server:
             tls.failures = front.tls.failures
             front.tls = tls
         engines = self._discovery.reload(new, config)
-        if "log" in changed:
+        if "log" in change.changed:
             configure_logging(new.log)
         restart = needs_restart(self._started_with, config)
         report = {
-            "changed": changed,
+            "changed": change.changed,
             "keys_added": added,
             "keys_removed": removed,
             "keys_needed": keys.on,
@@ -613,3 +618,21 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
             for number, (url, one) in enumerate(zip(embedded.urls, options, strict=True))
         ]
         yield config.model_copy(update={"engines": [*config.engines, *engines]})
+
+
+def _engine_tls(config: ServerConfig) -> list[EngineTls | None]:
+    """Returns the TLS settings of https engines. Checks all others. Raises ConfigError."""
+    listed: list[tuple[EngineConfig, str | None]] = [(engine, None) for engine in config.engines]
+    listed += [(engine, model.name) for model in config.models for engine in model.engines]
+    used: dict[int, EngineTls | None] = {}
+    unused: dict[int, EngineTls] = {}
+    for engine, model in listed:
+        settings = config.tls_of(engine, model)
+        if engine.url.startswith("https:"):
+            used[id(settings)] = settings
+        elif settings is not None:
+            unused[id(settings)] = settings
+    for name, settings in unused.items():
+        if name not in used:
+            engine_context(settings)
+    return list(used.values())

@@ -99,6 +99,14 @@ fn short_members<'py>(py: Python<'py>, body: &[u8], longest: usize) -> Bound<'py
     PyBytes::new(py, &short)
 }
 
+/// Returns an object's JSON with short stand-ins for values of more than `longest` bytes.
+/// `body`: returned by `read_request`.
+#[pyfunction]
+fn outline<'py>(py: Python<'py>, body: &[u8], longest: usize) -> Bound<'py, PyBytes> {
+    let short = apart(py, body.len(), || lmetric_wire::outline(body, longest));
+    PyBytes::new(py, &short)
+}
+
 /// Checks that a body is a JSON object within the bounds on depth, containers, members and values.
 /// Raises `BadRequestError`.
 #[pyfunction]
@@ -167,6 +175,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(check_object, module)?)?;
     module.add_function(wrap_pyfunction!(edit_object, module)?)?;
     module.add_function(wrap_pyfunction!(join_parts, module)?)?;
+    module.add_function(wrap_pyfunction!(outline, module)?)?;
     module.add_function(wrap_pyfunction!(short_members, module)?)?;
     module.add_function(wrap_pyfunction!(read_request, module)?)
 }

@@ -28,6 +28,9 @@ create_exception!(
 /// Bytes of a read that may not have been the last one of its turn of the event loop. Event loops
 /// read up to 256 kB at once, and libuv up to 32 times before it reads another connection.
 const FULL_READ: usize = 64 * 1024;
+/// Reads of at least this size may have to wait for a turn of the event loop. Smaller ones, among
+/// them all pieces of a usual stream, cost nothing more.
+const LARGE_READ: usize = 16 * 1024;
 const PASS: u64 = 4;
 const OUT: u64 = 8;
 /// Flags of a step of [`ResponseReader`].
@@ -171,18 +174,33 @@ impl ResponseReader {
         (self.ticket, self.told, self.first_token_at) = (ticket, 0, None);
     }
 
-    /// Receives data from the event loop. Calls `full` after data of at least `FULL_READ` bytes.
+    /// Receives data from the event loop. Data of at least `LARGE_READ` bytes goes to `large_read`.
     fn data_received(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        if data.as_bytes().len() >= LARGE_READ {
+            return slf.call_method1("large_read", (data,)).map(drop);
+        }
+        Self::read(slf, data)
+    }
+
+    /// Receives a large read. Calls `process`.
+    fn large_read(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+        Self::process(slf, data)
+    }
+
+    /// Reads data now.
+    fn process(slf: &Bound<'_, Self>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
         Self::read(slf, data)?;
         if data.as_bytes().len() >= FULL_READ {
             slf.borrow_mut().scanner.shrink();
-            slf.call_method0("full")?;
         }
         Ok(())
     }
 
-    /// Called after a read that may not have been the last one of this turn of the event loop.
-    fn full(&self) {}
+    /// Whether a sink gets the data.
+    #[getter]
+    fn attached(&self) -> bool {
+        self.sink.is_some()
+    }
 
     fn eof(&mut self, py: Python<'_>) -> Result<u64> {
         let step = self.scanner.eof();

@@ -27,7 +27,7 @@ impl<'a> Scan<'a> {
         Self { json, at }
     }
 
-    fn skip(&mut self, bytes: &[u8]) {
+    fn pass(&mut self, bytes: &[u8]) {
         while self.json.get(self.at).is_some_and(|byte| bytes.contains(byte)) {
             self.at += 1;
         }
@@ -68,7 +68,7 @@ impl<'a> Iterator for Scan<'a> {
     type Item = Member<'a>;
 
     fn next(&mut self) -> Option<Member<'a>> {
-        self.skip(b", \t\n\r");
+        self.pass(b", \t\n\r");
         let start = self.at;
         if self.json.get(start) != Some(&b'"') {
             return None;
@@ -76,7 +76,7 @@ impl<'a> Iterator for Scan<'a> {
         let end = string_end(self.json, start + 1);
         let Ok(Json::Text(name)) = Json::read(&self.json[start..end]) else { return None };
         self.at = end;
-        self.skip(b": \t\n\r");
+        self.pass(b": \t\n\r");
         Some(Member { name, quoted: start..end, value: self.value() })
     }
 }
@@ -92,6 +92,51 @@ pub fn edited(object: &[u8], remove: &[&str], front: &[u8]) -> Vec<u8> {
 /// Returns an object without the members whose values are longer than `longest` bytes.
 pub fn short_members(object: &[u8], longest: usize) -> Vec<u8> {
     kept(object, b"", Vec::new(), |member| member.value.len() <= longest)
+}
+
+/// Returns an object whose values longer than `longest` bytes have short stand-ins of their kind. A
+/// list keeps the kinds of its first two items.
+pub fn outline(object: &[u8], longest: usize) -> Vec<u8> {
+    let mut out = vec![b'{'];
+    for member in Scan::new(object) {
+        if out.len() > 1 {
+            out.push(b',');
+        }
+        out.extend_from_slice(&object[member.quoted]);
+        out.push(b':');
+        let value = &object[member.value];
+        match value.strip_prefix(b"[") {
+            _ if value.len() <= longest => out.extend_from_slice(value),
+            None => out.extend_from_slice(stand_in(value)),
+            Some(json) => {
+                let mut items = Scan { json, at: 0 };
+                out.push(b'[');
+                for number in 0..2 {
+                    items.pass(b", \t\n\r");
+                    let item = items.value();
+                    if item.is_empty() {
+                        break;
+                    }
+                    if number > 0 {
+                        out.push(b',');
+                    }
+                    out.extend_from_slice(stand_in(&json[item]));
+                }
+                out.push(b']');
+            }
+        }
+    }
+    out.push(b'}');
+    out
+}
+
+fn stand_in(value: &[u8]) -> &'static [u8] {
+    match value.first() {
+        Some(b'"') => b"\"\"",
+        Some(b'[') => b"[]",
+        Some(b'{') => b"{}",
+        _ => b"0",
+    }
 }
 
 fn kept(object: &[u8], front: &[u8], mut out: Vec<u8>, keep: impl Fn(&Member<'_>) -> bool) -> Vec<u8> {
@@ -139,6 +184,16 @@ mod tests {
         assert_eq!(edit("{}", &["a"], r#""x":1"#), r#"{"x":1}"#);
         assert_eq!(edit("{ }", &[], ""), "{ }");
         assert_eq!(edit(r#"{"a":true}"#, &[], r#""x":1"#), r#"{"x":1,"a":true}"#);
+    }
+
+    #[test]
+    fn long_values_have_stand_ins() {
+        let outlined = |object: &str| String::from_utf8(outline(object.as_bytes(), 4)).unwrap();
+        let object =
+            r#" { "a" : "xxxxx", "b":[ 1 , "x" ,2,3],"c":{"d":[]},"e": true ,"f":123456,"g":[[1, 2]] } "#;
+        assert_eq!(outlined(object), r#"{"a":"","b":[0,""],"c":{},"e":true,"f":0,"g":[[]]}"#);
+        assert_eq!(outlined(r#"{"a":[      ],"b":["x,y"],"c":["",""]}"#), r#"{"a":[],"b":[""],"c":["",""]}"#);
+        assert_eq!(outlined("{}"), "{}");
     }
 
     #[test]

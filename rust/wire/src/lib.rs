@@ -19,7 +19,7 @@ mod tree;
 
 pub use api::{ApiRequest, INTERNAL_FIELDS, Prompt, PromptReader, Refusal, check_object, utf8};
 pub use body::ChunkedBody;
-pub use edit::{edited, short_members};
+pub use edit::{edited, outline, short_members};
 pub use json::{Finish, Found, MAX_TOKENS, Usage};
 pub use observe::Observer;
 pub use request::{

@@ -14,6 +14,7 @@ import orjson
 from msgspec import Struct
 
 from lmetric._core import BadRequestError, check_object, edit_object, join_parts, read_request, short_members
+from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.errors import bad
 from lmetric.server.api.paths import RelayedPath
 from lmetric.tokens import Tokens
@@ -83,6 +84,7 @@ class ParsedRequest(Struct, eq=False, gc=False):
     priority: float | None  # NaN: the field `priority` is not a number
     # The tokenizer cache partition of the prompt. 0: the partition that tenants share.
     scope: int = 0
+    first: FirstSegment | None = None  # of a large body, if its pool may split it
     _fields: JSON | None = None
     _brief: JSON | None = None
     _removed: tuple[str, ...] = ()

@@ -33,8 +33,9 @@ class EngineLink(Connection):
         self._on_drop = on_drop
         self.transport = _Request(on_request)
 
-    def full(self) -> None:
-        """Does nothing: the gateway controls the flow."""
+    def large_read(self, data: bytes) -> None:
+        """Processes it now: the gateway controls the flow."""
+        self.process(data)
 
     def unasked(self) -> None:
         """Ignores bytes after the end of the answer: the client gets them from the gateway."""

@@ -138,6 +138,7 @@ class RequestExecution(Progress):
         self.decision = decision
         self.ticket = ticket
         self.body = call.body
+        self.first = call.first
         self.stream = call.stream
         self.state: State = "ADMITTED"
         self.main: Step | None = None  # runs the open segment
@@ -820,6 +821,7 @@ class RequestExecution(Progress):
         self.committed = self.has_tokens = True
         self.status = status
         self.body = b""
+        self.first = None
         self.answered = attempt
         self.observing = None
         if attempt.step.observed and self.observed:
@@ -925,6 +927,7 @@ class RequestExecution(Progress):
         self.committed = True
         self.status = 200
         self.body = b""
+        self.first = None
         self._acts.append(Begin(kind, length, engine))
 
     def _end_merged(self, delta: Delta | None, now: float, event: Event, *, ended: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lmetric._core import Decision, Ticket, TokenEncoder
-from lmetric.engines.handover import CHAT
+from lmetric.engines.handover import CHAT, FirstSegment
 from lmetric.server.api.request import ParsedRequest
 from lmetric.server.execution.exchange import ClientRequest, Rules
 from lmetric.server.execution.transcript import Transcript
@@ -36,6 +36,7 @@ class Progress:
     ticket: Ticket
     body: bytes  # as the client sent it, until the executor commits to an answer
     stream: bool
+    first: FirstSegment | None  # the body for a prefill, once it is known
     # Set if it may be split, move, or get a prefix fetch; until a transcript has its tokens.
     call: ParsedRequest | None
     encoder: TokenEncoder | None = None  # of the model's tokenizer

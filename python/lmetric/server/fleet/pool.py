@@ -63,9 +63,12 @@ log = structlog.get_logger("lmetric.fleet")
 
 DEFAULT_BLOCK_SIZE = 16  # until an engine reports its own
 UNLEARNED_TOKENS_PER_SECOND = 8_000.0  # prefill rate until one was measured; the core has the same
-# Larger bodies are not parsed for failover: that would hold the event loop. Bodies with a text are
-# parsed already, in a thread.
+# Larger bodies are not parsed for a plan or for failover: that would hold the event loop. Bodies
+# with a text are parsed already, in a thread.
 MAX_PARSED_BYTES = 1 << 20
+# Larger bodies are not written again.
+MAX_WRITTEN_BYTES = 8 << 20
+LARGE_BODY_REASON = "its body is too large to be parsed"
 MAX_INDEX_BLOCKS = 2**32 - 1  # of an instance, in the core's index
 NOT_JOINABLE_SECONDS = 300.0  # a path's requests stay whole this long after a failed merge
 
@@ -388,6 +391,12 @@ class Pool:
         connectors = [each.connector for each in self.engines.values()]
         return not any(connector is not None and connector.at_once for connector in connectors)
 
+    @property
+    def prefills_apart(self) -> bool:
+        """Whether a prefill may have a body of its own."""
+        connectors = [each.connector for each in self.engines.values()]
+        return any(connector is not None and not connector.at_once for connector in connectors)
+
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
         rate = self.router.prefill_rate(engine.name) if engine.pool is self else None
@@ -415,6 +424,8 @@ class Pool:
 
     def fetch_reason(self, path: str, call: ParsedRequest) -> str | None:
         """Returns the reason why a request must not get a prefix fetch; None: it may."""
+        if _is_too_large(path, call):
+            return LARGE_BODY_REASON
         if why := fetch_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
@@ -426,6 +437,8 @@ class Pool:
         segments = self.mover is not None and self.mover.by == "segments"
         if not call.stream and not self.splits and not segments:
             return "its answer is not streamed, so its tokens are not known before its end"
+        if _is_too_large(path, call):
+            return LARGE_BODY_REASON
         if why := split_ineligibility(path, call.request, tokens=call.tokens is not None):
             return why
         if self.tokenizer is None:
@@ -439,8 +452,8 @@ class Pool:
         """
         if self.tokenizer is None and path in MERGEABLE_PATHS:
             why: Ineligible | None = Ineligible("tokenizer", "the model's tokenizer is not known")
-        elif len(call.body) > MAX_PARSED_BYTES and not call.parsed and path in MERGEABLE_PATHS:
-            why = Ineligible("large_body", "its body is too large to be parsed")
+        elif _is_too_large(path, call):
+            why = Ineligible("large_body", LARGE_BODY_REASON)
         else:
             why = failover_ineligibility(path, call)
         if why is None and (joined := self._why_not_joinable(path)):
@@ -690,3 +703,11 @@ class Pool:
 def _step_time(profile: str | None) -> dict[str, float] | None:
     """Returns a profile's constants; None without a profile. Raises ProfileError."""
     return None if profile is None else load_profile(profile).constants()
+
+
+def _is_too_large(path: str, call: ParsedRequest) -> bool:
+    """Returns whether a body must not be parsed or written on the event loop."""
+    size = len(call.body)
+    return path in MERGEABLE_PATHS and (
+        size > MAX_WRITTEN_BYTES or (size > MAX_PARSED_BYTES and not call.parsed)
+    )

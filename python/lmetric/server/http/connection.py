@@ -31,7 +31,7 @@ from lmetric.server.api.request import LARGE_BODY, BodyParts, add_piece
 from lmetric.server.execution.exchange import ClientRequest, InFlightRequest
 from lmetric.server.http.client_load import WRITE_MARK_BYTES, Client, ClientLoad
 from lmetric.server.http.forwarding import Forwarding
-from lmetric.server.upstream.reading import read_on_later, takes
+from lmetric.server.upstream.reading import COUNTED_READ, read_on_later, takes
 
 # Bytes held of pipelined requests: reading pauses at HOLD_BYTES, and the connection closes at
 # HOLD_LIMIT (aiohttp may resume reading).
@@ -240,9 +240,11 @@ class ClientConnection(RequestHandler):
         if not data:
             super().data_received(data)
             return
-        if len(data) >= LARGE_READ:
-            self._rest_reading()
+        if len(data) >= COUNTED_READ:
+            if len(data) >= LARGE_READ:
+                self._rest_reading()
             if self._late or not takes(self._loop, len(data)):
+                self._rest_reading()
                 self._keep_late(data)
                 return
         elif self._late:

@@ -26,6 +26,7 @@ from lmetric._core import (
     WireError,
 )
 from lmetric.config import ServerConfig, SloClass
+from lmetric.engines.handover import FirstSegment
 from lmetric.server.api.auth import Keys, PageAccess
 from lmetric.server.api.errors import ApiError, bad, whole_answer
 from lmetric.server.api.form import parse_form
@@ -594,10 +595,13 @@ class Frontend(web.Server):
             if call.priority is not None:
                 priority.remove(call)
         in_thread = self._read_prompt(call, pool)
-        if in_thread is None and not call.changes:
+        splits = len(call.body) > LARGE_BODY and pool.cuts
+        if in_thread is None and not call.changes and not splits:
             self._place(client_request, call, pool, adapter, now)
         else:
             place = partial(self._place, client_request, call, pool, adapter)
+            if splits:
+                in_thread = partial(_read_first, in_thread, client_request.path, call, pool.prefills_apart)
             self._prepare_in_thread(client_request, in_thread, call, pool, place)
 
     def _search(self, client_request: ClientRequest, call: ParsedRequest) -> bool:
@@ -1041,6 +1045,19 @@ def _prepare(call: ParsedRequest, read: Callable[[], Tokens | None] | None) -> T
     if call.changes:
         call.apply_changes()
     return None if read is None else read()
+
+
+def _read_first(
+    read: Callable[[], Tokens | None] | None, path: str, call: ParsedRequest, one_token: bool
+) -> Tokens | None:
+    """Prepares the body for a prefill, and returns the prompt's tokens. Raises NotPredictable.
+
+    ``one_token``: the prefill has a body of its own.
+    """
+    call.first = FirstSegment(path, call.body)
+    if one_token and not call.first.why_whole:
+        call.first.for_one_token()
+    return call.tokens if read is None else read()
 
 
 def _hedge(

@@ -10,7 +10,7 @@ import time
 from typing import Protocol
 
 from lmetric._core import FULL_READ, ResponseReader
-from lmetric.server.upstream.reading import read_on_later
+from lmetric.server.upstream.reading import begin_waiting, end_waiting, read_on_later, takes
 
 
 class Sink(Protocol):
@@ -123,11 +123,22 @@ class Connection(ResponseReader, asyncio.Protocol):
     """One connection.
 
     It serves one sink at a time; without a sink it waits in the engine's pool. It reads once
-    in each turn of the event loop, and at most `FULL_READ` bytes after a read of that size. So an
-    engine cannot take the time of others, or fill the buffers of a slow client.
+    in each turn of the event loop, and at most `FULL_READ` bytes after a read of that size. A large
+    read that does not fit into a turn waits for another turn (`reading.py`). So an engine cannot
+    take the time of others, or fill the buffers of a slow client.
     """
 
-    __slots__ = ("_paused", "_small", "_waits", "idle_since", "made_at", "transport", "upstream")
+    __slots__ = (
+        "_late",
+        "_lost",
+        "_paused",
+        "_small",
+        "_waits",
+        "idle_since",
+        "made_at",
+        "transport",
+        "upstream",
+    )
 
     transport: asyncio.Transport
 
@@ -137,31 +148,61 @@ class Connection(ResponseReader, asyncio.Protocol):
         self._paused = False  # by its user
         self._waits = False  # for the next turn of the event loop
         self._small = False  # its reads are small
+        self._late = b""  # the read that waits for a turn
+        self._lost = False  # closed while a read waited
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self.transport = transport  # type: ignore[assignment]
 
-    def full(self) -> None:
-        """Reads no more in this turn of the event loop."""
-        if self._waits or self.transport.is_closing():
-            return
-        self._waits = True
-        self.transport.pause_reading()
-        if not self._small:
-            self._small = True
-            self.transport.set_protocol(_SmallReads(self))
-        read_on_later(asyncio.get_running_loop(), self._next_turn)
+    def large_read(self, data: bytes) -> None:
+        """Processes a large read, now or in a later turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        # Bytes without a request must not wait: the next request would read them as its answer.
+        waits = self.attached and not self.transport.is_closing() and not takes(loop, len(data))
+        if waits and begin_waiting(loop, len(data)):
+            self._late = data
+        else:
+            self.process(data)
+        if (self._late or len(data) >= FULL_READ) and not self._waits and not self.transport.is_closing():
+            self._waits = True
+            self.transport.pause_reading()
+            if len(data) >= FULL_READ and not self._small:
+                self._small = True
+                self.transport.set_protocol(_SmallReads(self))
+            read_on_later(loop, self._next_turn)
 
     def _next_turn(self) -> None:
         self._waits = False
-        if not self._paused and not self.transport.is_closing():
+        if self._paused:
+            return
+        if self._late:
+            try:
+                self.process(self._take_late())
+            except BaseException:
+                self.transport.abort()
+                raise
+        if self._lost:
+            self._end()
+        elif not self._paused and not self.transport.is_closing():
             self.transport.resume_reading()
+
+    def _take_late(self) -> bytes:
+        data, self._late = self._late, b""
+        if data:
+            end_waiting(asyncio.get_running_loop(), len(data))
+        return data
 
     def pause(self, paused: bool) -> None:
         """Stops or continues reading."""
         self._paused = paused
-        if not self._waits and not self.transport.is_closing():
+        if self._waits:
+            return
+        if self._late:
+            if not paused:
+                self._waits = True
+                read_on_later(asyncio.get_running_loop(), self._next_turn)
+        elif not self.transport.is_closing():
             (self.transport.pause_reading if paused else self.transport.resume_reading)()
 
     def unasked(self) -> None:
@@ -170,20 +211,28 @@ class Connection(ResponseReader, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
+        self.upstream.gone(self, waiting=not self.attached)
+        if self._late and self.attached:
+            self._lost = True  # `_next_turn` processes the read first
+        else:
+            self._end()
+
+    def _end(self) -> None:
         sink: Sink | None = self.detach()
-        self.upstream.gone(self, waiting=sink is None)
         if sink is not None:
             sink.lost()
 
     def release(self) -> None:
         """Returns the connection to its pool if it stays open, else closes it."""
         self.detach()
-        if self.keep_alive:
+        if self.keep_alive and not self._late and not self._lost:
             self.upstream.give(self)
         else:
+            self._take_late()
             self.transport.close()
 
     def drop(self) -> None:
         """Closes the connection at once, so that the engine aborts the request."""
         self.detach()
+        self._take_late()
         self.transport.abort()

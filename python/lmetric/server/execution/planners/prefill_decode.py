@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from lmetric.engines.handover import HandoverError
+from lmetric.engines.handover import FirstSegment, HandoverError
 from lmetric.server.execution.plan import Step
 from lmetric.server.execution.progress import Progress
 from lmetric.server.execution.transcript import dumps
@@ -73,5 +73,6 @@ def first_body(p: Progress, engine: Engine) -> bytes:
     connector, handover = engine.connector, engine.handover
     if connector is None or handover is None:
         raise HandoverError(f"{engine.name} has no KV transfer")
-    request = p.call.request if p.call is not None else orjson.loads(p.body)
-    return connector.first(p.client_request.path, p.body, request, engine.host, handover)
+    if p.first is None:
+        p.first = FirstSegment(p.client_request.path, p.body)
+    return connector.first(p.first, engine.host, handover)
