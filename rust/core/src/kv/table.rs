@@ -9,9 +9,10 @@ use std::fmt;
 
 /// Slots after the last home slot, for entries shifted past the end.
 const PAD: usize = 16;
-/// Maximum number of entries of one place, less for the last places of a segment. An engine computes a block as often as it prefills
-/// requests with that block in one step, mostly a few times. More entries of one place would not
-/// fit into a segment of ordinary size, and each insertion passes all of them.
+/// Maximum number of entries of one place, less for the last places of a segment. An engine
+/// computes a block as often as it prefills requests with that block in one step, mostly a few
+/// times. More entries of one place would not fit into a segment of ordinary size, and each
+/// insertion passes all of them.
 const MAX_SHARED: usize = 64;
 /// Allocator overhead per memory block, in bytes.
 const MALLOC_OVERHEAD: usize = 16;
