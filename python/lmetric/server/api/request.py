@@ -87,8 +87,9 @@ class ParsedRequest(Struct, eq=False, gc=False):
     first: FirstSegment | None = None  # of a large body, if its pool may split it
     _fields: JSON | None = None
     _brief: JSON | None = None
+    changes: bool = False  # whether `apply_changes` has work to do
     _removed: tuple[str, ...] = ()
-    _added: JSON | None = None
+    _added: JSON = {}
 
     @property
     def request(self) -> JSON:
@@ -123,19 +124,15 @@ class ParsedRequest(Struct, eq=False, gc=False):
         A large body changes at the next `apply_changes`, which a thread calls.
         """
         self._removed += remove
-        self._added = {**(self._added or {}), **(add or {})}
+        self._added = {**self._added, **(add or {})}
+        self.changes = True
         if len(self.body) <= LARGE_BODY:
             self.apply_changes()
 
-    @property
-    def changes(self) -> bool:
-        """Whether `apply_changes` has work to do."""
-        return self._added is not None
-
     def apply_changes(self) -> None:
         """Writes the changes into the body."""
-        removed, added = self._removed, self._added or {}
-        self._removed, self._added = (), None
+        removed, added = self._removed, self._added
+        self.changes, self._removed, self._added = False, (), {}
         self.body = edit_object(self.body, removed, orjson.dumps(added)[1:-1])
         if self._fields is not None:
             kept = {name: value for name, value in self._fields.items() if name not in removed}

@@ -246,11 +246,14 @@ class ClientConnection(RequestHandler):
             if self._late or not takes(self._loop, len(data)):
                 self._rest_reading()
                 self._keep_late(data)
-                return
+            else:
+                self._received(data)
         elif self._late:
             self._keep_late(data)
-            return
-        self._received(data)
+        elif self._state == FREE:
+            self._begin(data)
+        else:
+            self._received(data)
 
     def _received(self, data: bytes) -> None:
         state = self._state

@@ -550,7 +550,12 @@ class Frontend(web.Server):
             if len(body) > LARGE_BODY or isinstance(body, BodyParts):
                 self._read_in_thread(client_request, path, body)
                 return
-            call = _read_call(client_request, path, self.isolation, body)
+            if path.prompt == "form":
+                call = parse_form(path, client_request.head.field(b"content-type"), body)
+            else:
+                call = parse(path, body)
+            if client_request.tenant and client_request.tenant in self.isolation.tenants:
+                self.isolation.apply(client_request.tenant, client_request.path, call)
             if call.model not in self.fleet.names and self._search(client_request, call):
                 return
             self._serve_model(client_request, call, client_request.started)
@@ -1023,7 +1028,7 @@ class Frontend(web.Server):
 def _read_call(
     client_request: ClientRequest, path: RelayedPath, isolation: Isolation, body: bytes | BodyParts
 ) -> ParsedRequest:
-    """Reads a body, a large one in a thread. Raises ApiError."""
+    """Reads a large body, in a thread. Raises ApiError."""
     if isinstance(body, BodyParts):
         body = body.joined()
     if path.prompt == "form":
