@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from server_world import FakeEngine, World, world
+from waiting import PATIENCE_SECONDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(
@@ -58,7 +59,7 @@ async def open_page(chromium: Any, url: str, **context: Any) -> AsyncIterator[An
         await made.close()
 
 
-async def shown(page: Any, condition: str, seconds: float = 20) -> None:
+async def shown(page: Any, condition: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Waits until a JavaScript condition is true. The page's policy forbids Playwright's wait."""
     async with asyncio.timeout(seconds):
         while not await page.evaluate(condition):  # noqa: ASYNC110

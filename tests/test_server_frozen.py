@@ -12,7 +12,7 @@ from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, Request, World, a
 
 STREAM = {"model": "tiny", "prompt": "x", "stream": True}
 PLAIN = {"model": "tiny", "prompt": "x"}
-HEALTH = {"interval": 0.05, "timeout": 0.1, "down_after": 2, "up_after": 1}
+HEALTH = {"interval": 0.05, "timeout": 0.5, "down_after": 2, "up_after": 1}
 
 
 class Freezing(FakeEngine):
@@ -49,6 +49,7 @@ async def frozen(
     engine.tokens = tokens
     fakes = [engine, *(FakeEngine() for _ in range(others))]
     async with world(fakes, health=health, **config) as w:
+        await w.until(lambda: all(each.unusable is None for each in w.server.fleet.engines()))
         router = w.server.fleet.pools[0].router
         for number in range(others):
             router.update_instance(f"e{number + 1}", draining=True)

@@ -94,7 +94,7 @@ async def test_why_a_request_went_to_its_engine() -> None:
             assert record["timeline"][0]["kind"] == "prefill"
             await page.keyboard.press("Escape")
             assert not await page.evaluate("document.getElementById('details').open")
-            assert await page.evaluate("location.hash") == ""
+            await shown(page, "location.hash === ''")
             # The table by keyboard: the second engine is the hot one.
             await page.focus("#table")
             await page.keyboard.press("ArrowDown")
