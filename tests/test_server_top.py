@@ -17,6 +17,7 @@ from rich.console import Console
 from lmetric.top import RouterUnavailableError, engines, ordered, read_decision, read_once, watch
 from lmetric.top_screen import screen, why
 from server_world import world
+from waiting import PATIENCE_SECONDS
 
 
 async def top(*arguments: str, **environment: str) -> tuple[int, str, str]:
@@ -38,6 +39,9 @@ async def test_once_prints_engines_and_rates() -> None:
         pool.router.report_load("e2", waiting=2, running=5, kv_usage=0.25)
         pool.engines["e0"].draining = True
         await it.post({"model": "tiny", "prompt": "a", "stream": True})
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (await read_once(it.url))["requests"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         (code, out, _), (json_code, state, _) = await asyncio.gather(
             top(it.url, "--once"), top(it.url + "/", "--json")
         )
