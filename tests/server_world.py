@@ -5,13 +5,14 @@ import contextlib
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+import pytest
 
 from lmetric.config import ServerConfig
 from lmetric.server import Server
@@ -338,3 +339,27 @@ async def world(fakes: int | Sequence[FakeEngine] = 1, /, **config: Any) -> Asyn
         for engine in engines:
             await engine.stop()
     assert sum(pool.router.in_flight() for pool in server.fleet.pools) == 0
+
+
+READ_BYTES = 256 << 10  # largest read of the loop
+
+
+@contextlib.contextmanager
+def bytes_by_turn(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[list[int]]:
+    """Counts the bytes that a method of all connections gets in each turn of the loop."""
+    turns: list[int] = [0]
+    call, loop, on = getattr(owner, method), asyncio.get_running_loop(), True
+
+    def counted(self: Any, data: bytes) -> None:
+        turns[-1] += len(data)
+        call(self, data)
+
+    def turn() -> None:
+        turns.append(0)
+        if on:
+            loop.call_soon(turn)
+
+    monkeypatch.setattr(owner, method, counted)
+    turn()
+    yield turns
+    on = False

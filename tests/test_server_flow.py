@@ -3,8 +3,8 @@
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from lmetric.server.upstream.connection import Connection
 from lmetric.server.upstream.reading import BYTES_IN_TURN, READERS_IN_TURN
 from server_world import (
     HEAD,
+    READ_BYTES,
     STREAM_HEAD,
     Behaviour,
     FakeEngine,
     Request,
     World,
     answer,
+    bytes_by_turn,
     chunk,
     says,
     self_signed,
@@ -132,30 +134,6 @@ async def test_an_engine_gets_one_read_of_each_turn(
     assert max(read.values()) <= 256 * 1024
 
 
-READ_BYTES = 256 << 10  # largest read of the loop
-
-
-@contextmanager
-def processed_by_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts the bytes of large reads that engine connections process in each turn of the loop."""
-    turns, on = [0], True
-    process, loop = Connection.process, asyncio.get_running_loop()
-
-    def counted(self: Connection, data: bytes) -> None:
-        turns[-1] += len(data)
-        process(self, data)
-
-    def turn() -> None:
-        turns.append(0)
-        if on:
-            loop.call_soon(turn)
-
-    monkeypatch.setattr(Connection, "process", counted)
-    turn()
-    yield turns
-    on = False
-
-
 def at_once(number: int, data: bytes, then: str = "") -> Behaviour:
     """Sends data when this many requests have arrived, to all of them in one turn."""
     ready, arrived = asyncio.Event(), 0
@@ -203,7 +181,7 @@ async def test_many_engine_streams_take_turns(
     body = b"".join(b"%7d\n" % at for at in range(34_000))
     data = HEAD % (200, BYTES) + b"content-length: %d\r\n\r\n" % len(body) + body
     async with flow(at_once(number, data, then), where, tmp_path) as w:
-        with processed_by_turn(monkeypatch) as turns:
+        with bytes_by_turn(monkeypatch, Connection, "process") as turns:
             got = await asyncio.gather(*(answered(w, len(body)) for _ in range(number)))
         assert got == [body] * number
         if where == "plain":

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gzip
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lmetric.server.http import unpacking
 from lmetric.server.http.connection import SMALL_HEAD, ClientConnection
 from lmetric.server.http.unpacking import LOOP_BYTES, PIECE_BYTES, Unpacker
 from lmetric.server.upstream.reading import BYTES_IN_TURN, READERS_IN_TURN
-from server_world import FakeEngine, World, answer, chunk, hang, world
+from server_world import READ_BYTES, FakeEngine, World, answer, bytes_by_turn, chunk, hang, world
 from test_server_client import BODY, ENCODED, GET, client, post, through_aiohttp
 
 PACKED = {
@@ -338,35 +337,11 @@ async def test_long_chunk_extensions_are_refused_and_counted() -> None:
         assert 'lmetric_client_refusals_total{bound="chunks"} 1.0' in metrics
 
 
-READ_BYTES = 256 << 10  # largest read of the loop
-
-
-@contextlib.contextmanager
-def bytes_by_turn(monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[list[int]]:
-    """Counts the bytes that a method of all connections gets in each turn of the loop."""
-    turns: list[int] = [0]
-    call, loop, on = getattr(ClientConnection, method), asyncio.get_running_loop(), True
-
-    def counted(self: ClientConnection, data: bytes) -> None:
-        turns[-1] += len(data)
-        call(self, data)
-
-    def turn() -> None:
-        turns.append(0)
-        if on:
-            loop.call_soon(turn)
-
-    monkeypatch.setattr(ClientConnection, method, counted)
-    turn()
-    yield turns
-    on = False
-
-
 async def test_a_busy_connection_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Security F12: after a large read, a connection reads on in a later turn of the loop."""
     body = orjson.dumps({"prompt": "x" * (16 << 20)})
     async with world(1) as w, client(w) as c:
-        with bytes_by_turn(monkeypatch, "data_received") as turns:
+        with bytes_by_turn(monkeypatch, ClientConnection, "data_received") as turns:
             for request in (post(body), post(body, fields="expect: 100-continue\r\n")):
                 c.writer.write(request)
                 status, _, _ = await c.answer()
@@ -387,7 +362,7 @@ async def test_many_busy_connections_take_turns(monkeypatch: pytest.MonkeyPatch)
     flood = ENCODED + piece * (2_000_000 // len(piece))
     async with world(1) as w, contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(client(w)) for _ in range(64)]
-        with bytes_by_turn(monkeypatch, "_received") as turns:
+        with bytes_by_turn(monkeypatch, ClientConnection, "_received") as turns:
             for c in clients:
                 c.writer.write(flood)
             await w.until(lambda: sum(turns) >= 64 * len(flood))

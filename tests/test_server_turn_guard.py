@@ -28,6 +28,17 @@ def spin(seconds: float) -> None:
         sum(range(1000))
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, seconds: float) -> None:
+    """Makes each call of a method take more CPU time."""
+    call = getattr(owner, method)
+
+    def slow(*values: Any) -> Any:
+        spin(seconds)
+        return call(*values)
+
+    monkeypatch.setattr(owner, method, slow)
+
+
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collects what the guard of this test reports, instead of a failure."""
@@ -44,13 +55,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_a_long_turn_of_the_server_is_named(
     reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    takes = Frontend.takes
-
-    def slow(self: Frontend, head: Any) -> bool:
-        spin(BUSY_SECONDS)
-        return takes(self, head)
-
-    monkeypatch.setattr(Frontend, "takes", slow)
+    slow_down(monkeypatch, Frontend, "takes", BUSY_SECONDS)
     async with world(1) as w:
         assert (await w.post())[0] == 200
         await asyncio.sleep(0.05)
@@ -74,26 +79,14 @@ async def test_neither_the_test_nor_many_short_turns_nor_its_garbage_count(repor
 async def test_the_engines_of_the_tests_do_not_count(
     reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = Text.encode
-
-    def slow(self: Text, text: str) -> Any:
-        spin(BUSY_SECONDS)
-        return encode(self, text)
-
     async with split(both()) as w:
-        monkeypatch.setattr(Text, "encode", slow)
+        slow_down(monkeypatch, Text, "encode", BUSY_SECONDS)
         await asked(w, COMPLETIONS, body_of(COMPLETIONS, "a short prompt", max_tokens=2))
     assert reports == []
 
 
 async def test_a_slow_machine_has_a_higher_limit(reports: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = Frontend.takes
-
-    def slow(self: Frontend, head: Any) -> bool:
-        spin(2 * LIMIT_SECONDS)
-        return takes(self, head)
-
-    monkeypatch.setattr(Frontend, "takes", slow)
+    slow_down(monkeypatch, Frontend, "takes", 2 * LIMIT_SECONDS)
     monkeypatch.setattr("turn_guard.REFERENCE_SECONDS", 0.0001)  # this machine is much slower
     async with world(1) as w:
         assert (await w.post())[0] == 200

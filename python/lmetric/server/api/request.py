@@ -4,7 +4,7 @@ Rust reads the body once, and the engine gets its bytes unchanged, except a body
 UTF-32 or with a byte order mark: the engine gets plain UTF-8. Python parses the body only for a
 chat template, or to look at many of its fields.
 
-Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/reading.py`).
+Reading a large body takes up to 20 ns for each byte, so a thread does it (`http/threads.py`).
 """
 
 from collections.abc import Mapping

@@ -550,15 +550,8 @@ class Frontend(web.Server):
             if len(body) > LARGE_BODY or isinstance(body, BodyParts):
                 self._read_in_thread(client_request, path, body)
                 return
-            if path.prompt == "form":
-                call = parse_form(path, client_request.head.field(b"content-type"), body)
-            else:
-                call = parse(path, body)
-            if client_request.tenant and client_request.tenant in self.isolation.tenants:
-                self.isolation.apply(client_request.tenant, client_request.path, call)
-            if call.model not in self.fleet.names and self._search(client_request, call):
-                return
-            self._serve_model(client_request, call, client_request.started)
+            call = _read_call(client_request, path, self.isolation, body)
+            self._serve_call(client_request, call, client_request.started)
         except ApiError as error:
             self._ended(client_request, None, error)
         except Exception:
@@ -576,7 +569,7 @@ class Frontend(web.Server):
 
             self._go_on(client_request, waiting, serve, time.monotonic())
 
-        work = self._threads.begin(partial(_read_call, client_request, path, self.isolation, body))
+        work = self._threads.begin(partial(_read_large_call, client_request, path, self.isolation, body))
         limit = self._rules.timeouts.request
         self._wait(client_request, PendingWork(client_request, work, then, self._ended, limit))
 
@@ -618,8 +611,9 @@ class Frontend(web.Server):
         if found is None:
             return False
 
-        def then(now: float, waiting: WaitingRequest) -> None:
-            self._go_on(client_request, waiting, partial(self._serve_model, client_request, call), now)
+        def then(_: asyncio.Future[None], waiting: WaitingRequest) -> None:
+            serve = partial(self._serve_model, client_request, call)
+            self._go_on(client_request, waiting, serve, time.monotonic())
 
         limit = self._rules.timeouts.request
         self._wait(client_request, PendingSearch(client_request, found, then, self._ended, limit))
@@ -1026,22 +1020,29 @@ class Frontend(web.Server):
 
 
 def _read_call(
-    client_request: ClientRequest, path: RelayedPath, isolation: Isolation, body: bytes | BodyParts
+    client_request: ClientRequest, path: RelayedPath, isolation: Isolation, body: bytes
 ) -> ParsedRequest:
-    """Reads a large body, in a thread. Raises ApiError."""
-    if isinstance(body, BodyParts):
-        body = body.joined()
+    """Reads a body. Raises ApiError."""
     if path.prompt == "form":
         call = parse_form(path, client_request.head.field(b"content-type"), body)
     else:
         call = parse(path, body)
     if client_request.tenant and client_request.tenant in isolation.tenants:
         isolation.apply(client_request.tenant, client_request.path, call)
-    if len(body) > LARGE_BODY:
-        if call.changes:
-            call.apply_changes()
-        if path.stores:
-            call.read_brief()
+    return call
+
+
+def _read_large_call(
+    client_request: ClientRequest, path: RelayedPath, isolation: Isolation, body: bytes | BodyParts
+) -> ParsedRequest:
+    """Reads a large body, with all work that the event loop must not do. Raises ApiError."""
+    if isinstance(body, BodyParts):
+        body = body.joined()
+    call = _read_call(client_request, path, isolation, body)
+    if call.changes:
+        call.apply_changes()
+    if path.stores:
+        call.read_brief()
     return call
 
 

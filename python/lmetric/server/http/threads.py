@@ -18,7 +18,7 @@ THREADS = 2
 
 
 class PendingWork(WaitingRequest, Generic[T]):
-    """A request that waits for work in a thread.
+    """A request that waits for other work, mostly in a thread.
 
     ``then`` is called once with the work, which is done, unless the request ends before.
     """
