@@ -405,7 +405,6 @@ async def test_more_requests_than_the_bound_are_counted_without_their_times(
             await it.post()
         shown = it.server.front.live
         assert shown is not None
-        shown.tick(time.monotonic())
+        shown.tick(shown.began + 10)
         assert len(shown.requests) == 3
-        seconds = shown.points[-1].t and (time.monotonic() - shown.began)
-        assert shown.points[-1].requests_per_second * seconds == pytest.approx(5, rel=0.1)
+        assert shown.points[-1].requests_per_second == pytest.approx(0.5)
