@@ -8,7 +8,7 @@ of 16 tokens and one `BlockRemoved` of 32 other blocks. Every cache is full, so 
 replaces a removed block: 2,048 blocks per instance, half a million pairs in total.
 
 - `feed`: as fast as possible. Blocks stored per second of wall clock, and per second of the feed's
-  own processor time. Its thread decodes, hashes and applies; libzmq's I/O threads are separate.
+  own processor time. Its thread reads, decodes, hashes and applies.
 - `decide`: `Router.route` over prompts of 8k tokens, nine tenths cached on some instance, one after
   the other with a pause between. It runs alone, beside 100,000 blocks per second, and beside as
   many as possible.
@@ -114,19 +114,14 @@ def publish(folder: str, ready: Event, rate: Synchronized[float], over: Event) -
     context.destroy(linger=0)
 
 
-def thread_seconds() -> dict[str, float]:
-    """Returns the processor time of the feed's thread and of libzmq's threads, found by their
-    names."""
-    seconds = {"feed": 0.0, "io": 0.0}
-    found = False
-    for task in sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name)):
+def thread_seconds() -> float:
+    """Returns the processor time of the feed's thread."""
+    for task in Path("/proc/self/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        fields = rest.split()
-        first = name == "lmetric-feed" and not found
-        found = found or first
-        if int(task.name) != os.getpid():
-            seconds["feed" if first else "io"] += (int(fields[11]) + int(fields[12])) / TICKS
-    return seconds
+        if name == "lmetric-feed":
+            fields = rest.split()
+            return (int(fields[11]) + int(fields[12])) / TICKS
+    return 0.0
 
 
 class Tally:
@@ -145,14 +140,13 @@ class Tally:
         """Returns the rates since the tally began."""
         stored, removed, lost = self._counts()
         seconds, cpu = time.monotonic() - self.began, thread_seconds()
-        thread, io = (cpu[name] - self.cpu[name] for name in ("feed", "io"))
+        thread = cpu - self.cpu
         stored -= self.stored
         return {
             "seconds": seconds,
             "stored_blocks_per_second": stored / seconds,
             "removed_blocks_per_second": (removed - self.removed) / seconds,
             "thread_cpu_share": thread / seconds,
-            "io_cpu_share": io / seconds,
             "stored_blocks_per_thread_cpu_second": stored / thread if thread else 0.0,
             "lost": lost - self.lost,
         }
@@ -246,16 +240,14 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    print(
-        "| case | decide p50 / p99 / p99.9 us | blocks stored / removed a second | thread, I/O cores | lost |"
-    )
+    print("| case | decide p50 / p99 / p99.9 us | blocks stored / removed a second | thread | lost |")
     print("|---|---|---|---|---|")
     for row in result["rows"]:
         decided = (
             " / ".join(f"{row[p]:.1f}" for p in ("p50_us", "p99_us", "p999_us")) if "calls" in row else "-"
         )
         rates = f"{row['stored_blocks_per_second']:,.0f} / {row['removed_blocks_per_second']:,.0f}"
-        cores = f"{row['thread_cpu_share']:.2f}, {row['io_cpu_share']:.2f}"
+        cores = f"{row['thread_cpu_share']:.2f}"
         print(f"| {row['case']} | {decided} | {rates} | {cores} | {row['lost']:.0f} |")
         if "calls" not in row:
             print(

@@ -528,7 +528,7 @@ def test_wrong_addresses_are_refused_with_what_would_be_right(bed: Bed) -> None:
         ("tcp://*:5557", "no wildcard"),
         ("tcp://0.0.0.0:5557", "no wildcard"),
         ("http://host:1", "an engine's address"),
-        ("tcp://host", "connect to"),
+        ("tcp://host", "an engine's address"),
         ("ipc:///\0", "an engine's address"),
     ]:
         with pytest.raises(lm.BadValueError, match=f"endpoint of e0: .*{what}"):
@@ -551,6 +551,87 @@ def test_an_engine_that_is_not_there_yet(bed: Bed) -> None:
         engine.publish(stored([1], [1] * BLOCK))
         until(lambda: bed.held([1] * BLOCK) == 1, engine)
         bed.settle(engine, "live")
+
+
+@pytest.mark.parametrize("form", ["localhost", "ipc", "abstract"])
+def test_names_and_unix_sockets(bed: Bed, form: str, tmp_path: Path) -> None:
+    bound = {
+        "localhost": "tcp://127.0.0.1:*",
+        "ipc": f"ipc://{tmp_path}/kv",
+        "abstract": f"ipc://@{tmp_path}/kv",
+    }[form]
+    with publisher(bound) as engine:
+        engine.publish(stored([1], [1] * BLOCK))
+        replay = str(engine.replay_endpoint).replace("127.0.0.1", "localhost")
+        endpoint = engine.endpoint.replace("127.0.0.1", "localhost")
+        bed.feed.subscribe("e0", endpoint, replay_endpoint=replay)
+        engine.publish(stored([2], [2] * BLOCK))
+        bed.settle(engine, "live")
+        assert (bed.held([1] * BLOCK), bed.held([2] * BLOCK)) == (1, 1)
+    until(lambda: not bed.status()["connected"])
+
+
+def test_a_name_without_an_address_does_not_stop_the_others(bed: Bed) -> None:
+    bed.feed.subscribe("e0", "tcp://no-engine.invalid:5557")
+    with publisher() as engine:
+        bed.subscribe(engine, "e1")
+        engine.publish(stored([1], [1] * BLOCK))
+        bed.settle(engine, "live", "e1")
+    assert (bed.status()["state"], bed.status()["connected"]) == ("connecting", False)
+
+
+def test_a_unix_socket_to_connect_to(bed: Bed, tmp_path: Path) -> None:
+    """security F9: binding a path replaces the socket of a process that is gone, no other file."""
+    path = tmp_path / "kv"
+    path.write_text("secret")
+    with pytest.raises(lm.BadValueError, match="an address to bind"):
+        bed.feed.subscribe("e0", f"ipc://{path}", bind=True)
+    assert path.read_text() == "secret"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(path))
+    bed.feed.subscribe("e0", f"ipc://{path}", bind=True)
+    with publisher(f"connect ipc://{path}", replay=False) as engine:
+        until(lambda: engine.heard() and bed.status()["connected"])
+        engine.publish(stored([1], [1] * BLOCK))
+        bed.settle(engine, "live")
+    bed.feed.unsubscribe("e0")
+    assert not path.exists()
+
+
+def test_engines_find_a_place_among_strangers(bed: Bed) -> None:
+    """Connections to a bound address are bounded: those without a handshake give way."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as one:
+        port = one.bind_to_random_port("tcp://127.0.0.1")
+    endpoint = f"tcp://127.0.0.1:{port}"
+    bed.feed.subscribe("e0", endpoint, bind=True)
+    with contextlib.ExitStack() as open_ones:
+        strangers = [
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+        ]
+        with publisher(f"connect {endpoint}", replay=False) as engine:
+            until(lambda: engine.heard() and bed.status()["connected"])
+            engine.publish(stored([1], [1] * BLOCK))
+            bed.settle(engine, "live")
+        for stranger in strangers[:30]:
+            stranger.settimeout(PATIENCE_SECONDS)
+            while stranger.recv(1000):
+                pass
+
+
+def test_who_is_no_publisher_is_named(bed: Bed) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        bed.feed.subscribe("e0", f"tcp://127.0.0.1:{port}")
+        until(lambda: bed.status()["last_error"])
+        assert bed.status()["last_error"].endswith("is this the engine's port for KV events?")
+    secret = zmq.curve_keypair()[1]
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        (other.curve_server, other.curve_secretkey) = (True, secret)
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        bed.feed.subscribe("e1", f"tcp://127.0.0.1:{port}")
+        until(lambda: bed.status("e1")["last_error"])
+        assert "ZMTP's handshake" in bed.status("e1")["last_error"]
 
 
 def test_pushed_load_reports_reach_the_indicators(bed: Bed) -> None:

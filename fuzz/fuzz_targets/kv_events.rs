@@ -1,7 +1,7 @@
 //! KV events of engines: a second reader must accept every batch as MessagePack, too, with the same
 //! number of events.
 #![no_main]
-// Only the modules: their crate depends on a messaging library, which fuzzing does not need.
+// Only the modules: fuzzing needs nothing else of their crate.
 #[allow(dead_code)]
 #[path = "../../rust/feed/src/decode.rs"]
 mod decode;

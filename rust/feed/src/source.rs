@@ -1,18 +1,17 @@
 //! One source in the feed's thread: its stream, its applier, and its connection for replays.
 use crate::apply::{Applier, Tally};
+use crate::connection::{CHUNK_BYTES, Dial, End, Endpoint, Event, Net};
 use crate::event::{moment_of, read_load};
 use crate::status::Status;
 use crate::stream::{HELD_BYTES, Sink, Standing, Stream};
-use crate::subscriber::watch;
+use crate::zmtp::{MAX_MESSAGE_BYTES, Talk};
 use lmetric_core::CoreError;
 use lmetric_core::router::feed::{KvFeed, Source as Origin};
 use lmetric_core::router::ledger::Report;
-use mio::Registry;
 use parking_lot::Mutex;
-use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use zmq::{Context, DEALER, DONTWAIT, Message, Socket};
 
 /// Maximum number of messages read from one socket before the next socket has its turn.
 pub const RUN: usize = 64;
@@ -21,27 +20,17 @@ pub const RUN: usize = 64;
 pub const TURN_STEPS: u64 = 1 << 15;
 /// Bytes of a message that count as one step, so that reading it alone has its cost.
 const BYTES_PER_STEP: usize = 1024;
-/// Receive queue of a socket, in messages. Beyond it, libzmq leaves messages in the publisher's
-/// queue, where they wait or, at the publisher's limit, are lost and replayed later.
-const WAITING_MESSAGES: i32 = 8;
-/// Maximum size of a message in bytes. A larger message ends the connection. The largest messages
-/// report the cached blocks of a prompt; 4 MiB hold 500,000 tokens.
-pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
 /// Bytes of a replay that wait in the feed. Publishers drop messages of a replay that they cannot
 /// send at once.
 const REPLAY_BYTES: usize = 8 << 20;
-/// Maximum bytes of one source's messages: in the receive queues and half-read messages of its two
-/// sockets, in the feed, and held while a replay runs.
+/// Maximum bytes of one source's messages. They wait in its connection (two, at an address that
+/// engines connect to), in the connection for replays, and in the stream while a replay runs. A
+/// buffer that grows takes up to twice what it holds.
 pub const MAX_SOURCE_BYTES: usize =
-    2 * (WAITING_MESSAGES as usize + 1) * MAX_MESSAGE_BYTES + REPLAY_BYTES + MAX_MESSAGE_BYTES + HELD_BYTES;
+    2 * (2 * (MAX_MESSAGE_BYTES + CHUNK_BYTES) + REPLAY_BYTES + CHUNK_BYTES) + HELD_BYTES;
 /// Time for which a source is ignored after it has exceeded a limit, in seconds. Doubles each time.
 const REST_SECONDS: f64 = 60.0;
 const MAX_REST_SECONDS: f64 = 3600.0;
-/// A peer without a sign of life for this long is gone; libzmq answers for an idle engine.
-const HEARTBEAT_MILLISECONDS: i32 = 5000;
-/// Maximum number of frames kept of a message; further frames are dropped as they are read.
-const MAX_FRAMES: usize = 4;
-
 /// Kind of a subscription.
 pub enum Kind {
     /// Cache events.
@@ -54,7 +43,7 @@ pub enum Kind {
 pub struct Blocks {
     /// Stream that orders the batches.
     pub stream: Stream,
-    /// The replay socket, or the feed, may hold more messages without a new signal.
+    /// The replay's connection may hold more messages without a new signal.
     more: bool,
     /// Epoch of the index in which the applied batches are known.
     epoch: u64,
@@ -72,19 +61,13 @@ struct Hands {
 
 /// Connection for replay requests.
 pub struct Line {
-    /// ZMQ context of the sockets.
-    pub context: Context,
     /// Address for replay requests, if there is one.
-    pub endpoint: Option<String>,
-    /// Socket of the request in progress.
-    pub socket: Option<Socket>,
-    /// Its messages that are read and not yet handled, and their bytes.
-    pub inbox: VecDeque<Vec<Message>>,
-    /// Bytes of `inbox`.
-    pub inbox_bytes: usize,
-    /// Registry that watches the socket's descriptor.
-    pub registry: Registry,
-    /// Token that the descriptor signals.
+    pub endpoint: Option<Endpoint>,
+    /// Connection of the request in progress.
+    pub dial: Option<Dial>,
+    /// Services for its connection.
+    pub net: Arc<Net>,
+    /// Token that the socket signals.
     pub id: usize,
 }
 
@@ -98,21 +81,9 @@ impl Sink for Hands {
     }
 
     fn ask(&mut self, from: u64) {
-        // Each request has its own socket, so every message on the socket answers this request.
-        let line = &mut self.line;
-        line.close();
-        let Some(endpoint) = &line.endpoint else { return };
-        let asked = line.context.socket(DEALER).and_then(|socket| {
-            prepare(&socket)?;
-            socket.connect(endpoint)?;
-            socket.send_multipart([&[][..], &from.to_be_bytes()], DONTWAIT)?;
-            watch(&line.registry, &socket, line.id).map_err(|_| zmq::Error::EMFILE)?;
-            Ok(socket)
-        });
-        match asked {
-            Ok(socket) => line.socket = Some(socket),
-            Err(error) => self.applier.tally_mut().last_error = Some(format!("replay: {error}")),
-        }
+        // Each request has its own connection, so every message on it answers this request.
+        let Line { endpoint, dial, id, .. } = &mut self.line;
+        *dial = endpoint.clone().map(|endpoint| Dial::new(endpoint, Talk::Ask(from), *id));
     }
 
     fn is_spent(&self) -> bool {
@@ -126,42 +97,10 @@ impl Hands {
     }
 
     /// Counts the reading of a message.
-    fn spend(&mut self, frames: &[Message]) {
-        self.read += 1 + (bytes_of(frames) / BYTES_PER_STEP) as u64;
+    fn spend(&mut self, frames: &[&[u8]]) {
+        let bytes: usize = frames.iter().map(|frame| frame.len()).sum();
+        self.read += 1 + (bytes / BYTES_PER_STEP) as u64;
     }
-}
-
-impl Line {
-    /// Closes the socket of the request in progress.
-    fn close(&mut self) {
-        self.socket = None;
-        self.inbox.clear();
-        self.inbox_bytes = 0;
-    }
-
-    /// Reads the messages that have arrived, up to `REPLAY_BYTES`.
-    fn fill(&mut self) {
-        while self.inbox_bytes < REPLAY_BYTES
-            && let Some(frames) = self.socket.as_ref().and_then(receive)
-        {
-            self.inbox_bytes += bytes_of(&frames);
-            self.inbox.push_back(frames);
-        }
-    }
-
-    fn next(&mut self) -> Option<Vec<Message>> {
-        if self.inbox.is_empty() {
-            self.fill();
-        }
-        let frames = self.inbox.pop_front()?;
-        self.inbox_bytes -= bytes_of(&frames);
-        Some(frames)
-    }
-}
-
-/// Returns the bytes that a message takes.
-fn bytes_of(frames: &[Message]) -> usize {
-    frames.iter().map(|frame| frame.len() + size_of::<Message>()).sum()
 }
 
 impl Blocks {
@@ -177,25 +116,47 @@ impl Blocks {
 
     /// Handles messages of an answer until the turn is spent.
     fn hear_replay(&mut self, now: f64) {
-        self.hands.line.fill();
+        if let Some(dial) = &mut self.hands.line.dial {
+            dial.read_ahead(REPLAY_BYTES);
+        }
         self.more = true;
         while !self.hands.is_spent() {
-            let Some(frames) = self.hands.line.next() else {
-                self.more = false;
-                return;
-            };
+            // The stream may replace the connection by another request's, or close it.
+            let net = self.hands.line.net.clone();
+            let Some(mut dial) = self.hands.line.dial.take() else { break };
+            match dial.next(&net, now) {
+                Event::Message => {}
+                // Another process may answer a second time: the stream asks anew.
+                Event::Ended(End::Lost) => break,
+                Event::Ended(End::Broken(reason)) => {
+                    self.hands.applier.tally_mut().last_error = Some(format!("replay: {reason}"));
+                    break;
+                }
+                event => {
+                    self.hands.line.dial = Some(dial);
+                    if event == Event::Idle {
+                        break;
+                    }
+                    self.hands.spend(&[]);
+                    continue;
+                }
+            }
+            let frames = dial.message();
             self.hands.spend(&frames);
             // Older engines leave out the topic.
-            let [.., number, batch] = &frames[..] else { continue };
-            match number_of(number) {
-                Some(u64::MAX) => {
-                    self.hands.line.close();
-                    self.stream.replay_ended(now, &mut self.hands);
+            if let [.., number, batch] = &*frames {
+                match number_of(number) {
+                    Some(u64::MAX) => {
+                        self.stream.replay_ended(now, &mut self.hands);
+                        continue;
+                    }
+                    Some(number) => self.stream.replayed(number, batch, now, &mut self.hands),
+                    None => self.hands.applier.tally_mut().skip("malformed_message", 1),
                 }
-                Some(number) => self.stream.replayed(number, batch, now, &mut self.hands),
-                None => self.hands.applier.tally_mut().skip("malformed_message", 1),
             }
+            self.hands.line.dial.get_or_insert(dial);
         }
+        self.more = self.hands.is_spent();
     }
 }
 
@@ -254,7 +215,7 @@ impl Source {
         if let Kind::Blocks(blocks) = &mut self.kind {
             blocks.stream.disconnected();
             blocks.stream.begin_anew(now, &mut blocks.hands);
-            blocks.hands.line.close();
+            blocks.hands.line.dial = None;
             blocks.more = false;
         }
         let seconds = (REST_SECONDS * 2f64.powi(self.exceeded.min(16))).min(MAX_REST_SECONDS);
@@ -292,13 +253,13 @@ impl Source {
     }
 
     /// Handles the end of a connection that never spoke the protocol.
-    pub fn refused(&mut self) {
-        let refused = "a connection ended before ZMTP's handshake: is this the engine's port for KV events?";
-        self.tally_mut().last_error = Some(refused.into());
+    pub fn refused(&mut self, reason: &str) {
+        let refused = format!("{reason}: is this the engine's port for KV events?");
+        self.tally_mut().last_error = Some(refused);
     }
 
     /// Handles a message: topic, number, payload.
-    pub fn hear(&mut self, frames: &[Message], feed: &KvFeed, turn: u64, now: f64) {
+    pub fn hear(&mut self, frames: &[&[u8]], feed: &KvFeed, turn: u64, now: f64) {
         self.enter(turn);
         if let Kind::Blocks(blocks) = &mut self.kind {
             blocks.hands.spend(frames);
@@ -362,6 +323,16 @@ impl Source {
         }
     }
 
+    /// Handles the answer to a look-up of the replay address.
+    pub fn found(&mut self, addresses: &[SocketAddr], now: f64) {
+        if let Kind::Blocks(blocks) = &mut self.kind {
+            let Line { dial, net, .. } = &mut blocks.hands.line;
+            if let Some(dial) = dial {
+                dial.found(addresses, net, now);
+            }
+        }
+    }
+
     /// Reads replay messages, and handles what is due.
     pub fn attend(&mut self, turn: u64, now: f64) {
         self.enter(turn);
@@ -403,7 +374,10 @@ impl Source {
         match &self.kind {
             _ if self.rest_until.is_some() => self.rest_until,
             Kind::Blocks(blocks) if blocks.more => Some(0.0),
-            Kind::Blocks(blocks) => blocks.stream.deadline(),
+            Kind::Blocks(blocks) => {
+                let of_line = blocks.hands.line.dial.as_ref().and_then(Dial::deadline);
+                blocks.stream.deadline().into_iter().chain(of_line).reduce(f64::min)
+            }
             Kind::Load => None,
         }
     }
@@ -420,33 +394,6 @@ impl Source {
             self.status.standing = Standing::of_load(self.status.connected);
         }
         self.shown.lock().clone_from(&self.status);
-    }
-}
-
-/// Sets the options that all sockets share.
-pub fn prepare(socket: &Socket) -> zmq::Result<()> {
-    socket.set_linger(0)?;
-    socket.set_rcvhwm(WAITING_MESSAGES)?;
-    socket.set_maxmsgsize(MAX_MESSAGE_BYTES as i64)?;
-    socket.set_reconnect_ivl(100)?;
-    socket.set_reconnect_ivl_max(2000)?;
-    socket.set_heartbeat_ivl(HEARTBEAT_MILLISECONDS)?;
-    socket.set_ipv6(true)
-}
-
-/// Returns the first few frames of the next message, if there is one.
-pub fn receive(socket: &Socket) -> Option<Vec<Message>> {
-    let mut frame = socket.recv_msg(DONTWAIT).ok()?;
-    let mut frames = Vec::with_capacity(3);
-    loop {
-        let more = frame.get_more();
-        if frames.len() < MAX_FRAMES {
-            frames.push(frame);
-        }
-        if !more {
-            return Some(frames);
-        }
-        frame = socket.recv_msg(DONTWAIT).ok()?;
     }
 }
 

@@ -1,45 +1,41 @@
-//! The feed's thread. It has one socket per engine, or one socket that several engines connect to.
-//! It reads the sockets in turn, a few dozen messages at a time. libzmq reconnects, and its monitor
-//! reports new connections.
+//! The feed's thread. It has one connection per engine, or one address that several engines connect
+//! to. It reads the connections in turn, a few dozen messages at a time.
 //!
-//! The thread waits on the sockets' file descriptors. Asking hundreds of sockets in turn, as
-//! `zmq_poll` does, costs more than handling their messages. A descriptor signals once. So the
-//! thread reads a socket until it is empty, or reads it again without waiting. A turn of the loop
-//! visits only sockets with a signal, with messages left, or with something due.
+//! A connection signals once that there is something to read. So the thread reads it until it is
+//! empty, or reads it again without waiting. A turn of the loop visits only connections with a
+//! signal, with messages left, or with something due.
 //!
 //! Engines are not trusted with each other's events. A source has [`crate::source::TURN_STEPS`] per
-//! turn. A source that exceeds a limit is ignored for a while, and its socket is closed.
+//! turn. A source that exceeds a limit is ignored for a while, and its connection is closed.
 use crate::apply::Applier;
+use crate::connection::{Connection, Dial, End, Endpoint, Event, Listener, Net};
 use crate::heartbeat::Heartbeat;
-use crate::peers::{self, Change, Peers};
-use crate::source::{Blocks, Kind, Line, MAX_MESSAGE_BYTES, RUN, Source, prepare, receive};
+use crate::source::{Blocks, Kind, Line, RUN, Source};
 use crate::status::Status;
 use crate::stream::{Counts, Standing};
+use crate::zmtp::Talk;
 use lmetric_core::CoreError;
 use lmetric_core::router::feed::KvFeed;
-use mio::unix::SourceFd;
-use mio::{Events, Interest, Poll, Registry, Token};
+use mio::{Events, Poll, Token, Waker};
 use parking_lot::Mutex;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
+use std::io::ErrorKind;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use zmq::{Context, DONTWAIT, PAIR, SUB, Socket};
 
-/// Maximum number of links in one context: the context's sockets and the work of its one I/O thread
-/// are limited.
-const LINKS_PER_CONTEXT: usize = 128;
-/// Token that the wake-up socket signals.
+/// Token of the thread's waker.
 const WAKE: usize = 0;
 /// Interval of the checks for replaced instances, in seconds.
 const HOUSEKEEPING_SECONDS: f64 = 1.0;
-/// Time after the end of a connection in which libzmq begins to connect again. It does not after a
-/// violation of the protocol, such as a message that is too large.
+/// Delay before an address is bound, or a publisher accepted, once more, in seconds.
 const RETRY_SECONDS: f64 = 1.0;
-/// Maximum number of monitor events read before the socket's messages have their turn.
-const MONITOR_RUN: usize = 256;
+/// Publishers that may be connected to an address that the router binds, beside two for each source:
+/// the second is the old connection of an engine that has just restarted.
+const MORE_PEERS: usize = 2;
 
 /// Subscription to one rank of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -64,19 +60,21 @@ type Shown = Arc<Mutex<BTreeMap<String, Vec<Arc<Mutex<Status>>>>>>;
 enum Command {
     Subscribe(String, Subscription, Reply),
     Unsubscribe(String, SyncSender<bool>),
+    /// Addresses of a name, for the token of a link or a source.
+    Found(usize, Vec<SocketAddr>),
     Close,
 }
 
 /// Subscriptions to engines' events, and the thread that applies them. Dropping the feed closes it.
 pub struct EventFeed {
-    door: Mutex<Option<Door>>,
+    entrance: Mutex<Option<Entrance>>,
     shown: Shown,
     heartbeat: Heartbeat,
 }
 
-struct Door {
+struct Entrance {
     commands: Sender<Command>,
-    wake: Socket,
+    waker: Arc<Waker>,
     thread: JoinHandle<()>,
 }
 
@@ -92,20 +90,19 @@ impl EventFeed {
         let refused = |error: &dyn std::fmt::Display| {
             bad("event feed", error, "a system with sockets and threads to spare")
         };
-        let context = Context::new();
-        let pair = || {
-            let (inside, outside) = (context.socket(PAIR)?, context.socket(PAIR)?);
-            inside.bind("inproc://wake")?;
-            outside.connect("inproc://wake")?;
-            Ok((inside, outside))
-        };
-        let (inside, wake) = pair().map_err(|error: zmq::Error| refused(&error))?;
-        let poll = Poll::new().and_then(|poll| {
-            watch(poll.registry(), &inside, WAKE)?;
-            Ok((poll.registry().try_clone()?, poll))
-        });
-        let (registry, poll) = poll.map_err(|error| refused(&error))?;
+        let poll = Poll::new().map_err(|error| refused(&error))?;
+        let waker = Waker::new(poll.registry(), Token(WAKE)).map_err(|error| refused(&error))?;
+        let registry = poll.registry().try_clone().map_err(|error| refused(&error))?;
+        let waker = Arc::new(waker);
         let (commands, received) = channel();
+        let net = {
+            let (commands, waker) = (commands.clone(), waker.clone());
+            Net::new(registry, move |token, addresses| {
+                // The feed may be closed.
+                let _ = commands.send(Command::Found(token, addresses));
+                let _ = waker.wake();
+            })
+        };
         let shown = Shown::default();
         let heartbeat = Heartbeat::start();
         let worker = Worker {
@@ -113,10 +110,8 @@ impl EventFeed {
             epoch: feed.epoch(),
             feed,
             clock: Box::new(clock),
-            context,
             poll,
-            registry,
-            made: 0,
+            net: Arc::new(net),
             ids: WAKE,
             links: HashMap::new(),
             links_of: HashMap::new(),
@@ -124,7 +119,6 @@ impl EventFeed {
             pending: BTreeSet::new(),
             due: Deadlines::default(),
             turn: 0,
-            wake: inside,
             commands: received,
             shown: shown.clone(),
             looked_at: 0.0,
@@ -133,7 +127,7 @@ impl EventFeed {
         let work = move || watched.watch(|| worker.run());
         let thread = std::thread::Builder::new().name("lmetric-feed".into()).spawn(work);
         let thread = thread.map_err(|error| refused(&error))?;
-        Ok(EventFeed { door: Mutex::new(Some(Door { commands, wake, thread })), shown, heartbeat })
+        Ok(EventFeed { entrance: Mutex::new(Some(Entrance { commands, waker, thread })), shown, heartbeat })
     }
 
     /// Subscribes to a rank of an instance.
@@ -185,21 +179,19 @@ impl EventFeed {
 
     /// Ends the thread and closes all sockets. The index keeps its blocks.
     pub fn close(&self) {
-        let Some(door) = self.door.lock().take() else { return };
+        let Some(entrance) = self.entrance.lock().take() else { return };
         // If the thread has already ended, the sends fail, which is fine.
-        let _ = door.commands.send(Command::Close);
-        let _ = door.wake.send(&b""[..], DONTWAIT);
-        let _ = door.thread.join();
+        let _ = entrance.commands.send(Command::Close);
+        let _ = entrance.waker.wake();
+        let _ = entrance.thread.join();
         self.shown.lock().clear();
     }
 
     fn send(&self, command: Command) -> Result<(), CoreError> {
-        let door = self.door.lock();
-        let door = door.as_ref().ok_or_else(closed)?;
-        door.commands.send(command).map_err(|_| self.gone())?;
-        // A full pipe wakes the thread as well.
-        let _ = door.wake.send(&b""[..], DONTWAIT);
-        Ok(())
+        let entrance = self.entrance.lock();
+        let entrance = entrance.as_ref().ok_or_else(closed)?;
+        entrance.commands.send(command).map_err(|_| self.gone())?;
+        entrance.waker.wake().map_err(|_| self.gone())
     }
 }
 
@@ -227,26 +219,37 @@ fn closed() -> CoreError {
     bad("event feed", "a call after close()", "one that is open")
 }
 
-/// A socket, and the monitor of its connections.
-struct Sockets {
-    socket: Socket,
-    monitor: Socket,
+/// Where a link's messages come from.
+enum Door {
+    /// The engine; its connection has the link's token. Closed while its source is ignored.
+    Out(Dial),
+    Closed,
+    /// Engines that connect to the router, by their tokens.
+    In(Listener, BTreeMap<usize, Connection>),
 }
 
-/// A socket and the sources that receive from it.
+/// An address and the sources that receive from it.
 struct Link {
-    /// `None` while its source is ignored.
-    sockets: Option<Sockets>,
+    door: Door,
     endpoint: String,
     bound: bool,
-    peers: Peers,
-    /// When it counts as given up by libzmq, unless libzmq connects again.
-    lost_at: Option<f64>,
     sources: BTreeMap<usize, Source>,
     /// Sources by their topics. A source without a topic receives all other messages.
     topics: HashMap<Vec<u8>, usize>,
     /// Sources with a changed status.
     changed: BTreeSet<usize>,
+    /// Reason for which the sources are to be ignored for a while.
+    broken: Option<String>,
+}
+
+/// Rest of the work after a visit.
+#[derive(PartialEq)]
+enum Left {
+    Nothing,
+    /// There may be more to read.
+    More,
+    /// The visited connection has ended.
+    Gone,
 }
 
 /// Deadlines by token. Entries whose time has changed are skipped.
@@ -314,24 +317,20 @@ struct Worker {
     feed: Arc<KvFeed>,
     epoch: u64,
     clock: Box<dyn Fn() -> f64 + Send>,
-    context: Context,
     poll: Poll,
-    registry: Registry,
-    /// Number of sockets made so far.
-    made: usize,
-    /// Last token given to a link or a source.
+    net: Arc<Net>,
+    /// Last token given to a link, a source or a publisher that has connected.
     ids: usize,
     links: HashMap<usize, Link>,
     /// Links of each instance.
     links_of: HashMap<String, Vec<usize>>,
-    /// Link of each source.
+    /// Link of each source, and of each publisher that has connected.
     link_of: HashMap<usize, usize>,
-    /// Links whose sockets may hold more messages without a new signal.
+    /// Connections that may hold more messages without a new signal.
     pending: BTreeSet<usize>,
     due: Deadlines,
     /// Number of turns of the loop.
     turn: u64,
-    wake: Socket,
     commands: Receiver<Command>,
     shown: Shown,
     looked_at: f64,
@@ -346,7 +345,6 @@ impl Worker {
             self.heartbeat.beat();
             self.turn += 1;
             ready.extend(events.iter().map(|event| event.token().0));
-            while self.wake.recv_msg(DONTWAIT).is_ok() {}
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Subscribe(instance, subscription, reply) => {
@@ -355,6 +353,10 @@ impl Worker {
                     }
                     Command::Unsubscribe(instance, reply) => {
                         let _ = reply.send(self.unsubscribe(&instance));
+                    }
+                    Command::Found(id, addresses) => {
+                        self.found(id, &addresses);
+                        ready.insert(id);
                     }
                     Command::Close => return,
                 }
@@ -381,7 +383,7 @@ impl Worker {
         }
     }
 
-    /// Handles what has arrived, or is due, at a link or a source.
+    /// Handles what has arrived, or is due, at a link, a source, or a publisher that has connected.
     fn visit(&mut self, id: usize) {
         let now = (self.clock)();
         let link_id = *self.link_of.get(&id).unwrap_or(&id);
@@ -389,68 +391,101 @@ impl Worker {
         if let Some(source) = link.sources.get_mut(&id) {
             source.attend(self.turn, now);
             link.changed.insert(id);
+        } else if let (Door::In(..), true) = (&link.door, id == link_id) {
+            self.accept(id, now);
         } else {
-            let more = link.hear(&self.feed, self.turn, now);
-            if more {
-                self.pending.insert(id)
-            } else {
-                self.pending.remove(&id)
+            let left = link.hear(id, &self.net, &self.feed, self.turn, now);
+            let deadline = link.deadline(id);
+            match left {
+                Left::More => self.pending.insert(id),
+                Left::Nothing | Left::Gone => self.pending.remove(&id),
             };
+            if left == Left::Gone {
+                self.link_of.remove(&id);
+            }
+            self.due.set(id, deadline);
         }
         self.settle(link_id, now);
     }
 
-    /// Closes or opens the socket of a link after its sources have changed, notes its deadlines,
-    /// and publishes the status of its sources.
+    /// Accepts the publishers that wait at a link's address.
+    fn accept(&mut self, link_id: usize, now: f64) {
+        let Some(Link { door: Door::In(listener, peers), sources, .. }) = self.links.get_mut(&link_id) else {
+            return;
+        };
+        let mut again_at = None;
+        for _ in 0..RUN {
+            let id = self.ids + 1;
+            let peer = match listener.accept(&self.net, id, now) {
+                Ok(peer) => peer,
+                Err(error) => {
+                    self.pending.remove(&link_id);
+                    // Else the system lacks files.
+                    again_at = (error.kind() != ErrorKind::WouldBlock).then_some(now + RETRY_SECONDS);
+                    break;
+                }
+            };
+            self.pending.insert(link_id);
+            if peers.len() >= 2 * sources.len() + MORE_PEERS {
+                // It takes the place of a stranger.
+                let stranger = peers.iter().find(|(_, peer)| !peer.is_ready()).map(|(id, _)| *id);
+                let Some(stranger) = stranger else { continue };
+                peers.remove(&stranger);
+                self.link_of.remove(&stranger);
+                self.pending.remove(&stranger);
+                self.due.set(stranger, None);
+            }
+            self.ids = id;
+            self.due.set(id, Some(peer.deadline()));
+            peers.insert(id, peer);
+            self.link_of.insert(id, link_id);
+            self.pending.insert(id);
+        }
+        self.due.set(link_id, again_at);
+    }
+
+    /// Hands the answer to a look-up to the link or the source that asked.
+    fn found(&mut self, id: usize, addresses: &[SocketAddr]) {
+        let now = (self.clock)();
+        let link_id = self.link_of.get(&id).unwrap_or(&id);
+        let Some(link) = self.links.get_mut(link_id) else { return };
+        if let Some(source) = link.sources.get_mut(&id) {
+            source.found(addresses, now);
+        } else if let Door::Out(dial) = &mut link.door {
+            dial.found(addresses, &self.net, now);
+        }
+    }
+
+    /// Closes or opens the connection of a link after its sources have changed, notes their
+    /// deadlines, and publishes their status.
     fn settle(&mut self, id: usize, now: f64) {
         let Some(link) = self.links.get_mut(&id) else { return };
-        let given_up = link.lost_at.is_some_and(|at| now >= at).then(|| {
-            link.lost_at = None;
-            format!(
-                "its connection ended by a message of more than {MAX_MESSAGE_BYTES} bytes, or not of ZMTP"
-            )
-        });
         let mut changed = std::mem::take(&mut link.changed);
-        if given_up.is_some() {
+        let broken = link.broken.take();
+        if broken.is_some() {
             changed.extend(link.sources.keys());
         }
         let sources = changed
             .iter()
-            .filter_map(|id| Some(link.sources.get_mut(id)?.rest_if_over_limit(given_up.as_deref(), now)));
-        // Several engines may connect to a bound socket.
+            .filter_map(|id| Some(link.sources.get_mut(id)?.rest_if_over_limit(broken.as_deref(), now)));
+        // Several engines may connect to one address.
         if sources.filter(|rests| *rests).count() > 0 && !link.bound {
             link.close();
             self.pending.remove(&id);
+            self.due.set(id, None);
         }
         for id in changed {
             let Some(source) = link.sources.get_mut(&id) else { continue };
             self.due.set(id, source.deadline());
             source.show();
         }
-        let is_open = link.sockets.is_some();
         let rests = link.sources.values().any(|source| source.rest_until.is_some());
-        self.due.set(id, link.lost_at);
-        if !is_open && !rests {
-            self.reopen(id, now);
-        }
-    }
-
-    fn reopen(&mut self, id: usize, now: f64) {
-        let Some(link) = self.links.get(&id) else { return };
-        let sockets = self.open(id, &link.endpoint.clone(), link.bound);
-        let Some(link) = self.links.get_mut(&id) else { return };
-        match sockets {
-            Ok(sockets) => {
-                link.sockets = Some(sockets);
-                self.pending.insert(id);
-            }
-            // The system lacks files: try again.
-            Err(_) => {
-                for source in link.sources.values_mut() {
-                    source.rest_until = Some(now + RETRY_SECONDS);
-                    self.due.set(source.id, source.deadline());
-                }
-            }
+        if matches!(link.door, Door::Closed)
+            && !rests
+            && let Some(endpoint) = Endpoint::parse(&link.endpoint, false)
+        {
+            link.door = Door::Out(Dial::new(endpoint, Talk::Subscribe, id));
+            self.pending.insert(id);
         }
     }
 
@@ -477,9 +512,9 @@ impl Worker {
     fn subscribe(&mut self, instance: String, wanted: Subscription) -> Result<(), CoreError> {
         let origin = self.feed.source(&instance, wanted.rank)?;
         let what = |what: &str| format!("{what} of {instance}");
-        for endpoint in [Some(&wanted.endpoint), wanted.replay_endpoint.as_ref()].into_iter().flatten() {
-            check_endpoint(&what("endpoint"), endpoint, wanted.bind && *endpoint == wanted.endpoint)?;
-        }
+        let endpoint = read_endpoint(&what("endpoint"), &wanted.endpoint, wanted.bind)?;
+        let replay = wanted.replay_endpoint.as_ref();
+        let replay = replay.map(|replay| read_endpoint(&what("endpoint"), replay, false)).transpose()?;
         let same = |s: &Source| {
             s.instance == instance && s.rank == wanted.rank && matches!(s.kind, Kind::Load) == wanted.load
         };
@@ -505,21 +540,23 @@ impl Worker {
             None => {
                 self.ids += 1;
                 let id = self.ids;
-                let sockets = self.open(id, &wanted.endpoint, wanted.bind).map_err(|error| {
-                    let doing = if wanted.bind { "bind" } else { "connect to" };
-                    let got = format!("{} ({error})", wanted.endpoint);
-                    let expected = format!("an address to {doing}, such as tcp://10.0.0.7:5557");
-                    bad(&what("endpoint"), got, &expected)
-                })?;
+                let door = if wanted.bind {
+                    let listener = Listener::bind(&endpoint, &self.net, id).map_err(|error| {
+                        let got = format!("{} ({error})", wanted.endpoint);
+                        bad(&what("endpoint"), got, "an address to bind, such as tcp://*:5557")
+                    })?;
+                    Door::In(listener, BTreeMap::new())
+                } else {
+                    Door::Out(Dial::new(endpoint, Talk::Subscribe, id))
+                };
                 let link = Link {
-                    sockets: Some(sockets),
+                    door,
                     endpoint: wanted.endpoint.clone(),
                     bound: wanted.bind,
-                    peers: Peers::default(),
-                    lost_at: None,
                     sources: BTreeMap::new(),
                     topics: HashMap::new(),
                     changed: BTreeSet::new(),
+                    broken: None,
                 };
                 self.links.insert(id, link);
                 self.pending.insert(id);
@@ -532,18 +569,7 @@ impl Worker {
             Kind::Load
         } else {
             let applier = Applier::new(self.feed.clone(), origin);
-            let line = Line {
-                context: self.context.clone(),
-                endpoint: wanted.replay_endpoint.clone(),
-                socket: None,
-                inbox: VecDeque::new(),
-                inbox_bytes: 0,
-                registry: self
-                    .registry
-                    .try_clone()
-                    .map_err(|e| bad(&what("subscription"), e, "more files"))?,
-                id,
-            };
+            let line = Line { endpoint: replay, dial: None, net: self.net.clone(), id };
             Kind::Blocks(Box::new(Blocks::new(applier, line, self.feed.epoch_of(origin))))
         };
         let status = Status {
@@ -568,7 +594,7 @@ impl Worker {
         let now = (self.clock)();
         let Some(link) = self.links.get_mut(&link_id) else { return Err(closed()) };
         let mut source = Source::new(id, instance.clone(), kind, status);
-        if link.peers.connected() > 0 {
+        if link.is_connected() {
             source.connected(link.bound, now);
         }
         self.shown.lock().entry(instance.clone()).or_default().push(source.shown.clone());
@@ -579,32 +605,6 @@ impl Worker {
         self.links_of.entry(instance).or_default().push(link_id);
         self.settle(link_id, now);
         Ok(())
-    }
-
-    /// Opens the sockets of a link.
-    fn open(&mut self, id: usize, endpoint: &str, bind: bool) -> zmq::Result<Sockets> {
-        if self.made > 0 && self.made.is_multiple_of(LINKS_PER_CONTEXT) {
-            self.context = Context::new();
-        }
-        let (socket, monitor) = (self.context.socket(SUB)?, self.context.socket(PAIR)?);
-        prepare(&socket)?;
-        // Subscribe to all topics, so that messages with another topic are reported, not lost
-        // silently.
-        socket.set_subscribe(b"")?;
-        let said_at = format!("inproc://monitor-{}", self.made);
-        let events = peers::EVENTS.iter().fold(0, |all, event| all | event.to_raw());
-        socket.monitor(&said_at, events.into())?;
-        monitor.set_linger(0)?;
-        monitor.connect(&said_at)?;
-        match bind {
-            true => socket.bind(endpoint)?,
-            false => socket.connect(endpoint)?,
-        }
-        self.made += 1;
-        for socket in [&socket, &monitor] {
-            watch(&self.registry, socket, id).map_err(|_| zmq::Error::EMFILE)?;
-        }
-        Ok(Sockets { socket, monitor })
     }
 
     fn unsubscribe(&mut self, instance: &str) -> bool {
@@ -620,10 +620,14 @@ impl Worker {
                 }
                 source.instance != instance
             });
-            if link.sources.is_empty() {
-                self.links.remove(&id);
-                self.pending.remove(&id);
-                self.due.set(id, None);
+            if link.sources.is_empty()
+                && let Some(link) = self.links.remove(&id)
+            {
+                for id in [id].into_iter().chain(link.peers()) {
+                    self.link_of.remove(&id);
+                    self.pending.remove(&id);
+                    self.due.set(id, None);
+                }
             }
         }
         if of_blocks {
@@ -635,93 +639,130 @@ impl Worker {
 }
 
 impl Link {
-    /// Reads messages and passes each to its source, until a source has spent its turn. Returns
-    /// whether there may be more.
-    fn hear(&mut self, feed: &KvFeed, turn: u64, now: f64) -> bool {
+    /// Reads the messages of a connection and passes each to its source, until a source has spent
+    /// its turn.
+    fn hear(&mut self, id: usize, net: &Net, feed: &KvFeed, turn: u64, now: f64) -> Left {
         let mut other = (Vec::new(), 0);
-        let more = self.hear_some(feed, turn, now, &mut other);
+        let left = self.hear_some(id, net, feed, turn, now, &mut other);
         if other.1 > 0 {
             self.sources.values_mut().for_each(|source| source.hear_other(&other.0, other.1));
             self.changed.extend(self.sources.keys());
         }
-        more
+        left
     }
 
     /// Counts messages of unknown topics in `other`, with the last one's topic.
-    fn hear_some(&mut self, feed: &KvFeed, turn: u64, now: f64, other: &mut (Vec<u8>, usize)) -> bool {
+    fn hear_some(
+        &mut self,
+        id: usize,
+        net: &Net,
+        feed: &KvFeed,
+        turn: u64,
+        now: f64,
+        other: &mut (Vec<u8>, usize),
+    ) -> Left {
         for _ in 0..RUN {
-            // Read a message before monitor events: the monitor reports a connection before its
-            // messages come.
-            let frames = self.sockets.as_ref().and_then(|sockets| receive(&sockets.socket));
-            let more = self.watch_peers(now);
-            let Some(frames) = frames else { return more };
-            let topic = frames.first().map_or(&[][..], |f| f);
-            let id = self.topics.get(topic).or_else(|| self.topics.get(&[][..]));
-            let Some(source) = id.and_then(|id| self.sources.get_mut(id)) else {
-                *other = (topic[..topic.len().min(128)].to_vec(), other.1 + 1);
-                continue;
+            let event = match &mut self.door {
+                Door::Out(dial) => dial.next(net, now),
+                Door::In(_, peers) => peers.get_mut(&id).map_or(Event::Idle, |peer| peer.next(now)),
+                Door::Closed => Event::Idle,
             };
-            source.hear(&frames, feed, turn, now);
-            self.changed.insert(source.id);
-            if source.is_spent() {
-                return true;
-            }
-        }
-        true
-    }
-
-    /// Reads the monitor's events. Returns whether there may be more.
-    fn watch_peers(&mut self, now: f64) -> bool {
-        for _ in 0..MONITOR_RUN {
-            let frames = self.sockets.as_ref().and_then(|sockets| receive(&sockets.monitor));
-            let Some(frames) = frames else { return false };
-            let change = frames.first().and_then(|frame| self.peers.read(frame));
-            let Some(change) = change else { continue };
-            let left = self.peers.connected();
-            for source in self.sources.values_mut() {
-                match change {
-                    Change::Connected => source.connected(self.bound, now),
-                    Change::Lost if left == 0 => source.disconnected(),
-                    Change::Refused if !self.bound => source.refused(),
-                    Change::Lost | Change::Refused | Change::Retried => continue,
+            match event {
+                Event::Idle => return Left::Nothing,
+                Event::Busy => {}
+                Event::Ready => {
+                    self.sources.values_mut().for_each(|source| source.connected(self.bound, now));
+                    self.changed.extend(self.sources.keys());
                 }
-                self.changed.insert(source.id);
+                Event::Message => {
+                    let frames = match &self.door {
+                        Door::Out(dial) => dial.message(),
+                        Door::In(_, peers) => peers.get(&id).map(Connection::message).unwrap_or_default(),
+                        Door::Closed => return Left::Nothing,
+                    };
+                    let topic = frames.first().map_or(&[][..], |frame| frame);
+                    let source = self.topics.get(topic).or_else(|| self.topics.get(&[][..]));
+                    let Some(source) = source.and_then(|source| self.sources.get_mut(source)) else {
+                        *other = (topic[..topic.len().min(128)].to_vec(), other.1 + 1);
+                        continue;
+                    };
+                    source.hear(&frames, feed, turn, now);
+                    self.changed.insert(source.id);
+                    if source.is_spent() {
+                        return Left::More;
+                    }
+                }
+                Event::Ended(end) => return self.ended(id, end),
             }
-            self.lost_at = match change {
-                Change::Lost | Change::Refused if !self.bound => Some(now + RETRY_SECONDS),
-                _ => None,
-            };
         }
-        true
+        Left::More
     }
 
-    /// Closes the sockets.
+    /// Handles the end of a connection.
+    fn ended(&mut self, id: usize, end: End) -> Left {
+        if let Door::In(_, peers) = &mut self.door {
+            peers.remove(&id);
+        }
+        let is_connected = self.is_connected();
+        for source in self.sources.values_mut() {
+            match &end {
+                End::Lost | End::Broken(_) if !is_connected => source.disconnected(),
+                End::Refused(reason) if !self.bound => source.refused(reason),
+                _ => continue,
+            }
+            self.changed.insert(source.id);
+        }
+        match (end, self.bound) {
+            (_, true) => return Left::Gone,
+            (End::Broken(reason), false) => self.broken = Some(reason),
+            _ => {}
+        }
+        Left::Nothing
+    }
+
+    /// Returns when a connection has something to do without a signal.
+    fn deadline(&self, id: usize) -> Option<f64> {
+        match &self.door {
+            Door::Out(dial) => dial.deadline(),
+            Door::In(_, peers) => Some(peers.get(&id)?.deadline()),
+            Door::Closed => None,
+        }
+    }
+
+    /// Returns whether a publisher is connected.
+    fn is_connected(&self) -> bool {
+        match &self.door {
+            Door::Out(dial) => dial.is_ready(),
+            Door::In(_, peers) => peers.values().any(Connection::is_ready),
+            Door::Closed => false,
+        }
+    }
+
+    /// Returns the tokens of the publishers that have connected.
+    fn peers(&self) -> Vec<usize> {
+        match &self.door {
+            Door::In(_, peers) => peers.keys().copied().collect(),
+            Door::Out(_) | Door::Closed => Vec::new(),
+        }
+    }
+
+    /// Closes the connection.
     fn close(&mut self) {
-        self.sockets = None;
-        (self.peers, self.lost_at) = (Peers::default(), None);
+        self.door = Door::Closed;
         self.sources.values_mut().for_each(Source::disconnected);
     }
 }
 
-/// Registers a socket's descriptor to signal the token `id`.
-pub fn watch(registry: &Registry, socket: &Socket, id: usize) -> std::io::Result<()> {
-    let descriptor = socket.get_fd().map_err(|error| std::io::Error::other(error.message()))?;
-    registry.register(&mut SourceFd(&descriptor), Token(id), Interest::READABLE)
-}
-
-/// Checks that libzmq can use the address.
-fn check_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<(), CoreError> {
+/// Reads an address.
+fn read_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<Endpoint, CoreError> {
     let expected = if bind {
         "an address to bind, such as tcp://*:5557 or ipc:///run/kv"
     } else {
         "an engine's address, such as tcp://10.0.0.7:5557 or ipc:///run/kv (no wildcard: that is what the engine binds)"
     };
-    let known = ["tcp://", "ipc://"].iter().any(|scheme| endpoint.starts_with(scheme));
     let wild = !bind && ["://*", "://0.0.0.0:", "://[::]:"].iter().any(|w| endpoint.contains(w));
-    if known && !wild && !endpoint.contains('\0') {
-        return Ok(());
-    }
-    Err(bad(what, format!("{endpoint:?}"), expected))
+    let read = Endpoint::parse(endpoint, bind).filter(|_| !wild && !endpoint.contains('\0'));
+    read.ok_or_else(|| bad(what, format!("{endpoint:?}"), expected))
 }
 
 /// Returns the address of a data-parallel rank, given the engine's address. vLLM and SGLang add the

@@ -1,11 +1,14 @@
 //! Costs of many subscriptions (rust 7.13). The one test is alone in its process, because it counts
 //! threads.
+mod publisher;
+
 use lmetric_core::Registry;
 use lmetric_core::fleet::Role;
 use lmetric_core::kv::keys::Keys;
 use lmetric_core::router::feed::KvFeed;
 use lmetric_core::router::{IndexFeed, Router, RouterConfig, SharedRouter};
 use lmetric_feed::{EventFeed, Subscription};
+use publisher::Publisher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -17,20 +20,13 @@ const MESSAGES: u64 = 100;
 /// Most readings of the clock for a message: a few turns of the loop, each with a visit or two.
 const MOST_READINGS: usize = 30;
 
-fn bind(context: &zmq::Context) -> (zmq::Socket, String) {
-    let socket = context.socket(zmq::XPUB).unwrap();
-    socket.bind("tcp://127.0.0.1:*").unwrap();
-    let endpoint = socket.get_last_endpoint().unwrap().unwrap();
-    (socket, endpoint)
-}
-
 /// Returns the number of threads of this process.
 fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// The thread visits only links with something to do, and links share a context. The thread reads
-/// the clock at each visit.
+/// One thread serves all links, and visits only those with something to do. It reads the clock at
+/// each visit.
 #[test]
 fn a_message_costs_no_visit_of_idle_links() {
     let config =
@@ -50,29 +46,25 @@ fn a_message_costs_no_visit_of_idle_links() {
             0.0
         }
     };
-    let context = zmq::Context::new();
-    let ((busy, of_busy), (_idle, of_idle)) = (bind(&context), bind(&context));
+    let mut engines: Vec<Publisher> = names.iter().map(|_| Publisher::new()).collect();
     let before = threads();
     let events = EventFeed::start(feed, clock).unwrap();
-    for name in &names {
-        let endpoint = if name == "e0" { &of_busy } else { &of_idle };
-        events
-            .subscribe(name, Subscription { endpoint: endpoint.clone(), ..Subscription::default() })
-            .unwrap();
+    for (name, engine) in names.iter().zip(&mut engines) {
+        let endpoint = engine.endpoint();
+        events.subscribe(name, Subscription { endpoint, ..Subscription::default() }).unwrap();
+        engine.accept();
     }
-    assert_eq!(busy.recv_bytes(0).unwrap(), [1], "a subscription to all topics");
     let await_all = |done: &dyn Fn(&str) -> bool| {
         while !names.iter().all(|name| done(name)) {
             std::thread::sleep(Duration::from_millis(1));
         }
     };
     await_all(&|name| events.status(name)[0].connected);
-    // The thread of the feed, and two threads of libzmq: for I/O, and for closing sockets.
-    assert_eq!(threads() - before, 3);
+    assert_eq!(threads() - before, 1, "the thread of the feed");
 
     let first = readings.load(Ordering::Relaxed);
     for number in 1..=MESSAGES {
-        busy.send(&b"no batch"[..], 0).unwrap();
+        engines[0].send(&[b"no batch"]);
         await_all(&|name| name != "e0" || events.status(name)[0].messages == number);
     }
     let readings = readings.load(Ordering::Relaxed) - first;

@@ -34,7 +34,7 @@ impl EventFeed {
 
     /// Maximum size of a message in bytes. A larger message ends its connection.
     #[classattr]
-    const MAX_MESSAGE_BYTES: usize = lmetric_feed::source::MAX_MESSAGE_BYTES;
+    const MAX_MESSAGE_BYTES: usize = lmetric_feed::zmtp::MAX_MESSAGE_BYTES;
 
     #[new]
     fn new(router: Bound<'_, Router>) -> Result<EventFeed> {
