@@ -447,7 +447,7 @@ async def test_a_reload_builds_each_policy_once(mine: Path, monkeypatch: pytest.
     models = [{"name": "other", "policy": "bs"}]
     async with world(1, model="tiny", policy=f"{mine}:score", models=models) as w:
         built.clear()
-        w.server.reload(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
+        await w.server.reload(w.server.config.model_copy(update={"decode_policy": "lmetric"}))
         # Those of `tiny` at the top level, and those of `other`.
         assert built == [f"{mine}:score", "lmetric", "bs", "lmetric"]
         assert [pool.policies.settings.policy for pool in w.server.fleet.pools] == ["bs", f"{mine}:score"]

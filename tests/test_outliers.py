@@ -1,6 +1,7 @@
 """Outlier ejection and the retry budget, without sockets and without a clock."""
 
 import math
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -54,6 +55,45 @@ def test_every_state_and_event_is_described_and_used() -> None:
     assert {state for state, _ in TRANSITIONS} == set(MEANINGS)
     assert {event for _, event in TRANSITIONS} == set(EVENTS)
     assert {state for then in TRANSITIONS.values() for state in then} == set(MEANINGS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_review_after_a_change_of_one_engine_equals_the_review_of_all(seed: int) -> None:
+    """In a large fleet, most changes of one engine need no review of the others."""
+    dice = random.Random(seed)
+    all_of, one_of = Group(5, max_share=0.5, base_seconds=3.0), Group(5, max_share=0.5, base_seconds=3.0)
+    now, quick = 1.0, 0
+    for _ in range(400):
+        now += dice.choice([0.0, 0.0, 0.0, 0.5, 2.0])
+        number, what = dice.randrange(5), dice.choice(["up", "lost", "hold", "full", "fail", "probe", "role"])
+        for it in (all_of, one_of):
+            it.review(now)  # as twice a second
+            engine, outliers = it.engines[number], it.outliers
+            if what == "up" and engine.service.state == "DOWN":
+                engine.service.up(now)
+            elif what == "lost" and engine.service.state != "DOWN":
+                engine.service.enter("LOST", "DOWN", now)
+            elif what == "hold":
+                engine.held = not engine.held
+            elif what == "role":
+                engine.role = "decode" if engine.role == "both" else "both"
+            elif what == "full" and number == 1:
+                outliers.saturated(engine, 1.0, now)
+            elif what == "fail" and number == 0:
+                for _ in range(5):
+                    outliers.failed(engine, it.engines, "", True, "status 500", now)
+            elif what == "probe":
+                outliers.probed(engine, None, now)
+            if it is all_of:
+                it.review(now)
+            else:
+                quick += outliers.calm
+                outliers.review_one(engine, it.engines, now)
+        assert one_of.serving == all_of.serving
+        assert [each.service.state for each in one_of.engines] == [
+            each.service.state for each in all_of.engines
+        ]
+    assert quick > 20, "some reviews looked at one engine"
 
 
 def test_consecutive_failures_eject_and_a_success_begins_anew() -> None:

@@ -395,12 +395,12 @@ async def test_a_reload_changes_limits_while_requests_wait(tmp_path: Path) -> No
     async with reloaded(tmp_path, engine, tenants={"a": {"max_concurrent": 1}}) as r:
         tasks = [post(r.w, "a") for _ in range(5)]
         await r.w.until(lambda: waiting(r.w) == 4)
-        assert r.change(tenants={"a": {"max_concurrent": 3}})["tenants_changed"] == ["a"]
+        assert (await r.change(tenants={"a": {"max_concurrent": 3}}))["tenants_changed"] == ["a"]
         await engine.asked(3)
         assert waiting(r.w) == 2
-        r.change(tenants={}, admission={"max_waiting": 10})
+        await r.change(tenants={}, admission={"max_waiting": 10})
         await engine.asked(5)
-        r.change(admission=None)
+        await r.change(admission=None)
         assert pool(r.w).held.snapshot() is None
         gate.open.set()
         assert {(await task)[0] for task in tasks} == {200}

@@ -68,7 +68,7 @@ async def test_reminders_come_at_most_every_30_seconds(logs: list[structlog.typi
     """UX C8: reminders follow the clock, not the health checks."""
     dead = await engine_that_refuses()
     async with world(0, engines=[{"url": dead.url}], health={"interval": 0.01}) as it:
-        engine = it.server.fleet.unplaced[0]
+        engine = next(iter(it.server.fleet.unplaced.values()))
         await it.until(lambda: engine.failures > 5)
     assert not reminders(logs)
     assert [each["usable"] for each in logs if each["event"] == "listening"] == [0]

@@ -52,7 +52,7 @@ async def play(steps: list[tuple[str, list[Found], set[int]]]) -> None:
             busy = {f"n{number}" for number in running}
             before = set(fleet.engines())
             told[source] = found
-            members.update(source, found)
+            await members.update(source, found)
             check(fleet, told, before, busy)
         gone = set(came) - set(fleet.engines())
         assert all(engine.pool is None and engine.upstream._closed for engine in gone)

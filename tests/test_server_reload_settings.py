@@ -40,14 +40,14 @@ class Reloaded:
         self.reloads = Reloads(w.server, self.read)
         w.server.front.reread = self.reloads.reload
 
-    def change(self, **values: Any) -> dict[str, Any]:
+    async def change(self, **values: Any) -> dict[str, Any]:
         """Writes settings and reloads. Returns the changes."""
         self._values |= values
         self._file.write_text(yaml.safe_dump(self._values))
-        return self.reload()
+        return await self.reload()
 
-    def reload(self) -> dict[str, Any]:
-        return self.w.server.reload(self.read())
+    async def reload(self) -> dict[str, Any]:
+        return await self.w.server.reload(self.read())
 
     def read(self) -> ServerConfig:
         return load_config(self._file, environ={})
@@ -72,7 +72,7 @@ async def test_timeouts_change_for_new_requests_and_not_for_running_ones(tmp_pat
     async with reloaded(tmp_path, FakeEngine(behave=hang)) as r:
         first = asyncio.create_task(r.w.post())
         await r.w.engines[0].asked(1)
-        assert r.change(timeouts={"answer": 0.2})["changed"] == ["timeouts"]
+        assert (await r.change(timeouts={"answer": 0.2}))["changed"] == ["timeouts"]
         status, _, answer = await r.w.post()
         assert (status, answer["error"]["code"]) == (504, "timeout")
         assert "no answer within 0.2 s" in answer["error"]["message"]
@@ -89,7 +89,7 @@ async def test_retries_change(tmp_path: Path) -> None:
     async with reloaded(tmp_path, *engines, health={"down_after": 100}) as r:
         await r.w.post()
         assert sum(len(engine.requests) for engine in engines) == 3
-        r.change(retries={"attempts": 1})
+        await r.change(retries={"attempts": 1})
         await r.w.post()
         assert sum(len(engine.requests) for engine in engines) == 4
 
@@ -97,14 +97,14 @@ async def test_retries_change(tmp_path: Path) -> None:
 async def test_limits_change(tmp_path: Path) -> None:
     async with reloaded(tmp_path, FakeEngine(behave=hang)) as r:
         front = r.w.server.front
-        r.change(limits={"max_concurrent_requests": 1, "max_body_bytes": 200, "max_connections": 3})
+        await r.change(limits={"max_concurrent_requests": 1, "max_body_bytes": 200, "max_connections": 3})
         assert (await r.w.post({"model": "tiny", "prompt": "a" * 300}))[0] == 413
         first = asyncio.create_task(r.w.post())
         await r.w.engines[0].asked(1)
         status, _, answer = await r.w.post()
         assert (status, answer["error"]["code"]) == (503, "too_many")
         assert front.clients.max_connections == 3
-        r.change(limits={"max_connections_per_engine": 1})
+        await r.change(limits={"max_connections_per_engine": 1})
         status, _, answer = await r.w.post()
         assert (status, answer["error"]["code"]) == (503, "status")
         first.cancel()
@@ -114,12 +114,12 @@ async def test_limits_change(tmp_path: Path) -> None:
 async def test_health_checks_change(tmp_path: Path) -> None:
     async with reloaded(tmp_path, health={"interval": 0.05}) as r:
         engine = r.w.server.fleet.pools[0].engines["e0"]
-        r.change(health={"interval": 0.05, "path": "/nowhere", "down_after": 1})
+        await r.change(health={"interval": 0.05, "path": "/nowhere", "down_after": 1})
         await until(lambda: engine.upstream and engine.healthy)
         r.w.engines[0].health = 500
         await asyncio.sleep(0.3)
         assert engine.healthy, "it is asked at another path"
-        r.change(health={"interval": 0.05, "down_after": 1})
+        await r.change(health={"interval": 0.05, "down_after": 1})
         await until(lambda: not engine.healthy)
 
 
@@ -128,14 +128,14 @@ async def test_load_reports_can_be_turned_on(tmp_path: Path) -> None:
     async with reloaded(tmp_path, FakeEngine(metrics=page)) as r:
         engine = r.w.server.fleet.pools[0].engines["e0"]
         assert not engine.load_reports
-        r.change(load={"interval": 0.05}, indicators={"more": {"source": "vllm:num_requests_running"}})
+        await r.change(load={"interval": 0.05}, indicators={"more": {"source": "vllm:num_requests_running"}})
         await until(lambda: engine.load_reports or engine.load_error)
 
 
 async def test_log_errors_cors_and_paths_change(tmp_path: Path) -> None:
     async with reloaded(tmp_path) as r:
         assert (await r.w.post(path="/own"))[0] == 404
-        r.change(
+        await r.change(
             log={"access": True, "level": "debug"},
             errors={"show_engines": False},
             cors={"origins": ["http://a.example"]},
@@ -162,7 +162,7 @@ async def test_engines_come_and_go_and_streams_stay(tmp_path: Path) -> None:
     async with reloaded(tmp_path, FakeEngine(behave=waits)) as r:
         first = asyncio.create_task(r.w.post())
         await r.w.engines[0].asked(1)
-        r.change(engines=[{"url": other.url, "name": "e1"}])
+        await r.change(engines=[{"url": other.url, "name": "e1"}])
         await until(lambda: r.w.server.fleet.ready())
         assert (await r.w.post())[1]["x-lmetric-instance"] == "e1"
         assert [engine.name for engine in r.w.server.fleet.engines()] == ["e0", "e1"]
@@ -184,7 +184,7 @@ async def test_a_bad_configuration_changes_nothing(tmp_path: Path) -> None:
         ):
             r._values = dict(good)
             with pytest.raises(LmetricError, match=said):
-                r.change(**({"retries": {"attempts": 9}} | values))
+                await r.change(**({"retries": {"attempts": 9}} | values))
             assert r.w.server.config is before
         assert (await r.w.post())[0] == 200
 
@@ -229,10 +229,10 @@ async def test_a_policy_that_one_model_refuses_changes_no_model(tmp_path: Path, 
             key, name = next(iter(bad.items()))
             bad = {key: {"policy": name}}  # type: ignore[dict-item]
         with pytest.raises(LmetricError, match=r"lmetric_seconds.*experimental"):
-            r.change(**of_models({"policy": "lmetric"}, bad), health={"ejection": {"max_share": 0.9}})
+            await r.change(**of_models({"policy": "lmetric"}, bad), health={"ejection": {"max_share": 0.9}})
         assert shown() == unchanged
         assert w.server.config is before
-        assert r.change(**of_models({"policy": "lmetric"}, {}))["changed"] == ["health", "models"]
+        assert (await r.change(**of_models({"policy": "lmetric"}, {})))["changed"] == ["health", "models"]
         assert [pool.policies.settings.policy for pool in (first, second)] == ["lmetric", "round_robin"]
 
 
@@ -242,15 +242,15 @@ async def test_unchanged_policies_are_not_installed_again(tmp_path: Path) -> Non
     file.write_text("def score(bs):\n    return bs\n")
     async with reloaded(tmp_path) as r:
         (pool,) = r.w.server.fleet.pools
-        r.change(policy=f"{file}:score")
+        await r.change(policy=f"{file}:score")
         with capture_logs() as lines:
-            r.change(retries={"attempts": 2})
-            r.change(retries={"attempts": 2})
+            await r.change(retries={"attempts": 2})
+            await r.change(retries={"attempts": 2})
         assert [line["event"] for line in lines].count("policies replaced") == 0
         assert pool.policies.settings.policy == f"{file}:score"
         file.write_text("def score(q_bs):\n    return q_bs\n")
         with capture_logs() as lines:
-            r.change()
+            await r.change()
         assert [line["event"] for line in lines].count("policies replaced") == 1
 
 
@@ -263,12 +263,12 @@ async def test_ejection_changes(tmp_path: Path) -> None:
 
     engines = [FakeEngine(), FakeEngine(behave=fails)]
     async with reloaded(tmp_path, *engines) as r:
-        r.change(health={"ejection": {"enabled": False}})
+        await r.change(health={"ejection": {"enabled": False}})
         engine = r.w.server.fleet.pools[0].engines["e1"]
         for _ in range(20):
             assert (await r.w.post())[0] == 200
         assert engine.service.state == "HEALTHY"
-        assert r.change(health={"ejection": {"consecutive_failures": 2}})["changed"] == ["health"]
+        assert (await r.change(health={"ejection": {"consecutive_failures": 2}}))["changed"] == ["health"]
         for _ in range(8):
             await r.w.post()
         assert engine.service.state == "EJECTED"
@@ -277,7 +277,7 @@ async def test_ejection_changes(tmp_path: Path) -> None:
 async def test_reloads_read_in_a_thread_and_merge(tmp_path: Path) -> None:
     """Security F15: a file with 10,000 keys froze the loop for 1.6 s, and each signal read it."""
     async with reloaded(tmp_path, admin=True) as r:
-        r.change()
+        await r.change()
         readers: list[int] = []
         go = threading.Event()
 
@@ -330,17 +330,17 @@ async def test_tls_changes(tmp_path: Path) -> None:
     async with reloaded(tmp_path, tls=first.files) as r:
         context = authority.client()
         assert await subject_of(r.w.server.port, context) == "first"
-        assert r.change(tls=second.files)["changed"] == ["tls"]
+        assert (await r.change(tls=second.files))["changed"] == ["tls"]
         assert await subject_of(r.w.server.port, context) == "second"
-        r.change(tls={**second.files, "client_ca_file": str(authority.file)})
+        await r.change(tls={**second.files, "client_ca_file": str(authority.file)})
         reader, writer = await asyncio.open_connection("127.0.0.1", r.w.server.port, ssl=context)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         with pytest.raises((OSError, asyncio.IncompleteReadError)):
             await reader.readexactly(1)
         writer.close()
         with pytest.raises(ConfigError, match=r"/nowhere\.pem"):
-            r.change(tls={**second.files, "key_file": "/nowhere.pem"})
-        assert r.change(tls=None)["restart_needed"] == ["tls"]
+            await r.change(tls={**second.files, "key_file": "/nowhere.pem"})
+        assert (await r.change(tls=None))["restart_needed"] == ["tls"]
         assert await subject_of(r.w.server.port, authority.client(first)) == "second"
 
 

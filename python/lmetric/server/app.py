@@ -23,6 +23,7 @@ from lmetric.server.background.replicas import Replicas
 from lmetric.server.discovery import Discovery
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.server.fleet.policies import Policies
+from lmetric.server.fleet.turns import in_turns
 from lmetric.server.http.frontend import DRAINING, REFUSING, REPLACED, Frontend
 from lmetric.server.http.listeners import Listeners
 from lmetric.server.http.pages import pages
@@ -96,6 +97,7 @@ class Server:
         self._upgrade: UpgradeSocket | None = None
         self._picks = picks
         self.picker: Picker | None = None  # set by `start` if a gateway sends the requests
+        self.reloads: Reloads | None = None
         self.replaced = asyncio.Event()  # a successor accepts connections
 
     @property
@@ -251,33 +253,37 @@ class Server:
         apply = self.front.prepare(keys, new)
         return Change(config, new, keys, tls, policies, apply, changed_keys, changed, _engine_tls(new))
 
-    def reload(self, config: ServerConfig) -> dict[str, Any]:
+    async def reload(self, config: ServerConfig) -> dict[str, Any]:
         """Prepares and applies a new configuration. Raises LmetricError; then nothing has changed.
 
         `Reloads` prepares in a thread instead.
         """
-        return self.apply(self.prepare(config))
+        return await self.apply(self.prepare(config))
 
-    def apply(self, change: Change) -> dict[str, Any]:
+    async def apply(self, change: Change) -> dict[str, Any]:
         """Applies the settings of a new configuration that need no restart (`RELOADED`).
 
-        Running requests continue under the old settings. Returns the changes. Raises LmetricError;
-        then nothing has changed.
+        Running requests continue under the old settings. All that can be refused is checked first.
+        The settings of requests and policies then change at once, and the engines one by one, in
+        several turns of the event loop. Returns the changes. Raises LmetricError; then nothing has
+        changed.
         """
         front, config, new, keys, tls = self.front, change.config, change.new, change.keys, change.tls
         for settings in change.engine_tls:
             self.fleet.contexts.get(settings).refresh()
+            await asyncio.sleep(0)  # reading certificates takes up to 20 ms
         added, removed = change.changed_keys
         old = front.config.tenants
         tenants = sorted(
             name for name in old.keys() | new.tenants.keys() if old.get(name) != new.tenants.get(name)
         )
-        self.fleet.reload(new, change.policies)
+        engine_steps = self.fleet.reload(new, change.policies)
         change.apply()
         if tls is not None and front.tls is not None:
             tls.failures = front.tls.failures
             front.tls = tls
-        engines = self._discovery.reload(new, config)
+        await in_turns(engine_steps)
+        engines = await self._discovery.reload(new, config)
         if "log" in change.changed:
             configure_logging(new.log)
         restart = needs_restart(self._started_with, config)
@@ -344,6 +350,8 @@ class Server:
         """Ends running requests with an error to their clients, and closes all connections."""
         self.front.phase = REFUSING
         self._listeners.close()
+        if self.reloads is not None:
+            await self.reloads.stop()
         if self._upgrade is not None:
             self._upgrade.close()
         if self._bound is not None:
@@ -520,7 +528,7 @@ class Reloads:
     """Reloads of the configuration, one at a time.
 
     A thread reads and checks it, because a file with thousands of keys takes long. Reloads that are
-    requested while one waits for its turn are the same reload.
+    requested while one waits for its turn are the same reload. `Server.stop` ends a reload.
     """
 
     def __init__(self, server: Server, reread: Callable[[], ServerConfig]) -> None:
@@ -528,6 +536,8 @@ class Reloads:
         self._reread = reread
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[dict[str, Any]] | None = None
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+        server.reloads = self
 
     def on_signal(self) -> None:
         """Requests a reload. An error is only logged."""
@@ -541,12 +551,20 @@ class Reloads:
         if self._next is None:
             self._next = asyncio.create_task(self._run(), name="reload")
             self._next.add_done_callback(_log_failure)
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._tasks.discard)
         return self._next
+
+    async def stop(self) -> None:
+        """Ends the reloads."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self) -> dict[str, Any]:
         async with self._turn:
             self._next = None  # later requests may follow a change of the files
-            return self._server.apply(await asyncio.to_thread(self._prepare))
+            return await self._server.apply(await asyncio.to_thread(self._prepare))
 
     def _prepare(self) -> Change:
         config = self._reread()

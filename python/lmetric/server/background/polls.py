@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from lmetric.server.fleet.engine import Engine
+from lmetric.server.fleet.turns import in_turns
 
 log = structlog.get_logger("lmetric.health")
 
@@ -32,10 +33,7 @@ class Polls:
 
     async def begin_all(self, engines: Sequence[Engine]) -> None:
         """Starts polls of engines. In large fleets, other tasks run in between."""
-        for number, engine in enumerate(engines, 1):
-            self.begin(engine)
-            if number % POLLS_PER_TURN == 0:
-                await asyncio.sleep(0)
+        await in_turns(map(self.begin, engines), POLLS_PER_TURN)
 
     async def _run(self, engine: Engine) -> None:
         try:

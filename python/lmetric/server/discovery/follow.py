@@ -48,8 +48,18 @@ def make_source(config: DiscoverySource, objectives: dict[str, int] | None = Non
     return WatchedFile(config.file, config)
 
 
-def _with_key(found: Found, key: SecretStr | None) -> Found:
-    return replace(found, config=found.config.model_copy(update={"api_key": key}))
+def _key_change(old: SecretStr | None, new: SecretStr | None) -> Callable[[Sequence[Found]], Sequence[Found]]:
+    """Returns the function that replaces the API key of a section in its engines."""
+
+    def change(engines: Sequence[Found]) -> Sequence[Found]:
+        return [
+            replace(each, config=each.config.model_copy(update={"api_key": new}))
+            if each.config.api_key == old
+            else each
+            for each in engines
+        ]
+
+    return change
 
 
 class _Followed:
@@ -64,23 +74,48 @@ class _Followed:
         self.wrong: str | None = None
         self.reported = asyncio.Event()  # set at the first report, of engines or of a problem
         self._members = members
+        self._problem: str | None = None  # of the last read
+        self._waiting: Sequence[Found] | None = None  # the last report, if it is not applied yet
+        self._applying: asyncio.Task[None] | None = None
 
     def found(self, engines: Sequence[Found], problem: str | None = None) -> None:
         """Replaces all engines of the source.
 
-        ``problem``: the fault of entries left out, or None.
+        ``problem``: the fault of entries left out, or None. Of reports that come while one is
+        applied, only the last one is applied.
         """
         self.updates += 1
         self.updated_at = time.monotonic()
-        self._members.update(self.name, engines)
-        self._say(problem)
+        self._waiting, self._problem = engines, problem
+        if self._applying is None:
+            self._applying = asyncio.create_task(self._apply(), name=f"engines of {self.name}")
+
+    async def _apply(self) -> None:
+        try:
+            while self._waiting is not None:
+                engines, self._waiting = self._waiting, None
+                await self._members.update(self.name, engines)
+                self._say()
+        except Exception:
+            log.exception("cannot apply the engines of a source", source=self.name)
+        finally:
+            self._applying = None
+
+    async def stop(self) -> None:
+        """Ends the application of reports."""
+        if self._applying is not None:
+            self._applying.cancel()
+            await asyncio.gather(self._applying, return_exceptions=True)
 
     def problem(self, reason: str) -> None:
         """Records that the source cannot be read now. Its last engines stay."""
         self.failures += 1
-        self._say(reason)
+        self._problem = reason
+        if self._applying is None:
+            self._say()
 
-    def _say(self, wrong: str | None) -> None:
+    def _say(self) -> None:
+        wrong = self._problem
         engines = len(self._members.of(self.name))
         if wrong is not None and wrong != self.wrong:
             log.warning("discovery failed", source=self.name, reason=wrong, engines_kept=engines)
@@ -149,19 +184,19 @@ class Discovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for source in self._sources:
+            await source.stop()
         await self.members.stop()
 
-    def reload(self, config: ServerConfig, sections_of: ServerConfig) -> list[str]:
+    async def reload(self, config: ServerConfig, sections_of: ServerConfig) -> list[str]:
         """Applies the engines of a configuration, and the API keys in the sections of another.
 
         Returns the engines whose key changed. A key and TLS change while an engine serves; an
         engine with other changes is replaced.
         """
-        members = self.members
-        before = {engine.name: engine.config.api_key for engine in members.fleet.engines()}
-        members.update(
+        keys = await self.members.change(
             CONFIGURED,
-            [
+            lambda _: [
                 *(Found(engine, model.name) for model in config.models for engine in model.engines),
                 *(Found(engine, config.model) for engine in config.engines),
             ],
@@ -172,18 +207,8 @@ class Discovery:
             if new is None or new.api_key == old.api_key:
                 continue
             source.source.defaults = old.model_copy(update={"api_key": new.api_key})
-            members.update(
-                source.name,
-                [
-                    _with_key(each, new.api_key) if each.config.api_key == old.api_key else each
-                    for each in members.of(source.name)
-                ],
-            )
-        return [
-            engine.name
-            for engine in members.fleet.engines()
-            if engine.name in before and before[engine.name] != engine.config.api_key
-        ]
+            keys += await self.members.change(source.name, _key_change(old.api_key, new.api_key))
+        return keys
 
     def _came(self, engines: list[Engine]) -> None:
         task = asyncio.create_task(self._checked(engines), name="check of new engines")

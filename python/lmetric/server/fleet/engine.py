@@ -106,8 +106,11 @@ class ServedModel(Protocol):
     def changes(self) -> "WarmFleet | None":
         """Its warm fleet changes, if engines join and leave warm."""
 
-    def review(self) -> None:
-        """Decides anew which engines are in service."""
+    def review(self, changed: "Engine | None" = None) -> None:
+        """Decides anew which engines are in service, after a change of all or of one."""
+
+    def review_soon(self) -> None:
+        """Decides so in the next turn of the event loop, once for many changes."""
 
     def blame(self, engine: "Engine", client: str, reason: str, *, proven: bool) -> None:
         """Counts a request that failed at an engine."""
@@ -282,18 +285,28 @@ class Engine:
         """Applies what a reload can change. Raises ConfigError."""
         self.health = server.health
         self.upstream.configure(server, AllowedEngines(server.admin.allowed_engines))
-        self.upstream.set_tls(server.tls_of(self.config, self.pool.name if self.pool else self.model))
+        self.upstream.set_tls(self.tls_settings(server))
+
+    def tls_settings(self, server: ServerConfig) -> EngineTls | None:
+        """Returns its TLS settings in a configuration; None: the defaults."""
+        return server.tls_of(self.config, self.pool.name if self.pool else self.model)
 
     def set_tls(self, tls: EngineTls | None, server: ServerConfig) -> None:
         """Sets its TLS settings for new connections. Raises ConfigError."""
         self.config = self.config.model_copy(update={"tls": tls})
         self.configure(server)
 
-    def hold(self) -> None:
-        """Updates the core router after a change of `held`."""
+    def hold(self, *, one_of_many: bool = False) -> None:
+        """Updates the core router after a change of `held`.
+
+        ``one_of_many``: the pool's review waits for further changes in this turn of the event loop.
+        """
         if self.pool is not None:
             self.pool.router.update_instance(self.name, draining=self.held)
-            self.pool.review()
+            if one_of_many:
+                self.pool.review_soon()
+            else:
+                self.pool.review(self)
             if self.pool.changes is not None and self.held and self.in_service:
                 self.pool.changes.leaves(self)
 
@@ -425,7 +438,7 @@ class Engine:
             self.service.enter("LOST", "DOWN", now)
             self.ask_anew()
         if self.pool is not None:
-            self.pool.review()
+            self.pool.review(self)
             if healthy:
                 log.log(self.quiet or logging.INFO, "engine up", model=self.pool.name, engine=self.name)
             else:

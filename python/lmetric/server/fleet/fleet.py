@@ -14,7 +14,7 @@ import orjson
 import structlog
 
 from lmetric._core import BadValueError, LmetricError
-from lmetric.config import CONFIGURED, EngineConfig, ModelConfig, ServerConfig
+from lmetric.config import CONFIGURED, EngineConfig, EngineTls, ModelConfig, ServerConfig
 from lmetric.engines.adapter import MODELS, MOST_NAME_CHARACTERS, Capabilities, Model, read_models
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.server.api.errors import ApiError, Unusable, no_engine_error
@@ -60,7 +60,7 @@ class Fleet:
     config: ServerConfig
     pools: list[Pool] = field(default_factory=list)
     names: dict[str, Served] = field(default_factory=dict)
-    unplaced: list[Engine] = field(default_factory=list)
+    unplaced: dict[str, Engine] = field(default_factory=dict)  # by name
     pools_made: int = 0
     contexts: EngineContexts = field(default_factory=EngineContexts)
     # Priorities by the names of Kubernetes InferenceObjectives; higher ones are served first.
@@ -112,7 +112,7 @@ class Fleet:
             raise BadValueError(f"model: {len(model)} characters; a name has at most {MOST_NAME_CHARACTERS}")
         engine = Engine(config, self.config, source, model, self.contexts)
         if model is None:
-            self.unplaced.append(engine)
+            self.unplaced[engine.name] = engine
         else:
             self._names_changed(self.pool(model).add(engine))
         return engine
@@ -122,8 +122,8 @@ class Fleet:
         pool = self.pool_of(engine)
         if pool is not None:
             self._names_changed(pool.remove(engine.name))
-        elif engine in self.unplaced:
-            self.unplaced.remove(engine)
+        elif self.unplaced.get(engine.name) is engine:
+            del self.unplaced[engine.name]
             engine.upstream.close()
 
     def policies_of(self, config: ServerConfig) -> dict[str | None, Policies]:
@@ -139,28 +139,47 @@ class Fleet:
             made[None if model is None else model.name] = Policies(settings)
         return made
 
-    def reload(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> None:
+    def reload(self, config: ServerConfig, policies: Mapping[str | None, Policies]) -> Iterator[None]:
         """Applies a new configuration with its policies (`policies_of`).
 
-        Running requests keep the settings with which they began. Raises LmetricError; then nothing
-        has changed.
+        Running requests keep the settings with which they began. Returns the steps that configure
+        the engines, one by one. Raises LmetricError; then nothing has changed.
         """
+        self._make_contexts(config)
         chosen = [(pool, policies.get(pool.name, policies[None])) for pool in self.pools]
         before = {pool.index: pool.policies for pool in self.pools}
         with _installed([(pool, new) for pool, new in chosen if not pool.policies.equals(new)]):
             for pool, new in chosen:
                 pool.trials.check(new)
+        gone = {}
         for pool, new in chosen:
             pool.use(new)
-            pool.replace_indicators(new.settings.indicators)
+            gone[pool] = pool.replace_indicators(new.settings.indicators)
             pool.outliers.settings = config.health.ejection
             pool.trials.configure(new, policy_changed=new.differs(before[pool.index]))
             pool.hedging.configure(new.settings.hedging)
             pool.held.configure(new.settings.admission, config.tenants)
             pool.retry_budget.configure(config.retries)
-        self.config = config
+        self.config = config  # new engines begin with it
+        return self._configure(list(self.engines()), gone)
+
+    def _make_contexts(self, config: ServerConfig) -> None:
+        """Makes the TLS contexts that the engines need. Raises ConfigError."""
+        made: dict[int, EngineTls | None] = {}
         for engine in self.engines():
-            engine.configure(config)
+            if engine.upstream.tls is not None:
+                settings = engine.tls_settings(config)
+                if id(settings) not in made:
+                    made[id(settings)] = settings
+                    self.contexts.get(settings)
+
+    def _configure(self, engines: Iterable[Engine], gone: Mapping[Pool, dict[str, None]]) -> Iterator[None]:
+        for engine in engines:
+            engine.configure(self.config)
+            pool = self.pool_of(engine)
+            if pool is not None and gone.get(pool):
+                pool.drop_indicators(engine, gone[pool])
+            yield
         self.contexts.keep(engine.upstream.tls for engine in self.engines())
 
     def replace_policies(self, changes: Mapping[str, Any], model: str | None) -> list[Pool]:
@@ -183,6 +202,11 @@ class Fleet:
     def pool_of(self, engine: Engine) -> Pool | None:
         """Returns the pool of an engine; None if its model is not known or it was removed."""
         return next((pool for pool in self.pools if pool.engines.get(engine.name) is engine), None)
+
+    def engine(self, name: str) -> Engine | None:
+        """Returns an engine by its name."""
+        found = (pool.engines[name] for pool in self.pools if name in pool.engines)
+        return next(found, None) or self.unplaced.get(name)
 
     def pool(self, name: str, model: ModelConfig | None = None) -> Pool:
         """Returns the pool of a model, and creates it for a new model."""
@@ -246,7 +270,7 @@ class Fleet:
         """Yields all engines, with or without a known model."""
         for pool in self.pools:
             yield from pool.engines.values()
-        yield from self.unplaced
+        yield from self.unplaced.values()
 
     @property
     def size(self) -> int:
@@ -379,7 +403,7 @@ class Fleet:
 
     def _place(self, engine: Engine) -> None:
         """Moves an engine into the pool of the model that it reported."""
-        if engine not in self.unplaced:
+        if self.unplaced.get(engine.name) is not engine:
             return  # removed meanwhile
         models = engine.capabilities.models
         bases = [model.name for model in models if model.parent is None]
@@ -391,7 +415,7 @@ class Fleet:
             served = self.names.get(bases[0])
             as_adapter = served is not None and served.adapter is not None
             pool = served.pool if served is not None and as_adapter else self._create(bases[0])
-        self.unplaced.remove(engine)
+        del self.unplaced[engine.name]
         self._names_changed(pool.add(engine))
         others = [name for name in bases if name in self.names and self.names[name].pool is not pool]
         if others:
@@ -519,7 +543,7 @@ class Fleet:
         new.role_set, new.ready, new.draining = engine.role_set, engine.ready, engine.draining
         new.quiet = engine.quiet
         self.remove(engine)
-        self.unplaced.append(new)
+        self.unplaced[new.name] = new
         self.check(new)
         return new
 

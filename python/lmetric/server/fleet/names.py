@@ -81,7 +81,12 @@ class PoolNames:
         return changed
 
     def _see_uniform(self) -> None:
-        self.uniform = all(self.engines_of(name) is None for name in self.known)
+        self.uniform = all(self._serve_all(name) for name in self.known)
+
+    def _serve_all(self, name: str) -> bool:
+        """Whether all engines serve a known name."""
+        silent = len(self.silent) if name == self.main or name in self.adapters else 0
+        return len(self.listed.get(name, ())) + silent == len(self.engines)
 
     def forget(self, before: float) -> set[str]:
         """Forgets names whose last engine was removed before this time. Returns them."""
@@ -112,14 +117,10 @@ class PoolNames:
 
     def engines_of(self, name: str | None) -> Collection[str] | None:
         """Returns the only engines that serve a name; None: all engines do."""
-        listing: Collection[str] = self.listed.get(name or "", ())
-        if name is None or len(listing) == len(self.engines):
+        if name is None or self._serve_all(name):
             return None
-        if self.silent and (name == self.main or name in self.adapters):
-            listing = [*listing, *self.silent]
-            if len(listing) == len(self.engines):
-                return None
-        return list(listing)
+        silent = self.silent if name == self.main or name in self.adapters else ()
+        return [*self.listed.get(name, ()), *silent]
 
     def name_for(self, engine: str) -> str:
         """Returns the base name for the router's own requests to an engine."""

@@ -202,6 +202,9 @@ class Outliers:
         self.panic: set[str] = set()  # roles in panic
         self.suspects = 0  # requests that failed in the same way on two engines
         self.notices: list[Notice] = []
+        # Whether the service of each engine depends on its own state alone: no engine is ejected or
+        # full.
+        self.calm = True
         self._noted: tuple[int, float] = (0, -math.inf)  # suspects in the last notice, and its time
         self._rotate_at = -math.inf
 
@@ -225,6 +228,7 @@ class Outliers:
         """Gives an engine no new requests for its Retry-After, at most `MAX_SATURATED_SECONDS`."""
         until = now + min(seconds, MAX_SATURATED_SECONDS)
         member.service.saturated_until = max(member.service.saturated_until, until)
+        self.calm = False
 
     def suspect(self, reasons: str, now: float) -> None:
         """Counts a request that failed in the same way on two engines; logs some of them."""
@@ -267,6 +271,7 @@ class Outliers:
         record.ejections += 1
         seconds = min(settings.base_seconds * record.ejections, settings.max_seconds)
         record.enter(event, "EJECTED", now)
+        self.calm = False
         record.until, record.reason, record.streak = now + seconds, reason, 0
         details = {"engine": member.name, "rule": rule, "seconds": seconds, "reason": reason}
         self.notices.append(Notice("engine ejected", details))
@@ -284,12 +289,26 @@ class Outliers:
 
     # -- review ------------------------------------------------------------------------------------
 
+    def review_one(self, member: Member, members: Collection[Member], now: float) -> list[Member]:
+        """Decides who is in service after a change of one engine, as `review` does.
+
+        The time does not grow with the fleet, unless an engine is ejected or full.
+        """
+        record = member.service
+        if not self.calm or record.state == "EJECTED" or record.saturated_until > now:
+            return self.review(members, now)
+        serves = record.state != "DOWN"
+        changed = [member] if record.in_service != serves else []
+        record.in_service = serves
+        return changed
+
     def review(self, members: Collection[Member], now: float) -> list[Member]:
         """Ends what is over, compares success rates, and decides who is in service.
 
         Returns the engines whose `in_service` has changed. Called twice a second, and after each
         change of an engine's state.
         """
+        self.calm = True
         groups: dict[str, list[Member]] = {}
         for member in members:
             self._pass_time(member.service, now)
@@ -336,16 +355,18 @@ class Outliers:
                 self.notices.append(Notice("panic is over", details))
         serving = up | ejected if panic else up
         free = {member for member in serving if member.service.saturated_until <= now}
+        self.calm &= not ejected and len(free) == len(serving)
         return free if any(not member.held for member in free) else serving
 
     def _compare(self, group: list[Member], members: Collection[Member], now: float) -> None:
         """Ejects engines whose success rate is far below the rate of all others together."""
         serving = [member for member in group if member.service.state in ("HEALTHY", "PROBING")]
         tallies = {member: member.service.tally for member in serving}
+        successes = sum(each.successes for each in tallies.values())
+        failures = sum(each.failures for each in tallies.values())
         found = []
         for member, own in tallies.items():
-            others = [tally for other, tally in tallies.items() if other is not member]
-            rest = Tally(sum(each.successes for each in others), sum(each.failures for each in others))
+            rest = Tally(successes - own.successes, failures - own.failures)
             if (gap := _gap(own, rest, self.settings.min_requests)) is not None:
                 found.append((gap, member, f"success rate {_rate(own):.0%}, its peers' {_rate(rest):.0%}"))
         for _, member, reason in sorted(found, key=lambda each: -each[0]):

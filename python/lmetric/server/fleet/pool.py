@@ -17,7 +17,7 @@ import structlog
 from lmetric._core import DecisionLabels, NoInstanceError, Router
 from lmetric.config import POLICY_KNOBS, Ejection, PoolSettings, Retries, TenantConfig
 from lmetric.config.schema import IndicatorConfig
-from lmetric.engines.adapter import MODELS, Capabilities
+from lmetric.engines.adapter import MODELS
 from lmetric.engines.handover import CONNECTORS
 from lmetric.options import Handoff
 from lmetric.profiles import load_profile
@@ -141,6 +141,9 @@ class Pool:
             self._configured = settings.tokenizer
             self.tokenizer_note = "the tokenizer is not loaded yet"
         self.engines: dict[str, Engine] = {}
+        # By property, the names of the engines that have it (`_note`).
+        self._with: dict[str, set[str]] = {"one role": set(), "at once": set(), "in turn": set()}
+        self._review_due = False
         self.created = int(time.time())
         # A label is valid only for its tenant, and cannot be guessed.
         self.labels = DecisionLabels(f"{index}-" if index else "", secrets.token_bytes(16))
@@ -227,14 +230,20 @@ class Pool:
         policies.also_reads(self.trials.canary.built)
         self.policies = policies
 
-    def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> None:
-        """Replaces the declared indicators. Raises LmetricError; then nothing has changed."""
+    def replace_indicators(self, declared: Mapping[str, IndicatorConfig]) -> dict[str, None]:
+        """Replaces the declared indicators. Raises LmetricError; then nothing has changed.
+
+        Returns the indicators that `drop_indicators` must drop for each engine.
+        """
         new = Indicators(declared)
         gone = [name for name, each in self.indicators.declared.items() if declared.get(name) != each]
         self.indicators = new
-        for name, engine in self.engines.items() if gone else ():
-            engine.missing_metrics = []
-            self.router.report_load(name, extra=dict.fromkeys(gone))
+        return dict.fromkeys(gone)
+
+    def drop_indicators(self, engine: Engine, gone: dict[str, None]) -> None:
+        """Drops an engine's values of replaced indicators."""
+        engine.missing_metrics = []
+        self.router.report_load(engine.name, extra=gone)
 
     @staticmethod
     def fallbacks(counts: Mapping[str, Any]) -> int:
@@ -260,20 +269,38 @@ class Pool:
             role=engine.role,
             group=engine.config.group_label,
         )
-        self.router.update_instance(engine.name, healthy=False)
+        self.router.update_instance(engine.name, healthy=False, draining=engine.held)
         engine.service.in_service = False
         engine.pool = self
         self.engines[engine.name] = engine
-        engine.hold()
         self.unserved_since = None
-        self.set_role(engine)
+        self._apply_role(engine)
+        if engine.healthy:  # an engine that is down changes the service of no other engine
+            self.review(engine)
         return self.names.update(engine.name, engine.capabilities.models)
 
-    def review(self) -> None:
-        """Decides anew which engines are in service, and updates the core router."""
+    def review_soon(self) -> None:
+        """Reviews in the next turn of the event loop, once for all changes of this turn.
+
+        If no engine is ejected or full, a change of `held` needs no review.
+        """
+        if not self.outliers.calm and not self._review_due:
+            self._review_due = True
+            asyncio.get_running_loop().call_soon(self.review)
+
+    def review(self, changed: Engine | None = None) -> None:
+        """Decides anew which engines are in service, and updates the core router.
+
+        ``changed``: only this engine has changed.
+        """
         now = time.monotonic()
         self.retry_budget.follow(self.requests, now)
-        for member in self.outliers.review(self.engines.values(), now):
+        if changed is None:
+            self._review_due = False
+            members = self.outliers.review(self.engines.values(), now)
+        else:
+            members = self.outliers.review_one(changed, self.engines.values(), now)
+        for member in members:
             engine = self.engines[member.name]
             if self.changes is not None and engine.in_service and engine.cold:
                 self.changes.joins(engine)  # before it can get a request
@@ -319,6 +346,8 @@ class Pool:
         if self.changes is not None:
             self.changes.forget(name)
         engine.pool = None
+        for names in self._with.values():
+            names.discard(name)
         self.kv.unwire(name)
         engine.upstream.close()
         self.router.remove_instance(name)
@@ -329,9 +358,13 @@ class Pool:
 
     def set_role(self, engine: Engine) -> None:
         """Updates the core router after a possible change of an engine's role."""
+        self._apply_role(engine)
+        self.review(engine)
+
+    def _apply_role(self, engine: Engine) -> None:
         role, handover = engine.role, engine.handover
         self.router.update_instance(engine.name, role=role)
-        self.review()
+        self._note(engine, "one role", role != "both")
         self._see_cuts()
         connector = CONNECTORS.get(handover.connector) if handover else None
         fetches = (
@@ -341,7 +374,9 @@ class Pool:
             or (self.mover is not None and self.mover.by != "recompute")
         )
         between_equals = fetches and connector is not None and not connector.at_once
-        engine.connector = connector if role != "both" or between_equals else None
+        engine.connector = does = connector if role != "both" or between_equals else None
+        self._note(engine, "at once", does is not None and does.at_once)
+        self._note(engine, "in turn", does is not None and not does.at_once)
         if self.splits or self.fetches_prefixes:
             self.router.update_instance(engine.name, handoff=self._cuts_of(engine))
         elif self.mover is not None:
@@ -356,7 +391,7 @@ class Pool:
                 fix = capabilities.events_fix or flag_fix(engine.adapter.flags, "kv_events")
                 engine.unfit = f"{capabilities.no_events}; {fix}" if fix else capabilities.no_events
         elif role != "both" and engine.identified:
-            reported, does = engine.capabilities.role, engine.connector
+            reported = engine.capabilities.role
             if does is None:
                 engine.unfit = (
                     f"role {role}, but {engine.capabilities.no_handover or 'it has no KV transfer'}"
@@ -367,6 +402,9 @@ class Pool:
                 engine.unfit = (
                     "binding is late, but its engine needs both segments at once: set binding: early, or auto"
                 )
+
+    def _note(self, engine: Engine, what: str, true: bool) -> None:
+        (self._with[what].add if true else self._with[what].discard)(engine.name)
 
     def _cuts_of(self, engine: Engine) -> Handoff:
         """Returns the positions at which an engine can hand off a request, and continue one."""
@@ -388,14 +426,12 @@ class Pool:
         """Whether the decode engine is chosen after the prefill."""
         if self.settings.binding != "auto":
             return self.settings.binding == "late"
-        connectors = [each.connector for each in self.engines.values()]
-        return not any(connector is not None and connector.at_once for connector in connectors)
+        return not self._with["at once"]
 
     @property
     def prefills_apart(self) -> bool:
         """Whether a prefill may have a body of its own."""
-        connectors = [each.connector for each in self.engines.values()]
-        return any(connector is not None and not connector.at_once for connector in connectors)
+        return bool(self._with["in turn"])
 
     def prefill_seconds(self, engine: Engine, tokens: int) -> float:
         """Returns the expected seconds to prefill this many tokens, by the measured rate."""
@@ -405,7 +441,7 @@ class Pool:
     @property
     def disaggregates(self) -> bool:
         """Whether some engines serve only prompts or only answers."""
-        return any(engine.role != "both" for engine in self.engines.values())
+        return bool(self._with["one role"])
 
     def queued_prefill_seconds(self, engine: Engine) -> float:
         """Returns the expected seconds until an engine has computed all prompts placed on it.
@@ -509,7 +545,7 @@ class Pool:
         engine, only such a change has an effect.
         """
         if engine is not None:
-            self._take_block_size(engine.capabilities)
+            self._take_block_size(engine)
         pooled = PoolFacts(self.block_size, self.block_size_from, self.knows_tokens, self.tokenizer_note)
         wired = [engine] if engine is not None else []
         if pooled != self._pooled:
@@ -526,8 +562,9 @@ class Pool:
             self.router.update_instance(each.name, max_loras=each.capabilities.max_loras)
             self.kv.wire(each, pooled)
 
-    def _take_block_size(self, capabilities: Capabilities) -> None:
+    def _take_block_size(self, engine: Engine) -> None:
         """Applies an engine's block size to the index, unless another engine has set it."""
+        capabilities = engine.capabilities
         if self.settings.block_size is not None or capabilities.block_size is None:
             return
         # Without events, blocks below the default size only cost memory and time.
@@ -536,13 +573,17 @@ class Pool:
             if capabilities.event_sources
             else max(capabilities.block_size, DEFAULT_BLOCK_SIZE)
         )
-        standing = [e.name for e in self.engines.values() if e.capabilities.block_size == self.block_size]
-        if size != self.block_size and not standing:
+        if size != self.block_size and self._first_with(self.block_size) is None:
             self.router.configure(block_size=size)
-            self.block_size = size
-            standing = [e.name for e in self.engines.values() if e.capabilities is capabilities]
-        if standing and self.block_size_from not in standing:
-            self.block_size_from = standing[0]
+            self.block_size, self.block_size_from = size, engine.name
+        source = self.engines.get(self.block_size_from)
+        if source is None or source.capabilities.block_size != self.block_size:
+            self.block_size_from = self._first_with(self.block_size) or self.block_size_from
+
+    def _first_with(self, block_size: int) -> str | None:
+        """Returns the first engine that reports a block size."""
+        names = (e.name for e in self.engines.values() if e.capabilities.block_size == block_size)
+        return next(names, None)
 
     def _blocks_of(self, tokens: int) -> int:
         """Returns the index blocks that match an engine's cache of this many tokens."""

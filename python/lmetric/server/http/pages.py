@@ -8,8 +8,9 @@ import hmac
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, get_args
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -370,18 +371,17 @@ async def _admin(front: Frontend, request: web.BaseRequest, path: str, query: st
         return _json([_policy(pool) for pool in pools])
     if path.startswith(canary.PATH):
         return await canary.answer(front, request, path)
-    named = {engine.name: engine for engine in front.fleet.engines()}
     name, verb = path.removeprefix("/admin/engines/"), ""
-    if unquote(name) not in named:  # a name may contain slashes
+    if front.fleet.engine(unquote(name)) is None:  # a name may contain slashes
         name, _, verb = name.rpartition("/") if "/" in name else (name, "", "")
     name = unquote(name)
-    engine = named.get(name)
+    engine = front.fleet.engine(name)
     if engine is None:
         raise ApiError(404, f"no engine {name!r}; /debug/engines lists them")
     if not verb:
         _only(request, path, OWN_PAGES[_ENGINE])
         await _remove(front, engine, query)
-        removed = all(other is not engine for other in front.fleet.engines())
+        removed = front.fleet.engine(name) is not engine
         return _json({**(await _engines(front.fleet, [engine]))[0], "removed": removed})
     page = OWN_PAGES.get(f"{_ENGINE}/{verb}")
     if page is None:
@@ -502,8 +502,7 @@ async def _remove(front: Frontend, engine: Engine, query: str) -> None:
             f"{engine.source} lists {engine.name} and would add it again: remove it there, or drain it",
             code="discovered",
         )
-    others = [each for each in members.of(engine.source) if each.config.label != engine.name]
-    members.update(engine.source, others, seconds)
+    await members.change(engine.source, partial(_without, engine.name), seconds)
     await members.settled(engine)
 
 
@@ -521,16 +520,24 @@ async def _add(front: Frontend, request: web.BaseRequest) -> dict[str, Any]:
     await _check_addresses(front, config)
     fleet, members = front.fleet, front.discovery.members
     added = Found(config, model)
-    for other in fleet.engines():
-        known = Found(other.config, other.model)
-        if not other.leaving and (other.name == config.label or added.is_also(known)):
-            raise ApiError(409, f"engine {other.name!r} at {other.config.url} already exists")
-    members.update(ADMIN, [*members.of(ADMIN), added])
-    engine = next((engine for engine in fleet.engines() if engine.name == config.label), None)
+    known = [Found(other.config, other.model) for other in fleet.engines() if not other.leaving]
+
+    def with_added(listed: Sequence[Found]) -> Sequence[Found]:
+        for other in (*known, *listed):
+            if other.config.label == config.label or added.is_also(other):
+                raise ApiError(409, f"engine {other.config.label!r} at {other.config.url} already exists")
+        return [*listed, added]
+
+    await members.change(ADMIN, with_added)
+    engine = fleet.engine(config.label)
     if engine is None:
-        members.update(ADMIN, [each for each in members.of(ADMIN) if each.config.label != config.label])
+        await members.change(ADMIN, partial(_without, config.label))
         raise bad(f"the engine cannot be added for model {model!r}; see the log for the reason")
     return (await _engines(front.fleet, [engine]))[0]
+
+
+def _without(name: str, listed: Sequence[Found]) -> Sequence[Found]:
+    return [each for each in listed if each.config.label != name]
 
 
 def _check(pool: Pool) -> None:

@@ -76,7 +76,7 @@ class LiveView:
         for pool in pools:
             for name in pool.router.instances():
                 _describe(rows, name, pool, pool.engines.get(name))
-        for engine in self._live.fleet.unplaced:
+        for engine in self._live.fleet.unplaced.values():
             _describe(rows, engine.name, None, engine)
         models = [
             {
@@ -118,7 +118,7 @@ class LiveView:
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
         shown["guard"] = {pool.name: self._guard_of(pool, now) for pool in pools}
-        columns = _columns(pools, live.fleet.unplaced, live.within(MINUTE_SECONDS, now))
+        columns = _columns(pools, len(live.fleet.unplaced), live.within(MINUTE_SECONDS, now))
         shown["engines"] = columns
         shown["hot_spots"] = hot_spots(self._rows, columns["batch"])
         return shown
@@ -297,7 +297,7 @@ def _describe(rows: Rows, name: str, pool: Pool | None, engine: Engine | None) -
     rows["mode_reason"].append(engine.mode.reason if engine is not None and inexact else None)
 
 
-def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[EndedRequest]) -> dict[str, Any]:
+def _columns(pools: Iterable[Pool], unplaced: int, minute: Iterable[EndedRequest]) -> dict[str, Any]:
     """Returns the columns of the engines, in the order of `LiveView.fleet`."""
     cached: defaultdict[tuple[int, str | None], list[int]] = defaultdict(lambda: [0, 0])
     for each in minute:
@@ -318,10 +318,10 @@ def _columns(pools: Iterable[Pool], unplaced: list[Engine], minute: Iterable[End
             hits.append(round(hit / prompt, 3) if prompt else None)
             engine = pool.engines.get(name)
             running.append(engine.running if engine is not None else 0)
-    absent = np.full(len(unplaced), np.nan)
+    absent = np.full(unplaced, np.nan)
     shown: dict[str, Any] = {name: np.concatenate([*each, absent]) for name, each in parts.items()}
-    shown["hit_rate"] = hits + [None] * len(unplaced)
-    shown["running"] = running + [0] * len(unplaced)
+    shown["hit_rate"] = hits + [None] * unplaced
+    shown["running"] = running + [0] * unplaced
     return shown
 
 
