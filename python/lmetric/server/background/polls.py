@@ -13,7 +13,7 @@ from lmetric.server.fleet.turns import in_turns
 log = structlog.get_logger("lmetric.health")
 
 # Polls that begin in one turn of the event loop. Each takes about 0.1 ms.
-POLLS_PER_TURN = 20
+POLLS_PER_TURN = 10
 
 
 class Polls:
