@@ -40,8 +40,8 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Reads an address such as `tcp://10.0.0.7:5557` or `ipc:///run/kv`. With `bind`, a port may be
-    /// `*`: any free one.
+    /// Reads an address such as `tcp://10.0.0.7:5557` or `ipc:///run/kv`. With `bind`, a port may
+    /// be `*`: any free one.
     pub fn parse(text: &str, bind: bool) -> Option<Endpoint> {
         if let Some(path) = text.strip_prefix("ipc://") {
             return (!path.is_empty() && path != "*").then(|| Endpoint::Ipc(path.into()));

@@ -2,9 +2,9 @@
 //! thread.
 //!
 //! `decode` reads MessagePack, and `event` reads the engines' events from it. `stream` keeps each
-//! engine's batches in order and complete. `apply` turns events into blocks of the index. `zmtp` reads
-//! the protocol of ZMQ's sockets. These modules do no I/O; `connection` does, on the thread that
-//! `subscriber` runs.
+//! engine's batches in order and complete. `apply` turns events into blocks of the index. `zmtp`
+//! reads the protocol of ZMQ's sockets. These modules do no I/O; `connection` does, on the thread
+//! that `subscriber` runs.
 #![forbid(unsafe_code)]
 pub mod apply;
 mod connection;

@@ -33,8 +33,8 @@ const WAKE: usize = 0;
 const HOUSEKEEPING_SECONDS: f64 = 1.0;
 /// Delay before an address is bound, or a publisher accepted, once more, in seconds.
 const RETRY_SECONDS: f64 = 1.0;
-/// Publishers that may be connected to an address that the router binds, beside two for each source:
-/// the second is the old connection of an engine that has just restarted.
+/// Publishers that may be connected to an address that the router binds, beside two for each
+/// source: the second is the old connection of an engine that has just restarted.
 const MORE_PEERS: usize = 2;
 
 /// Subscription to one rank of an instance.

@@ -2,8 +2,8 @@
 //! <https://rfc.zeromq.org/spec/37/>), without security: the bytes that a SUB or DEALER
 //! socket sends, and a reader of those that it receives. This module does no I/O.
 //!
-//! The peer is not trusted: a message is bounded in its bytes *and* in its frames, with the commands
-//! between them. (libzmq bounds each frame and the number of whole messages, so one message without
+//! The peer is not trusted: a message is bounded in its bytes *and* in its frames, with the
+//! commands between them. (libzmq bounds each frame and the number of whole messages, so one message without
 //! end fills its memory.)
 use std::ops::{Deref, Range};
 
