@@ -3,8 +3,8 @@
 //! socket sends, and a reader of those that it receives. This module does no I/O.
 //!
 //! The peer is not trusted: a message is bounded in its bytes *and* in its frames, with the
-//! commands between them. (libzmq bounds each frame and the number of whole messages, so one message without
-//! end fills its memory.)
+//! commands between them. (libzmq bounds each frame and the number of whole messages, so one
+//! message without end fills its memory.)
 use std::ops::{Deref, Range};
 
 /// Maximum size of a message in bytes. A larger message ends the connection. The largest messages
