@@ -82,7 +82,7 @@ class World:
         """Returns the answers of streams at once. `fault`: of the first engine, in the middle."""
         self.tokens, self.places = [0] * len(bodies), [None] * len(bodies)
         tasks = [asyncio.create_task(self.stream(n, *each, url)) for n, each in enumerate(bodies)]
-        if fault is not None:
+        if fault is not None:  # noqa: ASYNC110 - nobody tells
             async with asyncio.timeout(300):
                 while not self.is_halfway(sum(not task.done() for task in tasks)):
                     await asyncio.sleep(0.005)
