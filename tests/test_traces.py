@@ -5,7 +5,6 @@ Slices keep conversations together, and a written trace can be read again.
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmetric.packed import SUFFIXES, packed
 from lmetric.sim.traces import (
     Trace,
     TraceError,
@@ -36,14 +36,11 @@ def line(
 
 def write(path: Path, *lines: str) -> Path:
     text = "".join(lines)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
+    path.write_bytes(packed(text.encode(), path))
     return path
 
 
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.jsonl.xz", "t.jsonl.zst"])
 def test_columns(tmp_path: Path, name: str) -> None:
     trace = load_trace(
         write(tmp_path / name, line(0, 513, 7, [4, 9]), line(17, 10, 1, [4]), line(20, 30, 0, []))
@@ -147,13 +144,15 @@ def test_file_errors(tmp_path: Path) -> None:
         load_trace(write(tmp_path / "junk.jsonl", "x\n"), on_bad_line="skip", format="mooncake")
     with pytest.raises(TraceError, match="recognised; known formats: mooncake, qwen-bailian, azure, aiperf"):
         load_trace(write(tmp_path / "junk.jsonl", "x\n"))
-    whole = gzip.compress("".join(line(k) for k in range(2000)).encode())
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TraceError, match="breaks off or is damaged after line"):
-        load_trace(tmp_path / "cut.jsonl.gz")
-    (tmp_path / "not.jsonl.gz").write_bytes(b"plain")
-    with pytest.raises(TraceError, match="breaks off or is damaged after line 0"):
-        load_trace(tmp_path / "not.jsonl.gz")
+    for suffix in SUFFIXES:
+        cut, other = tmp_path / f"cut.jsonl{suffix}", tmp_path / f"not.jsonl{suffix}"
+        whole = packed("".join(line(k) for k in range(2000)).encode(), cut)
+        cut.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(TraceError, match="breaks off or is damaged after line"):
+            load_trace(cut)
+        other.write_bytes(b"plain")
+        with pytest.raises(TraceError, match="breaks off or is damaged after line 0"):
+            load_trace(other)
     with pytest.raises(TraceError, match="unknown trace format 'qwen-bailain'; did you mean 'qwen-bailian'"):
         load_trace(write(tmp_path / "t.jsonl", line()), format="qwen-bailain")
 
@@ -374,11 +373,11 @@ def test_a_slice_waits_for_the_nearest_kept_ancestor(trace: Trace, keep: list[bo
 
 
 @settings(deadline=None, max_examples=50)
-@given(trace=chains, gz=st.booleans())
+@given(trace=chains, suffix=st.sampled_from(["", *SUFFIXES]))
 def test_what_is_written_is_read_again(
-    tmp_path_factory: pytest.TempPathFactory, trace: Trace, gz: bool
+    tmp_path_factory: pytest.TempPathFactory, trace: Trace, suffix: str
 ) -> None:
-    path = tmp_path_factory.mktemp("w") / ("t.jsonl.gz" if gz else "t.jsonl")
+    path = tmp_path_factory.mktemp("w") / f"t.jsonl{suffix}"
     write_trace(trace, path)
     first = path.read_bytes()
     read = load_trace(path, bucket_seconds=0)

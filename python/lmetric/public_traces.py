@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmetric.packed import SUFFIXES, open_packed
+
 FOLDER_VARIABLE = "LMETRIC_TRACE_DIR"
 """The environment variable with the folder of public traces."""
 
@@ -34,8 +36,8 @@ class PublicTrace:
     def path(self) -> Path:
         """The place of the file: in `folder`, compressed if only that file exists."""
         plain = folder() / self.file
-        packed = plain.with_name(plain.name + ".gz")
-        return packed if packed.exists() and not plain.exists() else plain
+        packed = (plain.with_name(plain.name + suffix) for suffix in ("", *SUFFIXES))
+        return next((path for path in packed if path.exists()), plain)
 
     def facts(self) -> str:
         """Address, size and checksum, a line each."""
@@ -109,14 +111,13 @@ def available(path: Path) -> Path:
 
 
 def _is(trace: PublicTrace, path: Path) -> bool:
-    return path.name in (trace.file, trace.file + ".gz")
+    return path.name in (trace.file, *(trace.file + suffix for suffix in SUFFIXES))
 
 
 def _digest(path: Path) -> str:
-    import gzip
     import hashlib
 
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with open_packed(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -203,6 +203,12 @@ def _sum(*names: str) -> Arithmetic:
     return text
 
 
+def _delay(terms: Terms, score: float) -> str:
+    names = ("queued_prefill_tokens", "new_tokens", "bs")
+    queued, new, requests = (number(_value(terms, name)) for name in names)
+    return f"{queued} + {new} x ({requests} + 1) = {number(score)}"
+
+
 def _queue(terms: Terms, score: float) -> str:
     waiting, running = _value(terms, "q_bs"), _value(terms, "r_bs")
     return f"4 x {number(waiting)} + {number(running)} = {number(score)}"
@@ -227,6 +233,11 @@ _POLICIES: Mapping[str, tuple[str, Arithmetic | None, str]] = {
         "least seconds of new prefill x batch size",
         _product("p_seconds"),
         "seconds of new prefill x batch size",
+    ),
+    "total_delay": (
+        "least delay of all requests",
+        _delay,
+        "queued + uncached prompt tokens x batch size",
     ),
     "planner": (
         "least prefill and fetch tokens x batch weight",

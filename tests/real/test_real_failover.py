@@ -82,9 +82,9 @@ class World:
         """Returns the answers of streams at once. `fault`: of the first engine, in the middle."""
         self.tokens, self.places = [0] * len(bodies), [None] * len(bodies)
         tasks = [asyncio.create_task(self.stream(n, *each, url)) for n, each in enumerate(bodies)]
-        if fault is not None:  # noqa: ASYNC110 - nobody tells
+        if fault is not None:
             async with asyncio.timeout(300):
-                while not self.is_halfway(sum(not task.done() for task in tasks)):
+                while not self.is_halfway(sum(not task.done() for task in tasks)):  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             await asyncio.to_thread(fault, self.engines[0])
         return await asyncio.gather(*tasks)

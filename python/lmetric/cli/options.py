@@ -11,8 +11,8 @@ from lmetric.cli.help import BASIC, RESULTS, TRACE
 from lmetric.defaults import trace_path
 
 TRACE_HELP = (
-    "Trace file (Mooncake, Qwen-Bailian, Azure, AIPerf, WEKA or OpenTelemetry format, also .gz); slice: the "
-    "trace in the package; or a public trace from `lmetric-router trace list`."
+    "Trace file (Mooncake, Qwen-Bailian, Azure, AIPerf, WEKA or OpenTelemetry format, also .gz, .xz "
+    "or .zst); slice: the trace in the package; or a public trace from `lmetric-router trace list`."
 )
 TraceFile = Annotated[
     Path,

@@ -53,7 +53,7 @@ def show(
 @group.command(cls=Command)
 def convert(
     file: File,
-    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz: compressed.")],
+    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz, .xz, .zst: compressed.")],
     format: Format = None,
     block_tokens: BlockTokens = None,
     closed_loop: ClosedLoop = None,
@@ -84,7 +84,7 @@ def make(
     description: Annotated[
         str, typer.Argument(help="YAML file or YAML text: '{synthetic: sessions, rate: 3, ...}'.")
     ],
-    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz: compressed.")],
+    out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz, .xz, .zst: compressed.")],
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Replaces the seed of the description.", show_default="as described"),

@@ -17,6 +17,7 @@ from lmetric import _core, plugins
 from lmetric._core import LmetricError
 from lmetric.defaults import DEFAULT_PROFILE, PLANNER
 from lmetric.options import OPTIONS, SELECTORS, shown
+from lmetric.packed import SUFFIXES
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.public_traces import available
@@ -162,7 +163,9 @@ class TraceChoice:
 
 def trace_label(path: str) -> str:
     """A file's name without the extensions of its format."""
-    name = Path(path).name.removesuffix(".gz")
+    name = Path(path).name
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
     return name.removesuffix(".jsonl").removesuffix(".csv")
 
 

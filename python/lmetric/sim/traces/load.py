@@ -7,14 +7,11 @@ conversations.
 from __future__ import annotations
 
 import difflib
-import gzip
 import re
-import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric.defaults import trace_path
+from lmetric.packed import DAMAGED, open_packed
 from lmetric.public_traces import available
 from lmetric.sim.traces.fields import BOM, Row
 from lmetric.sim.traces.formats import FORMATS, TraceFormat, recognise_line
@@ -48,8 +46,8 @@ def load_trace(
     closed_loop: bool | None = None,
     session_rate: float | None = None,
 ) -> Trace:
-    """Read a trace. Files with the extension ``.gz`` are decompressed. Requests are sorted by
-    arrival.
+    """Read a trace. Files with the extension ``.gz``, ``.xz`` or ``.zst`` are decompressed.
+    Requests are sorted by arrival.
 
     A file without `hash_ids` in all lines has no shared prefixes.
 
@@ -378,20 +376,16 @@ def _too_long(path: Path, number: int) -> str:
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
-        with _open(path) as file:
+        with open_packed(path) as file:
             while line := file.readline(_LONGEST_BYTES + 1):
                 number += 1
                 if len(line) > _LONGEST_BYTES:
                     raise TraceError(_too_long(path, number))
                 yield number, line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         raise TraceError(
             f"{path}: the compressed file breaks off or is damaged after line {number} ({error})"
         ) from None
-
-
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _lies_on(arrivals: NDArray[np.float64], bucket: float) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from lmetric.packed import packed
 from lmetric.sim.traces.formats import FORMATS
 from lmetric.sim.traces.trace import FINISH, Trace
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` as Mooncake's JSON lines. Files with the extension ``.gz`` are compressed.
+    """Write `trace` as Mooncake's JSON lines. Files with the extension ``.gz``,
+    ``.xz`` or ``.zst`` are compressed.
 
     `load_trace` reads the same columns again, with arrivals and think times to the microsecond.
     Every line has the four keys of Mooncake's format. Additional keys (module `formats`) appear
@@ -22,7 +23,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     """
     path = Path(path)
     text = b"".join(_lines(trace))
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    path.write_bytes(packed(text, path))
 
 
 def _lines(trace: Trace) -> list[bytes]:

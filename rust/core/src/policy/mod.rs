@@ -22,6 +22,7 @@ policies! {
     lmetric,
     lmetric_pull,
     lmetric_seconds,
+    total_delay,
     planner,
     round_robin,
     random,
