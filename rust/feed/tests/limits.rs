@@ -52,7 +52,7 @@ impl Bed {
         self.feed.status(name).remove(0)
     }
 
-    /// Waits for the end of the thread's turn, with all that was due.
+    /// Waits until the thread has visited every connection that is due.
     fn settle(&self) {
         for _ in 0..2 {
             assert!(!self.feed.unsubscribe("nobody").unwrap());
