@@ -530,6 +530,7 @@ def test_wrong_addresses_are_refused_with_what_would_be_right(bed: Bed) -> None:
         ("http://host:1", "an engine's address"),
         ("tcp://host", "an engine's address"),
         ("ipc:///\0", "an engine's address"),
+        ("ipc:///" + 200 * "x", "an engine's address"),
     ]:
         with pytest.raises(lm.BadValueError, match=f"endpoint of e0: .*{what}"):
             bed.feed.subscribe("e0", endpoint)
@@ -607,7 +608,7 @@ def test_engines_find_a_place_among_strangers(bed: Bed) -> None:
     bed.feed.subscribe("e0", endpoint, bind=True)
     with contextlib.ExitStack() as open_ones:
         strangers = [
-            open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(100)
         ]
         with publisher(f"connect {endpoint}", replay=False) as engine:
             until(lambda: engine.heard() and bed.status()["connected"])
@@ -617,6 +618,31 @@ def test_engines_find_a_place_among_strangers(bed: Bed) -> None:
             stranger.settimeout(PATIENCE_SECONDS)
             while stranger.recv(1000):
                 pass
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
+
+
+def test_strangers_do_not_displace_an_engine_in_its_handshake(bed: Bed) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    bed.feed.subscribe("e0", f"tcp://127.0.0.1:{port}", bind=True)
+    with contextlib.ExitStack() as open_ones:
+        engine, *others = [
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+        ]
+        engine.sendall(GREETING + READY)
+        until(lambda: bed.status()["connected"])
+        # A message without end costs the publisher its connection, and its engine learns why.
+        engine.sendall(b"\x01\0" * 17)
+        until(lambda: not bed.status()["connected"])
+        assert "more than 16 frames" in bed.status()["last_error"]
+        # As many as have finished their handshakes are bounded, too.
+        for stranger in others:
+            stranger.sendall(GREETING + READY)
+        until(lambda: bed.status()["connected"])
+        assert bed.status()["connections"] <= 1 + 4
 
 
 def test_who_is_no_publisher_is_named(bed: Bed) -> None:

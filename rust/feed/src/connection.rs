@@ -8,8 +8,8 @@ use std::cell::RefCell;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::unix::fs::FileTypeExt;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
 
 /// Bytes read at a time.
 pub(crate) const CHUNK_BYTES: usize = 64 << 10;
@@ -57,31 +57,36 @@ impl Endpoint {
 /// Services of the thread for its connections.
 pub struct Net {
     registry: Registry,
-    questions: OnceLock<Sender<(usize, String, u16)>>,
+    questions: parking_lot::Mutex<Option<Sender<(usize, String, u16)>>>,
     answer: Arc<dyn Fn(usize, Vec<SocketAddr>) + Send + Sync>,
 }
 
 impl Net {
     /// `answer` gets the addresses of a name (none: it has none) for a token, on another thread.
     pub fn new(registry: Registry, answer: impl Fn(usize, Vec<SocketAddr>) + Send + Sync + 'static) -> Net {
-        Net { registry, questions: OnceLock::new(), answer: Arc::new(answer) }
+        Net { registry, questions: Default::default(), answer: Arc::new(answer) }
     }
 
-    /// Looks up a name. The threads start with the first name: most engines have addresses.
-    fn look_up(&self, token: usize, host: &str, port: u16) {
-        let questions = self.questions.get_or_init(|| {
-            let (questions, asked) = channel();
+    /// Looks up a name. The threads start with the first name: most engines have addresses. Returns
+    /// whether there will be an answer: not if no thread could start.
+    fn look_up(&self, token: usize, host: &str, port: u16) -> bool {
+        let mut questions = self.questions.lock();
+        let sender = questions.get_or_insert_with(|| {
+            let (sender, asked) = channel();
             let asked = Arc::new(parking_lot::Mutex::new(asked));
             for _ in 0..LOOKUPS {
                 let (asked, answer) = (asked.clone(), self.answer.clone());
                 let work = move || look_up(&asked, &*answer);
-                // Without threads, no name is found: the connection tries again.
+                // One thread is enough.
                 let _ = std::thread::Builder::new().name("lmetric-names".into()).spawn(work);
             }
-            questions
+            sender
         });
-        // It fails if no thread could start.
-        let _ = questions.send((token, host.into(), port));
+        let is_sent = sender.send((token, host.into(), port)).is_ok();
+        if !is_sent {
+            *questions = None; // the next question starts threads
+        }
+        is_sent
     }
 }
 
@@ -203,9 +208,6 @@ impl Connection {
 
     /// Returns what has arrived. Reads at most [`CHUNK_BYTES`].
     pub fn next(&mut self, now: f64) -> Event {
-        if let Err(end) = self.send() {
-            self.end.get_or_insert(end);
-        }
         let was_ready = self.is_ready();
         // Bytes that arrived before the end come first.
         match self.reader.read() {
@@ -213,15 +215,17 @@ impl Connection {
             Ok(Item::Ready) => {
                 self.check_at = now + HEARTBEAT_SECONDS;
                 self.talk.message(&mut self.output);
-                if let Err(end) = self.send() {
-                    self.end.get_or_insert(end);
-                }
                 return Event::Ready;
             }
             Ok(Item::Nothing) => {
+                // After the bytes so far: the peer waits for the answers to its heartbeats.
+                if let Err(end) = self.send() {
+                    self.end.get_or_insert(end);
+                }
                 if self.end.is_none() && self.read() {
                     return Event::Busy;
                 }
+                self.reader.shrink();
                 if self.end.is_none() && now >= self.check_at {
                     self.check(now);
                 }
@@ -243,6 +247,8 @@ impl Connection {
         self.check_at = now + HEARTBEAT_SECONDS;
         if !self.is_ready() {
             self.end = Some(End::Unreachable);
+        } else if !self.reader.answers_heartbeats() {
+            // Its silence means nothing.
         } else if !std::mem::take(&mut self.is_alive) {
             self.end = Some(End::Lost);
         } else if self.output.is_empty() {
@@ -336,6 +342,19 @@ impl Dial {
         Dial { endpoint, talk, token, tries: 0, state: State::Waiting(f64::NEG_INFINITY) }
     }
 
+    /// Says something else, on another connection. A delay or a look-up of its name goes on. A
+    /// connection without a handshake counts as a failed attempt.
+    pub fn say(&mut self, talk: Talk) {
+        self.talk = talk;
+        if let State::Open(connection) = &self.state {
+            if connection.is_ready() {
+                self.state = State::Waiting(f64::NEG_INFINITY);
+            } else {
+                self.wait(connection.deadline() - HANDSHAKE_SECONDS);
+            }
+        }
+    }
+
     /// Returns whether the handshake is over.
     pub fn is_ready(&self) -> bool {
         matches!(&self.state, State::Open(connection) if connection.is_ready())
@@ -398,10 +417,8 @@ impl Dial {
         match &self.endpoint {
             Endpoint::Tcp(host, port) => match host.parse::<IpAddr>() {
                 Ok(host) => self.open_tcp(SocketAddr::new(host, *port), net, now),
-                Err(_) => {
-                    net.look_up(self.token, host, *port);
-                    self.state = State::LookingUp;
-                }
+                Err(_) if net.look_up(self.token, host, *port) => self.state = State::LookingUp,
+                Err(_) => self.wait(now),
             },
             Endpoint::Ipc(path) => {
                 let stream = unix_address(path).and_then(|address| UnixStream::connect_addr(&address));
@@ -500,11 +517,54 @@ impl Drop for Listener {
     }
 }
 
-fn unix_address(path: &str) -> io::Result<std::os::unix::net::SocketAddr> {
+pub(crate) fn unix_address(path: &str) -> io::Result<std::os::unix::net::SocketAddr> {
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::SocketAddr;
     match path.strip_prefix('@') {
         Some(name) => SocketAddr::from_abstract_name(name),
         None => SocketAddr::from_pathname(path),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An engine that makes the feed ask all the time does not fill the queue of names.
+    #[test]
+    fn a_name_is_looked_up_once_at_a_time() {
+        let poll = mio::Poll::new().expect("a poll");
+        let (answers, answered) = channel();
+        let net = Net::new(poll.registry().try_clone().expect("a registry"), move |token, _| {
+            let _ = answers.send(token);
+        });
+        let mut dial = Dial::new(Endpoint::Tcp("localhost".into(), 1), Talk::Ask(0), 7);
+        for from in 0..100 {
+            assert_eq!(dial.next(&net, 0.0), Event::Idle);
+            dial.say(Talk::Ask(from));
+        }
+        drop(net); // the threads end after the last question
+        assert_eq!(answered.iter().collect::<Vec<_>>(), [7]);
+    }
+
+    #[test]
+    fn another_request_without_a_handshake_tries_the_next_address() {
+        let poll = mio::Poll::new().expect("a poll");
+        let net = Net::new(poll.registry().try_clone().expect("a registry"), |_, _| ());
+        // Connections are made, and nobody speaks.
+        let doors = ["127.0.0.1:0"; 2].map(|door| std::net::TcpListener::bind(door).expect("a port"));
+        let addresses = doors.each_ref().map(|door| door.local_addr().expect("an address"));
+        let mut dial = Dial::new(Endpoint::Tcp("localhost".into(), 1), Talk::Ask(0), 7);
+        for (now, door) in [(0.0, &doors[0]), (2.0, &doors[1]), (4.0, &doors[0])] {
+            dial.next(&net, now);
+            dial.found(&addresses, &net, now);
+            drop(door.accept().expect("a connection"));
+            // Asked all the time, it tries again after its delay.
+            for _ in 0..100 {
+                dial.say(Talk::Ask(1));
+                dial.next(&net, now);
+            }
+            assert!(dial.deadline().is_some_and(|at| at > now && at <= now + MAX_RETRY_SECONDS));
+        }
     }
 }

@@ -20,6 +20,8 @@ pub const RUN: usize = 64;
 pub const TURN_STEPS: u64 = 1 << 15;
 /// Bytes of a message that count as one step, so that reading it alone has its cost.
 const BYTES_PER_STEP: usize = 1024;
+/// Steps of a read from a replay's connection, so that a turn has as many as of another connection.
+const READ_STEPS: u64 = TURN_STEPS / RUN as u64;
 /// Bytes of a replay that wait in the feed. Publishers drop messages of a replay that they cannot
 /// send at once.
 const REPLAY_BYTES: usize = 8 << 20;
@@ -83,7 +85,10 @@ impl Sink for Hands {
     fn ask(&mut self, from: u64) {
         // Each request has its own connection, so every message on it answers this request.
         let Line { endpoint, dial, id, .. } = &mut self.line;
-        *dial = endpoint.clone().map(|endpoint| Dial::new(endpoint, Talk::Ask(from), *id));
+        match dial {
+            Some(dial) => dial.say(Talk::Ask(from)),
+            None => *dial = endpoint.clone().map(|endpoint| Dial::new(endpoint, Talk::Ask(from), *id)),
+        }
     }
 
     fn is_spent(&self) -> bool {
@@ -134,10 +139,12 @@ impl Blocks {
                 }
                 event => {
                     self.hands.line.dial = Some(dial);
-                    if event == Event::Idle {
-                        break;
+                    match event {
+                        Event::Idle => break,
+                        // Commands without end have their cost, too.
+                        Event::Busy => self.hands.read += READ_STEPS,
+                        _ => self.hands.spend(&[]),
                     }
-                    self.hands.spend(&[]);
                     continue;
                 }
             }
@@ -252,6 +259,11 @@ impl Source {
         }
     }
 
+    /// Handles the end of one of several publishers that broke a rule.
+    pub fn broken(&mut self, reason: &str) {
+        self.tally_mut().last_error = Some(format!("a publisher was disconnected: {reason}"));
+    }
+
     /// Handles the end of a connection that never spoke the protocol.
     pub fn refused(&mut self, reason: &str) {
         let refused = format!("{reason}: is this the engine's port for KV events?");
@@ -342,6 +354,10 @@ impl Source {
         if let (Kind::Blocks(blocks), None) = (&mut self.kind, self.rest_until) {
             blocks.hear_replay(now);
             blocks.stream.tick(now, &mut blocks.hands);
+            if !blocks.stream.is_asking() {
+                // An answer comes too late.
+                blocks.hands.line.dial = None;
+            }
         }
     }
 

@@ -178,6 +178,11 @@ impl Stream {
         }
     }
 
+    /// Returns whether a replay request is in progress.
+    pub fn is_asking(&self) -> bool {
+        self.replay.is_some()
+    }
+
     /// Returns when [`Stream::tick`] has something to do; 0: at once.
     pub fn deadline(&self) -> Option<f64> {
         if self.release.is_some() {

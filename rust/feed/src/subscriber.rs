@@ -8,7 +8,7 @@
 //! Engines are not trusted with each other's events. A source has [`crate::source::TURN_STEPS`] per
 //! turn. A source that exceeds a limit is ignored for a while, and its connection is closed.
 use crate::apply::Applier;
-use crate::connection::{Connection, Dial, End, Endpoint, Event, Listener, Net};
+use crate::connection::{Connection, Dial, End, Endpoint, Event, Listener, Net, unix_address};
 use crate::heartbeat::Heartbeat;
 use crate::source::{Blocks, Kind, Line, RUN, Source};
 use crate::status::Status;
@@ -20,7 +20,7 @@ use mio::{Events, Poll, Token, Waker};
 use parking_lot::Mutex;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -36,6 +36,9 @@ const RETRY_SECONDS: f64 = 1.0;
 /// Publishers that may be connected to an address that the router binds, beside two for each
 /// source: the second is the old connection of an engine that has just restarted.
 const MORE_PEERS: usize = 2;
+/// Connections to such an address that may wait for the end of their handshake. As many as are
+/// accepted in one turn, so that each has its chance.
+const MAX_STRANGERS: usize = RUN;
 
 /// Subscription to one rank of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -410,14 +413,17 @@ impl Worker {
 
     /// Accepts the publishers that wait at a link's address.
     fn accept(&mut self, link_id: usize, now: f64) {
-        let Some(Link { door: Door::In(listener, peers), sources, .. }) = self.links.get_mut(&link_id) else {
+        let Some(Link { door: Door::In(listener, peers), .. }) = self.links.get_mut(&link_id) else {
             return;
         };
         let mut again_at = None;
+        self.pending.insert(link_id);
         for _ in 0..RUN {
             let id = self.ids + 1;
             let peer = match listener.accept(&self.net, id, now) {
                 Ok(peer) => peer,
+                // It has left the queue: others wait behind it.
+                Err(error) if is_of_peer(&error) => continue,
                 Err(error) => {
                     self.pending.remove(&link_id);
                     // Else the system lacks files.
@@ -425,11 +431,10 @@ impl Worker {
                     break;
                 }
             };
-            self.pending.insert(link_id);
-            if peers.len() >= 2 * sources.len() + MORE_PEERS {
-                // It takes the place of a stranger.
-                let stranger = peers.iter().find(|(_, peer)| !peer.is_ready()).map(|(id, _)| *id);
-                let Some(stranger) = stranger else { continue };
+            let mut strangers = peers.iter().filter(|(_, peer)| !peer.is_ready()).map(|(id, _)| *id);
+            let first = strangers.next();
+            if let Some(stranger) = first.filter(|_| strangers.count() + 1 >= MAX_STRANGERS) {
+                // It takes the place of the first one.
                 peers.remove(&stranger);
                 self.link_of.remove(&stranger);
                 self.pending.remove(&stranger);
@@ -671,6 +676,13 @@ impl Link {
                 Event::Idle => return Left::Nothing,
                 Event::Busy => {}
                 Event::Ready => {
+                    let most = 2 * self.sources.len() + MORE_PEERS;
+                    if let Door::In(_, peers) = &mut self.door
+                        && peers.values().filter(|peer| peer.is_ready()).count() > most
+                    {
+                        peers.remove(&id);
+                        return Left::Gone;
+                    }
                     self.sources.values_mut().for_each(|source| source.connected(self.bound, now));
                     self.changed.extend(self.sources.keys());
                 }
@@ -705,6 +717,10 @@ impl Link {
         }
         let is_connected = self.is_connected();
         for source in self.sources.values_mut() {
+            if let (End::Broken(reason), true) = (&end, self.bound) {
+                source.broken(reason);
+                self.changed.insert(source.id);
+            }
             match &end {
                 End::Lost | End::Broken(_) if !is_connected => source.disconnected(),
                 End::Refused(reason) if !self.bound => source.refused(reason),
@@ -753,6 +769,11 @@ impl Link {
     }
 }
 
+/// Returns whether an error of `accept` is one of the accepted connection.
+fn is_of_peer(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted)
+}
+
 /// Reads an address.
 fn read_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<Endpoint, CoreError> {
     let expected = if bind {
@@ -761,7 +782,12 @@ fn read_endpoint(what: &str, endpoint: &str, bind: bool) -> Result<Endpoint, Cor
         "an engine's address, such as tcp://10.0.0.7:5557 or ipc:///run/kv (no wildcard: that is what the engine binds)"
     };
     let wild = !bind && ["://*", "://0.0.0.0:", "://[::]:"].iter().any(|w| endpoint.contains(w));
+    let is_possible = |endpoint: &Endpoint| match endpoint {
+        Endpoint::Tcp(..) => true,
+        Endpoint::Ipc(path) => unix_address(path).is_ok(), // not too long
+    };
     let read = Endpoint::parse(endpoint, bind).filter(|_| !wild && !endpoint.contains('\0'));
+    let read = read.filter(is_possible);
     read.ok_or_else(|| bad(what, format!("{endpoint:?}"), expected))
 }
 

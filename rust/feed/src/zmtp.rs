@@ -14,7 +14,7 @@ pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
 pub const MAX_FRAMES: usize = 16;
 /// Maximum size of the command that ends the handshake.
 const MAX_READY_BYTES: usize = 8 << 10;
-/// Capacity that an empty buffer keeps. Most of 10,000 engines are silent at a time.
+/// Capacity that the buffer of a silent peer keeps. Most of 10,000 engines are silent at a time.
 const KEPT_BYTES: usize = 8 << 10;
 /// Maximum bytes of answers to the peer's heartbeats that wait to be sent. Answers beyond are left
 /// out, for a peer that does not read them.
@@ -125,6 +125,8 @@ enum Phase {
 pub struct Reader {
     talk: Talk,
     phase: Phase,
+    /// The peer's version is 3.1 or later.
+    answers_heartbeats: bool,
     bytes: Vec<u8>,
     /// End of the bytes that are handled.
     start: usize,
@@ -151,6 +153,7 @@ impl Reader {
         Reader {
             talk,
             phase: Phase::Greeting,
+            answers_heartbeats: false,
             bytes: Vec::new(),
             start: 0,
             at: 0,
@@ -165,6 +168,11 @@ impl Reader {
     /// Returns whether the handshake is over.
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Traffic
+    }
+
+    /// Returns whether the peer answers heartbeats. ZMTP 3.0 has none, so an idle peer is silent.
+    pub fn answers_heartbeats(&self) -> bool {
+        self.answers_heartbeats
     }
 
     /// Returns the number of bytes that wait.
@@ -199,9 +207,19 @@ impl Reader {
         for frame in &mut self.frames[..self.count] {
             *frame = frame.start - start..frame.end - start;
         }
-        if self.bytes.is_empty() && self.bytes.capacity() > KEPT_BYTES {
-            self.bytes = Vec::new();
+    }
+
+    /// Frees memory of a reader that waits for more bytes.
+    pub fn shrink(&mut self) {
+        self.release();
+        if self.bytes.len() <= KEPT_BYTES {
+            self.bytes.shrink_to(KEPT_BYTES);
         }
+    }
+
+    /// Returns the bytes that the buffer takes.
+    pub fn capacity(&self) -> usize {
+        self.bytes.capacity()
     }
 
     /// Returns what the bytes so far hold next.
@@ -264,6 +282,7 @@ impl Reader {
         if bytes.len() < GREETING_BYTES {
             return Ok(false);
         }
+        self.answers_heartbeats = (bytes[10], bytes[11]) >= (3, 1);
         (self.start, self.at) = (GREETING_BYTES, GREETING_BYTES);
         Ok(true)
     }

@@ -13,11 +13,14 @@ use lmetric_feed::{EventFeed, Subscription};
 use publisher::Publisher;
 use rmp::encode as pack;
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 const BLOCK: usize = 16;
+/// A failure, not a delay that a slow machine has.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Bed {
     feed: EventFeed,
@@ -49,6 +52,13 @@ impl Bed {
         self.feed.status(name).remove(0)
     }
 
+    /// Waits until the thread has visited every connection that is due.
+    fn settle(&self) {
+        for _ in 0..2 {
+            assert!(!self.feed.unsubscribe("nobody").unwrap());
+        }
+    }
+
     fn until(&self, name: &str, what: impl Fn(&Status) -> bool) -> Status {
         loop {
             let status = self.status(name);
@@ -67,7 +77,12 @@ struct Engine {
 
 impl Engine {
     fn new(bed: &Bed, name: &str) -> Engine {
+        Engine::of_version(1, bed, name)
+    }
+
+    fn of_version(minor: u8, bed: &Bed, name: &str) -> Engine {
         let mut engine = Engine { publisher: Publisher::new(), next: 0 };
+        engine.publisher.minor = minor;
         let endpoint = engine.publisher.endpoint();
         bed.feed.subscribe(name, Subscription { endpoint, ..Subscription::default() }).unwrap();
         engine.await_subscriber(bed, name);
@@ -181,4 +196,57 @@ fn a_silent_peer_is_asked_for_a_sign_of_life() {
     bed.pass(1);
     engine.await_subscriber(&bed, "good");
     assert_eq!(bed.status("good").connections, 2);
+}
+
+/// A publisher with heartbeats ends connections whose answer comes with its next question.
+#[test]
+fn heartbeats_are_answered_at_once() {
+    let bed = Bed::new();
+    let mut engine = Engine::new(&bed, "good");
+    let peer = engine.publisher.accepted();
+    peer.set_read_timeout(Some(PATIENCE)).unwrap();
+    for context in [b"one", b"two"] {
+        peer.write_all(b"\x04\x0a\x04PING\0\x05").unwrap();
+        peer.write_all(context).unwrap();
+        let mut told = [0; 10];
+        peer.read_exact(&mut told).unwrap();
+        assert_eq!(told, *[b"\x04\x08\x04PONG", &context[..]].concat());
+    }
+}
+
+/// ZMTP 3.0 has no heartbeats: nothing answers for an idle engine.
+#[test]
+fn silence_of_an_older_publisher_means_nothing() {
+    let bed = Bed::new();
+    let mut engine = Engine::of_version(0, &bed, "good");
+    for _ in 0..5 {
+        bed.pass(6);
+        bed.settle();
+    }
+    let status = bed.status("good");
+    assert_eq!((status.connected, status.connections), (true, 1));
+    engine.publish(1);
+    bed.until("good", |s| s.tally.events == 1);
+}
+
+/// Its answer would come too late, and cost its reading.
+#[test]
+fn a_replay_that_was_given_up_has_no_connection() {
+    let bed = Bed::new();
+    let mut publisher = Publisher::new();
+    let replay = TcpListener::bind("127.0.0.1:0").unwrap();
+    let subscription = Subscription {
+        endpoint: publisher.endpoint(),
+        replay_endpoint: Some(format!("tcp://{}", replay.local_addr().unwrap())),
+        ..Subscription::default()
+    };
+    bed.feed.subscribe("good", subscription).unwrap();
+    publisher.accept();
+    for _ in 0..3 {
+        let (mut request, _) = replay.accept().unwrap();
+        bed.pass(3);
+        request.set_read_timeout(Some(PATIENCE)).unwrap();
+        request.read_to_end(&mut Vec::new()).unwrap();
+    }
+    assert_eq!(bed.until("good", |s| s.counts.unanswered == 1).standing.name(), "incomplete");
 }

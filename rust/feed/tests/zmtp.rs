@@ -122,6 +122,26 @@ fn a_message_is_bounded_in_bytes_and_in_frames() {
     assert_eq!(refused(&bytes), format!("a message of more than {MAX_FRAMES} frames"));
 }
 
+/// Most engines are silent at a time: their buffers do not stay as large as their largest message.
+#[test]
+fn silent_peers_keep_small_buffers() {
+    for rest in [&b""[..], b"\0\x05begun"] {
+        let mut reader = Reader::new(Talk::Subscribe);
+        let mut bytes = hello(b"NULL", b"PUB");
+        frame(&mut bytes, 0, &vec![7; 1 << 20]);
+        bytes.extend(&rest[..rest.len().min(4)]);
+        bytes.chunks(1 << 16).for_each(|piece| reader.push(piece));
+        while reader.read() != Ok(Item::Nothing) {}
+        reader.shrink();
+        assert!(reader.capacity() <= 8 << 10, "{} bytes", reader.capacity());
+        reader.push(rest.get(4..).unwrap_or_default());
+        if !rest.is_empty() {
+            assert_eq!(reader.read(), Ok(Item::Message));
+            assert_eq!(reader.message()[0], b"begun");
+        }
+    }
+}
+
 #[test]
 fn answers_to_heartbeats_are_bounded() {
     let mut reader = Reader::new(Talk::Subscribe);

@@ -5,12 +5,14 @@ use std::net::{TcpListener, TcpStream};
 /// A publisher and its subscribers.
 pub struct Publisher {
     listener: TcpListener,
+    /// Minor version of ZMTP 3.
+    pub minor: u8,
     subscribers: Vec<TcpStream>,
 }
 
 impl Publisher {
     pub fn new() -> Publisher {
-        Publisher { listener: TcpListener::bind("127.0.0.1:0").unwrap(), subscribers: Vec::new() }
+        Publisher { listener: TcpListener::bind("127.0.0.1:0").unwrap(), minor: 1, subscribers: Vec::new() }
     }
 
     pub fn endpoint(&self) -> String {
@@ -21,7 +23,7 @@ impl Publisher {
     pub fn accept(&mut self) {
         let (mut peer, _) = self.listener.accept().unwrap();
         let mut hello = vec![0; 64];
-        (hello[0], hello[9], hello[10], hello[11]) = (0xff, 0x7f, 3, 1);
+        (hello[0], hello[9], hello[10], hello[11]) = (0xff, 0x7f, 3, self.minor);
         hello[12..16].copy_from_slice(b"NULL");
         hello.extend(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
         peer.write_all(&hello).unwrap();
