@@ -597,7 +597,7 @@ def test_a_unix_socket_to_connect_to(bed: Bed, tmp_path: Path) -> None:
         engine.publish(stored([1], [1] * BLOCK))
         bed.settle(engine, "live")
     bed.feed.unsubscribe("e0")
-    assert not path.exists()
+    bed.feed.subscribe("e0", f"ipc://{path}", bind=True)  # the file may be another router's by now
 
 
 def test_engines_find_a_place_among_strangers(bed: Bed) -> None:

@@ -447,8 +447,7 @@ impl Dial {
 
 enum Door {
     Tcp(TcpListener),
-    /// The file of the socket, if it has one, is removed in the end.
-    Ipc(UnixListener, Option<String>),
+    Ipc(UnixListener),
 }
 
 /// A socket that publishers connect to.
@@ -486,12 +485,12 @@ impl Listener {
                     std::fs::remove_file(path)?;
                 }
                 let listener = UnixListener::bind_addr(&unix_address(path)?)?;
-                Door::Ipc(listener, is_file.then(|| path.clone()))
+                Door::Ipc(listener)
             }
         };
         match &mut door {
             Door::Tcp(listener) => net.registry.register(listener, Token(token), Interest::READABLE)?,
-            Door::Ipc(listener, _) => net.registry.register(listener, Token(token), Interest::READABLE)?,
+            Door::Ipc(listener) => net.registry.register(listener, Token(token), Interest::READABLE)?,
         }
         Ok(Listener { door })
     }
@@ -503,17 +502,9 @@ impl Listener {
     pub fn accept(&self, net: &Net, token: usize, now: f64) -> io::Result<Connection> {
         let stream = match &self.door {
             Door::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
-            Door::Ipc(listener, _) => Stream::Ipc(listener.accept()?.0),
+            Door::Ipc(listener) => Stream::Ipc(listener.accept()?.0),
         };
         Connection::new(stream, Talk::Subscribe, net, token, now)
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Door::Ipc(_, Some(path)) = &self.door {
-            let _ = std::fs::remove_file(path); // it may be gone
-        }
     }
 }
 
