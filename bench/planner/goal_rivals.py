@@ -42,8 +42,8 @@ KNOBS: dict[str, Mapping[str, Sequence[float]]] = {
     "ils": {},
     "ils_requests": {},
 }
-# Policies that read handoffs, are the planner itself, or must lose.
-LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst", "lmetric_seconds")
+# Policies that read handoffs, are the planner itself, must lose, or came after the study.
+LEFT_OUT = ("sibyl", "sibyl_plus", "planner", "always_worst", "lmetric_seconds", "total_delay")
 # Without known lengths, star_dispatch equals least_tokens. sibyl builds on ils. llumnix moves
 # nothing unless memory is short.
 DECODES = ("least_requests", "sibyl", "sibyl_plus", "least_tokens")
