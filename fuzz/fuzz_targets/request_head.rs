@@ -39,13 +39,24 @@ fuzz_target!(|data: &[u8]| {
     let fields = fields(text);
     let of = |name: &[u8]| -> Vec<&[u8]> { fields.iter().filter(|f| f.0 == name).map(|f| f.1).collect() };
     let lengths = of(b"content-length");
-    // aiohttp reads the heads of bodies that are only framed here: HTTP/1.0, chunks.
+    let codings = of(b"transfer-encoding");
+    match request.kind {
+        Kind::Plain | Kind::Framed => {
+            assert!(codings.is_empty() && lengths.len() <= 1);
+            let length = lengths.first().map(|n| std::str::from_utf8(n).expect("digits"));
+            assert!(length.is_none_or(|n| n.bytes().all(|byte| byte.is_ascii_digit())));
+            assert_eq!(length.map_or(0, |n| n.parse().expect("a length")), request.length);
+        }
+        Kind::Chunked => {
+            assert_eq!((words[2], codings.len(), lengths.len()), (b"HTTP/1.1".as_slice(), 1, 0));
+            assert!(codings[0].eq_ignore_ascii_case(b"chunked"));
+            assert_eq!(request.length, 0);
+        }
+        Kind::Other => assert_eq!(request.length, 0),
+    }
     if request.kind == Kind::Plain {
         assert_eq!(words[2], b"HTTP/1.1");
-        assert!(of(b"transfer-encoding").is_empty() && of(b"upgrade").is_empty() && lengths.len() <= 1);
-        let length = lengths.first().map(|n| std::str::from_utf8(n).expect("digits"));
-        assert!(length.is_none_or(|n| n.bytes().all(|byte| byte.is_ascii_digit())));
-        assert_eq!(length.map_or(0, |n| n.parse().expect("a length")), request.length);
+        assert!(of(b"upgrade").is_empty());
         assert_eq!((words[0], lengths.len(), of(b"host").len()), (b"POST".as_slice(), 1, 1));
         assert!(of(b"expect").is_empty() && of(b"content-encoding").is_empty());
         assert!(request.target.starts_with(b"/") && request.target.iter().all(u8::is_ascii_graphic));

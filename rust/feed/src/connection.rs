@@ -26,7 +26,7 @@ const MAX_RETRY_SECONDS: f64 = 2.0;
 const LOOKUPS: usize = 4;
 
 thread_local! {
-    /// Where bytes are read to before a reader keeps what it needs.
+    /// Buffer that bytes are read to. A reader copies those that it needs.
     static CHUNK: RefCell<Box<[u8]>> = RefCell::new(vec![0; CHUNK_BYTES].into());
 }
 
@@ -196,14 +196,9 @@ impl Connection {
         self.check_at
     }
 
-    /// Reads up to `limit` bytes that are not handled. Returns whether it reached the limit.
-    pub fn read_ahead(&mut self, limit: usize) -> bool {
-        while self.reader.waiting_bytes() < limit {
-            if !self.read() {
-                return false;
-            }
-        }
-        true
+    /// Reads until `limit` bytes wait, or nothing more has arrived.
+    pub fn read_ahead(&mut self, limit: usize) {
+        while self.reader.waiting_bytes() < limit && self.read() {}
     }
 
     /// Returns what has arrived. Reads at most [`CHUNK_BYTES`].
@@ -278,11 +273,7 @@ impl Connection {
         CHUNK.with_borrow_mut(|chunk| {
             loop {
                 match self.stream.read(chunk) {
-                    Ok(0) if self.is_ready() => self.end = Some(End::Lost),
-                    Ok(0) => {
-                        let reason = "a connection ended before ZMTP's handshake";
-                        self.end = Some(End::Refused(reason.into()));
-                    }
+                    Ok(0) => self.end = Some(self.ended(true)),
                     Ok(length) => {
                         self.is_alive = true;
                         self.reader.push(&chunk[..length]);

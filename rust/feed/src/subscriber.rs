@@ -222,7 +222,7 @@ fn closed() -> CoreError {
     bad("event feed", "a call after close()", "one that is open")
 }
 
-/// Where a link's messages come from.
+/// Source of a link's messages.
 enum Door {
     /// The engine; its connection has the link's token. Closed while its source is ignored.
     Out(Dial),
