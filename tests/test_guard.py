@@ -42,23 +42,16 @@ def by_hits(columns: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("policy", "on", "why"),
     [
-        ("lmetric", True, "policy lmetric declares guard: on"),
-        ("lmetric_pull", True, "policy lmetric_pull declares guard: on"),
-        ("lmetric_seconds", True, "policy lmetric_seconds declares guard: on"),
-        ("planner", True, "policy planner declares guard: on"),
-        ("linear", False, "policy linear declares guard: off"),  # as published, without one
-        ("p_token * (bs + 1)", True, r"policy expression reads prefix hits \(p_token\)"),
-        (lm.P_TOKEN * (lm.BS + 1), True, "prefix hits"),
-        (lm.Policy("bs", filter="kv_hit > 0", name="mine"), True, r"policy mine .*prefix hits \(kv_hit\)"),
-        ("predicted_ttft_seconds", True, "predicted_ttft_seconds"),
-        ("4 * q_bs + r_bs", False, "policy expression reads no prefix hits"),
+        ("lmetric", False, "the default"),
+        ("planner", False, "the default"),
+        ("p_token * (bs + 1)", False, "the default"),
+        (lm.P_TOKEN * (lm.BS + 1), False, "the default"),
         (lm.Policy("p_token", guard=False), False, "policy expression declares guard: off"),
         (lm.Policy("bs", guard=True), True, "policy expression declares guard: on"),
         (lm.Policy.from_config({"score": "p_token", "guard": False}), False, "declares guard: off"),
         (lm.Policy.from_config({"score": "bs", "guard": "on"}), True, "declares guard: on"),
-        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS]), True, r"prefix hits \(new_tokens\)"),
-        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS], guard=False), False, "declares guard: off"),
-        (lm.policy_function(lambda c: c["bs"], reads=[lm.BS]), False, "no prefix hits"),
+        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS]), False, "the default"),
+        (lm.policy_function(by_hits, reads=[lm.NEW_TOKENS], guard=True), True, "declares guard: on"),
     ],
     ids=str,
 )
@@ -77,10 +70,10 @@ def test_a_guard_that_was_switched_stays_so_under_another_policy() -> None:
     router = lm.Router("lmetric")
     router.configure(guard=False)
     assert router.guard_reason == "the setting `guard` is off"
-    router.set_policy("planner")  # declares guard: on
+    router.set_policy(lm.Policy("p_token", guard=True))
     assert not router.stats()["guard_on"]
     router.configure(guard=True)
-    router.set_policy("least_requests")  # declares guard: off
+    router.set_policy(lm.Policy("p_token", guard=False))
     assert router.stats()["guard_on"]
     assert router.guard_reason == "the setting `guard` is on"
 
@@ -114,18 +107,21 @@ def played(policy: Any = "p_token * (bs + 1)", **settings: Any) -> Run:
 
 def test_an_expression_is_guarded_in_simulations_too() -> None:
     """Rust B4: the same score by name and as an expression does the same."""
-    named, written = played("lmetric"), played()
+    named, written = played("lmetric", guard=True), played(guard=True)
     assert named.guard_alarms == written.guard_alarms > 0
     assert named.guard_filters == written.guard_filters > 0
     assert np.array_equal(named.instance, written.instance)
-    assert played(guard=False).guard_alarms == 0
-    assert played(lm.Policy("p_token * (bs + 1)", guard=False)).guard_alarms == 0
+    assert played().guard_alarms == 0
+    assert played(lm.Policy("p_token * (bs + 1)", guard=True)).guard_alarms == named.guard_alarms
 
 
 def test_every_setting_of_the_guard_is_there_with_one_default() -> None:
     """Fidelity gap 12: the configuration has all of the router's settings, with its defaults."""
-    assert dataclasses.asdict(lm.Guard()) == {"enabled": None, **SETTINGS}
-    assert PoolSettings().guard == lm.Guard()
+    assert dataclasses.asdict(lm.Guard()) == {"enabled": True, **SETTINGS}
+    assert PoolSettings().guard is None
+    assert PoolSettings.model_validate({"guard": {"window_seconds": 15}}).guard == lm.Guard()
+    assert PoolSettings.model_validate({"guard": "on"}).guard == lm.Guard()
+    assert PoolSettings.model_validate({"guard": "off"}).guard == lm.Guard(enabled=False)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

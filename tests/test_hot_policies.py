@@ -186,8 +186,14 @@ def test_a_policy_is_replaced_and_everything_else_stays(mine: Path) -> None:
     made = fleet("lmetric")
     open_tickets = [made.route(lm.Request(text=f"{i} " * 400))[1] for i in range(9)]
     before = {name: made.stats()[name] for name in ("index_bytes", "in_flight", "decisions")}
-    assert (made.stats()["guard_on"], made.guard_reason) == (True, "policy lmetric declares guard: on")
-    for policy, guard in (("round_robin", False), (f"{mine}:score", True), ("bs", False), ("sibyl", False)):
+    assert (made.stats()["guard_on"], made.guard_reason) == (False, "the default")
+    guarded = lm.Policy("bs", guard=True)
+    for policy, guard in (
+        (guarded, True),
+        ("round_robin", False),
+        (f"{mine}:score", False),
+        ("sibyl", False),
+    ):
         made.set_policy(policy)
         assert made.stats()["guard_on"] is guard, policy
     made.set_decode_policy("sibyl", knobs={"alpha": 0.9})

@@ -32,7 +32,7 @@ async def send_hot(it: World, requests: int) -> Counter[str]:
 
 async def test_a_hot_spot_is_told_and_spread() -> None:
     with structlog.testing.capture_logs() as logs:
-        async with world(4, policy="lmetric") as it:
+        async with world(4, policy="lmetric", guard=True) as it:
             assert max((await send_hot(it, 40)).values()) == 40, "its cache draws every request"
             await it.until(lambda: any(entry.get("what") == "suspected" for entry in logs))
             spread = await send_hot(it, 40)
@@ -59,7 +59,7 @@ async def test_off_it_lets_the_cache_draw_everything() -> None:
 
 
 async def test_what_an_administrator_switched_stays_when_policies_are_replaced() -> None:
-    async with world(2, policy="lmetric", admin=True) as it:
+    async with world(2, policy="lmetric", guard=True, admin=True) as it:
         router = it.server.fleet.pools[0].router
         assert router.stats()["guard_on"]
         assert (await it.post({"on": False}, path="/admin/guard"))[0] == 200
@@ -71,10 +71,10 @@ async def test_what_an_administrator_switched_stays_when_policies_are_replaced()
         ]
 
 
-async def test_an_expression_is_guarded_as_the_policy_of_that_score_is() -> None:
+async def test_an_expression_has_the_guard_as_the_policy_of_that_score_has() -> None:
     """Rust B4: LMETRIC's score as an expression has the guard, and the log reports it."""
     with structlog.testing.capture_logs() as logs:
-        async with world(4, policy="p_token * (bs + 1)") as it:
+        async with world(4, policy="p_token * (bs + 1)", guard=True) as it:
             assert max((await send_hot(it, 40)).values()) == 40
             await it.until(lambda: any(entry.get("what") == "suspected" for entry in logs))
             assert len(await send_hot(it, 40)) > 1, "the guard takes the holder out of the choice"
@@ -83,12 +83,15 @@ async def test_an_expression_is_guarded_as_the_policy_of_that_score_is() -> None
 @pytest.mark.parametrize(
     ("config", "guard", "why"),
     [
-        ({"policy": "lmetric"}, "on", "policy lmetric declares guard: on"),
-        ({"policy": "planner"}, "on", "policy planner declares guard: on"),
-        ({"policy": "p_token * (bs + 1)"}, "on", "policy expression reads prefix hits (p_token)"),
-        ({"policy": {"score": "p_token", "guard": False}}, "off", "policy expression declares guard: off"),
-        ({"policy": "least_requests"}, "off", "policy least_requests declares guard: off"),
-        ({"policy": "lmetric", "guard": False}, "off", "the setting `guard` is off"),
+        ({"policy": "lmetric"}, "off", "the default"),
+        ({"policy": "p_token * (bs + 1)"}, "off", "the default"),
+        ({"policy": {"score": "p_token", "guard": True}}, "on", "policy expression declares guard: on"),
+        ({"policy": "lmetric", "guard": True}, "on", "the setting `guard` is on"),
+        (
+            {"policy": {"score": "p_token", "guard": True}, "guard": False},
+            "off",
+            "the setting `guard` is off",
+        ),
     ],
 )
 async def test_the_log_says_at_the_start_whether_the_guard_is_on(

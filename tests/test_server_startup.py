@@ -57,7 +57,7 @@ async def test_the_start_ends_with_one_block_and_its_command_works() -> None:
         fields = {name: text for name, _, text in (line.strip().partition(" ") for line in lines[at + 1 :])}
         assert fields["URL"].strip().startswith("http://127.0.0.1:")
         assert fields["model"].strip() == "emulated"
-        assert fields["policy"].strip() == "lmetric, hot-spot guard on"
+        assert fields["policy"].strip() == "lmetric, hot-spot guard off"
         assert fields["engines"].strip() == "2 of 2 usable: 2 exact"
         assert not any(text in line for line in lines for text in ("listening", "engine up", "identified"))
         curl = shlex.split(fields["try"])

@@ -245,7 +245,7 @@ class Router:
         kv_source: KvSource = "approximate",
         index_bytes: int = 536870912,
         receipt_bytes: int = 16777216,
-        guard: bool | Guard | None = None,  # None: as the policy declares
+        guard: bool | Guard | None = None,  # None: off, unless the policy turns it on
         step_time: Mapping[str, float] | None = None,  # a profile's constants
         decay_queued_prefill: bool = True,
         seed: int = 0,

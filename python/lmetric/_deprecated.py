@@ -330,5 +330,5 @@ def router_keywords(old: Mapping[str, Any], guard: object) -> dict[str, Any]:
         else:
             raise TypeError(f"Router() got an unexpected keyword argument {name!r}")
     if settings:
-        new["guard"] = options.Guard(enabled=guard if isinstance(guard, bool) else None, **settings)
+        new["guard"] = options.Guard(enabled=guard is not False, **settings)
     return new

@@ -319,8 +319,8 @@ class Guard:
     core_kind: ClassVar[str] = "guard"
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    enabled: bool | None = None
-    """Whether the guard is on; None: as the policy declares."""
+    enabled: bool = True
+    """Whether the guard is on."""
     window_seconds: float = 15.0
     """Sliding window for the shares of prefixes in prompt tokens."""
     period_seconds: float = 1.0
@@ -513,8 +513,8 @@ class Routing:
     """How agent programs are followed and admitted; None: not at all."""
     fleet_changes: WarmChanges | None = None
     """How instances join and leave; None: with cold caches."""
-    guard: Guard = field(default_factory=Guard)
-    """The hot-spot guard."""
+    guard: Guard | None = None
+    """The hot-spot guard; None: off, unless the policy turns it on."""
 
     def resolved(self, policy: str, *, pools: bool = False, server: bool = False) -> Routing:
         """The settings with ``auto`` replaced by the defaults of a policy.
@@ -715,7 +715,7 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
 
     Returns:
         The option; None for ``none``; ``"auto"`` for None and ``auto`` of splits and prefix
-        fetches; always a `Guard` for the guard.
+        fetches; None for ``auto`` of the guard.
 
     Raises:
         BadValueError: with the attributes `path` (field names below `what`), `value` and `problem`.
@@ -761,7 +761,9 @@ def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> A
         expected = "expected on, off, auto, or settings as NAME=VALUE"
         raise _refused((), enabled, expected, what) from None
     if what == "guard":
-        return _made(what, "on", given | {"enabled": on}, server)
+        if on is None and not given:
+            return None
+        return _made(what, "on", given | {"enabled": on is not False}, server)
     if on is None and not given:
         return "auto"
     made = _made(what, "on", given, server)
@@ -923,10 +925,10 @@ def json_schema(what: str) -> dict[str, Any]:
     return {"anyOf": [{"enum": [*words, "auto", None]}, *mappings]}
 
 
-def as_settings(option: Any) -> Any:
+def as_settings(what: str, option: Any) -> Any:
     """An option in the form that `parse` reads: a word, or a mapping with all fields of servers."""
     if option is None or isinstance(option, str):
-        return option or "none"
+        return option or ("auto" if what == "guard" else "none")
     if isinstance(option, SplitBy):
         return {"kind": option.planner, **option.settings}
     values = {each.name: getattr(option, each.name) for each in fields(option)}
@@ -958,7 +960,7 @@ def canonical(what: str, value: Any, policy: str = "") -> Any:
     selected = given.pop(SELECTORS[what], None)
     if not given:
         if what == "guard":
-            return option.enabled
+            return None if option is None else option.enabled
         return "on" if what == "prefix_fetch" and option not in (None, "auto") else kind_of(option)
     settings = option.settings if isinstance(option, SplitBy) else None
     kept = {name: settings[name] if settings else getattr(option, name) for name in given} if option else {}

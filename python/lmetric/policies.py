@@ -36,7 +36,6 @@ class Policy:
         `knobs`: values of the parameters in the expressions.
         name: name in logs, metrics and decision records.
         guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
-            None: if the policy reads prefix hits.
 
     Raises:
         ExpressionError: an invalid expression, with the position and ``part`` (``score``,
@@ -256,7 +255,6 @@ def policy_function(
         reads: indicators that ``fn`` gets as one mapping (``[lm.P_TOKEN, lm.BS]`` or their names).
             None: the parameters of ``fn`` name the indicators.
         guard: whether the hot-spot guard filters the candidates (docs/explanation/guard.md).
-            None: if ``fn`` reads an indicator that depends on prefix hits.
         fallback: policy (a name, an expression or a `Policy`) that decides if ``fn`` raises or
             exceeds the time limit. After three consecutive failures it decides for one second.
             `Router.policy_fallbacks` counts the failures. Without a fallback, failures raise

@@ -51,7 +51,7 @@ def _setting(each: Field[Any], *, server: bool) -> str:
 def _default(what: str, *, server: bool) -> str:
     """The default of an option in words, with the default under `planner` if it differs."""
     if what == "guard":
-        return "as the policy declares"
+        return "off, unless the policy turns it on"
     if what == "programs" and server:
         return options.kind_of(options.ProgramObservation())
     usual, planned = (options.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))

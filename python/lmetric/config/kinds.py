@@ -238,7 +238,7 @@ class Option:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         """Makes pydantic call `parse`, and write options as in files."""
-        written = core_schema.plain_serializer_function_ser_schema(options.as_settings)
+        written = core_schema.plain_serializer_function_ser_schema(partial(options.as_settings, self._what))
         return core_schema.no_info_plain_validator_function(self._checked, serialization=written)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:

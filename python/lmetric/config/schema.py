@@ -469,10 +469,10 @@ class PoolSettings(Strict):
         "prefill it, until the router has learned it from an engine's loads",
     )
     receipt_bytes: int = Field(16 << 20, ge=1 << 10, description="maximum memory for decision records, bytes")
-    guard: Annotated[Guard, Option("guard")] = Field(
-        default_factory=Guard,
-        description="hot-spot guard (docs/explanation/guard.md): on, off, or a mapping: "
-        "{window_seconds: 30}. auto: as the policy declares, on for expressions that read prefix hits",
+    guard: Annotated[Guard | None, Option("guard")] = Field(
+        None,
+        description="hot-spot guard (docs/explanation/guard.md): on, off, or settings for a guard that is "
+        "on: {window_seconds: 30}. auto: off, unless the policy turns it on",
     )
     profile: str | None = Field(
         None,

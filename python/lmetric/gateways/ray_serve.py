@@ -62,7 +62,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
         Args:
             policy: a built-in policy or an expression.
             `knobs`: parameters of the policy.
-            guard: the hot-spot guard; None: as the policy declares.
+            guard: the hot-spot guard; None: off, unless the policy turns it on.
             cache_blocks: KV blocks of a replica; None: unknown, so the index forgets no prefix.
             block_size: tokens per block.
             seed: of random choices.

@@ -451,7 +451,7 @@ def simulate(
         index: source of the KV index: ``"exact"``: cache events of the engines; ``"approximate"``:
             placed requests.
         guard: the hot-spot guard (docs/explanation/guard.md): True, False, or
-            ``{"window_seconds": 30}``; None: as the policy declares.
+            ``{"window_seconds": 30}``; None: off, unless the policy turns it on.
         predictor: profile for `predicted_ttft_seconds`; None: the engines' own.
         output_known: whether the router knows the length of each answer.
         timeline_seconds: length of the timeline's buckets.

@@ -10,7 +10,7 @@ use pyo3::types::PyBool;
 /// Guard settings given in Python.
 #[derive(Clone, Copy, Default)]
 pub struct GuardSettings {
-    /// Whether the guard is on; `None` follows the policy's declaration.
+    /// Whether the guard is on; `None`: the policy decides.
     pub on: Option<bool>,
     config: GuardConfig,
 }

@@ -121,8 +121,8 @@ impl Clock {
 ///   other tiers from their first removal on; `"all"`; `"off"`. Their blocks come from KV events.
 /// - `tier_load_ratio`: seconds to load one token from such a tier, divided by the seconds to
 ///   prefill it (0 to 1).
-/// - `guard`: the hot-spot guard, on or off or with settings (`lmetric.Guard`); None: as the policy
-///   declares (`guard_reason` gives the reason).
+/// - `guard`: the hot-spot guard, on or off or with settings (`lmetric.Guard`); None: off,
+///   unless the policy turns it on (`guard_reason` gives the reason).
 /// - `step_time`: a profile's constants (`fixed_seconds`, ..., `max_batch_tokens`). With them,
 ///   `predicted_ttft_seconds` comes from the step-time model, not from the learned prefill rate.
 /// - `decay_queued_prefill`: whether queued prefill tokens decay between events at the learned
@@ -1438,7 +1438,7 @@ impl Router {
     /// Replaces the policy while requests are in flight. Running requests do not move; index,
     /// in-flight ledger and learned rates stay.
     ///
-    /// The hot-spot guard is on or off as the new policy declares, unless `guard=` was given to the
+    /// The hot-spot guard is on if the new policy turns it on, unless `guard=` was given to the
     /// constructor or `configure`. Raises the constructor's errors; an error changes nothing.
     #[pyo3(signature = (policy, *, knobs=None))]
     fn set_policy(

@@ -42,8 +42,7 @@ fn policies() -> String {
          A policy gives each instance a score. The lowest or the highest score wins, as each rule states; ties are drawn at random. \
          Names in the rules are [indicators](indicators.md) and parameters. An instance whose score needs an absent indicator is \
          left out of that decision. If a policy scores no instance at all, the instance with the fewest requests gets the request, \
-         and `lmetric_unscored_total` counts it. Set parameters in the configuration, or write a rule of your own as an expression. \
-         The [hot-spot guard](../explanation/guard.md) is on for an expression that reads prefix hits, unless its `guard` is set.\n",
+         and `lmetric_unscored_total` counts it. Set parameters in the configuration, or write a rule of your own as an expression.\n",
     );
     sections(&mut page, "policies", |page, maturity| {
         REGISTRY.policies().filter(|spec| spec.maturity == maturity).for_each(|spec| policy(page, spec));
@@ -87,9 +86,6 @@ fn policy(page: &mut String, spec: &PolicySpec) {
     }
     if !spec.symmetric {
         page.push_str(" Depends on name or turn, not on indicators alone.");
-    }
-    if spec.guard == Some(true) {
-        page.push_str(" The [hot-spot guard](../explanation/guard.md) is on by default.");
     }
     page.push('\n');
     knobs(page, spec.knobs, str::to_owned);

@@ -41,7 +41,6 @@ pub use slots::SlotSet;
 use crate::InstanceId;
 use crate::error::CoreError;
 use crate::ids::Seconds;
-use crate::indicators::IndicatorSet;
 use crate::policy::{Policy, Prefer, Scores};
 use hashbrown::HashMap;
 use heavy::HeavyClasses;
@@ -97,20 +96,13 @@ pub fn set_reason(on: bool) -> String {
 }
 
 /// Returns whether the guard is on, and why: `chosen` if given, else the policy's declaration, else
-/// on if the policy reads prefix hits.
+/// off.
 pub fn applies(policy: &dyn Policy, chosen: Option<bool>) -> (bool, String) {
     let spec = policy.spec();
-    if let Some(on) = chosen {
-        return (on, set_reason(on));
-    }
-    if let Some(on) = spec.guard {
-        return (on, format!("policy {} declares guard: {}", spec.name, word(on)));
-    }
-    let hits = policy.reads().intersection(IndicatorSet::PREFIX_HITS);
-    let names: Vec<_> = hits.iter().map(|id| id.decl().name).collect();
-    match names.is_empty() {
-        true => (false, format!("policy {} reads no prefix hits", spec.name)),
-        false => (true, format!("policy {} reads prefix hits ({})", spec.name, names.join(", "))),
+    match (chosen, spec.guard) {
+        (Some(on), _) => (on, set_reason(on)),
+        (None, Some(on)) => (on, format!("policy {} declares guard: {}", spec.name, word(on))),
+        (None, None) => (false, "the default".into()),
     }
 }
 

@@ -243,19 +243,6 @@ impl IndicatorSet {
         IndicatorSet(self.0 & !other.0)
     }
 
-    /// Indicators that depend on the length of the prefix that an instance has cached.
-    pub const PREFIX_HITS: IndicatorSet = IndicatorSet::of(&[
-        Indicator::HitTokens,
-        Indicator::TierHitTokens,
-        Indicator::KvHit,
-        Indicator::NewTokens,
-        Indicator::PToken,
-        Indicator::PSeconds,
-        Indicator::PullTokens,
-        Indicator::PullCostTokens,
-        Indicator::PredictedTtftSeconds,
-    ]);
-
     /// Builds a set from `ids`.
     pub const fn of(ids: &[Indicator]) -> IndicatorSet {
         let (mut bits, mut i) = (0, 0);
@@ -281,11 +268,6 @@ impl IndicatorSet {
     #[inline]
     pub fn intersects(self, other: IndicatorSet) -> bool {
         self.0 & other.0 != 0
-    }
-
-    /// Returns the indicators in both sets.
-    pub fn intersection(self, other: IndicatorSet) -> IndicatorSet {
-        IndicatorSet(self.0 & other.0)
     }
 
     /// Returns the indicators in either set.

@@ -90,8 +90,7 @@ impl ExpressionPolicy {
         Self::compile(spec, source, &constants)
     }
 
-    /// Sets whether the hot-spot guard filters the candidates. `None`: only if the policy reads
-    /// prefix hits.
+    /// Sets whether the hot-spot guard filters the candidates.
     pub fn with_guard(mut self, guard: Option<bool>) -> ExpressionPolicy {
         self.spec.guard = guard;
         self

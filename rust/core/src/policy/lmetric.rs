@@ -3,7 +3,7 @@ use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric",
-    "p_token * (bs + bs_offset), lowest; the hot-spot guard filters the candidates first",
+    "p_token * (bs + bs_offset), lowest",
     "LMETRIC (OSDI 2026) section 5, Figures 17 and 18c; bs + 1 as in its authors' code",
     &[Knob::float(
         "bs_offset",
@@ -13,7 +13,6 @@ pub static SPEC: PolicySpec = PolicySpec::new(
         "1: the batch size including this request; 0: the BS as printed in the paper",
     )],
 )
-.guarded()
 .stable();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {

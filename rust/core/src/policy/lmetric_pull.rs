@@ -23,8 +23,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
             "share of a fetch's cost that counts once per request of the batch, as computed tokens do; 0: the cost counts once",
         ),
     ],
-)
-.guarded();
+);
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Fetched tokens are uncached tokens, and the last token is never fetched: at least 1 stays.

@@ -8,11 +8,10 @@ use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "lmetric_seconds",
-    "p_seconds * (bs + bs_offset), lowest; the hot-spot guard filters the candidates first",
+    "p_seconds * (bs + bs_offset), lowest",
     "this project: `lmetric` with tokens divided by the learned prefill rate of each instance",
     &[Knob::float("bs_offset", 0.0, 1.0, 1.0, "1: the batch size including this request; 0: without it")],
-)
-.guarded();
+);
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "p_seconds * (bs + bs_offset)", &[])

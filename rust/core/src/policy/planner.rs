@@ -13,8 +13,7 @@ pub static SPEC: PolicySpec = PolicySpec::new(
         "weight of each request of the batch. 1 is LMETRIC's bs + 1: twice the batch weighs as much as twice the prompt. \
          A lower weight suffices if decodes can move away from prefills",
     )],
-)
-.guarded();
+);
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     // Fetched tokens are uncached tokens, and the last token is never fetched: at least 1 stays.

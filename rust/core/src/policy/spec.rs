@@ -85,8 +85,8 @@ pub struct PolicySpec {
     pub symmetric: bool,
     /// Whether the policy uses randomness beyond tie-breaks.
     pub random: bool,
-    /// Whether the hot-spot guard filters the candidates. `None`: only if the policy reads prefix
-    /// hits.
+    /// Whether the hot-spot guard filters the candidates. `None`: the policy declares nothing, and
+    /// the guard is off.
     pub guard: Option<bool>,
 }
 
@@ -106,7 +106,7 @@ impl PolicySpec {
             knobs,
             symmetric: true,
             random: false,
-            guard: Some(false),
+            guard: None,
         }
     }
 
@@ -119,13 +119,6 @@ impl PolicySpec {
     /// Marks the policy as available only in studies.
     pub const fn for_studies(mut self) -> PolicySpec {
         self.maturity = Maturity::Study;
-        self
-    }
-
-    /// Turns the hot-spot guard on for the policy. Policies of other routers run without it, as
-    /// published.
-    pub const fn guarded(mut self) -> PolicySpec {
-        self.guard = Some(true);
         self
     }
 

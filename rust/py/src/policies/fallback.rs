@@ -17,7 +17,6 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// limit. After three such decisions in a row, the fallback decides for a second; then the policy
 /// is tried again.
 pub struct WithFallback {
-    spec: PolicySpec,
     policy: Callable,
     fallback: Box<dyn Policy>,
     declared: Vec<DeclaredId>,
@@ -34,11 +33,8 @@ struct State {
 
 impl WithFallback {
     pub fn new(policy: Callable, fallback: Box<dyn Policy>, limit: Option<Duration>) -> WithFallback {
-        // The policy's own reads count, not those of its fallback.
-        let hits = policy.reads().intersects(IndicatorSet::PREFIX_HITS);
-        let spec = PolicySpec { guard: policy.spec().guard.or(Some(hits)), ..policy.spec().clone() };
         let declared = [policy.declared(), fallback.declared()].concat();
-        WithFallback { spec, policy, fallback, declared, limit, state: Mutex::default() }
+        WithFallback { policy, fallback, declared, limit, state: Mutex::default() }
     }
 
     /// Whether the policy is not paused.
@@ -74,7 +70,7 @@ impl WithFallback {
 
 impl Policy for WithFallback {
     fn spec(&self) -> &PolicySpec {
-        &self.spec
+        self.policy.spec()
     }
 
     fn reads(&self) -> IndicatorSet {

@@ -166,9 +166,9 @@ fn prefer(end: &str) -> Result<Prefer> {
 
 /// Returns the declarations of the registered policies as dictionaries.
 ///
-/// Keys: `name`, `formula`, `source`, `maturity` (`stable`, `experimental` or `study`), `guard`
-/// (whether the hot-spot guard filters their candidates), `knobs` (name, type, min, max, default,
-/// about, study: whether only studies set it) and `reads` (indicators).
+/// Keys: `name`, `formula`, `source`, `maturity` (`stable`, `experimental` or `study`), `knobs`
+/// (name, type, min, max, default, about, study: whether only studies set it) and `reads`
+/// (indicators).
 #[pyfunction]
 pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let table = PyList::empty(py);
@@ -178,7 +178,6 @@ pub fn policy_table(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         row.set_item("formula", &*spec.formula)?;
         row.set_item("source", &*spec.source)?;
         row.set_item("maturity", spec.maturity.name())?;
-        row.set_item("guard", spec.guard == Some(true))?;
         let knobs = PyList::empty(py);
         for knob in spec.knobs {
             let entry = PyDict::new(py);
