@@ -332,6 +332,9 @@ def test_a_wrong_cache_size_is_measured() -> None:
     profile = load_profile("independent-sim").model_copy(update={"cache_blocks": 500})
     workload = prepare(AgentsTrace(seed=3, instances=2, duration_seconds=1800).make(), profile)
 
+    # Programs stay at home, so that only the size counts.
+    settings = {"kind": "admit", "free": 0.0, "sessions": False, "max_hold_seconds": 1e9}
+
     def recomputed(theta: float, ratio: float) -> float:
         played = simulate(
             workload,
@@ -340,7 +343,7 @@ def test_a_wrong_cache_size_is_measured() -> None:
             profile=profile,
             admission="vllm",
             cached_answers=True,
-            programs={"kind": "admit", "theta": theta, "sessions": False, "max_hold_seconds": 1e9},
+            programs={**settings, "theta": theta},
             reported_cache_ratio=ratio,
         )
         figures = program_figures(played)

@@ -18,7 +18,6 @@ SETTINGS = {
     "theta": 1.0,
     "resume": 1.0,
     "growth": 0.0,
-    "free": 0.0,
     "max_hold_seconds": 3600,
 }
 

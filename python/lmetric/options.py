@@ -86,6 +86,7 @@ _FORECASTS = {"study_values": get_args(Forecast)[1:], "because": "it needs the t
 _REASONING = {"maturity": "study", "because": "requests do not contain the length of their reasoning"}
 _SEED = {"maturity": "study", "because": "it is the seed of simulated forecasts"}
 _GAPS = {"maturity": "study", "because": "it makes the learned gaps wrong"}
+_PLACES = {"maturity": "study", "because": "below its limit, an instance has nothing to lose"}
 _KEEP_ALIVE = {"server_range": (0.0, 3600.0)}  # the server reads it, the core does not have it
 _ENGINE = {"maturity": "study", "because": "it is a fact of the engines"}
 
@@ -381,17 +382,18 @@ class ProgramObservation:
     min_tokens: int = 2048
     """Requests that continue no program and have fewer tokens of their own, apart from a shared
     prefix such as a system prompt, belong to no program: they are never held."""
-    free: float = 0.6
-    """Share of `theta` below which the policy places the requests of an instance's programs."""
     max_hold_seconds: float = 300.0
-    """Longest hold. A new program with a longer predicted hold is refused (429). A program held for
-    longer takes the place of programs between two turns, or is refused."""
+    """Longest hold. A new program with a longer predicted hold and a program held for longer are
+    refused (429)."""
     max_held: int = 4096
     """Most held programs. A tenant with less than its share of them may hold more."""
     sessions: bool = True
     """Whether the session that a request names identifies its program."""
     finish_reason: bool = True
     """Whether gaps after tool calls and after other answers are learned apart."""
+    free: float = field(default=1.0, metadata=_PLACES)
+    """Share of `theta` below which the policy places the requests of an instance's programs while no
+    program waits; 0: never."""
     gap_error: float = field(default=1.0, metadata=_GAPS)
     """Learned gaps are taken as this many times as long."""
 

@@ -7,8 +7,9 @@
 //!
 //! Two rules bound a hold while others keep the caches full. A program held for [`FAIR_SECONDS`]
 //! takes the place of programs between two turns whose tenant keeps at least as many tokens for its
-//! weight as its own tenant then has. A program held for the longest hold takes the place of such
-//! programs of its own tenant, or is refused.
+//! weight as its own tenant then has. A program held for the longest hold is refused; it keeps its
+//! birth, so it is among the first when it returns. It does not take the place of a program of its
+//! own tenant: that program would return soon, compute its context again, and wait in turn.
 use super::ledger::{InstanceLedger, Root};
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use super::settings::ProgramConfig;
@@ -195,8 +196,12 @@ impl Programs {
         Verdict::Refused { retry_after_seconds: seconds.clamp(1.0, 3600.0) }
     }
 
-    /// Returns whether an instance has so much room that programs may be placed by other criteria.
+    /// Returns whether the policy may place the programs of an instance: the instance has room, and
+    /// no program waits for room.
     fn is_roomy(&self, instance: InstanceId) -> bool {
+        if self.queue.len() > 0 {
+            return false;
+        }
         let ledger = &self.instances[instance.index()];
         let limit = ledger.capacity_tokens.map(|capacity| self.config.free * self.config.theta * capacity);
         limit.is_none_or(|limit| ledger.expected_tokens() < limit)
@@ -374,7 +379,7 @@ impl Programs {
         self.config.thunder.is_none() && self.sets.greatest_share_of_others(program.tenant) > after
     }
 
-    /// Gives programs that are held for long the places of others, or refuses them.
+    /// Gives programs that are held for long the places of other tenants' programs, or refuses them.
     fn end_long_holds(&mut self, now: Seconds) {
         let next = self.queue.made_room_at.map_or(now, |at| at + FAIR_ROUND_SECONDS);
         if self.queue.len() == 0 || self.config.thunder.is_some() || now < next {
@@ -392,15 +397,13 @@ impl Programs {
             for id in held {
                 let hold = now - self.held_since(id, now);
                 let is_over = hold > self.config.most_hold_seconds;
-                if hold <= FAIR_SECONDS || !is_over && (blocked || !self.may_take(id)) {
-                    continue;
-                }
-                if places == 0 {
-                    return; // the others in the next round
-                }
-                if self.fits_beside_others(id) {
+                let takes = hold > FAIR_SECONDS && !blocked && self.may_take(id) && self.fits_beside_others(id);
+                if takes {
+                    if places == 0 {
+                        return; // the others in the next round
+                    }
                     let resting = resting.get_or_insert_with(|| self.resting_on(&slots, now));
-                    if self.take_place(id, is_over, resting, now) {
+                    if self.take_place(id, resting, now) {
                         places -= 1;
                         continue;
                     }
@@ -417,12 +420,12 @@ impl Programs {
         }
     }
 
-    /// Pauses programs in `resting` and gives their place to a held program. `own`: programs of its
-    /// own tenant, too. Returns whether it got a place.
-    fn take_place(&mut self, id: ProgramId, own: bool, resting: &[Vec<ProgramId>], now: Seconds) -> bool {
+    /// Pauses programs of other tenants in `resting` and gives their place to a held program.
+    /// Returns whether it got a place.
+    fn take_place(&mut self, id: ProgramId, resting: &[Vec<ProgramId>], now: Seconds) -> bool {
         let choice = (0..self.instances.len()).filter_map(|slot| {
             let room = self.room_on(id, InstanceId(slot as u32))?;
-            let (pausable, freed) = self.pausable(id, own, &resting[slot], -room);
+            let (pausable, freed) = self.pausable(id, &resting[slot], -room);
             Some((slot, pausable, room + freed))
         });
         // If no instance has room even then: the instance that lacks the fewest tokens.
@@ -432,7 +435,7 @@ impl Programs {
         });
         let Some((slot, pausable, left)) = best else { return false };
         let instance = InstanceId(slot as u32);
-        if left < 0.0 && (own || pausable.is_empty() || self.queue.kept.is_some_and(|kept| kept.0 != id)) {
+        if left < 0.0 && (pausable.is_empty() || self.queue.kept.is_some_and(|kept| kept.0 != id)) {
             return false;
         }
         pausable.into_iter().for_each(|paused| self.pause(paused));
@@ -447,13 +450,7 @@ impl Programs {
 
     /// Returns the programs to pause so that a held program gets `needed` tokens, and the tokens
     /// that this frees.
-    fn pausable(
-        &self,
-        id: ProgramId,
-        own: bool,
-        resting: &[ProgramId],
-        needed: f64,
-    ) -> (Vec<ProgramId>, f64) {
+    fn pausable(&self, id: ProgramId, resting: &[ProgramId], needed: f64) -> (Vec<ProgramId>, f64) {
         let program = &self.programs[id];
         let after = self.sets.share(program.tenant) + program.own_tokens() / program.weight;
         let mut shares: HashMap<u64, f64> = HashMap::new();
@@ -467,10 +464,12 @@ impl Programs {
                 continue;
             };
             let tenant = other_program.tenant;
+            if tenant == program.tenant {
+                continue;
+            }
             let share = shares.entry(tenant).or_insert_with(|| self.sets.share(tenant));
             let left = *share - other_program.own_tokens() / other_program.weight;
-            let may = if tenant == program.tenant { own } else { left >= after };
-            if may {
+            if left >= after {
                 *share = left;
                 freed += charge.own;
                 pausable.push(other);

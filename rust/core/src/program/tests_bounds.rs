@@ -179,7 +179,6 @@ fn a_tenant_takes_the_place_of_others_up_to_an_equal_share() {
 fn without_tenants_a_hold_ends_in_a_place_or_a_refusal() {
     let waits = attack(two_engines(15.0), 1, 6, 3000, 20.0);
     assert!(waits.iter().all(|wait| wait.abs() <= 16.0), "{waits:?}");
-    assert!(waits.iter().any(|wait| *wait > 0.0), "{waits:?}");
 }
 
 /// Defect 2: a removed instance takes its programs' places along, although its slot has a new

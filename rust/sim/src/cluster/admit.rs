@@ -1,6 +1,7 @@
 //! Held and refused requests.
 use super::{Cluster, Event, router_request};
 use lmetric_core::CoreError;
+use lmetric_core::admission::RefusedFor;
 use lmetric_core::ids::Seconds;
 use lmetric_core::request::Request as RouterRequest;
 
@@ -25,7 +26,7 @@ impl Cluster<'_> {
         for (number, observer) in self.routers.each().enumerate() {
             let released = observer.router.release_held(self.now);
             ready.extend(released.ready.into_iter().map(|(arrival, _)| (number, arrival)));
-            refused.extend(released.refused.into_iter().map(|(arrival, ..)| (number, arrival)));
+            refused.extend(released.refused.into_iter().map(|(arrival, by, after)| (number, arrival, by, after)));
         }
         for (router, arrival) in ready {
             // A request that was admitted at its arrival is not held.
@@ -33,15 +34,19 @@ impl Cluster<'_> {
             let asked = router_request(self.workload, self.config, request as usize);
             self.place(request as usize, &RouterRequest { arrival: Some(arrival), ..asked })?;
         }
-        for held in refused {
-            if let Some(request) = self.held.remove(&held) {
-                self.refuse(request as usize);
+        for (router, arrival, by, retry_after_seconds) in refused {
+            let Some(request) = self.held.remove(&(router, arrival)) else { continue };
+            match by {
+                RefusedFor::Programs => {
+                    self.at(self.now + retry_after_seconds, Event::Arrival { request });
+                }
+                _ => self.refuse(request as usize),
             }
         }
         Ok(())
     }
 
-    /// Ends a request that its router refuses: its client does not try again.
+    /// Ends a request that admission by load refuses: its client does not try again.
     pub(super) fn refuse(&mut self, request: usize) {
         self.left -= 1;
         self.records.refused_seconds[request] = self.now;
