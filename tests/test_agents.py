@@ -354,3 +354,30 @@ def test_a_wrong_cache_size_is_measured() -> None:
     right, measured, wrong = recomputed(1.0, 1.0), recomputed(1.0, 1.5), recomputed(1.5, 1.0)
     assert measured < right + 0.3 * (wrong - right)
     assert wrong > 2 * right
+
+
+def test_auto_holds_agents_that_do_not_fit_and_nothing_where_they_fit() -> None:
+    """`auto` is the policy alone where the caches suffice, and near `admit` above them."""
+    made = AgentsTrace(seed=3, instances=2, duration_seconds=1800).make()
+
+    def recomputed(blocks: int, programs: str) -> tuple[float, float]:
+        profile = load_profile("independent-sim").model_copy(update={"cache_blocks": blocks})
+        played = simulate(
+            prepare(made, profile),
+            policy="total_delay",
+            instances=2,
+            profile=profile,
+            admission="vllm",
+            cached_answers=True,
+            programs=programs,
+        )
+        figures = program_figures(played)
+        assert figures is not None
+        assert not figures.failed
+        return figures.recomputed_share, float(played.hold_seconds.max())
+
+    assert recomputed(4000, "auto") == recomputed(4000, "none")
+    alone, auto, always = (recomputed(500, programs) for programs in ("none", "auto", "admit"))
+    assert auto[1] > 0
+    assert auto[0] < alone[0] / 2
+    assert auto[0] < 2 * always[0]

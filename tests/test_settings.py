@@ -206,6 +206,7 @@ def test_what_is_for_simulations_is_in_no_schema_of_servers() -> None:
         ("Star", "forecast_seed"), ("Llumnix", "forecast_seed"),
         ("ProgramObservation", "gap_error"), ("ProgramAdmission", "gap_error"),
         ("ProgramObservation", "free"), ("ProgramAdmission", "free"),
+        ("ProgramAuto", "gap_error"), ("ProgramAuto", "free"),
     }  # fmt: skip
     schema = json.dumps(PoolSettings.model_json_schema())
     page = (Path(__file__).parent.parent / "docs" / "reference" / "configuration.md").read_text()

@@ -392,8 +392,8 @@ class ProgramObservation:
     finish_reason: bool = True
     """Whether gaps after tool calls and after other answers are learned apart."""
     free: float = field(default=1.0, metadata=_PLACES)
-    """Share of `theta` below which the policy places the requests of an instance's programs while no
-    program waits; 0: never."""
+    """Share of `theta` below which the policy places the requests of an instance's programs, while
+    no program waits; 0: never."""
     gap_error: float = field(default=1.0, metadata=_GAPS)
     """Learned gaps are taken as this many times as long."""
 
@@ -408,6 +408,14 @@ class ProgramAdmission(ProgramObservation):
     keep_alive_seconds: float = field(default=10.0, metadata=_KEEP_ALIVE)
     """Time between two SSE comments to the client of a held stream, in servers; 0: none. With the
     first comment, the client gets the head of its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramAuto(ProgramAdmission):
+    """Hold requests of agent programs while most prefill work is recomputed contexts."""
+
+    core_kind: ClassVar[str] = "auto"
+    __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -554,6 +562,7 @@ _KINDS: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     "programs": {
         "observe": (ProgramObservation, {}),
+        "auto": (ProgramAuto, {}),
         "admit": (ProgramAdmission, {}),
         "thunder_agent": (ThunderAgent, {}),
     },
@@ -732,9 +741,10 @@ def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> A
     selected = given.pop(SELECTORS[what], None)
     if SELECTORS[what] == "enabled":
         return _switched(what, selected, given, server)
-    if selected in (None, "auto", "none") and not given:
+    by_default = selected is None or (selected == "auto" and "auto" not in _KINDS[what])
+    if (by_default or selected == "none") and not given:
         return None if selected == "none" else off
-    if selected in (None, "auto"):
+    if by_default:
         selected = kind_of(default_of(what, policy))
         if selected == "none":
             known = ", ".join(_known(what, server))

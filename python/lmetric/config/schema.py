@@ -397,7 +397,8 @@ class PoolSettings(Strict):
         default_factory=ProgramObservation,
         description="agent programs: chains of requests that share a growing context. `observe`: follow them "
         "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
-        "do not fit. `none`: do not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
+        "do not fit. `auto`: as `admit`, while recomputed contexts are most of the prefill work. `none`: do "
+        "not follow them. Or a mapping: `{kind: admit, theta: 0.9}`",
     )
     fleet_changes: Annotated[WarmChanges | None, Option("fleet_changes")] = Field(
         None,

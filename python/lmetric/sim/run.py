@@ -493,8 +493,9 @@ def simulate(
         rebalance: migration of running requests between decode engines: ``"none"``; ``"star"`` (by
             predicted load), ``"star_current"`` (by current load), ``"star_oracle"`` (lengths
             known), or ``"llumnix"``.
-        programs: how agent programs are followed: ``"none"``, ``"observe"`` or ``"admit"`` (hold
-            requests of programs that do not fit into the caches).
+        programs: how agent programs are followed: ``"none"``, ``"observe"``, ``"admit"``
+            (hold requests of programs that do not fit into the caches) or ``"auto"`` (the same,
+            while recomputed contexts are most of the prefill work).
         changes: instances that join and leave during the run: `FleetChange`, or a text:
             ``"600 join 8, 1200 leave 3"`` (at 600 s, instance 8 joins). An instance whose first
             change is a join is absent before.

@@ -24,7 +24,7 @@ pub fn programs_of(kind: &str, settings: Option<&Bound<'_, PyDict>>) -> Result<O
         }
         None if kind == "none" => None,
         None => {
-            let expected = "\"none\", \"observe\", \"admit\" or \"thunder_agent\"".into();
+            let expected = "\"none\", \"observe\", \"auto\", \"admit\" or \"thunder_agent\"".into();
             let (what, got) = ("programs".into(), format!("{kind:?}"));
             return Err(CoreError::BadValue { what, got, expected }.into());
         }
@@ -49,6 +49,7 @@ struct Ledger {
 /// The numbers of a router's programs, read under its lock.
 pub struct Snapshot {
     states: [usize; 4],
+    holds: bool,
     counters: Counters,
     instances: Vec<Ledger>,
     /// By the end of the last answer: share of the gaps without a return, and observed gaps.
@@ -65,6 +66,7 @@ impl Snapshot {
         let gaps = programs.gaps();
         Some(Snapshot {
             states: programs.states(),
+            holds: programs.holds(),
             counters: programs.counters(),
             instances: ledgers
                 .map(|(id, ledger)| Ledger {
@@ -91,6 +93,7 @@ impl Snapshot {
             states.set_item(name, count)?;
         }
         dict.set_item("states", states)?;
+        dict.set_item("holds", self.holds)?;
         let counters = self.counters;
         for (name, count) in [
             ("new_programs", counters.new_programs),

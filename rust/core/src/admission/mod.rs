@@ -38,7 +38,7 @@ pub use verdict::{Asked, Counters, HeldFor, Level, LoadSnapshot, RefusedFor, Rel
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use crate::priority::vtc::{self, VirtualTokens};
-use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId};
+use crate::program::{self, Finish, ProgramConfig, ProgramMode, ProgramNote, Programs, TurnId, Work};
 use hashbrown::HashMap;
 use limits::Limits;
 use queue::{Line, Place, Queue};
@@ -140,7 +140,7 @@ impl Admission {
     /// Returns whether requests must arrive before they are placed.
     pub fn admits(&self) -> bool {
         self.load.is_some()
-            || self.programs.as_ref().is_some_and(|programs| programs.config().mode == ProgramMode::Admit)
+            || self.programs.as_ref().is_some_and(|programs| programs.config().mode != ProgramMode::Observe)
     }
 
     /// Returns the agent programs, if they are followed.
@@ -511,6 +511,14 @@ impl Admission {
     /// Returns what a decision record shows of a request's program.
     pub fn note(&self, id: ArrivalId, now: Seconds) -> Option<ProgramNote> {
         self.programs.as_ref()?.note(self.arrivals.get(id)?.turn?, now)
+    }
+
+    /// Records the prefill of a request that is placed first.
+    pub fn computes(&mut self, id: ArrivalId, work: Work, now: Seconds) {
+        let turn = self.arrivals.get(id).and_then(|arrival| arrival.turn);
+        if let (Some(programs), Some(turn)) = (&mut self.programs, turn) {
+            programs.computes(turn, work, now);
+        }
     }
 
     /// Records that a request was placed on an instance, first or again.

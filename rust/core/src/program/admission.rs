@@ -308,6 +308,13 @@ impl Programs {
         self.end_long_holds(now);
     }
 
+    /// Returns whether the programs of some instance have no room to grow.
+    pub(super) fn is_crowded(&self) -> bool {
+        let most = self.config.resume * self.config.theta;
+        let mut ledgers = self.instances.iter();
+        ledgers.any(|ledger| ledger.capacity_tokens.is_some_and(|all| ledger.expected_tokens() > most * all))
+    }
+
     /// Returns the expected tokens above the limit of an instance.
     fn excess(&self, slot: usize) -> Option<f64> {
         let ledger = &self.instances[slot];
@@ -379,7 +386,8 @@ impl Programs {
         self.config.thunder.is_none() && self.sets.greatest_share_of_others(program.tenant) > after
     }
 
-    /// Gives programs that are held for long the places of other tenants' programs, or refuses them.
+    /// Gives programs that are held for long the places of other tenants' programs, or refuses
+    /// them.
     fn end_long_holds(&mut self, now: Seconds) {
         let next = self.queue.made_room_at.map_or(now, |at| at + FAIR_ROUND_SECONDS);
         if self.queue.len() == 0 || self.config.thunder.is_some() || now < next {
@@ -397,7 +405,8 @@ impl Programs {
             for id in held {
                 let hold = now - self.held_since(id, now);
                 let is_over = hold > self.config.most_hold_seconds;
-                let takes = hold > FAIR_SECONDS && !blocked && self.may_take(id) && self.fits_beside_others(id);
+                let takes =
+                    hold > FAIR_SECONDS && !blocked && self.may_take(id) && self.fits_beside_others(id);
                 if takes {
                     if places == 0 {
                         return; // the others in the next round

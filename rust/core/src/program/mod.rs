@@ -27,10 +27,11 @@ mod tests;
 #[cfg(test)]
 mod tests_bounds;
 mod thunder;
+mod waste;
 
 pub use admission::Hold;
 pub use gaps::{Finish, GapClass};
 pub use peers::{PeerPrograms, PeerRoot};
-pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict};
+pub use programs::{Arrival, ProgramId, ProgramNote, Programs, Released, TurnId, Verdict, Work};
 pub use settings::{ProgramConfig, ProgramMode};
 pub use thunder::Thunder;

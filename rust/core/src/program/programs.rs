@@ -5,6 +5,7 @@ use super::ledger::{Charge, InstanceLedger, Root};
 use super::lineage::Lineage;
 use super::sets::{Filed, Sets};
 use super::settings::{ProgramConfig, ProgramMode};
+use super::waste::Waste;
 use crate::error::CoreError;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
@@ -243,6 +244,19 @@ pub(super) struct Turn {
     pub assigned: Option<InstanceId>,
     /// Whether its program ends with it.
     pub last: bool,
+    /// Leading prompt tokens that some program had before.
+    pub known_tokens: f64,
+}
+
+/// The prefill of a placed request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Work {
+    /// Prompt tokens that the instance computes, and those that its cache holds.
+    pub new_tokens: f64,
+    /// Prompt tokens that its cache holds.
+    pub hit_tokens: f64,
+    /// Predicted seconds.
+    pub seconds: Seconds,
 }
 
 /// Numbers since the start.
@@ -285,6 +299,9 @@ pub struct Programs {
     pub(super) queue: Queue,
     pub(super) counters: Counters,
     pub(super) sets: Sets,
+    waste: Waste,
+    /// Whether `auto` holds programs now.
+    engaged: bool,
     /// Mean context of all programs in tokens.
     mean_tokens: f64,
     /// Programs whose place among their parent's children is checked at the next tick; of removed
@@ -326,6 +343,8 @@ impl Programs {
             queue: Queue::default(),
             counters: Counters::default(),
             sets: Sets::default(),
+            waste: Waste::default(),
+            engaged: false,
             mean_tokens: 0.0,
             forks: Vec::new(),
             gone_forks: Vec::new(),
@@ -454,11 +473,15 @@ impl Programs {
             held: false,
             assigned: None,
             last: arrival.last,
+            known_tokens: 0.0,
         };
         self.tokens_per_block = arrival.tokens_per_block;
         let known = self.lineage.look_up(arrival.chain);
         let shared_tokens =
             known.shared.map_or(0.0, |mark| f64::from(mark.blocks) * arrival.tokens_per_block);
+        let known_tokens =
+            known.mark.map_or(0.0, |(mark, _)| f64::from(mark.blocks)) * arrival.tokens_per_block;
+        let turn = Turn { known_tokens: known_tokens.max(shared_tokens), ..turn };
         let identity = self.identify(arrival, known, shared_tokens);
         let program = match identity {
             Identity::Continues(id) => {
@@ -834,6 +857,7 @@ impl Programs {
             self.remove(id);
         }
         self.recount(now);
+        self.engage(now);
         self.balance(now);
     }
 
@@ -884,8 +908,31 @@ impl Programs {
     }
 
     /// Returns whether a program may be held.
-    pub(super) fn holds(&self) -> bool {
-        self.config.mode == ProgramMode::Admit
+    pub fn holds(&self) -> bool {
+        match self.config.mode {
+            ProgramMode::Observe => false,
+            ProgramMode::Auto => self.engaged,
+            ProgramMode::Admit => true,
+        }
+    }
+
+    /// Records the prefill of a placed request.
+    pub fn computes(&mut self, turn: TurnId, work: Work, now: Seconds) {
+        let Some(at) = self.turns.get(turn) else { return };
+        let again = (at.known_tokens - work.hit_tokens).max(0.0) / work.new_tokens.max(1.0);
+        self.waste.note(work.seconds, again.min(1.0), now);
+    }
+
+    /// Begins to hold programs in `auto` when recomputation is most of the work and programs run
+    /// side by side, and ends when all have a place and room.
+    fn engage(&mut self, now: Seconds) {
+        let instances = self.instances.iter().filter(|ledger| ledger.available).count();
+        let running = self.sets.counts[State::Running as usize];
+        if running > instances && self.waste.is_large(instances, now) {
+            self.engaged = true;
+        } else if self.queue.len() == 0 && !self.is_crowded() {
+            self.engaged = false;
+        }
     }
 
     /// Takes the requests that were held and may run now.

@@ -10,14 +10,17 @@ pub enum ProgramMode {
     /// Measures the working set and counts the requests that `admit` would hold. Holds nothing.
     #[default]
     Observe,
+    /// Holds requests of programs whose working set does not fit into the caches, while
+    /// recomputation of contexts is most of the fleet's work.
+    Auto,
     /// Holds requests of programs whose working set does not fit into the caches.
     Admit,
 }
 
 impl ProgramMode {
     /// All values, with their names.
-    pub const NAMES: [(&'static str, ProgramMode); 2] =
-        [("observe", ProgramMode::Observe), ("admit", ProgramMode::Admit)];
+    pub const NAMES: [(&'static str, ProgramMode); 3] =
+        [("observe", ProgramMode::Observe), ("auto", ProgramMode::Auto), ("admit", ProgramMode::Admit)];
 }
 
 /// Settings of agent programs.
@@ -53,8 +56,8 @@ pub struct ProgramConfig {
     pub most_held: usize,
     /// Share of `theta` below which an instance counts as roomy: the policy places requests of
     /// programs whose instance is roomy while no program waits, and others return to their
-    /// instance. For studies: at 0.6, the policy's choice is lost where all contexts fit (+5 to +12%
-    /// end to end on recorded agents below the caches' capacity), and above it no value is better.
+    /// instance. For studies: at 0.6, the policy's choice is lost where all contexts fit, +5 to
+    /// +12% end to end on recorded agents. Above the caches' capacity, no value is better.
     pub free: f64,
     /// Whether the session that a request names identifies its program.
     pub sessions: bool,

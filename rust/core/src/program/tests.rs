@@ -1,7 +1,7 @@
 //! Programs, turns and admission.
 use super::lineage::Lineage;
 use super::programs::State;
-use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Thunder, TurnId, Verdict};
+use super::{Arrival, Finish, ProgramConfig, ProgramMode, Programs, Thunder, TurnId, Verdict, Work};
 use crate::ids::{InstanceId, Seconds};
 use proptest::prelude::*;
 
@@ -609,4 +609,56 @@ proptest! {
         }
         prop_assert_eq!(lineage.registered(), 0);
     }
+}
+
+/// Runs rounds of programs that find their contexts nowhere, one a second on an instance for two.
+/// Returns whether `auto` holds programs afterwards. `hit`: share of the prompt that the cache has.
+fn holds_after(programs: &mut Programs, count: u64, hit: f64) -> bool {
+    let mut now = 0.0;
+    let mut turns = Vec::new();
+    for round in 0..30 {
+        for name in 0..count {
+            let chain = chain(&[(name + 1, 100), (100 + name, 10 * round + 1)]);
+            let prompt = f64::from(arrival(&chain).prompt_tokens);
+            let (turn, verdict) = programs.arrive(&arrival(&chain), now);
+            if !matches!(verdict, Verdict::Free | Verdict::Run(_)) {
+                return programs.holds();
+            }
+            let (hit_tokens, new_tokens) = (hit * prompt, (1.0 - hit) * prompt);
+            programs.computes(turn, Work { new_tokens, hit_tokens, seconds: 0.5 }, now);
+            programs.placed(turn, InstanceId(0), now);
+            turns.push(turn);
+        }
+        programs.tick(now + 0.5);
+        turns.drain(..).for_each(|turn| finish(programs, turn, now + 0.9));
+        now += 1.0;
+    }
+    programs.holds()
+}
+
+#[test]
+fn auto_holds_programs_while_contexts_are_computed_again() {
+    let full = || programs(ProgramMode::Auto, &[4_000.0]);
+    assert!(holds_after(&mut full(), 5, 0.0), "five programs compute their contexts in each round");
+    assert!(!holds_after(&mut full(), 5, 0.98), "the cache has them");
+    assert!(!holds_after(&mut full(), 1, 0.0), "nobody waits for one program");
+    assert!(holds_after(&mut programs(ProgramMode::Admit, &[4_000.0]), 1, 0.98));
+    assert!(!holds_after(&mut programs(ProgramMode::Observe, &[4_000.0]), 5, 0.0));
+}
+
+#[test]
+fn auto_ends_when_all_programs_have_room() {
+    let mut programs = programs(ProgramMode::Auto, &[4_000.0]);
+    assert!(holds_after(&mut programs, 5, 0.0));
+    // All programs leave: no work, nobody waits, nothing is crowded.
+    for at in [400.0, 800.0, 4000.0, 8000.0] {
+        programs.tick(at);
+        for released in programs.released() {
+            programs.placed(released.turn, released.instance, at);
+            finish(&mut programs, released.turn, at + 1.0);
+        }
+    }
+    assert!(!programs.holds());
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(77, 100)])), 8001.0);
+    assert_eq!(verdict, Verdict::Free);
 }

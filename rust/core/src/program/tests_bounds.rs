@@ -225,7 +225,7 @@ fn a_table_full_of_running_programs_refuses_or_counts() {
         assert_eq!(programs.counters().untracked, 1);
         match mode {
             ProgramMode::Admit => assert!(matches!(verdict, Verdict::Refused { .. }), "{verdict:?}"),
-            ProgramMode::Observe => {
+            _ => {
                 assert_eq!(verdict, Verdict::Free);
                 programs.placed(turn, InstanceId(0), 2.0);
                 programs.ended(turn, 1, Finish::Stop, 3.0);

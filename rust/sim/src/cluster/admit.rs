@@ -26,7 +26,9 @@ impl Cluster<'_> {
         for (number, observer) in self.routers.each().enumerate() {
             let released = observer.router.release_held(self.now);
             ready.extend(released.ready.into_iter().map(|(arrival, _)| (number, arrival)));
-            refused.extend(released.refused.into_iter().map(|(arrival, by, after)| (number, arrival, by, after)));
+            refused.extend(
+                released.refused.into_iter().map(|(arrival, by, after)| (number, arrival, by, after)),
+            );
         }
         for (router, arrival) in ready {
             // A request that was admitted at its arrival is not held.

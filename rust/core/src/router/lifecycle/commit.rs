@@ -1,5 +1,6 @@
 //! Commits of plans: ticket, decision record, and ledger entries of the segments.
 use super::writer::Lifecycle;
+use crate::program::Work;
 use crate::receipt::Receipt;
 use crate::request::{Arm, Request};
 use crate::router::decision::Decision;
@@ -76,6 +77,9 @@ impl Lifecycle<'_> {
             _ => state.first.made += 1,
         }
         if let Some(id) = request.arrival {
+            let new_tokens = f64::from(request.prompt_tokens) - hit;
+            let seconds = state.computing_seconds(first.index(), hit, new_tokens, &mut None);
+            requests.admission.computes(id, Work { new_tokens, hit_tokens: hit, seconds }, now);
             requests.admission.placed(id, segment.instance, now);
         }
         self.open_legs(ticket);

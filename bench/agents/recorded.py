@@ -1,0 +1,79 @@
+"""Policies and admission on recorded agent sessions, each seed in another order of the sessions.
+
+    python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
+
+The file has one session per line, without start times (docs/reference/traces.md). The public
+sessions are those of kv-cache-tester (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from lmetric.packed import open_packed
+from lmetric.profiles import load_profile
+from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.traces import load_trace
+
+INSTANCES = 8
+BLOCK_TOKENS = 64
+PROFILE = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
+RIVALS: dict[str, dict[str, Any]] = {
+    "total_delay, auto": {"policy": "total_delay", "programs": "auto"},
+    "total_delay": {"policy": "total_delay"},
+    "lmetric": {"policy": "lmetric"},
+    "llmd_affinity": {"policy": "llmd_affinity"},
+    "ThunderAgent-like": {"policy": "lmetric", "programs": "thunder_agent"},
+}
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of a list with commas."""
+    return [float(each) for each in text.split(",")]
+
+
+def played(lines: list[str], seed: int, rate: float) -> dict[str, Run]:
+    """A run of each rival, with the sessions in the order of the seed."""
+    order = np.random.default_rng(seed).permutation(len(lines))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "sessions.jsonl"
+        file.write_text("\n".join(lines[each] for each in order) + "\n")
+        workload = prepare(load_trace(file, session_rate=rate, block_tokens=BLOCK_TOKENS), PROFILE)
+    fixed: dict[str, Any] = {
+        "instances": INSTANCES,
+        "profile": PROFILE,
+        "admission": "vllm",
+        "cached_answers": True,
+        "seed": seed,
+    }
+    return {name: simulate(workload, **settings, **fixed) for name, settings in RIVALS.items()}
+
+
+def main() -> None:
+    """Prints a row per rate and rival: means over the seeds, the spread in brackets."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.1], help="sessions per second")
+    parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
+    options = parser.parse_args()
+    with open_packed(options.file) as file:
+        lines = [line.decode().rstrip("\n") for line in file]
+    print("| sessions/s | | mean end to end, s | cached | longest hold, s |\n| --- | --- | --- | --- | --- |")
+    for rate in options.rates:
+        runs = [played(lines, int(seed), rate) for seed in options.seeds]
+        for name in RIVALS:
+            each = [run[name] for run in runs]
+            means = [float(np.nanmean(run.e2e_seconds)) for run in each]
+            cached = np.mean([run.hit_tokens.sum() / run.input_tokens.sum() for run in each])
+            hold = max(run.hold_seconds.max() for run in each)
+            spread = f"{np.mean(means):.1f} [{min(means):.1f}, {max(means):.1f}]"
+            print(f"| {rate:g} | {name} | {spread} | {cached:.1%} | {hold:,.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
