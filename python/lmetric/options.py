@@ -772,12 +772,10 @@ def _switched(what: str, enabled: Any, given: dict[str, Any], server: bool) -> A
     except ValueError:
         expected = "expected on, off, auto, or settings as NAME=VALUE"
         raise _refused((), enabled, expected, what) from None
-    if what == "guard":
-        if on is None and not given:
-            return None
-        return _made(what, "on", given | {"enabled": on is not False}, server)
     if on is None and not given:
-        return "auto"
+        return None if what == "guard" else "auto"
+    if what == "guard":
+        return _made(what, "on", given | {"enabled": on is not False}, server)
     made = _made(what, "on", given, server)
     return None if on is False else made
 

@@ -27,7 +27,7 @@ use churn::{Churn, fetch_of};
 use handover::Part;
 use hashbrown::HashMap;
 use lmetric_core::CoreError;
-use lmetric_core::admission::{ArrivalId, LoadConfig, RefusedFor, Verdict};
+use lmetric_core::admission::{ArrivalId, LoadConfig, Verdict};
 use lmetric_core::estimate::StepTime;
 use lmetric_core::fleet::Role;
 use lmetric_core::guard::Phase;
@@ -420,12 +420,8 @@ impl Cluster<'_> {
                 self.held.insert((router, arrival), request as u32);
                 Ok(())
             }
-            (Verdict::Refused { by: RefusedFor::Programs, retry_after_seconds }, _) => {
-                self.at(self.now + retry_after_seconds, Event::Arrival { request: request as u32 });
-                Ok(())
-            }
-            (Verdict::Refused { .. }, _) => {
-                self.refuse(request);
+            (Verdict::Refused { by, retry_after_seconds }, _) => {
+                self.refuse(request as u32, by, retry_after_seconds);
                 Ok(())
             }
             (_, arrival) => self.place(request, &RouterRequest { arrival, ..asked }),

@@ -513,11 +513,13 @@ impl Admission {
         self.programs.as_ref()?.note(self.arrivals.get(id)?.turn?, now)
     }
 
-    /// Records the prefill of a request that is placed first.
-    pub fn computes(&mut self, id: ArrivalId, work: Work, now: Seconds) {
+    /// Records the prefill of a request that is placed first. `work` is asked only if programs need
+    /// it.
+    pub fn computes(&mut self, id: ArrivalId, work: impl FnOnce() -> Work, now: Seconds) {
+        let programs = self.programs.as_mut().filter(|programs| programs.weighs_work());
         let turn = self.arrivals.get(id).and_then(|arrival| arrival.turn);
-        if let (Some(programs), Some(turn)) = (&mut self.programs, turn) {
-            programs.computes(turn, work, now);
+        if let (Some(programs), Some(turn)) = (programs, turn) {
+            programs.computes(turn, work(), now);
         }
     }
 

@@ -1,4 +1,5 @@
 //! Learned and configured estimates of speed, load and answer length.
+pub(crate) mod decayed;
 pub mod decode_load;
 pub mod decode_weights;
 pub mod output_length;

@@ -14,6 +14,7 @@ use super::ledger::{InstanceLedger, Root};
 use super::programs::{Program, ProgramId, Programs, Released, State, TurnId, Verdict};
 use super::settings::ProgramConfig;
 use super::thunder::Thunder;
+use crate::estimate::decayed::Decayed;
 use crate::ids::{InstanceId, Seconds};
 use hashbrown::HashMap;
 use std::collections::BTreeSet;
@@ -68,9 +69,8 @@ pub(super) struct Queue {
     kept: Option<(ProgramId, InstanceId)>,
     /// Time of the last round that made room.
     made_room_at: Option<Seconds>,
-    /// Admitted tokens, decayed.
-    flow: f64,
-    flow_at: Seconds,
+    /// Admitted tokens.
+    flow: Decayed,
     /// Time of the first admission.
     flow_began: Option<Seconds>,
 }
@@ -111,15 +111,14 @@ impl Queue {
     }
 
     fn admitted(&mut self, tokens: f64, now: Seconds) {
-        self.flow = self.demand(now).1 + tokens;
-        self.flow_at = self.flow_at.max(now);
+        self.flow.add(tokens, now, FLOW_SECONDS);
         self.flow_began.get_or_insert(now);
     }
 
     /// Returns the tokens that held programs need, and those admitted recently.
     pub fn demand(&self, now: Seconds) -> (f64, f64) {
         let tokens = self.tenants.values().map(|waiting| waiting.tokens).sum();
-        (tokens, self.flow * (-(now - self.flow_at).max(0.0) / FLOW_SECONDS).exp())
+        (tokens, self.flow.now(now, FLOW_SECONDS))
     }
 
     /// Returns the predicted seconds until all held programs of a tenant are admitted. Tenants take

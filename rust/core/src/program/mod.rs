@@ -10,7 +10,8 @@
 //! A program is found by the lineage of its prompts ([`lineage`]); no client has to name it. Its
 //! probability to return is learned from the gaps between its requests ([`gaps`]). Each instance
 //! has a ledger of expected tokens ([`ledger`]). The state machine of programs and turns is in
-//! [`programs`], the choice of programs to pause and to admit in [`admission`].
+//! [`programs`], the choice of programs to pause and to admit in [`admission`]. `waste` measures
+//! whether holding pays.
 //!
 //! A turn is one request of a program, from its arrival to its end.
 pub mod admission;

@@ -2,7 +2,7 @@
 use super::admission::{Hold, Queue};
 use super::gaps::{Finish, GapClass, Gaps};
 use super::ledger::{Charge, InstanceLedger, Root};
-use super::lineage::Lineage;
+use super::lineage::{Lineage, Mark};
 use super::sets::{Filed, Sets};
 use super::settings::{ProgramConfig, ProgramMode};
 use super::waste::Waste;
@@ -249,9 +249,9 @@ pub(super) struct Turn {
 }
 
 /// The prefill of a placed request.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Work {
-    /// Prompt tokens that the instance computes, and those that its cache holds.
+    /// Prompt tokens that the instance computes.
     pub new_tokens: f64,
     /// Prompt tokens that its cache holds.
     pub hit_tokens: f64,
@@ -464,6 +464,10 @@ impl Programs {
 
     /// Records an arriving request and decides what to do with it.
     pub fn arrive(&mut self, arrival: &Arrival<'_>, now: Seconds) -> (TurnId, Verdict) {
+        self.tokens_per_block = arrival.tokens_per_block;
+        let known = self.lineage.look_up(arrival.chain);
+        let tokens = |mark: Mark| f64::from(mark.blocks) * arrival.tokens_per_block;
+        let shared_tokens = known.shared.map_or(0.0, tokens);
         let turn = Turn {
             program: None,
             slot: None,
@@ -473,15 +477,8 @@ impl Programs {
             held: false,
             assigned: None,
             last: arrival.last,
-            known_tokens: 0.0,
+            known_tokens: known.mark.map_or(0.0, |(mark, _)| tokens(mark)).max(shared_tokens),
         };
-        self.tokens_per_block = arrival.tokens_per_block;
-        let known = self.lineage.look_up(arrival.chain);
-        let shared_tokens =
-            known.shared.map_or(0.0, |mark| f64::from(mark.blocks) * arrival.tokens_per_block);
-        let known_tokens =
-            known.mark.map_or(0.0, |(mark, _)| f64::from(mark.blocks)) * arrival.tokens_per_block;
-        let turn = Turn { known_tokens: known_tokens.max(shared_tokens), ..turn };
         let identity = self.identify(arrival, known, shared_tokens);
         let program = match identity {
             Identity::Continues(id) => {
@@ -914,6 +911,11 @@ impl Programs {
             ProgramMode::Auto => self.engaged,
             ProgramMode::Admit => true,
         }
+    }
+
+    /// Returns whether [`Programs::computes`] is needed.
+    pub fn weighs_work(&self) -> bool {
+        self.config.mode == ProgramMode::Auto
     }
 
     /// Records the prefill of a placed request.

@@ -179,6 +179,8 @@ fn a_tenant_takes_the_place_of_others_up_to_an_equal_share() {
 fn without_tenants_a_hold_ends_in_a_place_or_a_refusal() {
     let waits = attack(two_engines(15.0), 1, 6, 3000, 20.0);
     assert!(waits.iter().all(|wait| wait.abs() <= 16.0), "{waits:?}");
+    // Programs of the same tenant keep their places, so these are refused.
+    assert!(waits.iter().all(|wait| *wait < 0.0), "{waits:?}");
 }
 
 /// Defect 2: a removed instance takes its programs' places along, although its slot has a new
@@ -225,7 +227,7 @@ fn a_table_full_of_running_programs_refuses_or_counts() {
         assert_eq!(programs.counters().untracked, 1);
         match mode {
             ProgramMode::Admit => assert!(matches!(verdict, Verdict::Refused { .. }), "{verdict:?}"),
-            _ => {
+            ProgramMode::Observe | ProgramMode::Auto => {
                 assert_eq!(verdict, Verdict::Free);
                 programs.placed(turn, InstanceId(0), 2.0);
                 programs.ended(turn, 1, Finish::Stop, 3.0);

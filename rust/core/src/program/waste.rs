@@ -1,8 +1,9 @@
 //! The part of the fleet's time that goes into computing programs' contexts again.
 //!
 //! Holding programs back pays where recomputation is most of the work: then the caches lack room,
-//! and each return evicts the context of another program. Where most of the work is new, as with
-//! chats on small caches, a held request would wait for nothing.
+//! and each return evicts the context of another program. If most of the work is new, a held
+//! request waits for nothing: chats on small caches are of this kind.
+use crate::estimate::decayed::Decayed;
 use crate::ids::Seconds;
 
 /// Time constant of the measurement, seconds.
@@ -18,32 +19,24 @@ const SHARE_OF_WORK: f64 = 0.5;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Waste {
     /// All prefill work.
-    all: Seconds,
+    all: Decayed,
     /// The part that some cache held before.
-    again: Seconds,
-    at: Seconds,
+    again: Decayed,
 }
 
 impl Waste {
-    fn decay(&mut self, now: Seconds) {
-        let kept = (-(now - self.at).max(0.0) / WINDOW_SECONDS).exp();
-        (self.all, self.again, self.at) = (self.all * kept, self.again * kept, self.at.max(now));
-    }
-
     /// Records the prefill of a request: its seconds, and the share of its tokens that are computed
     /// again.
     pub fn note(&mut self, seconds: Seconds, share_again: f64, now: Seconds) {
-        self.decay(now);
-        self.all += seconds;
-        self.again += seconds * share_again;
+        self.all.add(seconds, now, WINDOW_SECONDS);
+        self.again.add(seconds * share_again, now, WINDOW_SECONDS);
     }
 
     /// Returns whether recomputation is most of the work, and takes a large part of the time of
     /// `instances`.
-    pub fn is_large(&mut self, instances: usize, now: Seconds) -> bool {
-        self.decay(now);
-        self.again > SHARE_OF_WORK * self.all
-            && self.again > SHARE_OF_TIME * WINDOW_SECONDS * instances as f64
+    pub fn is_large(&self, instances: usize, now: Seconds) -> bool {
+        let (all, again) = (self.all.now(now, WINDOW_SECONDS), self.again.now(now, WINDOW_SECONDS));
+        again > SHARE_OF_WORK * all && again > SHARE_OF_TIME * WINDOW_SECONDS * instances as f64
     }
 }
 

@@ -38,18 +38,19 @@ impl Cluster<'_> {
         }
         for (router, arrival, by, retry_after_seconds) in refused {
             let Some(request) = self.held.remove(&(router, arrival)) else { continue };
-            match by {
-                RefusedFor::Programs => {
-                    self.at(self.now + retry_after_seconds, Event::Arrival { request });
-                }
-                _ => self.refuse(request as usize),
-            }
+            self.refuse(request, by, retry_after_seconds);
         }
         Ok(())
     }
 
-    /// Ends a request that admission by load refuses: its client does not try again.
-    pub(super) fn refuse(&mut self, request: usize) {
+    /// Refuses a request. The client of a program tries again; a request that admission by load
+    /// refuses ends.
+    pub(super) fn refuse(&mut self, request: u32, by: RefusedFor, retry_after_seconds: Seconds) {
+        if by == RefusedFor::Programs {
+            self.at(self.now + retry_after_seconds, Event::Arrival { request });
+            return;
+        }
+        let request = request as usize;
         self.left -= 1;
         self.records.refused_seconds[request] = self.now;
         let next: Vec<_> = self.waiting.end(self.workload, request, self.now).collect();

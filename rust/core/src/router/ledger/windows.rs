@@ -1,32 +1,11 @@
 //! Sums with exponential decay: prefill tokens placed on an instance and output tokens it produced.
 use super::share::Share;
 use crate::estimate::StepTime;
+use crate::estimate::decayed::Decayed;
 use crate::ids::Seconds;
 
 /// Time constant of the `window_*` indicators, in seconds.
 pub const WINDOW_SECONDS: f64 = 180.0;
-
-/// A sum with exponential decay. All calls must use the same time constant.
-#[derive(Clone, Copy, Debug, Default)]
-struct Decayed {
-    value: f64,
-    at: Seconds,
-}
-
-impl Decayed {
-    fn now(&self, now: Seconds, over: Seconds) -> f64 {
-        self.value * (-(now - self.at).max(0.0) / over).exp()
-    }
-
-    fn add(&mut self, amount: f64, now: Seconds, over: Seconds) {
-        if now == self.at {
-            self.value += amount; // several tokens at one time
-            return;
-        }
-        self.value = self.now(now, over) + amount;
-        self.at = now;
-    }
-}
 
 /// Recent input and output of an instance.
 #[derive(Clone, Copy, Debug)]

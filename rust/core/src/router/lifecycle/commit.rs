@@ -77,9 +77,12 @@ impl Lifecycle<'_> {
             _ => state.first.made += 1,
         }
         if let Some(id) = request.arrival {
-            let new_tokens = f64::from(request.prompt_tokens) - hit;
-            let seconds = state.computing_seconds(first.index(), hit, new_tokens, &mut None);
-            requests.admission.computes(id, Work { new_tokens, hit_tokens: hit, seconds }, now);
+            let work = || {
+                let new_tokens = f64::from(request.prompt_tokens) - hit;
+                let seconds = state.computing_seconds(first.index(), hit, new_tokens, &mut None);
+                Work { new_tokens, hit_tokens: hit, seconds }
+            };
+            requests.admission.computes(id, work, now);
             requests.admission.placed(id, segment.instance, now);
         }
         self.open_legs(ticket);
