@@ -94,5 +94,5 @@ def recorded(arrivals: Any, duration: float = 1.0) -> Recording:
         trace=replace(plain, arrival_seconds=np.asarray(arrivals, np.float64)),
         instance=np.zeros(count, np.int64), held_seconds=0 * full, ttft_seconds=full, tpot_seconds=full,
         e2e_seconds=np.full(count, duration), cached_tokens=0 * full, engines=("e0",),
-        policy=None, block_tokens=16, cache_blocks=100, exact=True, sessions=False, notes=(),
+        policy=None, guard=None, block_tokens=16, cache_blocks=100, exact=True, sessions=False, notes=(),
     )  # fmt: skip  # type: ignore[arg-type]

@@ -24,8 +24,9 @@ FIT = ("--max-error", "0.6")
 
 async def test_a_new_user_finds_the_hot_engine_the_reason_and_a_better_policy(tmp_path: Path) -> None:
     records = tmp_path / "records"
-    # This policy ignores load.
-    async with router("--embedded", "8", "--policy", "new_tokens", "--records", str(records)) as r:
+    # This policy ignores load until the guard stops it.
+    policy = ("--policy", "new_tokens", "--guard")
+    async with router("--embedded", "8", *policy, "--records", str(records)) as r:
         await r.listening(120)
         replay = await asyncio.create_subprocess_exec(
             *CLI, "replay", *TRACE, "--target", r.url, stderr=asyncio.subprocess.DEVNULL

@@ -19,13 +19,14 @@ FIGURES = {
     Study("planner"): "hot", Study("planner", "goal.py"): "goal_hour", Study("uniboost"): "t2",
     Study("capacity"): "closed_loop",
 }  # fmt: skip
+RECORDED = {Study("planner", "goal.py"), Study("uniboost"), Study("capacity")}  # those that read TRACES
 every = pytest.mark.parametrize("study", FIGURES, ids=lambda study: f"{study.name}-{study.script}")
 
 
 @pytest.mark.nightly
 @every
 def test_every_figure(study: Study, tmp_path: Path) -> None:
-    if study.script == "goal.py" and not TRACES.exists():
+    if study in RECORDED and not TRACES.exists():
         pytest.skip(f"needs the recorded traces in {TRACES}")
     stored = result_files.read_index(study.results)
     own = {name for name in stored if name.startswith("goal_") == (study.script == "goal.py")}

@@ -328,6 +328,7 @@ class Sight:
             cached_tokens=run.hit_tokens[chosen].astype(np.float64),
             engines=tuple(f"e{number}" for number in numbers),
             policy=PolicyChoice("lmetric", {}, "lmetric"),
+            guard=None,
             block_tokens=PROFILE.block_tokens,
             cache_blocks=PROFILE.cache_blocks,
             exact=True,

@@ -88,6 +88,7 @@ FLEET = {
     "model": Key("text", "model of the engines", always=True),
     "policy": Key("text or mapping", "policy of the router, as in its configuration", always=True),
     "knobs": Key("mapping of numbers", "parameters of the policy by name", always=True),
+    "guard": Key("mapping", "settings of the hot-spot guard; absent: the policy decides"),
     "shadow": Key("mapping", "settings of the shadow: `policy`, `knobs`, `sample`"),
     "canary": Key("mapping", "settings of the running canary: `policy`, `knobs`, `share`"),
     "block_tokens": Key("integer", "block size of the router's index", "tokens", always=True, within=BLOCK),

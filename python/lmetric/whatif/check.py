@@ -242,6 +242,7 @@ def fleet_settings(recording: Recording, fit: EngineFit) -> dict[str, Value]:
     return engine_settings(fit.cached_answers) | {
         "signals": "delayed",
         "index": "exact" if recording.exact else "approximate",
+        "guard": recording.guard,
     }
 
 

@@ -49,6 +49,7 @@ class Recording:
     cached_tokens: Floats
     engines: tuple[str, ...]  # engines of the fleet, in the order of their first request
     policy: PolicyChoice  # policy that ran
+    guard: Mapping[str, Any] | None  # settings of the hot-spot guard; None: the policy decides
     block_tokens: int  # of the engines
     cache_blocks: int | None  # of each engine; None: not reported
     exact: bool  # whether the index followed the engines' KV events
@@ -156,6 +157,7 @@ def recording_of(records: Records, *, code: Collection[str] | None = ()) -> Reco
         cached_tokens=_column(requests, "cached_tokens"),
         engines=tuple(names),
         policy=_policy(fleet, requests, notes, code),
+        guard=fleet.get("guard"),
         block_tokens=block,
         cache_blocks=cache,
         exact=all(each["mode"] == "exact" for each in fleet["engines"]),

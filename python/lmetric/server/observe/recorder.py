@@ -11,6 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
 
@@ -313,6 +314,7 @@ def _state(pool: Pool) -> Line:
         "model": pool.name,
         "policy": policy,
         "knobs": dict(settings.knobs),
+        **({} if settings.guard is None else {"guard": asdict(settings.guard)}),
         **_on_trial(pool),
         "block_tokens": pool.block_size,
         "engines": [
