@@ -7,7 +7,7 @@
 //! *run*. An operation costs runs, not blocks, and a prompt has only a few runs. (In a pool of
 //! single blocks, as in vLLM, every block has users and an age of its own: see `pool`.)
 use crate::events::KvLog;
-use crate::pool::ChainHasher;
+use crate::names::ChainHasher;
 use hashbrown::HashMap;
 use lmetric_core::kv::tiers::Tier;
 use std::hash::BuildHasherDefault;

@@ -520,7 +520,7 @@ impl Engine {
                 Vec::new()
             }
             Admission::Vllm => {
-                let found: Vec<u32> = front.iter().map_while(|&hash| self.pool.find(hash)).collect();
+                let found: Vec<u32> = self.pool.find(front).collect();
                 found.iter().for_each(|&block| self.pool.share(block));
                 found
             }
@@ -529,7 +529,7 @@ impl Engine {
 
     /// Releases pinned blocks, the last first.
     pub fn release_prefix(&mut self, blocks: &mut Vec<u32>) {
-        blocks.drain(..).rev().for_each(|block| self.pool.release(block));
+        self.pool.release(blocks);
     }
 
     /// Returns the time at which the last of the steps under way begins.
@@ -668,7 +668,7 @@ impl Engine {
         let found = match self.settings.admission {
             Admission::Vllm => {
                 let full = (prompt_tokens.saturating_sub(1) / block) as usize;
-                chain.iter().take(full).take_while(|&&hash| self.pool.find(hash).is_some()).count()
+                self.pool.find(&chain[..chain.len().min(full)]).count()
             }
             Admission::Reserve => self.cache.find(prompt_blocks(chain, prompt_tokens, block)),
         };

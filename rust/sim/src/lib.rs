@@ -12,6 +12,7 @@ pub mod engine;
 pub mod events;
 pub mod gaps;
 pub mod hash;
+mod names;
 pub mod pool;
 pub mod profile;
 pub mod record;

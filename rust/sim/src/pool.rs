@@ -1,21 +1,27 @@
 //! The KV blocks of one engine: their users, their contents, and their order of eviction.
 use crate::events::KvLog;
-use hashbrown::HashMap;
+use crate::names::{NONE, Names};
+use lmetric_core::kv::prefetch;
 use lmetric_core::kv::tiers::Tier;
-use std::hash::{BuildHasherDefault, Hasher};
 
-const NONE: u32 = u32::MAX;
 /// In `Block::twin`: the block has no hash under which it could be found.
-const UNNAMED: u32 = u32::MAX - 1;
+const UNNAMED: u32 = NONE - 1;
+/// Number of blocks ahead at which what an operation reads is prefetched: a chain has thousands of
+/// blocks, each somewhere else in memory.
+const AHEAD: usize = 8;
 
-/// A fixed number of blocks. A block in use is pinned. A free one waits in a list, least recently
+/// A fixed number of blocks. A block in use is pinned. A free one waits in a queue, least recently
 /// used first, and can be found by its hash until it is taken for something else (as in vLLM).
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    /// The blocks. One more entry closes the free list to a ring: its `next` is evicted first, its
-    /// `previous` last.
     blocks: Vec<Block>,
-    by_hash: HashMap<u64, u32, BuildHasherDefault<ChainHasher>>,
+    names: Names,
+    /// Free blocks without a hash: they are taken first.
+    empty: Vec<u32>,
+    /// Free blocks with a hash, least recently used first, from `oldest` on. An entry is stale if
+    /// its block was used after it.
+    queue: Vec<Turn>,
+    oldest: usize,
     free: u32,
 }
 
@@ -23,29 +29,38 @@ pub struct BlockPool {
 struct Block {
     hash: u64,
     users: u32,
-    previous: u32,
-    next: u32,
+    /// Number of times that it came into the queue.
+    turns: u32,
     /// The next block with the same hash (two requests may compute one block at the same time), or
     /// a mark.
     twin: u32,
 }
 
+/// A block's entry in the queue.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    block: u32,
+    /// The block's `turns` with this entry.
+    turns: u32,
+}
+
 impl BlockPool {
     /// Makes a pool of `capacity` empty blocks.
     pub fn new(capacity: u32) -> BlockPool {
-        let block = |i: u32| Block {
-            hash: 0,
-            users: 0,
-            previous: if i == 0 { capacity } else { i - 1 },
-            next: if i == capacity { 0 } else { i + 1 },
-            twin: UNNAMED,
-        };
-        BlockPool { blocks: (0..=capacity).map(block).collect(), by_hash: HashMap::default(), free: capacity }
+        let block = Block { hash: 0, users: 0, turns: 0, twin: UNNAMED };
+        BlockPool {
+            blocks: vec![block; capacity as usize],
+            names: Names::new(capacity),
+            empty: (0..capacity).rev().collect(),
+            queue: Vec::new(),
+            oldest: 0,
+            free: capacity,
+        }
     }
 
     /// Returns the number of blocks in the pool.
     pub fn capacity(&self) -> u32 {
-        self.blocks.len() as u32 - 1
+        self.blocks.len() as u32
     }
 
     /// Returns the number of blocks that no request uses.
@@ -53,10 +68,27 @@ impl BlockPool {
         self.free
     }
 
-    /// Returns the block with this hash.
+    /// Returns the blocks with these hashes, up to the first that is missing.
+    pub fn find<'a>(&'a self, chain: &'a [u64]) -> impl Iterator<Item = u32> + 'a {
+        chain.iter().enumerate().map_while(|(i, &hash)| {
+            if let Some(&ahead) = chain.get(i + 2 * AHEAD) {
+                self.names.prefetch(ahead);
+            }
+            if let Some(block) = chain.get(i + AHEAD).and_then(|&ahead| self.names.first(ahead)) {
+                self.prefetch(block);
+            }
+            self.block_of(hash)
+        })
+    }
+
     #[inline]
-    pub fn find(&self, hash: u64) -> Option<u32> {
-        self.by_hash.get(&hash).copied()
+    fn block_of(&self, hash: u64) -> Option<u32> {
+        self.names.find(hash, |block| self.blocks[block as usize].hash == hash)
+    }
+
+    #[inline]
+    fn prefetch(&self, block: u32) {
+        prefetch(&raw const self.blocks[block as usize]);
     }
 
     /// Whether a request uses the block.
@@ -71,11 +103,14 @@ impl BlockPool {
 
     /// Adds a user to a block that was found.
     pub fn share(&mut self, block: u32) {
-        if self.blocks[block as usize].users == 0 {
-            self.unlink(block);
-            self.free -= 1;
-        }
-        self.blocks[block as usize].users += 1;
+        let users = &mut self.blocks[block as usize].users;
+        self.free -= u32::from(*users == 0);
+        *users += 1;
+    }
+
+    /// Takes free blocks like [`BlockPool::take`], at most `count`, and appends them to `taken`.
+    pub fn take_some(&mut self, count: usize, taken: &mut Vec<u32>, log: &mut KvLog) {
+        taken.extend((0..count).map_while(|_| self.take(log)));
     }
 
     /// Takes the least recently used free block for a new use and drops its contents. None: every
@@ -84,45 +119,99 @@ impl BlockPool {
         if self.free == 0 {
             return None;
         }
-        let block = self.blocks[self.capacity() as usize].next;
-        if self.blocks[block as usize].twin != UNNAMED {
-            self.unname(block);
-            log.removed(Tier::Gpu, self.blocks[block as usize].hash);
-        }
+        let block = self.empty.pop().unwrap_or_else(|| self.pop_oldest(log));
         self.share(block);
         Some(block)
     }
 
-    /// Gives a block in use its hash.
-    pub fn name(&mut self, block: u32, hash: u64) {
-        let twin = self.by_hash.insert(hash, block).unwrap_or(NONE);
-        let entry = &mut self.blocks[block as usize];
-        (entry.hash, entry.twin) = (hash, twin);
+    /// Takes the least recently used block off the queue, which has one, and drops its contents.
+    fn pop_oldest(&mut self, log: &mut KvLog) -> u32 {
+        loop {
+            if let Some(ahead) = self.queue.get(self.oldest + 2 * AHEAD) {
+                self.prefetch(ahead.block);
+            }
+            if let Some(ahead) = self.queue.get(self.oldest + AHEAD) {
+                self.names.prefetch(self.blocks[ahead.block as usize].hash);
+            }
+            let turn = self.queue[self.oldest];
+            self.oldest += 1;
+            if self.is_current(turn) {
+                self.unname(turn.block);
+                log.removed(Tier::Gpu, self.blocks[turn.block as usize].hash);
+                return turn.block;
+            }
+        }
     }
 
-    /// Removes a user of a block. A block without users is evicted last, or first if it has no
-    /// hash.
-    pub fn release(&mut self, block: u32) {
-        let entry = &mut self.blocks[block as usize];
-        entry.users -= 1;
-        if entry.users == 0 {
-            self.free += 1;
-            let ring = self.capacity();
-            let before = if self.blocks[block as usize].twin == UNNAMED {
-                ring
+    /// Whether the block of an entry has waited since then.
+    fn is_current(&self, turn: Turn) -> bool {
+        let block = &self.blocks[turn.block as usize];
+        block.users == 0 && block.turns == turn.turns && block.twin != UNNAMED
+    }
+
+    /// Gives blocks in use their hashes.
+    pub fn name(&mut self, blocks: &[u32], hashes: &[u64]) {
+        for (i, (&block, &hash)) in blocks.iter().zip(hashes).enumerate() {
+            if let (Some(&ahead), Some(&next)) = (hashes.get(i + AHEAD), blocks.get(i + AHEAD)) {
+                self.names.prefetch(ahead);
+                self.prefetch(next);
+            }
+            let twin = self.block_of(hash);
+            if let Some(twin) = twin {
+                self.names.replace(hash, twin, block);
             } else {
-                self.blocks[ring as usize].previous
-            };
-            self.link_behind(before, block);
+                self.names.insert(hash, block);
+            }
+            let entry = &mut self.blocks[block as usize];
+            (entry.hash, entry.twin) = (hash, twin.unwrap_or(NONE));
         }
+    }
+
+    /// Removes a user of blocks, the last first. Blocks without users are evicted last, or first if
+    /// they have no hash.
+    pub fn release(&mut self, blocks: &mut Vec<u32>) {
+        while let Some(block) = blocks.pop() {
+            if let Some(ahead) = blocks.len().checked_sub(AHEAD) {
+                self.prefetch(blocks[ahead]);
+            }
+            let entry = &mut self.blocks[block as usize];
+            entry.users -= 1;
+            if entry.users > 0 {
+                continue;
+            }
+            self.free += 1;
+            if entry.twin == UNNAMED {
+                self.empty.push(block);
+            } else {
+                entry.turns = entry.turns.wrapping_add(1);
+                self.queue.push(Turn { block, turns: entry.turns });
+            }
+        }
+        if self.queue.len() > 64 + 4 * self.blocks.len() {
+            self.drop_stale();
+        }
+    }
+
+    /// Drops the stale entries of the queue.
+    fn drop_stale(&mut self) {
+        let mut kept = 0;
+        for at in self.oldest..self.queue.len() {
+            if let Some(ahead) = self.queue.get(at + AHEAD) {
+                self.prefetch(ahead.block);
+            }
+            let turn = self.queue[at];
+            self.queue[kept] = turn;
+            kept += usize::from(self.is_current(turn));
+        }
+        self.queue.truncate(kept);
+        self.oldest = 0;
     }
 
     /// Empties all blocks. Returns false and does nothing while any block is in use.
     pub fn clear(&mut self) -> bool {
         let idle = self.free == self.capacity();
         if idle {
-            self.by_hash.clear();
-            self.blocks.iter_mut().for_each(|block| block.twin = UNNAMED);
+            *self = BlockPool::new(self.capacity());
         }
         idle
     }
@@ -130,51 +219,18 @@ impl BlockPool {
     fn unname(&mut self, block: u32) {
         let Block { hash, twin, .. } = self.blocks[block as usize];
         self.blocks[block as usize].twin = UNNAMED;
-        let first = self.by_hash[&hash];
-        if first != block {
-            let mut at = first;
+        let next = (twin != NONE).then_some(twin);
+        let is_first = match next {
+            None => self.names.remove(hash, block),
+            Some(next) => self.names.replace(hash, block, next),
+        };
+        if !is_first {
+            let mut at = self.block_of(hash).expect("a twin is found by its hash");
             while self.blocks[at as usize].twin != block {
                 at = self.blocks[at as usize].twin;
             }
             self.blocks[at as usize].twin = twin;
-        } else if twin == NONE {
-            self.by_hash.remove(&hash);
-        } else {
-            self.by_hash.insert(hash, twin);
         }
-    }
-
-    fn unlink(&mut self, block: u32) {
-        let Block { previous, next, .. } = self.blocks[block as usize];
-        self.blocks[previous as usize].next = next;
-        self.blocks[next as usize].previous = previous;
-    }
-
-    fn link_behind(&mut self, previous: u32, block: u32) {
-        let next = std::mem::replace(&mut self.blocks[previous as usize].next, block);
-        self.blocks[next as usize].previous = block;
-        let entry = &mut self.blocks[block as usize];
-        (entry.previous, entry.next) = (previous, next);
-    }
-}
-
-/// Hasher for block hashes, which are hashes already: one multiplication spreads them over the
-/// table, whatever their source.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ChainHasher(u64);
-
-impl Hasher for ChainHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
-    }
-
-    fn write_u64(&mut self, hash: u64) {
-        let wide = u128::from(hash) * 0x9e37_79b9_7f4a_7c15_u128;
-        self.0 = wide as u64 ^ (wide >> 64) as u64;
     }
 }
 
@@ -192,29 +248,31 @@ mod tests {
         let (mut pool, mut log) = (BlockPool::new(3), log());
         let blocks: Vec<u32> = (0..3).map(|_| pool.take(&mut log).unwrap()).collect();
         assert_eq!(pool.take(&mut log), None);
-        (0..3).for_each(|i| pool.name(blocks[i], 10 + i as u64));
+        pool.name(&blocks, &[10, 11, 12]);
         // The tail is released first, so it is evicted first.
-        blocks.iter().rev().for_each(|&block| pool.release(block));
+        pool.release(&mut blocks.clone());
         pool.share(blocks[2]);
-        pool.release(blocks[2]);
+        pool.release(&mut vec![blocks[2]]);
         pool.take(&mut log).unwrap();
         assert_eq!(
             (&log.events[..], &log.hashes[..]),
             (&[KvEvent::Removed { tier: Tier::Gpu, hashes: 0..1 }][..], &[11][..])
         );
-        assert_eq!((pool.find(10), pool.find(11), pool.find(12)), (Some(blocks[0]), None, Some(blocks[2])));
+        let found = [10, 11, 12].map(|hash| pool.find(&[hash]).next());
+        assert_eq!(found, [Some(blocks[0]), None, Some(blocks[2])]);
+        assert_eq!(pool.find(&[10, 11, 12]).count(), 1);
     }
 
     #[test]
     fn a_block_in_use_stays_and_an_empty_one_goes_first() {
         let (mut pool, mut log) = (BlockPool::new(2), log());
         let (a, b) = (pool.take(&mut log).unwrap(), pool.take(&mut log).unwrap());
-        pool.name(a, 1);
+        pool.name(&[a], &[1]);
         pool.share(a);
-        pool.release(a);
+        pool.release(&mut vec![a]);
         assert!(pool.in_use(a));
-        pool.release(a);
-        pool.release(b);
+        pool.release(&mut vec![a]);
+        pool.release(&mut vec![b]);
         assert_eq!((pool.take(&mut log), pool.free()), (Some(b), 1));
         assert!(log.events.is_empty());
     }
@@ -223,12 +281,12 @@ mod tests {
     fn every_copy_of_a_block_is_found_until_the_last_is_gone() {
         let (mut pool, mut log) = (BlockPool::new(3), log());
         let blocks: Vec<u32> = (0..3).map(|_| pool.take(&mut log).unwrap()).collect();
-        blocks.iter().for_each(|&block| pool.name(block, 7));
+        pool.name(&blocks, &[7; 3]);
         // Taken in this order: the middle of the list of twins, then its head, then the last copy.
-        [1, 2, 0].iter().for_each(|&i: &usize| pool.release(blocks[i]));
+        [1, 2, 0].iter().for_each(|&i: &usize| pool.release(&mut vec![blocks[i]]));
         for copies_left in [2, 1, 0] {
             pool.take(&mut log).unwrap();
-            assert_eq!(pool.find(7).is_some(), copies_left > 0);
+            assert_eq!(pool.find(&[7]).next().is_some(), copies_left > 0);
         }
         assert_eq!(
             (&log.events[..], &log.hashes[..]),
@@ -240,9 +298,9 @@ mod tests {
     fn clearing_needs_an_idle_pool() {
         let (mut pool, mut log) = (BlockPool::new(1), log());
         let block = pool.take(&mut log).unwrap();
-        pool.name(block, 7);
+        pool.name(&[block], &[7]);
         assert!(!pool.clear());
-        pool.release(block);
-        assert!(pool.clear() && pool.find(7).is_none());
+        pool.release(&mut vec![block]);
+        assert!(pool.clear() && pool.find(&[7]).next().is_none());
     }
 }

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 BOM = b"\xef\xbb\xbf"
@@ -98,6 +99,11 @@ def blocks(ids: Any, input_tokens: int, block_tokens: int, at: str = "", below: 
         raise ValueError(
             f"{at}{len(found)} hash_ids for {input_tokens} tokens: at most {most} of {block_tokens} fit"
         )
-    if found and max(found) >= below:
-        raise ValueError(f"{at}hash_ids must be below {below}, got {max(found)}")
+    if (greatest := greatest_id(found)) >= below:
+        raise ValueError(f"{at}hash_ids must be below {below}, got {greatest}")
     return found
+
+
+def greatest_id(ids: array[int]) -> int:
+    """The greatest of the hash IDs; -1: none."""
+    return int(np.frombuffer(ids, np.uint64).max()) if ids else -1

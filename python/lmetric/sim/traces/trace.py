@@ -227,7 +227,8 @@ def gather(
     """Offsets and ids of the requests at `indices`, in that order."""
     counts = np.diff(offsets)[indices]
     new = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    return new, ids[np.repeat(offsets[indices] - new[:-1], counts) + np.arange(new[-1])]
+    begins, ends = offsets[indices].tolist(), offsets[indices + 1].tolist()
+    return new, np.concatenate([ids[:0], *(ids[at:to] for at, to in zip(begins, ends, strict=True))])
 
 
 def renumbered(previous: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:

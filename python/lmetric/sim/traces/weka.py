@@ -18,8 +18,10 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from lmetric.sim.traces.calls import MOST_NESTED, Agent, Call, program_rows
-from lmetric.sim.traces.fields import Parser, Row, blocks, json_object, number, whole
+from lmetric.sim.traces.fields import Parser, Row, blocks, greatest_id, json_object, number, whole
 from lmetric.sim.traces.trace import FINISH
 
 _SCOPES = ("local", "global")
@@ -83,8 +85,8 @@ class Weka(Parser):
         tokens = whole(request, "in", 1, at)
         ids = blocks(request.get("hash_ids", []), tokens, self.block_tokens, at, _ID_LIMIT)
         if self._base:
-            ids = array("Q", [each + self._base for each in ids])
-        self._above = max(self._above, max(ids, default=-1) + 1)
+            ids = array("Q", (np.frombuffer(ids, np.uint64) + np.uint64(self._base)).tobytes())
+        self._above = max(self._above, greatest_id(ids) + 1)
         row = Row(
             start,
             tokens,

@@ -6,3 +6,5 @@ pub mod keys;
 pub(crate) mod names;
 mod table;
 pub mod tiers;
+
+pub use table::prefetch;

@@ -152,7 +152,7 @@ impl Engine {
         self.found.iter().for_each(|&block| self.pool.share(block));
         sequence.blocks.extend_from_slice(&self.found);
         sequence.named = on_gpu;
-        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
+        self.pool.take_some(new, &mut sequence.blocks, &mut self.kv);
         Loading::Begun
     }
 
@@ -168,7 +168,7 @@ impl Engine {
             }
             host.loaded.push((slot, order));
             let (from, to) = (sequence.named, sequence.blocks.len());
-            (from..to).for_each(|i| self.pool.name(sequence.blocks[i], sequence.chain[i]));
+            self.pool.name(&sequence.blocks[from..to], &sequence.chain[from..to]);
             let block = self.profile.block_tokens;
             let range = from * block as usize..to * block as usize;
             let tokens = sequence.tokens.get(range).unwrap_or_default();
@@ -198,7 +198,7 @@ impl Engine {
         self.forget_loaded(slot);
         let sequence = &mut self.sequences[slot];
         (sequence.named, sequence.loaded) = (0, 0);
-        sequence.blocks.drain(..).rev().for_each(|block| self.pool.release(block));
+        self.pool.release(&mut sequence.blocks);
     }
 
     /// Drops a request from those that hold loaded blocks while they wait.

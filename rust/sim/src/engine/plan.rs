@@ -115,7 +115,11 @@ impl Engine {
 
     /// Takes requests off the queue while there is room.
     pub(super) fn admit_waiting(&mut self) {
+        let vllm = self.settings.admission == Admission::Vllm && self.host.is_none();
         while let Some((.., slot)) = self.next_waiting() {
+            if vllm && self.budget() == 0 {
+                break; // nothing fits, so what is cached need not be known
+            }
             self.look_up(slot);
             let loading = self.load_from_host(slot);
             if loading == Loading::Begun {
@@ -302,8 +306,8 @@ impl Engine {
             // It may hold blocks that were loaded from the host tier.
             let (held, most) =
                 (sequence.blocks.len(), ((sequence.total - 1) / self.profile.block_tokens) as usize);
-            let chain = sequence.chain.iter().take(most).skip(held);
-            self.found.extend(chain.map_while(|&hash| self.pool.find(hash)));
+            let chain = &sequence.chain[..sequence.chain.len().min(most)];
+            self.found.extend(self.pool.find(chain.get(held..).unwrap_or_default()));
         }
     }
 
@@ -349,7 +353,7 @@ impl Engine {
         sequence.named = sequence.blocks.len();
         self.found.iter().for_each(|&block| self.pool.share(block));
         let held = sequence.named as u32;
-        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
+        self.pool.take_some(new as usize, &mut sequence.blocks, &mut self.kv);
         self.forget_loaded(slot);
         held * self.profile.block_tokens
     }
@@ -389,6 +393,8 @@ impl Engine {
     /// that the step has picked already are not preempted.
     pub(super) fn grow(&mut self, slot: u32, tokens: u32) {
         let needed = tokens.div_ceil(self.profile.block_tokens) as usize;
+        let blocks = &mut self.sequences[slot].blocks;
+        self.pool.take_some(needed.saturating_sub(blocks.len()), blocks, &mut self.kv);
         while self.sequences[slot].blocks.len() < needed {
             match self.pool.take(&mut self.kv) {
                 Some(block) => self.sequences[slot].blocks.push(block),

@@ -226,9 +226,7 @@ impl Engine {
         if full <= named {
             return;
         }
-        for i in named..full {
-            self.pool.name(sequence.blocks[i], sequence.chain[i]);
-        }
+        self.pool.name(&sequence.blocks[named..full], &sequence.chain[named..full]);
         let parent = named.checked_sub(1).map(|i| sequence.chain[i]);
         let tokens = sequence.tokens.get(named * block..full * block).unwrap_or_default();
         self.kv.stored(Tier::Gpu, parent, &sequence.chain[named..full], tokens, sequence.salt.as_ref());
@@ -249,7 +247,7 @@ impl Engine {
         }
         let sequence = &mut self.sequences[slot];
         (sequence.total, sequence.named) = (total, 0);
-        sequence.blocks.drain(..).rev().for_each(|block| self.pool.release(block));
+        self.pool.release(&mut sequence.blocks);
     }
 
     /// Removes a sequence from those that get a token in every step.

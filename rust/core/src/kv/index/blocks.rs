@@ -38,9 +38,7 @@ impl KvIndex {
     pub(super) fn place(&mut self, instance: u32, mut prev: Id, chain: &[u64], copies: Copies) -> usize {
         let mut placed = 0;
         while placed < chain.len() {
-            if let Some(ahead) = chain.get(placed + AHEAD) {
-                self.table.prefetch(self.table.key(*ahead));
-            }
+            self.prefetch_behind(chain, placed);
             if !self.make_room(prev, instance) {
                 break;
             }

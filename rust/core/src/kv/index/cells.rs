@@ -13,6 +13,8 @@
 //! | 4 | holder or summary of holders | pairs in use; queue: stamps' upper half | group number |
 //! | 5, 6 | its other half; depth | third pair | first cell of entries; - |
 //! | 7 | start of its run | next cell | next cell |
+use crate::kv::table::prefetch;
+
 /// Number of a cell; 0: none.
 pub(super) type Id = u32;
 
@@ -88,6 +90,7 @@ impl Cells {
         if self.free != 0 {
             let id = self.free;
             self.free = self[id].0[NEXT];
+            self.prefetch(self.free);
             self.freed -= 1;
             self[id] = Cell::default();
             return id;
@@ -98,6 +101,14 @@ impl Cells {
         }
         self.fresh += 1;
         (self.fresh - 1) as Id
+    }
+
+    /// Prefetches a cell.
+    #[inline(always)]
+    pub(super) fn prefetch(&self, id: Id) {
+        if let Some(chunk) = self.chunks.get(id as usize / CHUNK) {
+            prefetch(&raw const chunk[id as usize % CHUNK]);
+        }
     }
 
     pub(super) fn give(&mut self, id: Id) {
