@@ -13,7 +13,7 @@ from lmetric._core import BadValueError
 from lmetric.profiles import Profile, load_profile
 from lmetric.queueing import HostTier
 from lmetric.sim.agents import AgentsTrace
-from lmetric.sim.programs import program_figures, working_set_tokens
+from lmetric.sim.programs import busy_seconds, ideal_arrival_seconds, program_figures, working_set_tokens
 from lmetric.sim.run import prepare, simulate
 from lmetric.sim.setups import run as run_setup
 from lmetric.sim.study import cells
@@ -21,6 +21,7 @@ from lmetric.sim.study_file import load_study
 from lmetric.sim.synthetic import SyntheticError, check_synthetic
 from lmetric.sim.table import rows, table_of
 from lmetric.sim.traces import FINISH, Trace, TraceError, load_trace, write_trace
+from lmetric.sim.traces.turns import user_turns
 
 PROFILE = Profile(
     fixed_seconds=1.0,
@@ -64,6 +65,8 @@ def test_a_join_waits_for_the_last_end() -> None:
     assert run.programs.tolist() == [7, 7, 7, 7, -1]
     assert run.ideal_finished_seconds is not None
     np.testing.assert_allclose(run.ideal_finished_seconds[:4], [1.16, 3.32, 3.48, 6.64])
+    assert run.ideal_arrival_seconds is not None
+    np.testing.assert_allclose(run.ideal_arrival_seconds[:4], [0, 2.16, 2.16, 5.48])
     assert run.hold_seconds.tolist() == [0.0] * 5
 
 
@@ -73,7 +76,14 @@ def test_figures_of_programs_by_hand() -> None:
     assert figures is not None
     assert (figures.programs, figures.failed, figures.recomputed_tokens) == (1, 0, 0)
     assert figures.jct_mean_seconds == figures.jct_p95_seconds == pytest.approx(6.64)
+    # The parent, both subagents from 2.16 to 3.48 s, and the parent again: no think time.
+    busy = 1.16 + 1.32 + 1.16
+    assert figures.busy_mean_seconds == figures.busy_p95_seconds == pytest.approx(busy)
     assert figures.stretch_mean == pytest.approx(1.0)
+    # The last answer's reason is unknown, so the user turn has no known end.
+    assert run.user_turns is not None
+    assert run.user_turns.tolist() == [-1, -1, -1, -1, 0]
+    assert figures.user_turn_busy_mean_seconds is None
     assert figures.turns_per_minute is None  # one program
     assert figures.max_hold_seconds == 0
     # Two programs; the first tenth is none of two.
@@ -88,6 +98,10 @@ def test_figures_of_programs_by_hand() -> None:
     figures = two.summary().programs
     assert figures is not None
     assert figures.jct_mean_seconds == pytest.approx((9.64 + 2.0) / 2)
+    # The first program's last request takes 4.16 s.
+    assert figures.busy_mean_seconds == pytest.approx((1.16 + 1.32 + 4.16 + 2.0) / 2)
+    assert figures.stretch_max == pytest.approx((1.16 + 1.32 + 4.16) / busy)
+    assert figures.user_turn_busy_mean_seconds == pytest.approx(2.0)  # the other program's only one
     assert figures.recomputed_tokens == 11
     assert figures.recomputed_share == pytest.approx(11 / 96)
     assert figures.turns_per_minute == pytest.approx(3 / 6.0 * 60)
@@ -100,8 +114,99 @@ def test_figures_of_programs_by_hand() -> None:
     figures = stuck.summary().programs
     assert figures is not None
     assert (figures.programs, figures.failed) == (2, 1)
+    assert figures.busy_mean_seconds == figures.busy_p95_seconds == pytest.approx(2.0)
+    assert figures.user_turn_busy_p95_seconds == pytest.approx(2.0)
     with pytest.raises(BadValueError, match="share of programs"):
         program_figures(two, (0.5, 0.5))
+
+
+def test_busy_time_counts_overlapping_requests_once_and_holds() -> None:
+    group = np.array([1, 0, 0, 0, 1, 0, 2, 2])
+    begin = np.array([0.0, 0.0, 1.0, 2.0, 7.0, 9.0, 0.0, np.nan])
+    end = np.array([5.0, 10.0, 3.0, 4.0, 8.0, 12.0, np.nan, np.nan])
+    # Group 0: one long request covers two others, and a fourth outlasts it. Group 1: a gap of 2 s.
+    np.testing.assert_array_equal(busy_seconds(group, begin, end), [12.0, 6.0, np.nan])
+    # By a loop over the moments at which something begins or ends.
+    rng = np.random.default_rng(0)
+    group = np.concatenate((np.arange(20), rng.integers(0, 20, 180)))
+    begin = rng.integers(0, 300, 200).astype(np.float64)
+    end = begin + rng.integers(0, 12, 200)
+    covered = [
+        sum(bool(((begin <= at) & (at < end) & (group == each)).any()) for at in range(320))
+        for each in range(20)
+    ]
+    np.testing.assert_array_equal(busy_seconds(group, begin, end), covered)
+    assert busy_seconds(group[:0], begin[:0], end[:0]).tolist() == []
+
+
+def chain(think: float) -> Trace:
+    """A program of four requests in a chain: two user turns, the first with a tool call."""
+    return replace(
+        family(),
+        input_tokens=np.full(5, 16),
+        hash_offsets=np.arange(6),
+        hash_ids=np.arange(5, dtype=np.uint64),
+        previous=np.array([-1, 0, 1, 2, -1]),
+        think_seconds=np.array([0.0, 2.0, think, 3.0, 0.0]),
+        joins=None,
+        finish=np.array([1, 0, 1, 0, 0]),
+    )
+
+
+@pytest.mark.parametrize("think", [0.0, 3600.0])
+def test_a_pause_of_a_user_changes_no_busy_time(think: float) -> None:
+    run = simulate(chain(think), policy="round_robin", profile=PROFILE, instances=3)
+    figures = run.summary(program_share=(0, 1)).programs
+    assert figures is not None
+    assert figures.jct_mean_seconds == pytest.approx(4 * 1.16 + 5.0 + think)
+    assert figures.busy_mean_seconds == figures.busy_p50_seconds == pytest.approx(4 * 1.16)
+    assert figures.user_turn_busy_mean_seconds == pytest.approx(2 * 1.16)
+    assert figures.stretch_mean == figures.stretch_max == pytest.approx(1.0)
+    # A hold of 7 s before the third request, which ends as much later, and an unfinished program.
+    held = replace(
+        run,
+        hold_seconds=run.hold_seconds + np.array([0, 0, 7.0, 0, 0]),
+        arrival_seconds=run.arrival_seconds + np.array([0, 0, 0, 7.0, 0]),
+        finished_seconds=run.finished_seconds + np.array([0, 0, 7.0, 7.0, 0]),
+    )
+    figures = held.summary(program_share=(0, 1)).programs
+    assert figures is not None
+    assert figures.max_hold_seconds == 7.0
+    assert figures.busy_mean_seconds == pytest.approx(4 * 1.16 + 7.0)
+    assert figures.user_turn_busy_p95_seconds == pytest.approx(2 * 1.16 + 0.95 * 7.0)
+    assert figures.stretch_mean == pytest.approx((4 * 1.16 + 7.0) / (4 * 1.16))
+    stuck = replace(held, finished_seconds=np.where(np.arange(5) == 3, np.nan, held.finished_seconds))
+    figures = stuck.summary(program_share=(0, 1)).programs
+    assert figures is not None
+    assert (figures.failed, figures.busy_mean_seconds, figures.stretch_mean) == (1, None, None)
+    assert figures.user_turn_busy_mean_seconds == pytest.approx(2 * 1.16)  # the first user turn
+    assert "busy" not in repr(stuck)
+
+
+def turns_of(trace: Trace) -> list[int] | None:
+    turns = user_turns(trace)
+    return None if turns is None else turns.tolist()
+
+
+def test_user_turns_begin_after_final_answers() -> None:
+    made = chain(60.0)
+    assert turns_of(made) == [0, 0, 1, 1, 2]
+    # Without a final answer, and with an unknown reason.
+    for finish, expected in (([1, 0, 1, 1, 0], [0, 0, -1, -1, 1]), ([-1, 0, 1, 0, 0], [-1, -1, 0, 0, 1])):
+        assert turns_of(replace(made, finish=np.array(finish))) == expected
+    # The subagents' answers end with stop, and the parent goes on after both.
+    parent = replace(family(), finish=np.array([1, 0, 0, 0, 0]))
+    assert turns_of(parent) == [0, 0, 0, 0, 1]
+    only_joins = replace(parent, previous=None, joins=np.array([[1, 0], [2, 0], [3, 1], [3, 2]]))
+    assert turns_of(only_joins) == [0, 0, 0, 0, 1]
+    assert turns_of(replace(made, finish=None)) is turns_of(made.open_loop()) is None
+    run = simulate(made.open_loop(), policy="round_robin", profile=PROFILE, instances=3)
+    assert run.user_turns is None
+    figures = run.summary().programs
+    assert figures is not None
+    assert figures.user_turn_busy_mean_seconds is None
+    # Nothing waits: ideal arrivals are the recorded ones.
+    np.testing.assert_array_equal(ideal_arrival_seconds(made.open_loop(), np.ones(5)), np.zeros(5))
 
 
 def test_figures_show_only_programs_of_several_requests() -> None:
@@ -109,12 +214,12 @@ def test_figures_show_only_programs_of_several_requests() -> None:
     run = simulate(single, policy="round_robin", profile=PROFILE, instances=3)
     assert run.programs is None
     assert run.summary().programs is None
-    assert "job completion" not in repr(run)
+    assert "busy" not in repr(run)
     by_session = replace(family(), programs=None)
     run = simulate(by_session, policy="round_robin", profile=PROFILE, instances=3)
     assert run.programs is not None
     assert run.programs.tolist() == [0, 0, 0, 0, 1]
-    assert "job completion mean" in repr(run)
+    assert "program busy mean" in repr(run)
 
 
 def test_the_working_set_by_hand() -> None:
@@ -295,6 +400,7 @@ def test_every_held_request_of_several_routers_is_served(sharing_seconds: float 
     assert programs is not None
     assert programs.failed == 0
     assert programs.max_hold_seconds > 1
+    assert (played.e2e_seconds > played.hold_seconds).all()  # a hold is part of its request's time
 
 
 def test_host_tiers_by_text() -> None:
@@ -321,9 +427,9 @@ def test_a_study_of_agents(tmp_path: Path) -> None:
     results = [run_setup(setup, setup.trace.load()) for setup in setups]
     assert all(each.figures.programs is not None for each in results)
     heads = [head for head, _ in table_of(results)]
-    assert heads[-2:] == ["job completion, s", "programs"]
+    assert heads[-2:] == ["busy time, s", "programs"]
     values = rows(cells(results), table_of(results))[0]
-    assert all(value is not None for value in values[-7:])
+    assert all(value is not None for value in values[-9:])
 
 
 def test_a_wrong_cache_size_is_measured() -> None:

@@ -42,10 +42,11 @@ from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric.queueing import HostTier, Swap
 from lmetric.sim.churn import ChangeResult, FleetChange, fleet_change_constants, listed
 from lmetric.sim.pools import Roles, Transfer
-from lmetric.sim.programs import PROGRAM_SHARE, has_programs
+from lmetric.sim.programs import PROGRAM_SHARE, has_programs, ideal_arrival_seconds
 from lmetric.sim.pulls import constants
 from lmetric.sim.summary import RunFigures, Slo, figures, optimal_assignment_ratio
 from lmetric.sim.traces import Trace, load_trace
+from lmetric.sim.traces.turns import user_turns
 
 if TYPE_CHECKING:
     import pandas
@@ -143,13 +144,17 @@ class Run:
     stalled: int  # engines that stopped forever, above the profile's decode_throughput
     wall_seconds: float
     changes: tuple[ChangeResult, ...]  # in order of time
-    # The program of each request, -1: none; None: no program has several requests, and the two
-    # columns below are missing, too.
+    # The program of each request, -1: none; None: no program has several requests, and the columns
+    # below are missing, too.
     programs: NDArray[np.int64] | None = None
     min_computed_tokens: NDArray[np.int64] | None = None  # even if no cache ever drops a block
     # Earliest end of each request if its program were alone, under a cache without an end: a lower
-    # bound.
+    # bound. And the arrival that belongs to it.
     ideal_finished_seconds: NDArray[np.float64] | None = None
+    ideal_arrival_seconds: NDArray[np.float64] | None = None
+    # The user turn of each request, from a user's message to the agent's final answer; -1: unknown.
+    # None: the trace does not have the reasons why answers end.
+    user_turns: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_seconds)
@@ -259,10 +264,16 @@ class Run:
         if shown.hit_ratio is not None:
             rows.append(("cached prompt tokens", f"{shown.hit_ratio:.1%}"))
         rows.append(("throughput", f"{shown.requests_per_second:.3g} requests/s"))
-        if (programs := shown.programs) is not None and programs.jct_mean_seconds is not None:
-            jct = f"mean {programs.jct_mean_seconds:.4g} s, p95 {programs.jct_p95_seconds:.4g} s"
-            rows.append(("job completion", jct))
+        if (programs := shown.programs) is not None and programs.busy_mean_seconds is not None:
+            for name, mean, p95 in (
+                ("program busy", programs.busy_mean_seconds, programs.busy_p95_seconds),
+                ("user turn busy", programs.user_turn_busy_mean_seconds, programs.user_turn_busy_p95_seconds),
+            ):
+                if mean is not None:
+                    rows.append((name, f"mean {mean:.4g} s, p95 {p95:.4g} s"))
+            rows.append(("stretch", f"mean {programs.stretch_mean:.3g}"))
             rows.append(("recomputed tokens", f"{programs.recomputed_share:.1%}"))
+            rows.append(("longest hold", f"{programs.max_hold_seconds:.3g} s"))
         return rows
 
     def __repr__(self) -> str:
@@ -637,6 +648,10 @@ def simulate(
         columns["min_computed_tokens"], columns["ideal_finished_seconds"] = workload.core.ideal(
             each, admission=admission, cached_answers=cached_answers
         )
+        columns["ideal_arrival_seconds"] = ideal_arrival_seconds(
+            workload.trace, columns["ideal_finished_seconds"]
+        )
+        columns["user_turns"] = user_turns(workload.trace)
     done = columns.pop("changes")
     block = chosen.block_tokens
     timeline = Timeline(

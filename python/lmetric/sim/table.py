@@ -67,16 +67,18 @@ def _of_programs(title: str, name: str, scale: float = 1.0, digits: int = 1, bet
 
 # Only with programs of several requests, behind the last head.
 _PROGRAMS = (
-    ("job completion, s", (
-        _of_programs("mean", "jct_mean_seconds"),
-        _of_programs("p50", "jct_p50_seconds"),
-        _of_programs("p95", "jct_p95_seconds"),
-        _of_programs("max stretch", "stretch_max"),
+    ("busy time, s", (
+        _of_programs("program mean", "busy_mean_seconds"),
+        _of_programs("p95", "busy_p95_seconds"),
+        _of_programs("user turn mean", "user_turn_busy_mean_seconds"),
+        _of_programs("p95", "user_turn_busy_p95_seconds"),
+        _of_programs("stretch", "stretch_mean", digits=2),
     )),
     ("programs", (
-        _of_programs("turns/min", "turns_per_minute", better=1),
         _of_programs("recomputed, %", "recomputed_share", 100),
-        _of_programs("max hold, s", "max_hold_seconds"),
+        _of_programs("longest hold, s", "max_hold_seconds"),
+        _of_programs("turns/min", "turns_per_minute", better=1),
+        _of_programs("JCT mean, s", "jct_mean_seconds"),
     )),
 )  # fmt: skip
 
