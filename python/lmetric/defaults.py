@@ -20,6 +20,10 @@ def trace_path(name: str | Path, folder: Path = Path()) -> Path:
     return folder / name if public is None else public.path
 
 
+DEFAULT_POLICY = "total_delay"
+"""The policy of servers, gateways and simulations if none is chosen. Documentation:
+docs/explanation/total_delay.md."""
+
 DEFAULT_PROFILE = "independent-sim"
 """The default profile of emulated engines and simulations; its `note` describes it."""
 

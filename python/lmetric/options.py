@@ -20,7 +20,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
-from lmetric.defaults import PLANNER
+from lmetric.defaults import DEFAULT_POLICY, PLANNER
 from lmetric.validation import expected
 
 if TYPE_CHECKING:
@@ -501,7 +501,7 @@ class Routing:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _CHECKS
 
-    policy: Any = "lmetric"
+    policy: Any = DEFAULT_POLICY
     """Name, expression, `Policy` or `policy_function`."""
     knobs: Mapping[str, float] | None = None
     """Parameters of the policy by name."""

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lmetric.defaults import DEFAULT_POLICY
+
 STAGES = ("hash", "match", "score", "commit", "total")
 
 
@@ -42,7 +44,7 @@ def command(
 
     cells = [
         (name, count, tokens)
-        for name in policy or ["lmetric", "round_robin", "vllm"]
+        for name in policy or [DEFAULT_POLICY, "round_robin", "vllm"]
         for count in instances or [4, 16, 64, 256, 1024]
         for tokens in prompt_tokens or [1_000, 8_000, 32_000, 100_000]
     ]

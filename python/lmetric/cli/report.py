@@ -26,6 +26,7 @@ from lmetric.cli.whatif import (
     fitted,
     fleets,
 )
+from lmetric.defaults import DEFAULT_POLICY
 
 
 def command(
@@ -102,7 +103,7 @@ def command(
     if simulate and not report.reached:
         try:
             recording = recording_of(one, code=None if allow_code else ())
-            choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
+            choices = chosen(policy or ["vllm", DEFAULT_POLICY], recording.policy)
             fit, check = fitted(
                 recording,
                 seeds,

@@ -52,8 +52,8 @@ def _default(what: str, *, server: bool) -> str:
     """The default of an option in words, with the default under `planner` if it differs."""
     if what == "guard":
         return "off, unless the policy turns it on"
-    if what == "programs" and server:
-        return options.kind_of(options.ProgramObservation())
+    if what == "programs":
+        return options.kind_of(options.ProgramAuto())
     usual, planned = (options.kind_of(options.default_of(what, policy)) for policy in ("", PLANNER))
     return usual if usual == planned else f"{usual}; with {PLANNER}: {planned}"
 

@@ -26,7 +26,7 @@ from lmetric.cli.options import (
     TraceFile,
     check_file,
 )
-from lmetric.defaults import DEFAULT_PROFILE, PLANNER, SLICE
+from lmetric.defaults import DEFAULT_POLICY, DEFAULT_PROFILE, PLANNER, SLICE
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result, Setup
@@ -365,7 +365,7 @@ def _command(
     orders = _orders(local_order)
     split_settings = more["split_settings"]
     pooled = pools is not None and bool(pools.decode)
-    choices = _choices(policy or ["vllm", "lmetric"])
+    choices = _choices(policy or ["vllm", DEFAULT_POLICY])
     planned = not pooled and not more["split"] and any(choice.base == PLANNER for choice in choices)
     if planned:
         more["split_settings"] = None  # the planner's default split

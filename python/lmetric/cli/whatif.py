@@ -10,6 +10,7 @@ import typer
 
 from lmetric.cli.help import BASIC, DISAGGREGATION, ENGINES, RESULTS, TRACE
 from lmetric.cli.options import AllowCode, SloTpot, SloTtft, check_file
+from lmetric.defaults import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from lmetric.sim.setups import PolicyChoice, Result
@@ -169,7 +170,7 @@ def command(
     pools = fleets([] if roles is None else [roles], transfer, kv_bytes_per_token)
     recording = read(records, model, allow_code=allow_code)
     fleet = pools[0] if pools else Fleet(instances or len(recording.engines))
-    choices = chosen(policy or ["vllm", "lmetric"], recording.policy)
+    choices = chosen(policy or ["vllm", DEFAULT_POLICY], recording.policy)
     fit, check = fitted(
         recording, seeds, max_error, batch=max_batch_tokens, sequences=max_sequences, blocks=cache_blocks,
         kv_bytes=kv_bytes_per_token,

@@ -17,6 +17,7 @@ from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.public_traces import FOLDER_VARIABLE
 
 ENV_PREFIX = "LMETRIC__"
@@ -128,7 +129,7 @@ def _complete(merged: dict[str, Any], old: _OldKeys) -> None:
     With the deprecated keys, a model inherits each setting of an option, and settings without a
     kind have no effect.
     """
-    policy = merged.get("policy", "lmetric")
+    policy = merged.get("policy", DEFAULT_POLICY)
     models = merged.get("models")
     for number, model in enumerate(models if isinstance(models, list) else []):
         if isinstance(model, dict):

@@ -43,6 +43,7 @@ from lmetric.config.kinds import (
 from lmetric.config.network import EngineTls, Forwarded, ListenerTls
 from lmetric.config.records import RecordsConfig
 from lmetric.config.trials import CanaryConfig, ShadowConfig
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.options import (
     SELECTORS,
     Auto,
@@ -50,7 +51,7 @@ from lmetric.options import (
     Maturity,
     PrefixFetch,
     PriorityOption,
-    ProgramObservation,
+    ProgramAuto,
     ProgramOption,
     RebalanceOption,
     Routing,
@@ -269,7 +270,7 @@ class PoolSettings(Strict):
         "(docs/reference/splits.md)",
     )
     policy: str | dict[str, Any] = Field(
-        "lmetric",
+        DEFAULT_POLICY,
         description="policy name, score expression, mapping with filter, score, prefer and then, or Python "
         "object. A Python object is file.py:name, package.module:name, or the name of an entry point "
         "(docs/how-to/extending.md)",
@@ -291,7 +292,7 @@ class PoolSettings(Strict):
         description="named policies, each as `policy`; PUT /admin/policy accepts these names",
     )
     policy_fallback: str | dict[str, Any] = Field(
-        "lmetric",
+        DEFAULT_POLICY,
         description="policy that decides if a Python policy fails or exceeds its time limit; as `policy`",
     )
     policy_time_limit_seconds: float = Field(
@@ -394,7 +395,7 @@ class PoolSettings(Strict):
         "gamma: 0.05}`",
     )
     programs: Annotated[ProgramOption | None, Option("programs")] = Field(
-        default_factory=ProgramObservation,
+        default_factory=ProgramAuto,
         description="agent programs: chains of requests that share a growing context. `observe`: follow them "
         "and measure whether their contexts fit into the KV caches. `admit`: hold requests of programs that "
         "do not fit. `auto`: as `admit`, while recomputed contexts are most of the prefill work. `none`: do "
@@ -504,7 +505,7 @@ class PoolSettings(Strict):
 class PolicyChange(Strict):
     """The body of PUT /admin/policy: new policies for one model or for all models."""
 
-    policy: str | dict[str, Any] = Field("lmetric", description="as `policy` in the configuration")
+    policy: str | dict[str, Any] = Field(DEFAULT_POLICY, description="as `policy` in the configuration")
     knobs: dict[str, float] = Field(default_factory=dict, description="parameters of the policy, by name")
     decode_policy: str | dict[str, Any] = Field("least_requests", description="as `policy`")
     decode_knobs: dict[str, float] = Field(

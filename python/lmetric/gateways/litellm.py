@@ -6,7 +6,7 @@ the callbacks:
     # lmetric_routing.py
     from lmetric.gateways.litellm import LmetricStrategy
 
-    strategy = LmetricStrategy("lmetric")
+    strategy = LmetricStrategy()
 
     # config.yaml
     litellm_settings: {callbacks: lmetric_routing.strategy}
@@ -32,6 +32,7 @@ from litellm.integrations.custom_logger import CustomLogger
 from litellm.types.router import CustomRoutingStrategyBase
 
 from lmetric._core import Router
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
 from lmetric.options import Failure
@@ -73,7 +74,7 @@ class LmetricStrategy(CustomLogger, CustomRoutingStrategyBase):
 
     def __init__(
         self,
-        policy: Any = "lmetric",
+        policy: Any = DEFAULT_POLICY,
         *,
         knobs: Mapping[str, float] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,

@@ -15,6 +15,7 @@ from ray.serve.metrics import Counter, Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from lmetric._core import NoInstanceError, Router
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.gateways.placements import Placements
 
 __all__ = ["LmetricRequestRouter"]
@@ -50,7 +51,7 @@ class LmetricRequestRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(
         self,
-        policy: str = "lmetric",
+        policy: str = DEFAULT_POLICY,
         knobs: Mapping[str, float] | None = None,
         guard: bool | None = None,
         cache_blocks: int | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.migrate.draft import Draft
 
 KIND = "EndpointPickerConfig"
@@ -129,7 +130,7 @@ def _policy(
     plugins: Mapping[str, Mapping[str, Any]],
     types: Mapping[str, str],
 ) -> None:
-    own_default = "lmetric" if key == "policy" else "least_requests"
+    own_default = DEFAULT_POLICY if key == "policy" else "least_requests"
     knobs_key = "knobs" if key == "policy" else "decode_knobs"
     if "prefix-cache-affinity-filter" in weights or "token-load-scorer" in weights:
         _experimental(draft)
@@ -155,7 +156,7 @@ def _policy(
     if known:
         _experimental(draft)
         draft.set(
-            key, "llmd_scorers", "The old scorers. `lmetric` is this router's own rule, without weights."
+            key, "llmd_scorers", "The old scorers. `total_delay` is this router's default, without weights."
         )
         draft.set(knobs_key, {name: int(w) if w == int(w) else w for name, w in knobs.items()})
     elif "session-affinity-scorer" in weights:

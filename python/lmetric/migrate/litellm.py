@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.migrate.draft import Draft
 
 # Providers whose api_base is an engine with the OpenAI API.
@@ -104,10 +105,10 @@ def _policy(draft: Draft, router: dict[str, Any]) -> None:
     strategy = str(router.pop("routing_strategy", "simple-shuffle"))
     args = router.pop("routing_strategy_args", None)
     if strategy in _STRATEGIES:
-        draft.set("policy", _STRATEGIES[strategy], "The old rule. `lmetric` is this router's own.")
+        draft.set("policy", _STRATEGIES[strategy], "The old rule. `total_delay` is this router's default.")
     elif strategy in _OTHER_STRATEGIES:
-        draft.set("policy", "lmetric")
-        draft.remark(f"routing_strategy {strategy}", "no such rule; `lmetric` replaces it")
+        draft.set("policy", DEFAULT_POLICY)
+        draft.remark(f"routing_strategy {strategy}", f"no such rule; `{DEFAULT_POLICY}` replaces it")
     else:
         raise draft.error(
             "router_settings.routing_strategy", strategy, ", ".join([*_STRATEGIES, *_OTHER_STRATEGIES])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.migrate.commands import Flags, flags_of
 from lmetric.migrate.draft import Draft
 
@@ -139,11 +140,19 @@ def _policy(draft: Draft, left: dict[str, str]) -> None:
     if logic in _POLICIES:
         draft.set("policy", _POLICIES[logic])
     elif logic in _BY_PREFIX:
-        draft.set("policy", "lmetric", "The old rule has no equivalent. `lmetric` reads prefix hits, too.")
-        draft.remark(f"routing logic {logic}", "no such rule; `lmetric` replaces it, without LMCache")
+        draft.set(
+            "policy",
+            DEFAULT_POLICY,
+            f"The old rule has no equivalent. `{DEFAULT_POLICY}` reads prefix hits, too.",
+        )
+        draft.remark(
+            f"routing logic {logic}", f"no such rule; `{DEFAULT_POLICY}` replaces it, without LMCache"
+        )
     elif logic in _SPLITTING:
         draft.set(
-            "policy", "lmetric", "The prefill engine by `lmetric`, the decode engine by `decode_policy`."
+            "policy",
+            DEFAULT_POLICY,
+            f"The prefill engine by `{DEFAULT_POLICY}`, the decode engine by `decode_policy`.",
         )
     else:
         known = ", ".join([*_POLICIES, *_BY_PREFIX[:2], *_SPLITTING])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.migrate.commands import Flags
 from lmetric.migrate.draft import Draft
 
@@ -191,7 +192,7 @@ def _policy(draft: Draft, key: str, knobs_key: str, name: str, knobs: dict[str, 
         draft.set(key, name)
     elif name == "cache_aware":
         draft.settings = {"experimental": True, **draft.settings}
-        draft.set(key, "cache_aware", "The old rule. `lmetric` is this router's own, and stable.")
+        draft.set(key, "cache_aware", "The old rule. `total_delay` is this router's default, and stable.")
         if draft.kind == "smg":
             draft.note(key, "Newer smg versions skip an overloaded match by another rule: `prefix_spill`.")
         if knobs:
@@ -201,7 +202,7 @@ def _policy(draft: Draft, key: str, knobs_key: str, name: str, knobs: dict[str, 
         if name in ("manual", "sticky_least_loaded"):
             draft.remark(f"policy {name}", "a new session goes to an engine by hash, not by load")
     elif name in ("prefix_hash", "bucket"):
-        draft.set(key, "lmetric" if key == "policy" else "least_requests")
+        draft.set(key, DEFAULT_POLICY if key == "policy" else "least_requests")
         draft.remark(f"policy {name}", f"no such rule; `{draft.settings[key]}` replaces it")
     else:
         raise draft.error("--policy", name, f"{', '.join((*_PLAIN_POLICIES, 'cache_aware', *_BY_SESSION))}")

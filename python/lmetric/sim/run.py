@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric import _core, _deprecated
-from lmetric.defaults import DEFAULT_PROFILE, ORDER_SLO
+from lmetric.defaults import DEFAULT_POLICY, DEFAULT_PROFILE, ORDER_SLO
 from lmetric.expr import Expr
 from lmetric.options import (
     OPTIONS,
@@ -380,7 +380,7 @@ def prepare(trace: Trace, profile: ProfileLike = DEFAULT_PROFILE) -> Workload:
 def simulate(
     trace: str | Path | Trace | Workload,
     *,
-    policy: PolicyLike | None = "lmetric",
+    policy: PolicyLike | None = DEFAULT_POLICY,
     knobs: Mapping[str, float] | None = None,
     instances: int | None = None,
     profile: ProfileLike | Sequence[ProfileLike] = DEFAULT_PROFILE,
@@ -410,7 +410,7 @@ def simulate(
     split: str | Mapping[str, Any] | SplitOption | None = "auto",
     prefix_fetch: bool | str | Mapping[str, Any] | PrefixFetch | None = "auto",
     rebalance: str | Mapping[str, Any] | RebalanceOption | None = "none",
-    programs: str | Mapping[str, Any] | ProgramOption | None = "none",
+    programs: str | Mapping[str, Any] | ProgramOption | None = "auto",
     changes: str | Sequence[FleetChange | str] = (),
     fleet_changes: str | Mapping[str, Any] | WarmChanges | None = "none",
     migration_by: MoveBy = "fetch",
@@ -713,7 +713,7 @@ def _moved(transfer: Transfer | None, profile: Profile) -> dict[str, Any]:
 def policy_name(policy: PolicyLike | None) -> str:
     """The name of a policy in results: its name, or the text of its expression."""
     if policy is None:
-        return "lmetric"
+        return DEFAULT_POLICY
     if isinstance(policy, str | Expr):
         return str(policy)
     if isinstance(policy, Policy):

@@ -19,6 +19,9 @@ pub struct Rows {
     pub planners: &'static [&'static PlannerSpec],
 }
 
+/// The policy that decides if none is chosen (docs/explanation/total_delay.md).
+pub const DEFAULT_POLICY: &str = "total_delay";
+
 /// The rows of this crate.
 pub static CORE: Rows = Rows { policies: POLICIES, planners: PLANNERS };
 

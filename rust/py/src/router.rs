@@ -111,7 +111,7 @@ impl Clock {
 /// Routes the requests of one pool: the instances of one model.
 ///
 /// - `policy`: a registered name, the text of a score expression, an `lmetric.Policy` or an
-///   `lmetric.policy_function`; default `"lmetric"`. `knobs`: its parameters.
+///   `lmetric.policy_function`; default `"total_delay"`. `knobs`: its parameters.
 /// - `block_size`: tokens per block. `text_block_bytes`: bytes per block of prompts given as text.
 /// - `domain`: values that prompts must share to match (model, tokenizer).
 /// - `kv_source`: source of the KV index, `"approximate"` (where requests were placed) or `"exact"`

@@ -128,6 +128,12 @@ impl PolicySpec {
         self
     }
 
+    /// Turns the hot-spot guard on, unless a setting decides.
+    pub const fn guarded(mut self) -> PolicySpec {
+        self.guard = Some(true);
+        self
+    }
+
     /// Marks the policy as dependent on names or turns.
     pub const fn asymmetric(mut self) -> PolicySpec {
         self.symmetric = false;

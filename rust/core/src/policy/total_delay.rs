@@ -11,7 +11,9 @@ pub static SPEC: PolicySpec = PolicySpec::new(
     "queued_prefill_tokens + new_tokens * (bs + 1), lowest",
     "this project: the sum of delays, in tokens",
     &[],
-);
+)
+.stable()
+.guarded();
 
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
     lowest(&SPEC, knobs, "queued_prefill_tokens + new_tokens * (bs + 1)", &[])

@@ -13,6 +13,7 @@ use crate::expr::{Named, nearest_indicator};
 use crate::registry;
 use lmetric_core::policy::expression::{ExpressionPolicy, ExpressionSource};
 use lmetric_core::policy::{KnobKind, Policy, Prefer};
+use lmetric_core::registry::DEFAULT_POLICY;
 use lmetric_core::{CoreError, Registry};
 use lmetric_study::REGISTRY;
 use pyo3::prelude::*;
@@ -49,7 +50,7 @@ pub fn build_timed(
             .collect::<PyResult<_>>()?,
     };
     let Some(policy) = policy.filter(|p| !p.is_none()) else {
-        return Ok(registry.policy("lmetric", &given)?);
+        return Ok(registry.policy(DEFAULT_POLICY, &given)?);
     };
     if let Ok(text) = policy.cast::<PyString>() {
         let error = match from_text(registry, text.to_str()?, &given) {
@@ -95,7 +96,7 @@ pub fn build_timed(
         .collect::<PyResult<_>>()?;
     given.extend(constants);
     let Some(score) = score else {
-        return Ok(registry::policy(registry, name.as_deref().unwrap_or("lmetric"), &given)?);
+        return Ok(registry::policy(registry, name.as_deref().unwrap_or(DEFAULT_POLICY), &given)?);
     };
     let then: Vec<(String, String)> = policy.getattr("then")?.extract()?;
     let source = ExpressionSource {
