@@ -185,11 +185,16 @@ def test_a_trace_is_made_shown_and_refused(tmp_path: Path) -> None:
     assert f"{shown['requests']} requests in" in run("trace", "show", str(path)).stdout
     open_loop = run("trace", "show", str(path), "--no-closed-loop", "--json")
     assert json.loads(open_loop.stdout)["waiting_requests"] == 0
+    from_description = run("trace", "show", str(tmp_path / "d.yaml"), "--json")
+    assert json.loads(from_description.stdout)["requests"] == shown["requests"]
+    (tmp_path / "d.jsonl").write_text(text)
+    (tmp_path / "wrong.yaml").write_text("{synthetic: session}")
     for arguments, code, message in (
         (["make", "{synthetic: sessions", "--out", "x"], 2, "not YAML"),
         (["make", "{synthetic: session}", "--out", "x"], 2, "synthetic: requests, sessions or agents"),
         (["make", str(tmp_path / "none.yaml"), "--out", "x"], 2, "No such file"),
-        (["show", str(tmp_path / "d.yaml")], 1, "no request in it that is recognised"),
+        (["show", str(tmp_path / "d.jsonl")], 1, "no request in it that is recognised"),
+        (["show", str(tmp_path / "wrong.yaml")], 2, "synthetic: requests, sessions or agents"),
         (["show", str(path), "--format", "mooncak"], 1, "did you mean 'mooncake'?"),
         (["show", str(path), "--block-tokens", "8"], 1, "line 1: block_tokens is 16, read with blocks of 8"),
     ):

@@ -1,9 +1,11 @@
 """Policies and admission on recorded agent sessions, each seed in another order of the sessions.
 
     python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
+    python bench/agents/recorded.py coding-agents
 
 The file has one session per line, without start times (docs/reference/traces.md). The public
-sessions are those of kv-cache-tester (Apache-2.0).
+sessions are those of kv-cache-tester (Apache-2.0). `coding-agents` is the synthetic workload that
+is fitted to them: each seed makes other sessions.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import numpy as np
 from lmetric.packed import open_packed
 from lmetric.profiles import load_profile
 from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.traces import load_trace
+from lmetric.sim.synthetic import read_synthetic
+from lmetric.sim.traces import Trace, load_trace
 
 INSTANCES = 8
 BLOCK_TOKENS = 64
@@ -37,13 +40,21 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def played(lines: list[str], seed: int, rate: float) -> dict[str, Run]:
-    """A run of each rival, with the sessions in the order of the seed."""
+def trace_of(lines: list[str] | None, seed: int, rate: float) -> Trace:
+    """The sessions in the order of the seed; None: the synthetic workload."""
+    if lines is None:
+        described = read_synthetic("coding-agents", seed=seed, session_rate=rate, block_tokens=BLOCK_TOKENS)
+        return described.make()
     order = np.random.default_rng(seed).permutation(len(lines))
     with TemporaryDirectory() as folder:
         file = Path(folder) / "sessions.jsonl"
         file.write_text("\n".join(lines[each] for each in order) + "\n")
-        workload = prepare(load_trace(file, session_rate=rate, block_tokens=BLOCK_TOKENS), PROFILE)
+        return load_trace(file, session_rate=rate, block_tokens=BLOCK_TOKENS)
+
+
+def played(lines: list[str] | None, seed: int, rate: float, rivals: list[str]) -> dict[str, Run]:
+    """A run of each rival."""
+    workload = prepare(trace_of(lines, seed, rate), PROFILE)
     fixed: dict[str, Any] = {
         "instances": INSTANCES,
         "profile": PROFILE,
@@ -51,7 +62,7 @@ def played(lines: list[str], seed: int, rate: float) -> dict[str, Run]:
         "cached_answers": True,
         "seed": seed,
     }
-    return {name: simulate(workload, **settings, **fixed) for name, settings in RIVALS.items()}
+    return {name: simulate(workload, **RIVALS[name], **fixed) for name in rivals}
 
 
 def main() -> None:
@@ -60,13 +71,16 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.1], help="sessions per second")
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
+    parser.add_argument("--rivals", type=int, default=len(RIVALS), help="number of first rivals to run")
     options = parser.parse_args()
-    with open_packed(options.file) as file:
-        lines = [line.decode().rstrip("\n") for line in file]
+    rivals, lines = list(RIVALS)[: options.rivals], None
+    if str(options.file) != "coding-agents":
+        with open_packed(options.file) as file:
+            lines = [line.decode().rstrip("\n") for line in file]
     print("| sessions/s | | mean end to end, s | cached | longest hold, s |\n| --- | --- | --- | --- | --- |")
     for rate in options.rates:
-        runs = [played(lines, int(seed), rate) for seed in options.seeds]
-        for name in RIVALS:
+        runs = [played(lines, int(seed), rate, rivals) for seed in options.seeds]
+        for name in rivals:
             each = [run[name] for run in runs]
             means = [float(np.nanmean(run.e2e_seconds)) for run in each]
             cached = np.mean([run.hit_tokens.sum() / run.input_tokens.sum() for run in each])

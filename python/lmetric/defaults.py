@@ -7,15 +7,19 @@ from lmetric.public_traces import PUBLIC_TRACES
 SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 """The trace in the package; data/README.md describes its origin."""
 
+CODING_AGENTS = SLICE.parent / "coding_agents.yaml"
+"""The synthetic workload in the package; data/README.md describes its origin."""
+
 
 def trace_path(name: str | Path, folder: Path = Path()) -> Path:
     """The file of a trace.
 
-    `slice` is the trace in the package. The file of a public trace is in the folder of public
-    traces, and may have to be downloaded. Other names are files, relative to `folder`.
+    `slice` and `coding-agents` are files in the package: a trace, and a synthetic workload. The
+    file of a public trace is in the folder of public traces, and may have to be downloaded. Other
+    names are files, relative to `folder`.
     """
-    if str(name) == "slice":
-        return SLICE
+    if (shipped := {"slice": SLICE, "coding-agents": CODING_AGENTS}.get(str(name))) is not None:
+        return shipped
     public = PUBLIC_TRACES.get(str(name))
     return folder / name if public is None else public.path
 

@@ -12,7 +12,8 @@ from lmetric.defaults import trace_path
 
 TRACE_HELP = (
     "Trace file (Mooncake, Qwen-Bailian, Azure, AIPerf, WEKA or OpenTelemetry format, also .gz, .xz "
-    "or .zst); slice: the trace in the package; or a public trace from `lmetric-router trace list`."
+    "or .zst) or YAML file of a synthetic trace; or a name from `lmetric-router trace list`. Names in "
+    "the package: slice and coding-agents."
 )
 TraceFile = Annotated[
     Path,
@@ -38,7 +39,7 @@ ClosedLoop = Annotated[
 SessionRate = Annotated[
     float | None,
     typer.Option(
-        help="Sessions per second, if the trace has no start times of sessions.",
+        help="Sessions per second, if the trace has no start times of sessions or is synthetic.",
         show_default="all start at 0",
         rich_help_panel=TRACE,
     ),

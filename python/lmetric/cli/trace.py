@@ -82,12 +82,16 @@ def convert(
 @group.command(cls=Command)
 def make(
     description: Annotated[
-        str, typer.Argument(help="YAML file or YAML text: '{synthetic: sessions, rate: 3, ...}'.")
+        str, typer.Argument(help="YAML file, coding-agents, or YAML text: '{synthetic: sessions, ...}'.")
     ],
     out: Annotated[Path, typer.Option(help="Output file in Mooncake format; .gz, .xz, .zst: compressed.")],
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Replaces the seed of the description.", show_default="as described"),
+    ] = None,
+    session_rate: Annotated[
+        float | None,
+        typer.Option(help="Replaces the rate: sessions per second.", show_default="as described"),
     ] = None,
 ) -> None:
     """Write a synthetic trace. Equal descriptions give identical files."""
@@ -95,17 +99,14 @@ def make(
     from lmetric.sim.synthetic import read_synthetic
     from lmetric.sim.traces import write_trace
 
-    synthetic = read_synthetic(description)
-    if seed is not None:
-        synthetic = synthetic.model_copy(update={"seed": seed})
-    trace = synthetic.make()
+    trace = read_synthetic(description, seed=seed, session_rate=session_rate).make()
     write_trace(trace, out)
     note(f"{out}: {len(trace)} requests over {trace.duration_seconds:.0f} s")
 
 
 @group.command("list", cls=Command)
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the traces with a name: the trace in the package, and public traces.
+    """List the traces with a name: those in the package, and public traces.
 
     A public trace is downloaded on first use into the folder LMETRIC_TRACE_DIR (by default, a
     folder in the user's cache), and its checksum is verified.
@@ -119,6 +120,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         print_json([{**asdict(each), "path": str(each.path)} for each in PUBLIC_TRACES.values()])
         return
     print_text("slice: 1,000 requests of mooncake-conversation (in the package)")
+    print_text("coding-agents: 350 synthetic agents, fitted to recorded sessions (in the package)")
     for each in PUBLIC_TRACES.values():
         print_text(f"{each.name}: {each.about} License: {each.license}.")
         where = each.path if each.path.exists() else f"not downloaded yet, to {each.path}"

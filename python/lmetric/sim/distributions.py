@@ -6,7 +6,7 @@ A constant number, ``{quantiles: {0: 1, 0.5: 200, 1: 2000}}``, or log-normal as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import NormalDist
 from typing import Annotated, Any
 
@@ -122,9 +122,9 @@ class Kind(Described):
     output_tokens: Distribution
 
 
-def check_shares(kinds: tuple[Kind, ...]) -> None:
-    """Raises ValueError if the shares of `kinds` sum to more than 1."""
-    if (total := sum(kind.share for kind in kinds)) > 1 + 1e-9:
+def check_shares(shares: Iterable[float]) -> None:
+    """Raises ValueError if the shares of kinds sum to more than 1."""
+    if (total := sum(shares)) > 1 + 1e-9:
         raise ValueError(f"the shares of kinds must sum to 1 at most, got {total:g}")
 
 

@@ -166,7 +166,7 @@ def trace_label(path: str) -> str:
     name = Path(path).name
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
-    return name.removesuffix(".jsonl").removesuffix(".csv")
+    return name.removesuffix(".jsonl").removesuffix(".csv").removesuffix(".yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

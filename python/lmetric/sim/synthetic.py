@@ -24,13 +24,13 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
+from lmetric.defaults import trace_path
 from lmetric.sim.agents import AgentsTrace
 from lmetric.sim.distributions import (
     LENGTHS,
@@ -147,7 +147,7 @@ class _Synthetic(Described):
 
     @model_validator(mode="after")
     def _is_of_a_size(self) -> _Synthetic:
-        check_shares(self.kinds)
+        check_shares(kind.share for kind in self.kinds)
         if self.rate * self.duration_seconds > _MOST_REQUESTS:
             raise ValueError(
                 f"rate x duration_seconds must be at most {_MOST_REQUESTS:,}, got "
@@ -369,11 +369,22 @@ SyntheticTrace = Annotated[AnySynthetic, Field(discriminator="synthetic")]
 _ADAPTER: TypeAdapter[AnySynthetic] = TypeAdapter(SyntheticTrace)
 
 
-def read_synthetic(description: str) -> AnySynthetic:
-    """Reads the path of a YAML file, or YAML text that begins with a brace.
+def read_synthetic(
+    description: str,
+    *,
+    seed: int | None = None,
+    session_rate: float | None = None,
+    block_tokens: int | None = None,
+) -> AnySynthetic:
+    """Reads the path of a YAML file, YAML text that begins with a brace, or ``coding-agents``.
+
+    Args:
+        seed: replaces the seed of the description.
+        session_rate: replaces the rate: sessions per second, of all instances together.
+        block_tokens: replaces the prompt tokens per hash ID.
 
     Raises:
-        SyntheticError: an invalid description.
+        SyntheticError: an invalid description, or `session_rate` for requests without sessions.
         OSError: the file cannot be read.
     """
     import yaml
@@ -381,10 +392,21 @@ def read_synthetic(description: str) -> AnySynthetic:
     inline = description.lstrip().startswith("{")
     where = "on the command line" if inline else description
     try:
-        content = yaml.safe_load(description if inline else Path(description).read_text(encoding="utf-8"))
+        content = yaml.safe_load(description if inline else trace_path(description).read_text("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SyntheticError(f"synthetic trace {where}: not YAML: {' '.join(str(error).split())}") from None
-    return check_synthetic(content, where)
+    described = check_synthetic(content, where)
+    changed: dict[str, float | None] = {"seed": seed, "block_tokens": block_tokens}
+    if session_rate is not None:
+        if isinstance(described, RequestsTrace):
+            raise SyntheticError(
+                f"synthetic trace {where}: session_rate needs sessions or agents, got requests"
+            )
+        instances = described.instances if isinstance(described, AgentsTrace) else 1
+        changed["rate"] = session_rate / instances
+    return check_synthetic(
+        {**content, **{key: value for key, value in changed.items() if value is not None}}, where
+    )
 
 
 def check_synthetic(content: Any, where: str) -> AnySynthetic:

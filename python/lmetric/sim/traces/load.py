@@ -52,8 +52,10 @@ def load_trace(
     A file without `hash_ids` in all lines has no shared prefixes.
 
     Args:
-        path: the trace file, ``"slice"`` (the recorded trace in the package), or the name of a
-            public trace (`lmetric.public_traces`), which is downloaded once.
+        path: the trace file, or the name of a public trace (`lmetric.public_traces`), which is
+            downloaded once. ``"slice"`` is the recorded trace in the package, and
+            ``"coding-agents"`` the synthetic workload. A ``.yaml`` file describes a synthetic
+            trace.
         format: a name in `FORMATS`; None: detected from the content.
         on_bad_line: ``"stop"``: an invalid line raises; ``"skip"``: it is skipped and kept in
             `Trace.bad_lines`.
@@ -68,15 +70,18 @@ def load_trace(
             False: no request waits. None: as the file sets it (`write_trace`, and formats with
             gaps).
         session_rate: sessions per second (Poisson, seed 0), for files of sessions without start
-            times. None: these sessions start at 0.
+            times. None: these sessions start at 0. In a synthetic trace, it replaces the rate.
 
     Raises:
         TraceError: an unknown format, an invalid line, no request, or a public trace that cannot be
             downloaded. `closed_loop` for a file without conversations and hash IDs.
             `session_rate` for a file with start times.
+        SyntheticError: an invalid description of a synthetic trace.
         OSError: the file is missing or unreadable.
     """
     path = available(trace_path(path))
+    if path.suffix in (".yaml", ".yml"):
+        return _synthetic(path, format, block_tokens, closed_loop, session_rate)
     recognised, own_block_tokens = recognise(path)
     if format is None:
         if recognised is None:
@@ -102,6 +107,24 @@ def load_trace(
         )
     trace = _spread(trace, bucket_seconds)
     return chained_by_prefix(trace) if closed_loop and trace.previous is None else trace
+
+
+def _synthetic(
+    path: Path,
+    format: str | None,
+    block_tokens: int | None,
+    closed_loop: bool | None,
+    session_rate: float | None,
+) -> Trace:
+    """The trace of a description. Arguments as in `load_trace`."""
+    from lmetric.sim.synthetic import read_synthetic
+
+    if format is not None:
+        raise TraceError(f"{path}: a description of a synthetic trace has no format, got {format!r}")
+    trace = read_synthetic(str(path), session_rate=session_rate, block_tokens=block_tokens).make()
+    if closed_loop and trace.previous is None:
+        raise TraceError(f"{path}: has no sessions, so no request can wait for another")
+    return trace.open_loop() if closed_loop is False else trace
 
 
 def recognise(path: str | Path) -> tuple[str | None, int | None]:
