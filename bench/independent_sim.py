@@ -208,6 +208,7 @@ def simulated(
     """Simulates one run with our simulator, set up by the rules."""
     return simulate(
         workload,
+        programs="none",
         policy=policy,
         instances=instances,
         profile=PROFILE,

@@ -80,7 +80,7 @@ async def test_a_policy_without_affinity_is_found_and_rolled_back_by_command(tmp
     arms: dict[str, set[str]] = {}
     for each in records.requests:
         arms.setdefault(each["session"], set()).add(each["arm"])
-        assert each["policy"] == ("round_robin" if each["arm"] == "canary" else "lmetric")
+        assert each["policy"] == ("round_robin" if each["arm"] == "canary" else "total_delay")
     assert all(len(found) == 1 for found in arms.values()), "a session stays in its arm"
     counts = [sum(each["arm"] == arm for each in records.requests) for arm in ("stable", "canary")]
     assert counts == list(state["canary"]["requests"].values())

@@ -175,6 +175,7 @@ def _config(of: Setup) -> ServerConfig:
     values: dict[str, Any] = {
         "policy": "round_robin",
         "decode_policy": "round_robin",
+        "programs": "observe",
         "model": "tiny",
         "experimental": True,
         "tokenizer": None,

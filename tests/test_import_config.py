@@ -111,10 +111,10 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         },
         ["--session-key x-user-id", "--lmcache-controller-port 9000", "opt125m"],
     ),
-    "production_stack_prefix.yaml": ("production-stack", {"policy": "lmetric"}, ["prefixaware"]),
+    "production_stack_prefix.yaml": ("production-stack", {"policy": "total_delay"}, ["prefixaware"]),
     "production_stack_disaggregated.yaml": (
         "production-stack",
-        {"policy": "lmetric"},
+        {"policy": "total_delay"},
         ["--prefill-model-labels llama-prefill", "nixlProxyPort"],
     ),
     "production_stack_static.sh": (

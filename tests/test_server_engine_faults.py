@@ -144,7 +144,7 @@ async def test_a_usage_that_cannot_be_is_not_learned_from() -> None:
     """Reliability M2: after one such answer, prompts of 2 kB once got 500."""
     lie = {"id": "1", "choices": [{"index": 0, "text": "x", "finish_reason": "length"}]}
     lies = says(plain(200, lie | {"usage": usage(prompt=4294967295)}), then="keep")
-    async with world([FakeEngine(behave=lies)]) as it:
+    async with world([FakeEngine(behave=lies)], programs="observe") as it:
         ratio = it.server.fleet.pools[0].ratio
         before = ratio.tokens_of(100_000)
         for _ in range(4):

@@ -161,6 +161,7 @@ async def test_engines_come_and_go_under_load_and_no_client_notices() -> None:
                 "admin": True,
                 "health": {"interval": 0.2},
                 "load": {"interval": None, "from_answers": False},  # bs is the router's own count
+                "policy": "least_requests",  # each engine gets some, also if another has them cached
                 "engines": [{"url": embedded.urls[0], "name": "e0"}],
             }
         )

@@ -57,7 +57,7 @@ async def test_the_start_ends_with_one_block_and_its_command_works() -> None:
         fields = {name: text for name, _, text in (line.strip().partition(" ") for line in lines[at + 1 :])}
         assert fields["URL"].strip().startswith("http://127.0.0.1:")
         assert fields["model"].strip() == "emulated"
-        assert fields["policy"].strip() == "lmetric, hot-spot guard off"
+        assert fields["policy"].strip() == "total_delay, hot-spot guard on"
         assert fields["engines"].strip() == "2 of 2 usable: 2 exact"
         assert not any(text in line for line in lines for text in ("listening", "engine up", "identified"))
         curl = shlex.split(fields["try"])
@@ -86,7 +86,7 @@ async def test_json_logs_have_one_event_for_the_start() -> None:
         assert (start["level"], start["engines"], start["usable"]) == ("warning", 1, 1)
         [problem] = start["warnings"]
         assert (problem["what"], problem["names"]) == ("approximate", [f"127.0.0.1:{fake.port}"])
-        assert start["models"][0]["policy"] == "lmetric"
+        assert start["models"][0]["policy"] == "total_delay"
 
 
 async def test_an_engine_that_comes_later_is_logged_with_its_fix() -> None:

@@ -19,7 +19,7 @@ from lmetric.options import (
     LibraSplit,
     Llumnix,
     PrefixFetch,
-    ProgramObservation,
+    ProgramAuto,
     Routing,
     SimulatedFetch,
     SplitAt,
@@ -226,7 +226,7 @@ def test_settings_of_servers_are_those_of_the_library() -> None:
     assert settings.routing == Routing(
         policy="planner", knobs={}, decode_knobs={}, binding="late", split=DecodePlacement(),
         prefix_fetch=PrefixFetch(max_kv_usage=0.8), rebalance=Llumnix(),
-        programs=ProgramObservation(),
+        programs=ProgramAuto(),
     )  # fmt: skip
     Router(**settings.routing.options)
     assert Routing().resolved("planner").prefix_fetch == PrefixFetch()

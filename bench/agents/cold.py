@@ -59,6 +59,7 @@ def play(burst: Burst, arm: Rival, seed: int) -> dict[str, float]:
     made = trace(burst, profile.block_tokens)
     run = simulate(
         prepare(made, profile),
+        programs="none",
         policy=arm.policy,
         instances=INSTANCES,
         profile=profile,

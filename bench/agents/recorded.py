@@ -28,9 +28,11 @@ BLOCK_TOKENS = 64
 PROFILE = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
 RIVALS: dict[str, dict[str, Any]] = {
     "total_delay, auto": {"policy": "total_delay", "programs": "auto"},
-    "total_delay": {"policy": "total_delay"},
-    "lmetric": {"policy": "lmetric"},
-    "llmd_affinity": {"policy": "llmd_affinity"},
+    "total_delay": {"policy": "total_delay", "programs": "none"},
+    "lmetric": {"policy": "lmetric", "programs": "none"},
+    "llmd_scorers": {"policy": "llmd_scorers", "programs": "none"},
+    "llmd_affinity": {"policy": "llmd_affinity", "programs": "none"},
+    "linear": {"policy": "linear", "programs": "none"},
     "ThunderAgent-like": {"policy": "lmetric", "programs": "thunder_agent"},
 }
 
@@ -69,7 +71,9 @@ def main() -> None:
     """Prints a row per rate and rival: means over the seeds, the spread in brackets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.1], help="sessions per second")
+    parser.add_argument(
+        "--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.08, 0.1], help="sessions per second"
+    )
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3])
     parser.add_argument("--rivals", type=int, default=len(RIVALS), help="number of first rivals to run")
     options = parser.parse_args()

@@ -158,7 +158,7 @@ def run(made: Workload, rival: Rival, cache_blocks: int, seed: int) -> Run:
         admission="vllm",
         cached_answers=True,
         seed=seed,
-        **rival.settings,
+        **{"programs": "none", **rival.settings},
     )
 
 

@@ -215,6 +215,7 @@ def played(fleet: Fleet, until: float | None = None, first: int = 0) -> Run:
     day = fleet.day
     return simulate(
         workload_of(day, first, day.end if until is None else until),
+        programs="none",
         policy="lmetric",
         instances=MOST_ENGINES,
         profile=PROFILE,

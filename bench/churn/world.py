@@ -124,6 +124,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         changes |= {"changes": stage.changes, "fleet_changes": "warm" if rival.warm else "none"}
     run = simulate(
         made(stage, seed),
+        programs="none",
         policy=rival.policy,
         profile=load_profile(stage.engine),
         seed=seed,

@@ -247,6 +247,7 @@ def run(
         told |= {"policy": _by_number(1.0), "decode_policy": _by_number(-1.0)}
     return simulate(
         made(workload, rate, seed, spread), profile=first, seed=seed, admission="vllm",
+        programs="none",
         token_slo_seconds=fleet.slo, think_slo_seconds=fleet.think_slo, **told,
     )  # fmt: skip
 

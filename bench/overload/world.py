@@ -115,6 +115,7 @@ def run(trace: Trace, arm: Arm, seed: int, ttft_seconds: float) -> Run:
         settings = {**settings, "ttft_seconds": ttft_seconds}
     return simulate(
         prepare(trace, PROFILE),
+        programs="none",
         instances=INSTANCES,
         profile=PROFILE,
         seed=seed,

@@ -131,7 +131,7 @@ def carried(lengths: str, profile: str) -> float:
     """Returns the requests per second that the instances carry: all requests at once, until 97% of
     them are answered."""
     trace = requests(lengths, 1e4, 4000, 99)
-    run = simulate(trace, instances=INSTANCES, profile=profile, output_known=False)
+    run = simulate(trace, programs="none", instances=INSTANCES, profile=profile, output_known=False)
     return 0.97 * len(trace) / float(np.percentile(run.finished_seconds, 97))
 
 
@@ -174,6 +174,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """Runs one simulation without given answer lengths."""
     run = simulate(
         made(stage, seed),
+        programs="none",
         policy=rival.policy,
         knobs=dict(rival.knobs) or None,
         signals=stage.signals,  # type: ignore[arg-type]

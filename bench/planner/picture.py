@@ -35,6 +35,7 @@ def play(rival: Rival) -> Run:
     settings: dict[str, Any] = {"instances": INSTANCES, **rival.settings}
     return simulate(
         made(Stage(load=SPEED), 0),
+        programs="none",
         policy=rival.policy,
         knobs=dict(rival.knobs) or None,
         output_known=False,

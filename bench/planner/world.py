@@ -128,6 +128,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         rules = {"admission": "vllm"}
     run = simulate(
         workload,
+        programs="none",
         policy=rival.policy,
         knobs=dict(rival.knobs) or None,
         instances=INSTANCES,

@@ -281,6 +281,7 @@ class World:
         settings = {
             "profile": stage.profile,
             "instances": INSTANCES,
+            "programs": "none",
             "guard": choice.policy
             in ("lmetric", "lmetric_seconds"),  # expressions are compared as scores alone
             **choice.settings,

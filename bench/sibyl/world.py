@@ -237,7 +237,11 @@ def play(stage: Stage, rival: Rival, settings: Mapping[str, Any], seed: int) -> 
     if stage.told is not None:
         told["token_stride"] = max(1, round(life_tokens(stage.lengths) / stage.told))
     run = simulate(
-        workload, profile=profile_of(stage.engine), seed=seed, **{**told, **rival.settings, **settings}
+        workload,
+        programs="none",
+        profile=profile_of(stage.engine),
+        seed=seed,
+        **{**told, **rival.settings, **settings},
     )
     return outcome(run, begin, end)
 

@@ -228,6 +228,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         settings["forecast"] = predictor_of(stage.lengths)
     run = simulate(
         made(stage, seed),
+        programs="none",
         policy="least_requests",
         roles=cluster.roles,
         decode_policy=rival.placement,

@@ -149,6 +149,7 @@ async def _live(scene: Scene, fleet: Engines, trace: Trace, policy: str, repeat:
 def _simulate(scene: Scene, workload: Workload, policy: str, seed: int, setting: dict[str, Any]) -> Floats:
     run = simulate(
         workload,
+        programs="none",
         policy=policy,
         instances=scene.engines,
         profile=scene.resolved_profile(),

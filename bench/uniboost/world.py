@@ -171,6 +171,7 @@ def play(workload: Workload, profile: Profile, order: Order, policy: str, instan
     """Runs one simulation."""
     return simulate(
         workload,
+        programs="none",
         policy=policy,
         instances=instances,
         profile=profile,

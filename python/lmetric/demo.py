@@ -81,6 +81,8 @@ class Arm:
                 f"{name}={orjson.dumps(each).decode()}" for name, each in self.programs.items()
             )
             flags += ["--programs", "admit", "--programs-settings", settings]
+        else:
+            flags += ["--programs", "observe"]
         return flags
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmetric.cli.help import BASIC, ENGINES, EXPERIMENTAL, TRACE
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric.defaults import DEFAULT_POLICY, DEFAULT_PROFILE
 
 REQUESTS, SPEED, CLOCK_SPEED = 160, 0.8, 8.0
 # Agents: a profile whose prefill is slow against its decode, so that short contexts, which the
@@ -28,7 +28,7 @@ def command(
         list[str] | None,
         typer.Option(
             help="Policies to compare, separated by commas; repeatable.",
-            show_default="round_robin, vllm, lmetric",
+            show_default=f"round_robin, vllm, {DEFAULT_POLICY}",
             rich_help_panel=BASIC,
         ),
     ] = None,
@@ -151,7 +151,7 @@ def command(
                 raise typer.BadParameter(
                     "--agents has its own requests and policies; remove one of the two", param_hint=name
                 )
-    policies = list(split_policies(policy or [])) or ["round_robin", "vllm", "lmetric"]
+    policies = list(split_policies(policy or [])) or ["round_robin", "vllm", DEFAULT_POLICY]
     try:
         for each in policies:
             Router(Policy.from_config(each), offers="experimental")

@@ -240,7 +240,13 @@ class Engines:
 
 def engine_settings(cached_answers: bool) -> dict[str, Any]:
     """Settings of `simulate` that make its engines like the recorded ones."""
-    return {"admission": "vllm", "cached_answers": cached_answers, "prefix_fetch": "none", "split": "none"}
+    return {
+        "admission": "vllm",
+        "cached_answers": cached_answers,
+        "prefix_fetch": "none",
+        "split": "none",
+        "programs": "none",
+    }
 
 
 def _blocks_of(recording: Recording) -> dict[str, Any]:

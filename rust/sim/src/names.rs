@@ -9,8 +9,8 @@ pub const NONE: u32 = u32::MAX;
 /// are long, and a lookup waits for memory most of its time.
 #[derive(Clone, Debug)]
 pub struct Names {
-    /// Sorted by `place`, up to the blocks that found their own slot taken. The length is a power of
-    /// two.
+    /// A block stands in its own slot, or in the next empty slot behind it. The length is a power
+    /// of two.
     slots: Vec<Slot>,
     shift: u32,
 }

@@ -1,0 +1,50 @@
+"""The default against LMETRIC where no agents are: recorded and synthetic chats, by load.
+
+    python bench/agents/chats.py --traces FOLDER --seeds 2
+
+Loads are shares of the load that LMETRIC sustains on the trace, with 16 instances. FOLDER has
+mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "reproduce")]
+
+from world import Choice, World  # noqa: E402 -- of bench/reproduce
+
+LOADS = (0.3, 0.5, 0.7, 0.9, 0.95)
+WORKLOADS = ("conversation", "azure", "chat", "agent", "coder")
+DEFAULT = Choice("total_delay", settings={"guard": True, "programs": "auto"})
+LMETRIC = Choice("lmetric", settings={"guard": None})
+FIGURES = ("e2e_mean", "ttft_mean", "ttft_p99", "tpot_mean")
+
+
+def main() -> None:
+    """Prints a row per workload and load: changes in percent, mean and range over the seeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    options = parser.parse_args()
+    world = World(options.traces, seeds=options.seeds, quick=False)
+    print("| workload | load | mean end to end | mean TTFT | P99 TTFT | mean TPOT |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for label in options.workloads.split(","):
+        stage = world.stage(label)
+        for load in LOADS:
+            ours, theirs = world.many(stage, [DEFAULT, LMETRIC], fraction=load)
+            cells = []
+            for name in FIGURES:
+                each = [(a[name] / b[name] - 1) * 100 for a, b in zip(ours, theirs, strict=True)]
+                cells.append(f"{np.mean(each):+.1f}% ({min(each):+.1f}, {max(each):+.1f})")
+            print(f"| {label} | {load:.0%} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
