@@ -56,6 +56,12 @@ async def test_a_program_waits_until_another_counts_as_ended() -> None:
         waiting = asyncio.create_task(w.post(body(2)))
         await held(w, 1)
         assert not waiting.done()
+        _, live = await w.get("/debug/live")
+        assert orjson.loads(live)["programs"]["tiny"] == {
+            "holds": True,
+            "held": 1,
+            "longest_hold_seconds": 0.0,
+        }
         async with asyncio.timeout(20):
             status, headers, _ = await waiting
         assert status == 200
@@ -68,6 +74,7 @@ async def test_a_program_waits_until_another_counts_as_ended() -> None:
         assert 0.3 < told["held_seconds"] < 20
         _, metrics = await w.get("/metrics")
         assert b"lmetric_program_holds_total" in metrics
+        assert b'lmetric_programs_holding{model="tiny"} 1.0' in metrics
         assert b"lmetric_working_set_ratio" in metrics
         await w.settled()
 

@@ -27,6 +27,7 @@ class ProgramWatch:
         self.follows = option is not None
         self._admits = isinstance(option, ProgramAdmission | ThunderAgent)
         self._checked_at = -math.inf
+        self._held_before = False
 
     def snapshot(self) -> dict[str, Any] | None:
         """Counts of programs, the longest hold, and the expected tokens in each engine's cache."""
@@ -38,7 +39,9 @@ class ProgramWatch:
         if not self.follows or now < self._checked_at + LOG_SECONDS:
             return
         self._checked_at = now
-        instances = (self.snapshot() or {}).get("instances", {})
+        counted = self.snapshot() or {}
+        self._log_holds(counted)
+        instances = counted.get("instances", {})
         for name, each in instances.items():
             if (measured := each["measured_tokens"]) is not None:
                 log.warning(
@@ -60,6 +63,18 @@ class ProgramWatch:
                 engines=len(crowded),
                 fullest=worst,
                 over_cache=f"{crowded[worst] - 1:.0%}",
+            )
+
+    def _log_holds(self, counted: dict[str, Any]) -> None:
+        """Logs that programs begin or cease to be held."""
+        held = counted["states"]["held"] if self._admits and counted else 0
+        if (held > 0) != self._held_before:
+            self._held_before = held > 0
+            text = "requests wait until their agent program fits into a KV cache (docs/how-to/agents.md)"
+            log.warning(
+                text if held else "agent programs fit into the KV caches again",
+                model=self._model or "any",
+                held=held,
             )
 
 

@@ -31,7 +31,7 @@ POINTS_SHOWN = 10  # points in each update: a viewer that skips updates misses n
 NOW_SECONDS = 10.0  # window of the present values
 MINUTE_SECONDS = 60.0
 TENANTS_KEPT = 64
-GUARD_SECONDS = 10.0  # age of the guard's counts in a large fleet
+SLOW_SECONDS = 10.0  # age of the guard's and the programs' counts in a large fleet
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 # Columns of the engines that change all the time, with the indicator and the decimals of each.
@@ -57,7 +57,7 @@ class LiveView:
     def __init__(self, live: Live) -> None:
         self._live = live
         self._made: dict[str | None, tuple[int, bytes]] = {}
-        self._guard: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._slow: dict[str, tuple[float, dict[str, Any]]] = {}
         self.fleet_version = 0
         self._fleet = b""
         self._rows: Rows = {}  # of the engines, as in `_fleet`
@@ -117,7 +117,9 @@ class LiveView:
             return shown
         shown["points"] = [_round(each) for each in list(live.points)[-POINTS_SHOWN:]]
         shown["fleet"] = self.fleet_version
-        shown["guard"] = {pool.name: self._guard_of(pool, now) for pool in pools}
+        slow = {pool.name: self._slow_of(pool, now) for pool in pools}
+        shown["guard"] = {name: each["guard"] for name, each in slow.items()}
+        shown["programs"] = {name: each["programs"] for name, each in slow.items() if each["programs"]}
         columns = _columns(pools, len(live.fleet.unplaced), live.within(MINUTE_SECONDS, now))
         shown["engines"] = columns
         shown["hot_spots"] = hot_spots(self._rows, columns["batch"])
@@ -235,17 +237,26 @@ class LiveView:
             for pool, event in found[:EVENTS_SHOWN]
         ]
 
-    def _guard_of(self, pool: Pool, now: float) -> dict[str, Any]:
-        """Returns the guard's counts."""
-        at, shown = self._guard.get(pool.name, (-GUARD_SECONDS, {}))
-        if not shown or now - at >= (GUARD_SECONDS if len(pool.engines) > SMALL else 0.9):
+    def _slow_of(self, pool: Pool, now: float) -> dict[str, Any]:
+        """Returns the guard's counts, and whether programs are held (None: not followed)."""
+        at, shown = self._slow.get(pool.name, (-SLOW_SECONDS, {}))
+        if not shown or now - at >= (SLOW_SECONDS if len(pool.engines) > SMALL else 0.9):
             stats = pool.router.stats(instances=False)
+            told = pool.programs.snapshot()
             shown = {
-                "on": stats["guard_on"],
-                "suspected": stats["guard_suspected"],
-                "filtering": stats["guard_filtering"],
+                "guard": {
+                    "on": stats["guard_on"],
+                    "suspected": stats["guard_suspected"],
+                    "filtering": stats["guard_filtering"],
+                },
+                "programs": told
+                and {
+                    "holds": told["holds"],
+                    "held": told["states"]["held"],
+                    "longest_hold_seconds": round(told["longest_hold_seconds"], 1),
+                },
             }
-            self._guard[pool.name] = now, shown
+            self._slow[pool.name] = now, shown
         return shown
 
 

@@ -37,6 +37,14 @@ def program_metrics(fleet: Fleet) -> Iterator[Metric]:
         for state, count in told["states"].items():
             states.add_metric((model, state), count)
     yield states
+    holds = GaugeMetricFamily(
+        "lmetric_programs_holding",
+        "1 while requests are held whose program does not fit into a cache, else 0",
+        labels=("model",),
+    )
+    for model, told in followed:
+        holds.add_metric((model,), told["holds"])
+    yield holds
     for name, (text, key) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=("model",))
         for model, told in followed:

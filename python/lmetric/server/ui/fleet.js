@@ -291,13 +291,18 @@ export class Fleet {
   }
 
   // `hot`: the hottest engines. `busiest`: the engine most above the mean of its role, or null.
-  drawHot({ hot, busiest }, guard) {
+  drawHot({ hot, busiest }, guard, programs) {
     const shown = hot.map((each, i) => `${each.name} with ${i ? "" : "batch "}${count(each.batch)} (${rate(each.times)}x${i ? "" : " the mean of its role"})`);
     const most = busiest ? ` Busiest: ${busiest.name} with batch ${count(busiest.batch)} (${rate(busiest.times)}x the mean of its role).` : "";
     const lines = [hot.length ? element("p", { class: "flag", text: `Hot: ${shown.join(", ")}` }) : element("p", { class: "muted", text: `No engine is hot.${most}` })];
     for (const [model, state] of Object.entries(guard || {})) {
       const on = state.on ? `on, ${state.suspected} prefix${state.suspected === 1 ? "" : "es"} suspected, ${state.filtering} kept off their holders` : "off";
       lines.push(element("p", { class: state.filtering ? "flag" : "muted", text: `Hot-spot guard of ${model}: ${on}` }));
+    }
+    for (const [model, state] of Object.entries(programs || {})) {
+      if (!state.held && !state.holds) continue;
+      const held = `${count(state.held)} held, longest hold ${seconds(state.longest_hold_seconds)}`;
+      lines.push(element("p", { class: state.held ? "flag" : "muted", text: `Agent programs of ${model}: ${held}` }));
     }
     const box = document.getElementById("hot");
     if (box.textContent !== lines.map((line) => line.textContent).join("")) box.replaceChildren(...lines);

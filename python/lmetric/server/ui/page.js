@@ -68,7 +68,7 @@ function draw() {
   const admin = latest.engines !== undefined;
   part("fleet").hidden = !admin;
   if (admin) {
-    fleet.drawHot(latest.hot_spots, latest.guard);
+    fleet.drawHot(latest.hot_spots, latest.guard, latest.programs);
     fleet.draw();
   }
   fleet.drawCounts(latest.summary);
