@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lmetric import BadValueError, Router, _deprecated, options
+from lmetric import BadValueError, Request, Router, _deprecated, options
 from lmetric.cli import routing, simulate
 from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.options import (
     DecodePlacement,
     Guard,
@@ -281,3 +282,12 @@ def test_old_flags_of_simulations_are_the_present_ones(capsys: pytest.CaptureFix
         "rebalance": ["star"],
     }
     assert "--split-settings: least_gain is deprecated" in capsys.readouterr().err
+
+
+def test_the_core_and_the_library_have_the_same_default_policy() -> None:
+    router = Router()
+    router.add_instance("engine")
+    decision, _ = router.route(Request(token_ids=[1, 2, 3]))
+    record = router.explain(decision.id)
+    assert record is not None
+    assert record["policy"] == DEFAULT_POLICY

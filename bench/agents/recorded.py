@@ -28,11 +28,11 @@ BLOCK_TOKENS = 64
 PROFILE = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
 RIVALS: dict[str, dict[str, Any]] = {
     "total_delay, auto": {"policy": "total_delay", "programs": "auto"},
-    "total_delay": {"policy": "total_delay", "programs": "none"},
-    "lmetric": {"policy": "lmetric", "programs": "none"},
-    "llmd_scorers": {"policy": "llmd_scorers", "programs": "none"},
-    "llmd_affinity": {"policy": "llmd_affinity", "programs": "none"},
-    "linear": {"policy": "linear", "programs": "none"},
+    "total_delay": {"policy": "total_delay"},
+    "lmetric": {"policy": "lmetric"},
+    "llmd_scorers": {"policy": "llmd_scorers"},
+    "llmd_affinity": {"policy": "llmd_affinity"},
+    "linear": {"policy": "linear"},
     "ThunderAgent-like": {"policy": "lmetric", "programs": "thunder_agent"},
 }
 
@@ -60,11 +60,12 @@ def played(lines: list[str] | None, seed: int, rate: float, rivals: list[str]) -
     fixed: dict[str, Any] = {
         "instances": INSTANCES,
         "profile": PROFILE,
+        "programs": "none",
         "admission": "vllm",
         "cached_answers": True,
         "seed": seed,
     }
-    return {name: simulate(workload, **RIVALS[name], **fixed) for name in rivals}
+    return {name: simulate(workload, **{**fixed, **RIVALS[name]}) for name in rivals}
 
 
 def main() -> None:

@@ -12,9 +12,11 @@ import orjson
 import yaml
 
 from lmetric.config import ConfigError
+from lmetric.defaults import DEFAULT_POLICY
 from lmetric.printable import printable
 
 WIDTH = 100
+OLD_RULE = f"The old rule. `{DEFAULT_POLICY}` is this router's default"  # a note on `policy`
 SECRET = re.compile(
     r"(api|master|salt|access)[-_]?key|password|secret|dsn|credential|(^|[-_.])(token|url)$", re.IGNORECASE
 )

@@ -156,7 +156,9 @@ def _policy(
     if known:
         _experimental(draft)
         draft.set(
-            key, "llmd_scorers", "The old scorers. `total_delay` is this router's default, without weights."
+            key,
+            "llmd_scorers",
+            f"The old scorers. `{DEFAULT_POLICY}` is this router's default, without weights.",
         )
         draft.set(knobs_key, {name: int(w) if w == int(w) else w for name, w in knobs.items()})
     elif "session-affinity-scorer" in weights:

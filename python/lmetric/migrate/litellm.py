@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric.migrate.draft import Draft
+from lmetric.migrate.draft import OLD_RULE, Draft
 
 # Providers whose api_base is an engine with the OpenAI API.
 _OWN = {
@@ -105,7 +105,7 @@ def _policy(draft: Draft, router: dict[str, Any]) -> None:
     strategy = str(router.pop("routing_strategy", "simple-shuffle"))
     args = router.pop("routing_strategy_args", None)
     if strategy in _STRATEGIES:
-        draft.set("policy", _STRATEGIES[strategy], "The old rule. `total_delay` is this router's default.")
+        draft.set("policy", _STRATEGIES[strategy], f"{OLD_RULE}.")
     elif strategy in _OTHER_STRATEGIES:
         draft.set("policy", DEFAULT_POLICY)
         draft.remark(f"routing_strategy {strategy}", f"no such rule; `{DEFAULT_POLICY}` replaces it")

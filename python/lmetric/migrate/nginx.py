@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lmetric.config import ConfigError
-from lmetric.migrate.draft import Draft
+from lmetric.defaults import DEFAULT_POLICY
+from lmetric.migrate.draft import OLD_RULE, Draft
 
 _Block = list[dict[str, Any]]
 
@@ -76,7 +77,7 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
             policy, note = "session_affinity", "Clients name their session in the header x-session-id."
             draft.remark(" ".join([what, *args]), "sessions come in the header x-session-id")
         elif what == "least_time":
-            draft.remark(" ".join([what, *args]), "no such rule; see `total_delay`")
+            draft.remark(" ".join([what, *args]), f"no such rule; see `{DEFAULT_POLICY}`")
         elif what.startswith("keepalive"):
             draft.remark(
                 " ".join([what, *args]), "the router keeps connections by itself: `limits.idle_seconds`"
@@ -86,7 +87,7 @@ def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
         elif what not in _BLOCKS:
             draft.remark(" ".join([what, *args]), "no equivalent known")
     draft.set("policy", policy, note)
-    draft.note("policy", "The old rule. `total_delay` is this router's default.")
+    draft.note("policy", f"{OLD_RULE}.")
     limits: dict[str, list[Any]] = {"max_fails": [], "fail_timeout": [], "max_conns": []}
     for each in block:
         if each["directive"] == "server":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.migrate.commands import Flags
-from lmetric.migrate.draft import Draft
+from lmetric.migrate.draft import OLD_RULE, Draft
 
 _Convert = Callable[[Draft, str, str], Any]
 
@@ -192,7 +192,7 @@ def _policy(draft: Draft, key: str, knobs_key: str, name: str, knobs: dict[str, 
         draft.set(key, name)
     elif name == "cache_aware":
         draft.settings = {"experimental": True, **draft.settings}
-        draft.set(key, "cache_aware", "The old rule. `total_delay` is this router's default, and stable.")
+        draft.set(key, "cache_aware", f"{OLD_RULE}, and stable.")
         if draft.kind == "smg":
             draft.note(key, "Newer smg versions skip an overloaded match by another rule: `prefix_spill`.")
         if knobs:

@@ -404,9 +404,8 @@ def read_synthetic(
             )
         instances = described.instances if isinstance(described, AgentsTrace) else 1
         changed["rate"] = session_rate / instances
-    return check_synthetic(
-        {**content, **{key: value for key, value in changed.items() if value is not None}}, where
-    )
+    changed = {key: value for key, value in changed.items() if value is not None}
+    return check_synthetic({**content, **changed}, where) if changed else described
 
 
 def check_synthetic(content: Any, where: str) -> AnySynthetic:

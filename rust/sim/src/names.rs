@@ -6,7 +6,8 @@ use std::hash::Hasher;
 pub const NONE: u32 = u32::MAX;
 
 /// A table of blocks by hash, at most half full. The caller can prefetch what it will read: chains
-/// are long, and a lookup waits for memory most of its time.
+/// are long, and a lookup waits for memory most of its time. An agent trace takes 20 to 35% longer
+/// with hashbrown's table, which has no prefetch, or with the index's, which keeps entries sorted.
 #[derive(Clone, Debug)]
 pub struct Names {
     /// A block stands in its own slot, or in the next empty slot behind it. The length is a power

@@ -3,6 +3,7 @@ use crate::events::KvLog;
 use crate::names::{NONE, Names};
 use lmetric_core::kv::prefetch;
 use lmetric_core::kv::tiers::Tier;
+use std::collections::VecDeque;
 
 /// In `Block::twin`: the block has no hash under which it could be found.
 const UNNAMED: u32 = NONE - 1;
@@ -18,10 +19,9 @@ pub struct BlockPool {
     names: Names,
     /// Free blocks without a hash: they are taken first.
     empty: Vec<u32>,
-    /// Free blocks with a hash, least recently used first, from `oldest` on. An entry is stale if
-    /// its block was used after it.
-    queue: Vec<Turn>,
-    oldest: usize,
+    /// Free blocks with a hash, least recently used first. An entry is stale if its block was used
+    /// after it.
+    queue: VecDeque<Turn>,
     free: u32,
 }
 
@@ -36,12 +36,19 @@ struct Block {
     twin: u32,
 }
 
-/// A block's entry in the queue.
+/// A block's entry in the queue, with the block's `turns` at that time.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
     block: u32,
-    /// The block's `turns` with this entry.
     turns: u32,
+}
+
+impl Turn {
+    /// Whether the block has waited since then.
+    fn is_current(self, blocks: &[Block]) -> bool {
+        let block = &blocks[self.block as usize];
+        block.users == 0 && block.turns == self.turns
+    }
 }
 
 impl BlockPool {
@@ -52,8 +59,7 @@ impl BlockPool {
             blocks: vec![block; capacity as usize],
             names: Names::new(capacity),
             empty: (0..capacity).rev().collect(),
-            queue: Vec::new(),
-            oldest: 0,
+            queue: VecDeque::new(),
             free: capacity,
         }
     }
@@ -108,11 +114,6 @@ impl BlockPool {
         *users += 1;
     }
 
-    /// Takes free blocks like [`BlockPool::take`], at most `count`, and appends them to `taken`.
-    pub fn take_some(&mut self, count: usize, taken: &mut Vec<u32>, log: &mut KvLog) {
-        taken.extend((0..count).map_while(|_| self.take(log)));
-    }
-
     /// Takes the least recently used free block for a new use and drops its contents. None: every
     /// block is in use.
     pub fn take(&mut self, log: &mut KvLog) -> Option<u32> {
@@ -127,26 +128,19 @@ impl BlockPool {
     /// Takes the least recently used block off the queue, which has one, and drops its contents.
     fn pop_oldest(&mut self, log: &mut KvLog) -> u32 {
         loop {
-            if let Some(ahead) = self.queue.get(self.oldest + 2 * AHEAD) {
+            if let Some(ahead) = self.queue.get(2 * AHEAD) {
                 self.prefetch(ahead.block);
             }
-            if let Some(ahead) = self.queue.get(self.oldest + AHEAD) {
+            if let Some(ahead) = self.queue.get(AHEAD) {
                 self.names.prefetch(self.blocks[ahead.block as usize].hash);
             }
-            let turn = self.queue[self.oldest];
-            self.oldest += 1;
-            if self.is_current(turn) {
+            let turn = self.queue.pop_front().expect("free blocks with a hash are in the queue");
+            if turn.is_current(&self.blocks) {
                 self.unname(turn.block);
                 log.removed(Tier::Gpu, self.blocks[turn.block as usize].hash);
                 return turn.block;
             }
         }
-    }
-
-    /// Whether the block of an entry has waited since then.
-    fn is_current(&self, turn: Turn) -> bool {
-        let block = &self.blocks[turn.block as usize];
-        block.users == 0 && block.turns == turn.turns && block.twin != UNNAMED
     }
 
     /// Gives blocks in use their hashes.
@@ -184,27 +178,13 @@ impl BlockPool {
                 self.empty.push(block);
             } else {
                 entry.turns = entry.turns.wrapping_add(1);
-                self.queue.push(Turn { block, turns: entry.turns });
+                self.queue.push_back(Turn { block, turns: entry.turns });
             }
         }
         if self.queue.len() > 64 + 4 * self.blocks.len() {
-            self.drop_stale();
+            let blocks = &self.blocks;
+            self.queue.retain(|turn| turn.is_current(blocks));
         }
-    }
-
-    /// Drops the stale entries of the queue.
-    fn drop_stale(&mut self) {
-        let mut kept = 0;
-        for at in self.oldest..self.queue.len() {
-            if let Some(ahead) = self.queue.get(at + AHEAD) {
-                self.prefetch(ahead.block);
-            }
-            let turn = self.queue[at];
-            self.queue[kept] = turn;
-            kept += usize::from(self.is_current(turn));
-        }
-        self.queue.truncate(kept);
-        self.oldest = 0;
     }
 
     /// Empties all blocks. Returns false and does nothing while any block is in use.

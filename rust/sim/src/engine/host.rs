@@ -152,7 +152,7 @@ impl Engine {
         self.found.iter().for_each(|&block| self.pool.share(block));
         sequence.blocks.extend_from_slice(&self.found);
         sequence.named = on_gpu;
-        self.pool.take_some(new, &mut sequence.blocks, &mut self.kv);
+        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
         Loading::Begun
     }
 

@@ -353,7 +353,7 @@ impl Engine {
         sequence.named = sequence.blocks.len();
         self.found.iter().for_each(|&block| self.pool.share(block));
         let held = sequence.named as u32;
-        self.pool.take_some(new as usize, &mut sequence.blocks, &mut self.kv);
+        sequence.blocks.extend((0..new).map_while(|_| self.pool.take(&mut self.kv)));
         self.forget_loaded(slot);
         held * self.profile.block_tokens
     }
@@ -393,8 +393,6 @@ impl Engine {
     /// that the step has picked already are not preempted.
     pub(super) fn grow(&mut self, slot: u32, tokens: u32) {
         let needed = tokens.div_ceil(self.profile.block_tokens) as usize;
-        let blocks = &mut self.sequences[slot].blocks;
-        self.pool.take_some(needed.saturating_sub(blocks.len()), blocks, &mut self.kv);
         while self.sequences[slot].blocks.len() < needed {
             match self.pool.take(&mut self.kv) {
                 Some(block) => self.sequences[slot].blocks.push(block),

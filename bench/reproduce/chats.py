@@ -1,6 +1,6 @@
 """The default against LMETRIC where no agents are: recorded and synthetic chats, by load.
 
-    python bench/agents/chats.py --traces FOLDER --seeds 2
+    python bench/reproduce/chats.py --traces FOLDER --seeds 2
 
 Loads are shares of the load that LMETRIC sustains on the trace, with 16 instances. FOLDER has
 mooncake_conversation.jsonl.gz and azure_conv_2023.csv.gz.
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "reproduce")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from world import Choice, World  # noqa: E402 -- of bench/reproduce
+from world import LMETRIC, Choice, World, change
 
 LOADS = (0.3, 0.5, 0.7, 0.9, 0.95)
 WORKLOADS = ("conversation", "azure", "chat", "agent", "coder")
-DEFAULT = Choice("total_delay", settings={"guard": True, "programs": "auto"})
-LMETRIC = Choice("lmetric", settings={"guard": None})
+DEFAULT = Choice("total_delay", settings={"guard": None, "programs": "auto"})
+OF_THE_PAPER = replace(LMETRIC, settings={"guard": None})
 FIGURES = ("e2e_mean", "ttft_mean", "ttft_p99", "tpot_mean")
 
 
@@ -38,11 +39,11 @@ def main() -> None:
     for label in options.workloads.split(","):
         stage = world.stage(label)
         for load in LOADS:
-            ours, theirs = world.many(stage, [DEFAULT, LMETRIC], fraction=load)
+            ours, theirs = world.many(stage, [DEFAULT, OF_THE_PAPER], fraction=load)
             cells = []
             for name in FIGURES:
-                each = [(a[name] / b[name] - 1) * 100 for a, b in zip(ours, theirs, strict=True)]
-                cells.append(f"{np.mean(each):+.1f}% ({min(each):+.1f}, {max(each):+.1f})")
+                each = np.array(change(ours, theirs, name)) * 100
+                cells.append(f"{each.mean():+.1f}% ({each.min():+.1f}, {each.max():+.1f})")
             print(f"| {label} | {load:.0%} | {' | '.join(cells)} |", flush=True)
 
 
