@@ -34,10 +34,13 @@ async def test_some_decode_elsewhere_and_all_answers_are_one_engines() -> None:
         told = pool.router.stats()
         assert (told["policy"], pool.splits) == ("planner", True)
         first = await asked(w, COMPLETIONS, bodies(1)[0])
-        assert first["receipt"]["split_reason"] == "the speed of the instances is unknown"
+        unknown = "the speed of the instances is unknown"
+        assert first["receipt"]["split_reason"] == unknown
         assert first["receipt"]["stay_seconds"] is None
         # Until its step times are known.
         before = [await asked(w, COMPLETIONS, each) for each in bodies(24)]
+        while before[-1]["receipt"]["split_reason"] == unknown:  # a busy machine measures too little
+            before += [await asked(w, COMPLETIONS, each) for each in bodies(8)]
         asking = [(path, body) for path in (CHAT, COMPLETIONS) for body in bodies(40, path)]
         heard = await asyncio.gather(*(asked(w, path, body) for path, body in asking))
         cut = [said for said in heard if said["receipt"]["cuts"]]
