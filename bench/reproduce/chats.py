@@ -17,11 +17,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from world import LMETRIC, Choice, World, change
+from world import DEFAULT, LMETRIC, World, change
 
 LOADS = (0.3, 0.5, 0.7, 0.9, 0.95)
 WORKLOADS = ("conversation", "azure", "chat", "agent", "coder")
-DEFAULT = Choice("total_delay", settings={"guard": None, "programs": "auto"})
 OF_THE_PAPER = replace(LMETRIC, settings={"guard": None})
 FIGURES = ("e2e_mean", "ttft_mean", "ttft_p99", "tpot_mean")
 

@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from book import Claim, Made, Ours, Row, figure, rounded
-from world import HALF, LMETRIC, SIMULATION, VLLM, Choice, Figures, Stage, World, change, mean, values
+from world import (
+    DEFAULT,
+    HALF,
+    LMETRIC,
+    SIMULATION,
+    VLLM,
+    Choice,
+    Figures,
+    Stage,
+    World,
+    change,
+    mean,
+    values,
+)
 
 from lmetric.sim.traces import summarize_trace
 
@@ -192,7 +205,7 @@ def figure_12(world: World) -> Made:
 def rivals(world: World, stage: Stage) -> list[Choice]:
     """Returns all policies of the end-to-end comparison; weights are tuned."""
     return [
-        LMETRIC, VLLM, linear(world, stage), paper_filter(world, stage), Choice("aibrix_prefix"),
+        LMETRIC, DEFAULT, VLLM, linear(world, stage), paper_filter(world, stage), Choice("aibrix_prefix"),
         paper_dynamo(world, stage), Choice("dynamo"), SIMULATION, Choice("llmd_scorers"),
         Choice("llmd_affinity"), Choice("least_prefill"), Choice("round_robin"), Choice("always_worst"),
     ]  # fmt: skip

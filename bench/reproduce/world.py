@@ -88,6 +88,7 @@ class Choice:
 
 
 LMETRIC = Choice("lmetric")
+DEFAULT = Choice("total_delay", settings={"guard": None, "programs": "auto"})  # what `serve` does
 VLLM = Choice("vllm")
 SIMULATION = Choice("simulation")
 

@@ -33,6 +33,7 @@ WORDS: Mapping[str, str] = {
     "predicted_ttft_seconds": "predicted seconds to the first token",
     "index_blocks": "cached blocks",
     "cache_free_tokens": "free cache tokens",
+    "recompute_ratio": "recomputed per new token",
 }
 # Policies that prefer the instance with the longest cached prefix, unless load forbids it.
 _HOLDERS = frozenset(
@@ -203,12 +204,6 @@ def _sum(*names: str) -> Arithmetic:
     return text
 
 
-def _delay(terms: Terms, score: float) -> str:
-    names = ("queued_prefill_tokens", "new_tokens", "bs")
-    queued, new, requests = (number(_value(terms, name)) for name in names)
-    return f"{queued} + {new} x ({requests} + 1) = {number(score)}"
-
-
 def _queue(terms: Terms, score: float) -> str:
     waiting, running = _value(terms, "q_bs"), _value(terms, "r_bs")
     return f"4 x {number(waiting)} + {number(running)} = {number(score)}"
@@ -235,9 +230,9 @@ _POLICIES: Mapping[str, tuple[str, Arithmetic | None, str]] = {
         "seconds of new prefill x batch size",
     ),
     "total_delay": (
-        "least delay of all requests",
-        _delay,
-        "queued + uncached prompt tokens x batch size",
+        "least delay of all requests in prefill tokens",
+        _listed,
+        "delay of all requests in prefill tokens",
     ),
     "planner": (
         "least prefill and fetch tokens x batch weight",

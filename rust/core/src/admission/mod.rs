@@ -513,14 +513,19 @@ impl Admission {
         self.programs.as_ref()?.note(self.arrivals.get(id)?.turn?, now)
     }
 
-    /// Records the prefill of a request that is placed first. `work` is asked only if programs need
-    /// it.
+    /// Records the prefill of a request that is placed first. `work` is asked only for requests of
+    /// programs.
     pub fn computes(&mut self, id: ArrivalId, work: impl FnOnce() -> Work, now: Seconds) {
-        let programs = self.programs.as_mut().filter(|programs| programs.weighs_work());
         let turn = self.arrivals.get(id).and_then(|arrival| arrival.turn);
-        if let (Some(programs), Some(turn)) = (programs, turn) {
+        if let (Some(programs), Some(turn)) = (&mut self.programs, turn) {
             programs.computes(turn, work(), now);
         }
+    }
+
+    /// Returns the prefill work that computed contexts again, per work that was new; 0 without
+    /// programs.
+    pub fn recompute_ratio(&self) -> f64 {
+        self.programs.as_ref().map_or(0.0, Programs::recompute_ratio)
     }
 
     /// Records that a request was placed on an instance, first or again.

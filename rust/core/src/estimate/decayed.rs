@@ -14,6 +14,11 @@ impl Decayed {
         self.value * (-(now - self.at).max(0.0) / over).exp()
     }
 
+    /// Returns the sum at the time of the last addition.
+    pub fn last(&self) -> f64 {
+        self.value
+    }
+
     /// Adds to the sum.
     pub fn add(&mut self, amount: f64, now: Seconds, over: Seconds) {
         if now == self.at {

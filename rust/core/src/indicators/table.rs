@@ -156,6 +156,8 @@ indicators! {
         "Output length: the request's bound, or the true length in simulations.";
     Instances "instances", "instances", Request, Router, "at once", "never",
         "Instances eligible for this request.";
+    RecomputeRatio "recompute_ratio", "fraction", Request, Router, "at each placement; decays with a time constant of 60 s", "never: 0 if the router does not follow programs, or recomputed nothing",
+        "Prefill work of the pool that computed programs' contexts again, per prefill work that was new; at most 20. The same for all requests.";
     LoraName "lora_name", "text", Request, Request, "at once", "if the request has none",
         "LoRA adapter of the request, for comparison with a text: `lora_name == \"sql\"`.";
     Tenant "tenant", "text", Request, Request, "at once", "if the request has none",
@@ -225,6 +227,7 @@ impl IndicatorSet {
         Indicator::PromptTokens,
         Indicator::ExpectedOutputTokens,
         Indicator::Instances,
+        Indicator::RecomputeRatio,
         Indicator::LoraBs,
         Indicator::LoraLoaded,
         Indicator::TenantBs,

@@ -1,22 +1,25 @@
-//! The tokens of delay that a placement causes: the request waits for the queue and for its own
-//! prefill, and each request there waits for this prefill.
+//! The tokens of delay that a placement causes: to the request, to the requests on its instance,
+//! and to those of programs whose contexts it evicts. docs/explanation/total_delay.md derives it.
 //!
-//! LMETRIC multiplies the queue by the batch size, too, although the requests there wait for the
-//! queue wherever this request goes. So a burst in front of an instance that holds a long prompt
-//! costs more than computing the prompt again elsewhere.
+//! LMETRIC multiplies the queue by the batch size, although the requests there wait for the queue
+//! wherever this request goes. So a burst in front of an instance that holds a long prompt costs
+//! more than computing the prompt again elsewhere, and that evicts the next prompt.
 use super::*;
 
 pub static SPEC: PolicySpec = PolicySpec::new(
     "total_delay",
-    "queued_prefill_tokens + new_tokens * (bs + 1), lowest",
+    "sqrt(mean(bs) + 1) * queued_prefill_tokens + new_tokens * (bs + 1) + recompute_ratio * new_tokens * (mean(bs) + 1), lowest",
     "this project: the sum of delays, in tokens",
     &[],
 )
 .stable()
 .guarded();
 
+const SCORE: &str = "sqrt(mean(bs) + 1) * queued_prefill_tokens + new_tokens * (bs + 1) \
+    + recompute_ratio * new_tokens * (mean(bs) + 1)";
+
 pub fn build(knobs: &Knobs) -> Result<Box<dyn Policy>, CoreError> {
-    lowest(&SPEC, knobs, "queued_prefill_tokens + new_tokens * (bs + 1)", &[])
+    lowest(&SPEC, knobs, SCORE, &[])
 }
 
 #[cfg(test)]
@@ -24,15 +27,29 @@ mod tests {
     use crate::indicators::Indicator::*;
     use crate::policy::fleet::{Fleet, policy};
 
+    fn fleet() -> Fleet {
+        Fleet::new(3)
+            .set(Bs, &[0.0, 8.0, 1.0])
+            .set(QueuedPrefillTokens, &[0.0, 50_000.0, 700.0])
+            .prompt(142_000.0, &[2_000.0, 140_000.0, 0.0])
+    }
+
     #[test]
     fn adds_the_own_delay_and_that_of_the_others() {
-        let fleet = Fleet::new(3)
-            .set(Bs, &[0.0, 4.0, 1.0])
-            .set(QueuedPrefillTokens, &[0.0, 100_000.0, 700.0])
-            .prompt(142_000.0, &[2_000.0, 140_000.0, 0.0]);
-        // 140,000 x 1, 100,000 + 2,000 x 5, 700 + 142,000 x 2.
-        assert_eq!(fleet.score(&*policy("total_delay", &[])), [140_000.0, 110_000.0, 284_700.0]);
-        assert_eq!(fleet.best(&*policy("total_delay", &[])), Some(1), "home, in spite of the burst");
-        assert_eq!(fleet.best(&*policy("lmetric", &[])), Some(0), "LMETRIC computes 140,000 tokens again");
+        // The mean batch is 3: a queued token counts twice.
+        let scores = fleet().score(&*policy("total_delay", &[]));
+        assert_eq!(scores, [140_000.0, 2.0 * 50_000.0 + 2_000.0 * 9.0, 1_400.0 + 142_000.0 * 2.0]);
+        assert_eq!(fleet().best(&*policy("total_delay", &[])), Some(1), "home, in spite of the burst");
+        assert_eq!(fleet().best(&*policy("lmetric", &[])), Some(0), "LMETRIC computes 140,000 tokens again");
+    }
+
+    #[test]
+    fn recomputation_makes_new_tokens_dearer() {
+        // Half a token is computed again per new token, and delays a mean batch.
+        let scores = fleet().request(RecomputeRatio, 0.5).score(&*policy("total_delay", &[]));
+        let new = [140_000.0, 2_000.0, 142_000.0];
+        let before = fleet().score(&*policy("total_delay", &[]));
+        let expected: Vec<f64> = before.iter().zip(new).map(|(score, new)| score + 2.0 * new).collect();
+        assert_eq!(scores, expected);
     }
 }

@@ -128,10 +128,13 @@ impl Queue {
         let age = self.flow_began.map_or(0.0, |began| now - began).max(LEAST_FLOW_SECONDS);
         let admitted = self.demand(now).1 + peers.1;
         let rate = admitted / (FLOW_SECONDS * (1.0 - (-age / FLOW_SECONDS).exp()));
-        let own = self.tenants.get(&tenant).map_or(0.0, |waiting| waiting.tokens);
+        let (own, number) =
+            self.tenants.get(&tenant).map_or((0.0, 0), |waiting| (waiting.tokens, waiting.places.len()));
         let tokens: f64 = self.tenants.values().map(|waiting| waiting.tokens.min(own)).sum();
-        // Peers share by tenants, too: they admit at most as many tokens before.
-        if rate > 0.0 { (tokens + peers.0.min(own)) / rate } else { f64::INFINITY }
+        let programs: usize = self.tenants.values().map(|waiting| waiting.places.len().min(number)).sum();
+        // Peers share by tenants, too: they admit at most as many tokens before. If none were
+        // admitted lately, one in each `FLOW_SECONDS` is assumed.
+        ((tokens + peers.0.min(own)) / rate).min(programs as f64 * FLOW_SECONDS)
     }
 
     /// Returns whether a tenant has more than its share of a full queue.
@@ -151,6 +154,9 @@ impl Programs {
             // Only observed: the policy places every request.
             let limited = self.instances.iter().any(|ledger| ledger.capacity_tokens.is_some());
             self.counters.held += u64::from(place.is_none() && limited && self.room_for(id, &[]).is_none());
+            if place.is_none() {
+                self.queue.admitted(self.programs[id].own_tokens(), now);
+            }
             return Verdict::Free;
         }
         if let Some(home) = place {

@@ -913,9 +913,10 @@ impl Programs {
         }
     }
 
-    /// Returns whether [`Programs::computes`] is needed.
-    pub fn weighs_work(&self) -> bool {
-        self.config.mode == ProgramMode::Auto
+    /// Returns the prefill work that computed contexts again, per work that was new, by
+    /// [`Programs::computes`].
+    pub fn recompute_ratio(&self) -> f64 {
+        self.waste.ratio()
     }
 
     /// Records the prefill of a placed request.

@@ -647,6 +647,32 @@ fn auto_holds_programs_while_contexts_are_computed_again() {
 }
 
 #[test]
+fn a_new_program_waits_when_auto_has_just_begun_to_hold() {
+    let mut programs = programs(ProgramMode::Auto, &[4_000.0]);
+    assert!(holds_after(&mut programs, 5, 0.0));
+    let (_, verdict) = programs.arrive(&arrival(&chain(&[(77, 100)])), 30.0);
+    // The programs that ran before holds began count as admitted.
+    let Verdict::Held(hold) = verdict else { panic!("{verdict:?}") };
+    assert!(hold.expected_seconds < programs.config.most_hold_seconds, "{hold:?}");
+}
+
+#[test]
+fn a_hold_without_admissions_is_expected_to_end() {
+    let mut programs = programs(ProgramMode::Admit, &[16_000.0]);
+    let mut arrive = |name: u64, at: Seconds| {
+        let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 100)])), at);
+        if let Verdict::Run(instance) = verdict {
+            programs.placed(turn, instance, at);
+        }
+        verdict
+    };
+    assert!(matches!((arrive(1, 0.0), arrive(2, 0.0)), (Verdict::Run(_), Verdict::Run(_))));
+    // Both run for an hour. Nothing is known of the rate at which programs leave.
+    let Verdict::Held(hold) = arrive(3, 3600.0) else { panic!("held, not refused") };
+    assert_eq!(hold.expected_seconds, 300.0);
+}
+
+#[test]
 fn auto_ends_when_all_programs_have_room() {
     let mut programs = programs(ProgramMode::Auto, &[4_000.0]);
     assert!(holds_after(&mut programs, 5, 0.0));

@@ -15,6 +15,9 @@ const SHARE_OF_TIME: f64 = 0.1;
 /// on small caches was held at its maximum load.
 const SHARE_OF_WORK: f64 = 0.5;
 
+/// Maximum of [`Waste::ratio`]: without new work, scores stay finite.
+const MOST_RATIO: f64 = 20.0;
+
 /// Seconds of prefill of the last minute, decayed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Waste {
@@ -30,6 +33,13 @@ impl Waste {
     pub fn note(&mut self, seconds: Seconds, share_again: f64, now: Seconds) {
         self.all.add(seconds, now, WINDOW_SECONDS);
         self.again.add(seconds * share_again, now, WINDOW_SECONDS);
+    }
+
+    /// Returns the recomputation per second of new work, at most [`MOST_RATIO`]; at first 0.
+    pub fn ratio(&self) -> f64 {
+        // Both sums decay at the same pace and change at the same times.
+        let (again, all) = (self.again.last(), self.all.last());
+        if again > 0.0 { again / (all - again).max(again / MOST_RATIO) } else { 0.0 }
     }
 
     /// Returns whether recomputation is most of the work, and takes a large part of the time of
@@ -60,5 +70,20 @@ mod tests {
         waste.note(30.0, 0.9, 0.0);
         assert!(waste.is_large(1, 0.0));
         assert!(!waste.is_large(1, 120.0), "two minutes later");
+    }
+
+    #[test]
+    fn the_ratio_is_of_recomputed_to_new_work() {
+        let mut waste = Waste::default();
+        assert_eq!(waste.ratio(), 0.0);
+        waste.note(8.0, 0.25, 0.0);
+        assert!((waste.ratio() - 2.0 / 6.0).abs() < 1e-12);
+        // After a time constant, the first prefill counts exp(-1).
+        waste.note(4.0, 1.0, WINDOW_SECONDS);
+        let faded = (-1.0f64).exp();
+        assert!((waste.ratio() - (2.0 * faded + 4.0) / (6.0 * faded)).abs() < 1e-12);
+        let mut waste = Waste::default();
+        waste.note(1.0, 1.0, 0.0);
+        assert_eq!(waste.ratio(), MOST_RATIO, "nothing was new");
     }
 }

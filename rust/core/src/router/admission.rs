@@ -146,6 +146,7 @@ impl Router {
         now: Seconds,
     ) -> Result<Cow<'r, Request<'r>>, CoreError> {
         let admission = &self.requests.admission;
+        self.state.recompute_ratio = admission.recompute_ratio();
         self.context.roomy.clear();
         self.context.is_matched = false;
         if !admission.is_on() {
@@ -291,6 +292,8 @@ mod tests {
     use super::*;
     use crate::Registry;
     use crate::fleet::Role;
+    use crate::plan::{Event, Usage};
+    use crate::request::Allowed;
     use crate::router::RouterConfig;
 
     /// Routes a request that has just arrived. In between, the arrival's results are replaced by
@@ -324,5 +327,36 @@ mod tests {
     fn room_and_prefixes_are_computed_once_for_a_request() {
         assert_eq!(route(|_| {}), (1, 32));
         assert_eq!(route(|router| _ = router.fleet_mut()), (0, 0));
+    }
+
+    #[test]
+    fn contexts_that_are_computed_again_make_new_tokens_dearer() {
+        let policy = Registry::CORE.policy("total_delay", &[]).unwrap();
+        let mut router = Router::new(policy, RouterConfig::default()).unwrap();
+        for name in ["a", "b"] {
+            router.add_instance(name, Role::Both, None).unwrap();
+        }
+        router.set_programs(Some(ProgramConfig::default())).unwrap();
+        let chain: Vec<u64> = (1..=8).collect();
+        let mut now = 0.0;
+        // Turns of one program: on `a`, where a block is new, and on `b`, which computes all again.
+        let mut turn = |blocks: usize, instance: &str| {
+            now += 1.0;
+            let only: Allowed = [instance.into()].into_iter().collect();
+            let request = Request {
+                chain: &chain[..blocks],
+                prompt_tokens: 1024 * blocks as u32 + 1,
+                tokens_per_block: 1024.0,
+                instances: Some(&only),
+                ..Request::default()
+            };
+            let (arrival, _) = router.arrive(&request, now).unwrap().unwrap();
+            let chosen = router.route(&Request { arrival, ..request }, now).unwrap();
+            router.advance(chosen.ticket, Event::Finished(Usage::default()), now).unwrap();
+            router.state.recompute_ratio
+        };
+        assert_eq!([turn(4, "a"), turn(5, "a"), turn(6, "a")], [0.0; 3]);
+        assert_eq!(turn(7, "b"), 0.0, "the decision of this request does not know its own work");
+        assert!(turn(8, "b") > 0.0);
     }
 }

@@ -126,6 +126,8 @@ pub(super) struct State {
     /// Output lengths by class, if requests are split by length.
     pub lengths: Option<OutputLength>,
     pub rescheduling: Option<Rescheduling>,
+    /// The indicator `recompute_ratio`.
+    pub recompute_ratio: f64,
 }
 
 impl State {
@@ -152,6 +154,7 @@ impl State {
             pulls: config.pull.map(Pulls::new).transpose()?,
             lengths: None,
             rescheduling: None,
+            recompute_ratio: 0.0,
             config,
         };
         state.look_ahead()?;

@@ -108,6 +108,7 @@ impl State {
         columns.get_mut(Indicator::ExpectedOutputTokens)[0] =
             request.expected_output_tokens.map_or(f64::NAN, f64::from);
         columns.get_mut(Indicator::Instances)[0] = able as f64;
+        columns.get_mut(Indicator::RecomputeRatio)[0] = self.recompute_ratio;
         columns.get_mut(Indicator::HandoffSeconds)[0] = handoff.unwrap_or(f64::NAN);
         if let Some(ahead) = self.ledger.ahead().filter(|_| reads.intersects(AHEAD)) {
             ahead.derive(reads, now, now + handoff.unwrap_or(0.0), columns);
