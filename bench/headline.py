@@ -105,8 +105,8 @@ def table(means: Means, seeds: int) -> str:
         f"{Span(own_ttft):+.0%}. Two rivals are sums with a weight tuned for each workload. "
         f"Dynamo's form differs from LMETRIC by {Span(tuned[0]):+.0%} in TTFT and {Span(tuned[1]):+.0%} in "
         f"TPOT, BAILIAN's by {Span(tuned[2]):+.0%} and {Span(tuned[3]):+.0%}. Near the limit a tuned sum can "
-        f"be better: BAILIAN's sustains {Span(more):+.0%} on {len(more)} of the {len(WORKLOADS)} workloads, "
-        f"and at 95% LMETRIC's TTFT is {Span(late):+.0%} on {len(late)}. LMETRIC has no weight to tune. The "
+        f"be better: BAILIAN's sustains {Span(more):+.0%} on {len(more)} of the {len(WORKLOADS)} workloads. "
+        f"At 95%, LMETRIC's TTFT is {Span(late):+.0%} on {len(late)}. LMETRIC has no weight to tune. The "
         "first two workloads are recorded traces, the others are synthetic.",
     ]
     return "\n".join(lines)

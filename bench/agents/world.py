@@ -62,7 +62,9 @@ LMETRIC = Rival("lmetric", "lmetric")
 
 def admitted(label: str, run: Mapping[str, Any] | None = None, **settings: Any) -> Rival:
     """Admission with changed settings; `run`: further settings of the simulator."""
-    programs = {"kind": "admit", "sessions": False, "max_hold_seconds": 1e9, **settings}
+    # The oldest programs first, and 120 s: defaults when the figures were made.
+    told = {"shortest_first": False, "forget_seconds": 120.0}
+    programs = {"kind": "admit", "sessions": False, "max_hold_seconds": 1e9, **told, **settings}
     return Rival(label, "lmetric", {"programs": programs, **(run or {})})
 
 

@@ -370,11 +370,11 @@ class ProgramObservation:
     """Share of `theta` up to which programs are admitted."""
     growth: float = 0.1
     """Fewest tokens counted for a program, as a share of the mean context: room to grow."""
-    shortest_first: bool = False
+    shortest_first: bool = True
     """Whether held programs with the fewest tokens are admitted first, not the oldest programs."""
     backfill_seconds: float = 120.0
     """How long smaller programs may pass a held program that does not fit."""
-    forget_seconds: float = 120.0
+    forget_seconds: float = 300.0
     """Length of a gap between two requests after which a program counts as ended until it
     returns."""
     others_seconds: float = 15.0

@@ -67,6 +67,9 @@ pub(super) struct Queue {
     pub refused: Vec<(TurnId, Seconds)>,
     /// A held program, and the instance that gets no other program until it is admitted.
     kept: Option<(ProgramId, InstanceId)>,
+    /// The program held longest, if longer than `backfill_seconds` at the last tick: an instance
+    /// gets no other program until it is admitted.
+    overdue: Option<ProgramId>,
     /// Time of the last round that made room.
     made_room_at: Option<Seconds>,
     /// Admitted tokens.
@@ -96,6 +99,7 @@ impl Queue {
     pub fn remove(&mut self, id: ProgramId) {
         let Some((tenant, place, tokens)) = self.places.remove(&id) else { return };
         self.kept = self.kept.filter(|(kept, _)| *kept != id);
+        self.overdue = self.overdue.filter(|overdue| *overdue != id);
         if let Some(waiting) = self.tenants.get_mut(&tenant) {
             waiting.places.remove(&place);
             waiting.tokens -= tokens;
@@ -308,6 +312,12 @@ impl Programs {
             for (slot, resting) in crowded.iter().zip(&mut resting) {
                 self.pause_on(*slot, resting);
             }
+        }
+        if self.config.shortest_first {
+            let held = self.queue.places.keys().map(|id| (self.held_since(*id, now), *id));
+            let first = held.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            let first = first.filter(|(since, _)| now - since > self.config.backfill_seconds);
+            self.queue.overdue = first.map(|(_, id)| id);
         }
         self.release(now);
         self.end_long_holds(now);
@@ -528,6 +538,12 @@ impl Programs {
         let kept = self.queue.kept;
         let mut reserved: Vec<InstanceId> = kept.iter().map(|(_, instance)| *instance).collect();
         for tenant in self.tenants_by_share() {
+            if let Some(id) = self.queue.overdue.filter(|id| self.queue.places[id].0 == tenant) {
+                if let Some(instance) = self.room_for(id, &reserved) {
+                    return Some((id, instance));
+                }
+                reserved.extend(self.emptiest(&reserved));
+            }
             for &(_, _, id) in self.queue.tenants[&tenant].places.iter().take(CANDIDATES) {
                 let is_kept = kept.is_some_and(|(kept, _)| kept == id);
                 if let Some(instance) = self.room_for(id, if is_kept { &[] } else { &reserved }) {

@@ -38,12 +38,15 @@ pub struct ProgramConfig {
     /// Least tokens counted for a program, as a share of the mean context of all programs: room to
     /// grow.
     pub growth: f64,
-    /// Whether held programs with the fewest tokens are admitted first (best median), not those
-    /// that began first (best 95th percentile, fair to long programs).
+    /// Whether held programs with the fewest tokens are admitted first, not those that began first.
+    /// On recorded agents at twice the caches' capacity: end to end -25%, P99 -40%; on synthetic
+    /// ones, the job completion time's 95th percentile doubles.
     pub shortest_first: bool,
     /// How long smaller programs may pass a held program that does not fit.
     pub backfill_seconds: Seconds,
-    /// Length of a gap after which a program counts as ended, until it returns.
+    /// Length of a gap after which a program counts as ended, until it returns. People pause for
+    /// minutes: at 120 s, recorded agents above the caches' capacity took 1.3 times as long. At
+    /// 600 s, they were held below it.
     pub forget_seconds: Seconds,
     /// How long tokens of requests outside programs count after their end.
     pub others_seconds: Seconds,
@@ -77,9 +80,9 @@ impl Default for ProgramConfig {
             theta: 1.0,
             resume: 0.85,
             growth: 0.1,
-            shortest_first: false,
+            shortest_first: true,
             backfill_seconds: 120.0,
-            forget_seconds: 120.0,
+            forget_seconds: 300.0,
             others_seconds: 15.0,
             least_tokens: 2048,
             most_hold_seconds: 300.0,

@@ -366,9 +366,10 @@ fn thunder_agent_pauses_and_admits_the_shortest_first_and_forgets_homes() {
     assert_eq!(verdict, Verdict::Run(InstanceId(1)));
 }
 
-#[test]
-fn a_program_that_can_only_run_alone_reserves_one_instance_and_holds_nobody_else() {
+/// Two instances with a program each, and a held program that can only run alone.
+fn beside_a_large_program(shortest_first: bool) -> (Programs, TurnId) {
     let mut programs = programs(ProgramMode::Admit, &[16_000.0, 16_000.0]);
+    programs.config.shortest_first = shortest_first;
     for name in [1, 2] {
         let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 20)])), 0.0);
         let Verdict::Run(instance) = verdict else { panic!("{verdict:?}") };
@@ -377,17 +378,38 @@ fn a_program_that_can_only_run_alone_reserves_one_instance_and_holds_nobody_else
     let (alone, verdict) = programs.arrive(&arrival(&chain(&[(3, 230)])), 0.0);
     assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
     programs.tick(130.0);
-    // Beyond the time for backfill, the other instance still takes programs.
-    let (turn, verdict) = programs.arrive(&arrival(&chain(&[(4, 20)])), 131.0);
-    assert_eq!(verdict, Verdict::Run(InstanceId(1)));
-    programs.placed(turn, InstanceId(1), 131.0);
-    // A normal program in its place holds the others back.
-    programs.ended(alone, 0, Finish::Unknown, 132.0);
-    let (_, verdict) = programs.arrive(&arrival(&chain(&[(6, 200)])), 132.0);
-    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
-    programs.tick(260.0);
-    let (_, verdict) = programs.arrive(&arrival(&chain(&[(7, 20)])), 261.0);
-    assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+    (programs, alone)
+}
+
+#[test]
+fn a_program_that_can_only_run_alone_reserves_one_instance_and_holds_nobody_else() {
+    for shortest_first in [true, false] {
+        // Beyond the time for backfill, the other instance still takes programs.
+        let (mut programs, _) = beside_a_large_program(shortest_first);
+        let (_, verdict) = programs.arrive(&arrival(&chain(&[(4, 20)])), 131.0);
+        assert_eq!(verdict, Verdict::Run(InstanceId(1)));
+    }
+}
+
+#[test]
+fn a_program_that_waits_for_long_holds_younger_ones_back() {
+    for shortest_first in [true, false] {
+        let (mut programs, alone) = beside_a_large_program(shortest_first);
+        programs.ended(alone, 0, Finish::Unknown, 131.0);
+        for name in [5, 6] {
+            let (_, verdict) = programs.arrive(&arrival(&chain(&[(name, 200)])), 132.0);
+            assert!(matches!(verdict, Verdict::Held(_)), "{verdict:?}");
+        }
+        programs.tick(260.0);
+        // One instance is kept for it. If the oldest go first, no instance takes another program.
+        for (name, taken) in [(7, shortest_first), (8, false)] {
+            let (turn, verdict) = programs.arrive(&arrival(&chain(&[(name, 100)])), 261.0);
+            assert_eq!(matches!(verdict, Verdict::Run(_)), taken, "{verdict:?}");
+            if let Verdict::Run(instance) = verdict {
+                programs.placed(turn, instance, 261.0);
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,170 @@
+"""Recorded agent sessions on emulated engines over HTTP: do policies keep the order that the
+simulator gives them?
+
+    python bench/agents/live.py sessions.jsonl.xz --policies lmetric,total_delay
+    python bench/agents/live.py sessions.jsonl.xz --simulate
+
+20 sessions are cut at 32,000 tokens, pauses at 20 s. Their prompts are written from the block
+hashes. Each policy gets new engines and a router as `serve` starts it. Times are on the engines'
+clock. `lag` is how far an engine was behind its clock at most, in real seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmetric.demo import running_router
+from lmetric.engines.embedded import EmbeddedEngines
+from lmetric.engines.emulated.options import EngineOptions
+from lmetric.packed import open_packed
+from lmetric.ports import free_ports
+from lmetric.profiles import load_profile
+from lmetric.replay import Client, Player
+from lmetric.sim.prompts import PromptWriter
+from lmetric.sim.run import simulate
+from lmetric.sim.traces import Trace, load_trace
+
+ENGINES = 4
+SESSIONS = 20
+LONGEST_TOKENS = 32_000  # of a prompt and its answer
+LEAST_TURNS = 8
+LONGEST_PAUSE_SECONDS = 20.0
+START_SECONDS = 100.0  # in which the sessions begin
+CACHE_TOKENS = 96_000  # of an engine: all contexts together need about 1.5 times the caches
+BLOCK_TOKENS = 64
+POLICIES = "round_robin,vllm,linear,lmetric,llmd_scorers,total_delay"
+
+
+def cut(lines: Iterable[bytes]) -> Trace:
+    """The sessions without subagents, up to the turn that would be too long."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        session = orjson.loads(line)
+        turns = list(itertools.takewhile(is_short, session["requests"]))
+        if len(turns) >= LEAST_TURNS:
+            time = 0.0
+            for turn in turns:
+                pause = min(turn.get("think_time", 0.0), LONGEST_PAUSE_SECONDS)
+                turn |= {"t": time + pause, "think_time": pause}
+                time += pause + turn.get("api_time", 0.0)
+            kept.append(session | {"requests": turns})
+        if len(kept) == SESSIONS:
+            break
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "sessions.jsonl"
+        file.write_bytes(b"\n".join(map(orjson.dumps, kept)))
+        return load_trace(file, session_rate=SESSIONS / START_SECONDS, block_tokens=BLOCK_TOKENS)
+
+
+def is_short(turn: dict[str, Any]) -> bool:
+    """Whether a turn is one of the agent itself and fits."""
+    return "in" in turn and turn["in"] + turn["out"] <= LONGEST_TOKENS
+
+
+def profile_file(folder: str) -> str:
+    """Writes the engines' profile: small caches."""
+    profile = load_profile("independent-sim").in_blocks_of(BLOCK_TOKENS)
+    profile = profile.model_copy(update={"cache_blocks": CACHE_TOKENS // BLOCK_TOKENS})
+    path = Path(folder) / "engines.yaml"
+    path.write_text(yaml.safe_dump(profile.model_dump(mode="json", exclude_none=True)))
+    return str(path)
+
+
+def simulated(trace: Trace, policy: str, profile: str) -> float:
+    """Mean end to end in the simulator, in seconds."""
+    run = simulate(
+        trace,
+        policy=policy,
+        instances=ENGINES,
+        profile=load_profile(profile),
+        admission="vllm",
+        programs="auto",
+    )
+    return float(np.nanmean(run.e2e_seconds))
+
+
+async def live(trace: Trace, policy: str, profile: str, clock: float) -> tuple[float, float]:
+    """Mean end to end over HTTP, in seconds of the engines' clock, and their greatest lag, in real
+    seconds."""
+    options = EngineOptions(profile=profile, clock_speed=clock, block_tokens=BLOCK_TOKENS)
+    async with AsyncExitStack() as stack:
+        engines = await stack.enter_async_context(EmbeddedEngines(ENGINES, options, kv_events=True))
+        flags = ["--experimental", "--policy", policy]
+        flags += [word for engine in engines.urls for word in ("--engine", engine)]
+        url = await stack.enter_async_context(running_router(free_ports(1)[0], flags))
+        client = await stack.enter_async_context(Client(url))
+        player = Player(trace.faster(clock), client, PromptWriter())
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        playing = asyncio.create_task(player.run())
+        late = 0.0
+        while not playing.done():
+            late = max([late, *[await late_seconds(session, each) for each in engines.urls]])
+            await asyncio.wait([playing], timeout=1.0)
+        await playing
+        failed = [record.error for record in player.records if record.error]
+        if failed or len(player.records) < len(trace):
+            raise SystemExit(f"{policy}: {len(failed)} of {len(trace)} requests failed, first: {failed[:1]}")
+    taken = [record.last_token - record.due for record in player.records if record.last_token is not None]
+    return float(np.mean(taken)) * clock, late
+
+
+async def late_seconds(session: aiohttp.ClientSession, engine: str) -> float:
+    """How far an engine is behind its clock now, in real seconds."""
+    async with session.get(f"{engine}/metrics") as answer:
+        metrics = text_string_to_metric_families(await answer.text())
+    return next(each.samples[0].value for each in metrics if each.name == "lmetric_engine_late_seconds")
+
+
+def pairs(simulation: dict[str, float], measured: dict[str, float]) -> Iterator[tuple[str, str, bool]]:
+    """The pairs that differ by more than 10% in the simulator; whether they keep their order."""
+    for one, other in itertools.combinations(simulation, 2):
+        better, worse = sorted((one, other), key=lambda each: simulation[each])
+        if simulation[worse] > 1.1 * simulation[better]:
+            yield better, worse, measured[better] < measured[worse]
+
+
+def main() -> None:
+    """Prints a row per policy, and the pairs that change their order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--clock", type=float, default=4.0, help="speed of the engines' clock")
+    parser.add_argument("--simulate", action="store_true", help="run no engines")
+    options = parser.parse_args()
+    with open_packed(options.file) as file:
+        trace = cut(file)
+    print(f"{len(trace)} requests, {trace.input_tokens.mean():,.0f} prompt tokens each")
+    print("| policy | simulated, s | live, s | lag, s |\n| --- | ---: | ---: | ---: |")
+    simulation, measured = {}, {}
+    with TemporaryDirectory() as folder:
+        profile = profile_file(folder)
+        for policy in options.policies.split(","):
+            simulation[policy] = simulated(trace, policy, profile)
+            cells = ["", ""]
+            if not options.simulate:
+                measured[policy], lag = asyncio.run(live(trace, policy, profile, options.clock))
+                cells = [f"{measured[policy]:.2f}", f"{lag:.3f}"]
+            print(f"| {policy} | {simulation[policy]:.2f} | {' | '.join(cells)} |", flush=True)
+    if measured:
+        kept = list(pairs(simulation, measured))
+        changed = [f"{better} < {worse}" for better, worse, same in kept if not same]
+        print(
+            f"{len(kept)} pairs differ by more than 10%; change their order: {', '.join(changed) or 'none'}"
+        )
+
+
+if __name__ == "__main__":
+    main()
