@@ -146,8 +146,8 @@ async def test_higher_priority_runs_first() -> None:
             await post(engine.url, body)
             ended.append(priority)
 
-        # The first runs for half a second; meanwhile the others queue.
-        asks = [asyncio.create_task(ask(0, 50))]
+        # The first runs for three seconds; meanwhile the others queue.
+        asks = [asyncio.create_task(ask(0, 300))]
         await asyncio.sleep(0.05)
         asks += [asyncio.create_task(ask(priority, 2)) for priority in (1, 9)]
         await asyncio.gather(*asks)

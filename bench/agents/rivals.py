@@ -8,9 +8,9 @@ run at both `TUNING_RATES`. The cost of a setting is its mean end-to-end time re
 shipped parameters, averaged over the rates. Without `--tune`, shipped and tuned parameters are
 judged on the second half. Cells are means over the orders of the sessions, spreads in brackets.
 
-Sources: docs/reference/policies.md for built-in policies; llm-d 0.10's documentation of
-prefix-cache-affinity-filter and token-load-scorer; ai-dynamo/dynamo#13447 for Dynamo's agentic
-preset; vllm-project/router#235 for sticky sessions; arXiv 2602.11688 for GORGO, all networks equal.
+Sources: docs/reference/policies.md for built-in policies, and llm-d 0.10's documentation of
+prefix-cache-affinity-filter and token-load-scorer. ai-dynamo/dynamo#13447 has Dynamo's agentic
+preset, vllm-project/router#235 sticky sessions, and arXiv 2602.11688 GORGO (all networks equal).
 """
 
 from __future__ import annotations
