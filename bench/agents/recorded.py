@@ -19,7 +19,7 @@ import numpy as np
 
 from lmetric.packed import open_packed
 from lmetric.profiles import load_profile
-from lmetric.sim.run import Run, prepare, simulate
+from lmetric.sim.run import Run, Workload, prepare, simulate
 from lmetric.sim.synthetic import read_synthetic
 from lmetric.sim.traces import Trace, load_trace
 
@@ -42,6 +42,12 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
+def sessions(file: Path) -> list[str]:
+    """The lines of a file with one session per line."""
+    with open_packed(file) as opened:
+        return [line.decode().rstrip("\n") for line in opened]
+
+
 def trace_of(lines: list[str] | None, seed: int, rate: float) -> Trace:
     """The sessions in the order of the seed; None: the synthetic workload."""
     if lines is None:
@@ -57,6 +63,11 @@ def trace_of(lines: list[str] | None, seed: int, rate: float) -> Trace:
 def played(lines: list[str] | None, seed: int, rate: float, rivals: list[str]) -> dict[str, Run]:
     """A run of each rival."""
     workload = prepare(trace_of(lines, seed, rate), PROFILE)
+    return {name: run(workload, seed, RIVALS[name]) for name in rivals}
+
+
+def run(workload: Workload, seed: int, rival: dict[str, Any]) -> Run:
+    """A run on the fleet; `rival`: further arguments of `simulate`, which win."""
     fixed: dict[str, Any] = {
         "instances": INSTANCES,
         "profile": PROFILE,
@@ -65,7 +76,7 @@ def played(lines: list[str] | None, seed: int, rate: float, rivals: list[str]) -
         "cached_answers": True,
         "seed": seed,
     }
-    return {name: simulate(workload, **{**fixed, **RIVALS[name]}) for name in rivals}
+    return simulate(workload, **{**fixed, **rival})
 
 
 def main() -> None:
@@ -80,8 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     rivals, lines = list(RIVALS)[: options.rivals], None
     if str(options.file) != "coding-agents":
-        with open_packed(options.file) as file:
-            lines = [line.decode().rstrip("\n") for line in file]
+        lines = sessions(options.file)
     print("| sessions/s | | mean end to end, s | cached | longest hold, s |\n| --- | --- | --- | --- | --- |")
     for rate in options.rates:
         runs = [played(lines, int(seed), rate, rivals) for seed in options.seeds]

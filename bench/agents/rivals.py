@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from recorded import INSTANCES, PROFILE, numbers, trace_of
+import recorded
+from recorded import PROFILE, numbers, sessions, trace_of
 
 from lmetric import policy_function
-from lmetric.packed import open_packed
-from lmetric.sim.run import Workload, prepare, simulate
+from lmetric.sim.run import Workload, prepare
 from lmetric.sim.traces import Trace
 
 HALVES_SEED = 12345
@@ -70,6 +70,11 @@ def sticky_least_loaded(trace: Trace, expiry: float) -> Arguments:
         return np.arange(instances) != homes[session]
 
     return {"policy": policy_function(score, reads=["tenant", "bs"], name="sticky_least_loaded")}
+
+
+def thunder_agent(trace: Trace, **settings: float) -> Arguments:
+    """The arguments for a rule like ThunderAgent's."""
+    return {"policy": "lmetric", "programs": {"kind": "thunder_agent", **settings}}
 
 
 def grid(**values: Sequence[float]) -> list[Parameters]:
@@ -126,7 +131,7 @@ RIVALS = {
     ),
     "GORGO": Rival("new_tokens + queue * tokens", {"queue": 0.5}, {"queue": 0.118}, []),
     "ThunderAgent-like": Rival(
-        lambda trace, **each: {"policy": "lmetric", "programs": {"kind": "thunder_agent", **each}},
+        thunder_agent,
         {"theta": 1, "resume": 1, "half_life_seconds": 30},
         {"theta": 0.9, "resume": 0.85, "half_life_seconds": 30},
         grid(theta=[0.9, 1, 1.1], resume=[0.85, 1], half_life_seconds=[30, 120]),
@@ -139,9 +144,7 @@ def mean_seconds(workload: Workload, seed: int, rival: Rival, parameters: Parame
     arguments: Arguments = {"policy": rival.rule, "knobs": parameters}
     if not isinstance(rival.rule, str):
         arguments = rival.rule(workload.trace, **parameters)
-    fixed: Arguments = {"instances": INSTANCES, "profile": PROFILE, "admission": "vllm"}
-    fixed |= {"cached_answers": True, "programs": "none", "seed": seed}
-    return float(np.nanmean(simulate(workload, **{**fixed, **arguments}).e2e_seconds))
+    return float(np.nanmean(recorded.run(workload, seed, arguments).e2e_seconds))
 
 
 def evolved(cost: Callable[[Parameters], float], shipped: Parameters) -> Parameters:
@@ -201,8 +204,7 @@ def main() -> None:
     parser.add_argument("--rates", type=numbers, default=[0.02, 0.035, 0.05, 0.08, 0.1])
     parser.add_argument("--seeds", type=numbers, default=[1, 2, 3], help="orders of the sessions")
     options = parser.parse_args()
-    with open_packed(options.file) as file:
-        lines = [line.decode().rstrip("\n") for line in file]
+    lines = sessions(options.file)
     order = np.random.default_rng(HALVES_SEED).permutation(len(lines))
     first, second = np.split(order, [len(lines) // 2])
     if not options.tune:

@@ -39,14 +39,14 @@ pub struct ProgramConfig {
     /// grow.
     pub growth: f64,
     /// Whether held programs with the fewest tokens are admitted first, not those that began first.
-    /// On recorded agents at twice the caches' capacity: end to end -25%, P99 -40%; on synthetic
-    /// ones, the job completion time's 95th percentile doubles.
+    /// On recorded agents above the caches' capacity: end to end -21 to -23%, P99 -39 to -51%. On
+    /// synthetic ones, the 95th percentile of the job completion time doubles.
     pub shortest_first: bool,
     /// How long smaller programs may pass a held program that does not fit.
     pub backfill_seconds: Seconds,
     /// Length of a gap after which a program counts as ended, until it returns. People pause for
-    /// minutes: at 120 s, recorded agents above the caches' capacity took 1.3 times as long. At
-    /// 600 s, they were held below it.
+    /// minutes: at 120 s, recorded agents above the caches' capacity took up to 1.2 times as long.
+    /// At 600 s, they were held below it.
     pub forget_seconds: Seconds,
     /// How long tokens of requests outside programs count after their end.
     pub others_seconds: Seconds,
