@@ -33,7 +33,7 @@ def commit() -> str:
 
 def about(rivals_python: Path | None, programs: list[str]) -> dict[str, Any]:
     """Returns the time, the machine, and the versions of everything measured."""
-    from lmetric.machine import machine
+    from lmetric_lab.machine import machine
 
     versions = {}
     if rivals_python is not None:

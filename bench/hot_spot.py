@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import Trace
 
 # Short prompts of their own and long answers behind one long prefix. P-token differs by a factor of
 # a hundred between holders and other instances, and batches grow. The lengths are our choice.

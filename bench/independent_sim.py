@@ -38,8 +38,8 @@ import lmetric as lm
 import plain_simulator as plain
 from lmetric._core import Program
 from lmetric.profiles import load_profile
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 
 PROFILE = "independent-sim"
 INSTANCES = 16

@@ -33,17 +33,15 @@ from lmetric.lengths import (
     PAPER_HIDDEN,
     ErrorTable,
     MlpPredictor,
-    Samples,
     load_npz,
     load_onnx,
-    save_samples,
-    split_by_request,
     write_onnx,
 )
-from lmetric.lengths.baselines import baselines
-from lmetric.lengths.from_trace import samples_from_trace
 from lmetric.lengths.network import layer_shapes
-from lmetric.sim.traces import load_trace
+from lmetric_lab.sim.traces import load_trace
+from train_lengths.baselines import baselines
+from train_lengths.from_trace import samples_from_trace
+from train_lengths.samples import Samples, save_samples, split_by_request
 
 GENERATED = (0, 1, 100, 200, 400, 800)
 """Edges of the buckets of generated tokens, as in the paper's Figure 7."""
@@ -84,7 +82,7 @@ def _one(path: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "samples.npz", Path(folder) / "predictor.npz"
         save_samples(samples, file)
-        argv = [arguments.train_python, "-m", "lmetric.lengths.train", file, "--out", out, "--json"]
+        argv = [arguments.train_python, "-m", "train_lengths.train", file, "--out", out, "--json"]
         argv += ["--seed", seed, "--hidden", arguments.hidden, *([] if arguments.no_biases else ["--biases"])]
         started = time.monotonic()
         done = subprocess.run(

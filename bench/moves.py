@@ -28,9 +28,9 @@ import orjson
 
 from common import about, median_range, percentile, write_result
 from lmetric.config import Log, ServerConfig
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server import Server
 from lmetric.server.observe.logs import configure_logging
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 ENGINES = 4
 MAX_GAP_SECONDS = 0.5  # Timeouts of a move, and of a slice whose length is chosen.

@@ -55,8 +55,8 @@ def measure(play):
 """
 OUR_RUN = """
 from lmetric.profiles import load_profile
-from lmetric.sim.run import prepare, simulate
-from lmetric.sim.traces import load_trace
+from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.traces import load_trace
 
 path, policy, instances, block, blocks, speed, *decode = json.loads(sys.argv[1])
 pools = {"roles": "4P12D", "decode_policy": decode[0]} if decode else {}

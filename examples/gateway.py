@@ -13,8 +13,8 @@ import aiohttp
 from aiohttp import web
 
 import lmetric as lm
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
 
 PATH = "/v1/completions"
 

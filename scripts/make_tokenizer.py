@@ -3,7 +3,7 @@
 
     python scripts/make_tokenizer.py [PATH]
 
-PATH defaults to python/lmetric/engines/emulated/tokenizer.json. The training texts are `WORDS` and
+PATH defaults to python/lmetric_lab/emulated/tokenizer.json. The training texts are `WORDS` and
 `PHRASES`.
 
 Deterministic: the same script writes the same bytes. Any UTF-8 text can be tokenized (all 256 bytes
@@ -25,7 +25,7 @@ from tokenizers.trainers import BpeTrainer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 4096  # an upper bound: training stops when every word is one token
-DEFAULT_PATH = Path(__file__).parent.parent / "python/lmetric/engines/emulated/tokenizer.json"
+DEFAULT_PATH = Path(__file__).parent.parent / "python/lmetric_lab/emulated/tokenizer.json"
 
 _WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which

@@ -16,6 +16,8 @@ from log_watch import watched_log
 
 IN_ROUTER = Path(__file__).parent / "in_router"
 sys.path.append(str(IN_ROUTER))
+# Of the benchmarks, tests import `train_lengths`.
+sys.path.append(str(IN_ROUTER.parents[1] / "bench"))
 from turn_guard import watch_servers  # noqa: E402
 
 # Draws the same examples each time; `--hypothesis-profile default` draws new ones.

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from lmetric.config import ServerConfig
-from lmetric.ports import free_ports
 from lmetric.server import Server
 from lmetric.server.epp.ext_proc_pb2 import (
     BodySendMode,
@@ -30,6 +29,7 @@ from lmetric.server.epp.ext_proc_pb2 import (
 )
 from lmetric.server.epp.picker import SERVICE
 from lmetric.server.epp.settings import for_gateway
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, usage
 from waiting import until
 

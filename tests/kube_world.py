@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import chart_world
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from tls_world import Authority
 
 PROGRAMS = chart_world.ROOT / ".cache" / "kube" / "bin"

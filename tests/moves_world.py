@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from lmetric.engines.emulated import EngineOptions
 from lmetric.server.execution.runner import RequestRunner
 from lmetric.server.fleet.rebalancer import Movable, Rebalancer
+from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from split_world import alone, asked, equal
 

@@ -12,8 +12,8 @@ import aiohttp
 import orjson
 
 from lmetric.config import ServerConfig
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server import Server
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 PROMPT = "the history of the quiet river and of all who lived by it " * 12
 BODY: dict[str, Any] = {"model": "emulated", "prompt": PROMPT, "max_tokens": 20}

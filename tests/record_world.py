@@ -13,9 +13,9 @@ import orjson
 
 from lmetric.profiles import load_profile
 from lmetric.record_files import SCHEMA_VERSION
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.traces import Trace
-from lmetric.whatif import Recording
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.whatif import Recording
 
 PROFILE = load_profile("independent-sim").in_blocks_of(16)
 SETTINGS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from hypothesis import strategies as st
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import PROMPT, Pd, nixl, pd
 from server_world import decision_id
 

@@ -11,17 +11,17 @@ import pytest
 
 from lmetric._core import BadValueError
 from lmetric.profiles import Profile, load_profile
-from lmetric.queueing import HostTier
-from lmetric.sim.agents import AgentsTrace
-from lmetric.sim.programs import busy_seconds, ideal_arrival_seconds, program_figures, working_set_tokens
-from lmetric.sim.run import prepare, simulate
-from lmetric.sim.setups import run as run_setup
-from lmetric.sim.study import cells
-from lmetric.sim.study_file import load_study
-from lmetric.sim.synthetic import SyntheticError, check_synthetic
-from lmetric.sim.table import rows, table_of
-from lmetric.sim.traces import FINISH, Trace, TraceError, load_trace, write_trace
-from lmetric.sim.traces.turns import user_turns
+from lmetric_lab.queueing import HostTier
+from lmetric_lab.sim.agents import AgentsTrace
+from lmetric_lab.sim.programs import busy_seconds, ideal_arrival_seconds, program_figures, working_set_tokens
+from lmetric_lab.sim.run import prepare, simulate
+from lmetric_lab.sim.setups import run as run_setup
+from lmetric_lab.sim.study import cells
+from lmetric_lab.sim.study_file import load_study
+from lmetric_lab.sim.synthetic import SyntheticError, check_synthetic
+from lmetric_lab.sim.table import rows, table_of
+from lmetric_lab.sim.traces import FINISH, Trace, TraceError, load_trace, write_trace
+from lmetric_lab.sim.traces.turns import user_turns
 
 PROFILE = Profile(
     fixed_seconds=1.0,

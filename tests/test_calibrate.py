@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import yaml
 
-from lmetric.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
-from lmetric.calibrate.fit import (
+from lmetric.profiles import Profile, load_profile
+from lmetric_lab.calibrate import Calibration, CalibrationError, Calibrator, Limits, make_plan
+from lmetric_lab.calibrate.fit import (
     CONSTANTS,
     Observation,
     batch_tokens,
@@ -26,10 +27,9 @@ from lmetric.calibrate.fit import (
     pieces,
     settled,
 )
-from lmetric.calibrate.plan import KINDS, Plan
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions
-from lmetric.profiles import Profile, load_profile
+from lmetric_lab.calibrate.plan import KINDS, Plan
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions
 
 TRUTH = load_profile("llama-3.1-8b-a100")
 SLOW = {

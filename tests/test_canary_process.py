@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from lmetric.record_files import read_records
-from lmetric.replay import Client, Player
-from lmetric.sim.prompts import PromptWriter
+from lmetric_lab.replay import Client, Player
+from lmetric_lab.sim.prompts import PromptWriter
 from studies import canary_bench
 from test_server_process import Process, router
 

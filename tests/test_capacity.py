@@ -12,19 +12,19 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric._core import BadValueError
-from lmetric.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, advise, removals
-from lmetric.capacity.demand import coarse
-from lmetric.capacity.goals import read_types
 from lmetric.cli.app import build
 from lmetric.record_files import Records, read_records
-from lmetric.sim.churn import FleetChange
-from lmetric.sim.pools import Roles
-from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.traces import Trace
-from lmetric.whatif import EngineFit, Limits, WhatIfError, recording_of
-from lmetric.whatif.check import check_fit
-from lmetric.whatif.fit import FIT_SHARE
-from lmetric.whatif.recording import changes_of
+from lmetric_lab.capacity import Advice, EngineType, Goal, Question, Twin, Wanted, advise, removals
+from lmetric_lab.capacity.demand import coarse
+from lmetric_lab.capacity.goals import read_types
+from lmetric_lab.sim.churn import FleetChange
+from lmetric_lab.sim.pools import Roles
+from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.whatif import EngineFit, Limits, WhatIfError, recording_of
+from lmetric_lab.whatif.check import check_fit
+from lmetric_lab.whatif.fit import FIT_SHARE
+from lmetric_lab.whatif.recording import changes_of
 from record_world import PROFILE, SETTINGS, make_trace, recorded, simulated, write_records
 
 GOAL = Goal.of("ttft_p90=400ms,tpot_p90=12.5ms")
@@ -316,7 +316,7 @@ def test_a_good_fit_is_trusted_for_a_while(
     for line in slower.requests:
         line["ttft_seconds"] *= 4
     fits: list[int] = []
-    monkeypatch.setattr("lmetric.capacity.twin.fit_engine", lambda *_, **__: fits.append(1) or made.fit)
+    monkeypatch.setattr("lmetric_lab.capacity.twin.fit_engine", lambda *_, **__: fits.append(1) or made.fit)
     poor = replace(made)
     for after in (0.0, 60.0):  # the last good fit is trusted, and not fitted again at once
         (note,) = poor.advise(slower, NOW + after).notes

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lmetric.capacity import ErrorBudget, Goal, forecast
-from lmetric.capacity.demand import part, steady
-from lmetric.sim.churn import FleetChange
-from lmetric.whatif import Recording, WhatIfError
+from lmetric_lab.capacity import ErrorBudget, Goal, forecast
+from lmetric_lab.capacity.demand import part, steady
+from lmetric_lab.sim.churn import FleetChange
+from lmetric_lab.whatif import Recording, WhatIfError
 from record_world import recorded
 
 GOAL = Goal.of("ttft_p95=400ms,e2e_p90=2s")

@@ -14,10 +14,10 @@ import aiohttp
 import orjson
 import pytest
 
-from lmetric.capacity import tail as tail_module
-from lmetric.capacity.tail import Tail
 from lmetric.config import ConfigError, load_config
 from lmetric.record_files import RecordError
+from lmetric_lab.capacity import tail as tail_module
+from lmetric_lab.capacity.tail import Tail
 from record_world import PROFILE, make_trace, simulated, write_records
 from test_server_process import Process, engine, router
 
@@ -79,7 +79,7 @@ def worker_of(r: Process) -> int | None:
     """The process id of the twin."""
     pid = r.process.pid
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"lmetric.capacity.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"lmetric_lab.capacity.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
 

@@ -17,9 +17,9 @@ from threading import Event, Thread
 import pytest
 import yaml
 
-from lmetric.cli.app import MODULES
+from lmetric.cli.app import COMMANDS
 
-NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in MODULES]
+NAMES = list(COMMANDS)
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 
 

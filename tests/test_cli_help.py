@@ -13,13 +13,12 @@ import pytest
 import typer
 
 import lmetric
-from lmetric.cli.app import MODULES, build
+from lmetric.cli.app import build_all
 from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL
 from lmetric.config import ServerConfig
-from lmetric.engines.emulated import EngineOptions
+from lmetric_lab.emulated import EngineOptions
 
-NAMES = [module.__name__.rpartition(".")[2].replace("_", "-") for module in MODULES]
-GROUP: Any = typer.main.get_command(build(NAMES))
+GROUP: Any = typer.main.get_command(build_all())
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.cli.demo import _verdict as demo_sentence
-from lmetric.cli.simulate import _verdict as simulate_sentence
-from lmetric.cli.verdict import Entry, of_programs, sentence
-from lmetric.defaults import SLICE
-from lmetric.replay import ProgramReport, Record, Slo, summarize
-from lmetric.sim.ranking import ranking
-from lmetric.sim.report import build as build_report
-from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run
-from lmetric.sim.study import cells
+from lmetric_lab.cli.demo import _verdict as demo_sentence
+from lmetric_lab.cli.simulate import _verdict as simulate_sentence
+from lmetric_lab.cli.verdict import Entry, of_programs, sentence
+from lmetric_lab.defaults import SLICE
+from lmetric_lab.replay import ProgramReport, Record, Slo, summarize
+from lmetric_lab.sim.ranking import ranking
+from lmetric_lab.sim.report import build as build_report
+from lmetric_lab.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run
+from lmetric_lab.sim.study import cells
 
 
 def entry(label: str, ttft: float, tpot: float | None = 0.05, **more: Any) -> Entry:

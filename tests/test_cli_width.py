@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmetric.cli import demo
 from lmetric.cli.app import build
 from lmetric.cli.show import print_table, tables, wrapped
-from lmetric.defaults import DEFAULT_PROFILE
-from lmetric.demo import Setting
-from lmetric.replay import ProgramReport, Report
-from lmetric.sim.summary import Goodput, Spread
+from lmetric_lab.cli import demo
+from lmetric_lab.defaults import DEFAULT_PROFILE
+from lmetric_lab.demo import Setting
+from lmetric_lab.replay import ProgramReport, Report
+from lmetric_lab.sim.summary import Goodput, Spread
 
 SIMULATE = ["simulate", "--requests", "60", "--instances", "4", "--policy"]
 LONG = "where(bs > 4, p_token * (bs + 1), p_token * (bs + 2)) + 0.25 * q_bs"

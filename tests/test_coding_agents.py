@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmetric.defaults import CODING_AGENTS, trace_path
-from lmetric.sim.agents import AgentsTrace, People, Rewrites, SessionKind
-from lmetric.sim.distributions import SyntheticError
-from lmetric.sim.setups import TraceChoice, trace_label
-from lmetric.sim.synthetic import check_synthetic, read_synthetic
-from lmetric.sim.traces import FINISH, Trace, TraceError, load_trace
+from lmetric_lab.defaults import CODING_AGENTS, trace_path
+from lmetric_lab.sim.agents import AgentsTrace, People, Rewrites, SessionKind
+from lmetric_lab.sim.distributions import SyntheticError
+from lmetric_lab.sim.setups import TraceChoice, trace_label
+from lmetric_lab.sim.synthetic import check_synthetic, read_synthetic
+from lmetric_lab.sim.traces import FINISH, Trace, TraceError, load_trace
 
 STOP, TOOL_CALLS = FINISH.index("stop"), FINISH.index("tool_calls")
 BASE = {"synthetic": "agents", "rate": 1, "chat_rate": 0}

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import chart_world
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from test_monitoring import known, program
 
 ROOT = Path(__file__).parent.parent

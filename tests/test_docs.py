@@ -13,9 +13,9 @@ import pytest
 import typer
 import yaml
 
-from lmetric.cli.app import MODULES, build
+from lmetric.cli.app import build_all
 from lmetric.config import load_config
-from lmetric.sim.synthetic import check_synthetic
+from lmetric_lab.sim.synthetic import check_synthetic
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -23,7 +23,7 @@ DOCUMENTS = sorted(
      *ROOT.glob("bench/*.md"), *ROOT.glob("python/**/*.md")]
 )  # fmt: skip
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-GROUP = typer.main.get_command(build([module.__name__.rpartition(".")[2] for module in MODULES]))
+GROUP = typer.main.get_command(build_all())
 
 
 def blocks(path: Path, language: str) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from test_docs import DOCUMENTS, NAMES, ROOT, blocks, commands
 
 TREATMENT: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "docs_commands.yaml").read_text())

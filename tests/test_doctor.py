@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from lmetric.cli.app import build
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import CHECKS, Examination, Level, Target, examine
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.engines.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated.text import CHAT_TEMPLATE_PATH, TOKENIZER_PATH
 
 EVENTS = {"kv_events_endpoint": "tcp://*:0", "kv_events_replay_endpoint": "tcp://*:0"}
 

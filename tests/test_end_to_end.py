@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from waiting import until_threads
 
 ROOT = Path(__file__).parent.parent
-SLICE = ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"
+SLICE = ROOT / "python/lmetric_lab/data/mooncake_conversation_slice.jsonl.gz"
 COMMAND = [sys.executable, "-m", "lmetric.cli"]
 README = (ROOT / "README.md").read_text()
 

@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from lmetric.engines.adapter import Capabilities, EventSource, Load, Priority
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.engines.endpoints import EndpointError, at_rank, reachable
 from lmetric.engines.identify import UNKNOWN, identify
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 SAMPLES = Path(__file__).parent / "samples"
 MODELS = '{"data": [{"id": "tiny", "parent": null}]}'

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from lmetric.engines.adapter import Handover
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.engines.handover import COMPLETIONS, CONNECTORS, FirstSegment, with_fields
 from lmetric.engines.identify import identify
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 NIXL = CONNECTORS["nixl"]
 PROMPT = [(7 * n) % 1000 for n in range(200)]

@@ -23,7 +23,7 @@ from lmetric.engines.errors import error_text
 from lmetric.engines.identify import identify
 from lmetric.engines.sglang import Sglang
 from lmetric.engines.vllm import Vllm
-from lmetric.migrate import detect
+from lmetric_lab.migrate import detect
 from server_world import FakeEngine, World, world
 
 MODELS = b'{"data": [{"id": "tiny", "parent": null}]}'

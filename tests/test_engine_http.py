@@ -13,8 +13,8 @@ import aiohttp
 import openai
 import pytest
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.engines.emulated.text import shared_text
+from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated.text import shared_text
 
 FAST = 100.0
 WORDS = " ".join(["the history of the quiet river"] * 30)

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 END = (2**64 - 1).to_bytes(8, "big")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from test_engine_handover import BODY, PROMPT, counted, get, options, post, source, streamed, until
 
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}

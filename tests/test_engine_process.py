@@ -15,13 +15,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions, EngineServer, EngineStartError
-from lmetric.engines.emulated.__main__ import main
+from lmetric.engines.errors import EngineStartError
 from lmetric.profiles import Profile, ProfileError, load_profile, shipped_profiles
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated.__main__ import main
 from waiting import PATIENCE_SECONDS
 
-ENGINE = [sys.executable, "-m", "lmetric.engines.emulated"]
+ENGINE = [sys.executable, "-m", "lmetric_lab.emulated"]
 
 
 def alive(pid: int) -> bool:
@@ -57,7 +58,7 @@ async def test_an_embedded_engine_that_does_not_start_says_why() -> None:
 def test_children_go_when_their_parent_is_killed() -> None:
     program = """
 import asyncio
-from lmetric.engines.embedded import EmbeddedEngines
+from lmetric_lab.embedded import EmbeddedEngines
 async def main():
     async with EmbeddedEngines(1) as engines:
         print(engines.engines[0].process.pid, flush=True)

@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from lmetric.engines.adapter import samples
-from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.engines.emulated.ranks import consecutive_ports
 from lmetric.engines.identify import identify
+from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated.ranks import consecutive_ports
 
 PROMPT = [7] * 40
 

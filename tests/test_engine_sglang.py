@@ -14,8 +14,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
-from lmetric.engines.emulated.sglang import sglang_message
+from lmetric_lab.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated.sglang import sglang_message
 
 SAMPLE = json.loads((Path(__file__).parent / "samples" / "sglang-0.5.23.json").read_text())
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmetric import _core
-from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
+from lmetric_lab.emulated.text import TOKENIZER_PATH, shared_text
 
 TEXT = shared_text()
 ANY_TEXT = st.text(max_size=60) | st.lists(

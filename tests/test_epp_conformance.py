@@ -29,7 +29,7 @@ from epp_world import (
     picking,
     post,
 )
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, says, token
 from tls_world import Authority, needs_openssl
 from waiting import until

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from epp_world import EXAMPLE, PROMPT, envoy, limit_to, needs_envoy, picking, post
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, hang, plain, reset
 from waiting import until
 

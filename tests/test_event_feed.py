@@ -21,7 +21,7 @@ import zmq
 
 import lmetric as lm
 from lmetric._core import EventFeed
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from waiting import PATIENCE_SECONDS, until_threads
 
 END = (2**64 - 1).to_bytes(8, "big")

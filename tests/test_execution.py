@@ -37,8 +37,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmetric._core import NoInstanceError, Peer, Request, RequestReader, Ticket
 from lmetric.config import EngineConfig, ServerConfig
 from lmetric.engines.adapter import Capabilities, Handover
-from lmetric.engines.emulated.protocol import Shape, StreamOptions
-from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 from lmetric.server.api.paths import RELAYED
 from lmetric.server.api.request import parse
 from lmetric.server.execution import attempt as attempt_module
@@ -68,6 +66,8 @@ from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.tokenizing import prompt_text
 from lmetric.server.upstream.connection import Connection, UpstreamError
 from lmetric.tokens import PromptTokenizer
+from lmetric_lab.emulated.protocol import Shape, StreamOptions
+from lmetric_lab.emulated.text import TOKENIZER_PATH, shared_text
 from split_world import CHAT, COMPLETIONS
 
 BLOCK_TOKENS = 16

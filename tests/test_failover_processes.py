@@ -19,9 +19,9 @@ import orjson
 import pytest
 
 from lmetric.config import ServerConfig
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions
 from lmetric.server import Server
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions
 from split_world import CHAT, COMPLETIONS, body_of
 from waiting import until
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric.sim.churn import listed
-from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.synthetic import AnySynthetic, read_synthetic
+from lmetric_lab.sim.churn import listed
+from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.synthetic import AnySynthetic, read_synthetic
 
 PROFILE = "qwen2-7b-h20"
 CHANGES = "100 leave 0, 160 join 0"

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 from lmetric import Request, Router
-from lmetric.engines.emulated import options as emulated
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
 from lmetric.gateways.placements import Placement
 from lmetric.gateways.pools import Deployment, Pool
 from lmetric.tokens.prompt import PromptTokenizer
+from lmetric_lab.emulated import options as emulated
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
 
 TOKENIZER = Path(emulated.__file__).parent
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello there. " * 50}], "max_tokens": 5}

@@ -12,7 +12,7 @@ import pytest
 import lmetric as lm
 from lmetric import _core
 from lmetric.profiles import load_profile
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim.traces import Trace, load_trace
 from studies import ROOT, Study
 
 STUDY = Study("planner")

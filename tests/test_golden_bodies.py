@@ -30,11 +30,11 @@ from typing import Any
 
 import pytest
 
-from lmetric.engines.emulated.protocol import Shape, StreamOptions
-from lmetric.engines.emulated.text import TOKENIZER_PATH, shared_text
 from lmetric.server.fleet.kv_backfill import KvBackfill
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.fleet.rebalancer import Rebalancer
+from lmetric_lab.emulated.protocol import Shape, StreamOptions
+from lmetric_lab.emulated.text import TOKENIZER_PATH, shared_text
 from server_world import STREAM_HEAD, Behaviour, FakeEngine, Request, World, chunk, plain, reset, world
 from split_world import CHAT, COMPLETIONS, heard, told
 

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 import lmetric as lm
 from lmetric.config import ConfigError, PoolSettings
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.study_file import load_study
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.study_file import load_study
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import Trace
 
 SETTINGS: dict[str, Any] = {
     "window_seconds": 15.0,

@@ -18,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from lmetric import plugins
-from lmetric.capacity.worker import Worker
 from lmetric.cli.app import build
 from lmetric.config import ConfigError
-from lmetric.migrate import Draft, detect, import_config
 from lmetric.policies import is_code
 from lmetric.record_files import RecordError, read_records
-from lmetric.sim.traces import Trace
-from lmetric.whatif import WhatIfError, recording_of
+from lmetric_lab.capacity.worker import Worker
+from lmetric_lab.migrate import Draft, detect, import_config
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.whatif import WhatIfError, recording_of
 from record_world import make_trace, simulated, write_records
 
 RAN = "code ran"

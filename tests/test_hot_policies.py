@@ -21,7 +21,7 @@ from lmetric.cli.app import build
 from lmetric.config import PoolSettings
 from lmetric.server.fleet import policies
 from lmetric.server.fleet.policies import build as build_policy
-from lmetric.sim.setups import PolicyChoice
+from lmetric_lab.sim.setups import PolicyChoice
 from server_world import world
 from test_server_process import engine, router
 from test_server_reload import logged

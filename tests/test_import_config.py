@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.config import ConfigError, load_config
-from lmetric.migrate import KINDS, import_config
 from lmetric.server import check_config
+from lmetric_lab.migrate import KINDS, import_config
 
 FOLDER = Path(__file__).parent / "data" / "other_routers"
 EXAMPLES = sorted(file for file in FOLDER.iterdir() if file.suffix != ".md")

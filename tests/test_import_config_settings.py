@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from lmetric.config import ConfigError
-from lmetric.migrate import import_config
-from lmetric.migrate.commands import Flags, commands
+from lmetric_lab.migrate import import_config
+from lmetric_lab.migrate.commands import Flags, commands
 from test_import_config import EXAMPLES, EXPECTED
 
 MANIFESTS = {"vllm_router_manifest.yaml", "production_stack_pods.yaml"}

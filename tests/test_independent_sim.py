@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmetric.demo import SLICE
-from lmetric.sim.run import prepare
-from lmetric.sim.traces import load_trace
+from lmetric_lab.demo import SLICE
+from lmetric_lab.sim.run import prepare
+from lmetric_lab.sim.traces import load_trace
 
 BENCH = Path(__file__).parent.parent / "bench"
 ENGINES = 4

@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from lmetric._core import TokenEncoder
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.engines.handover import CHAT, COMPLETIONS
 from lmetric.server.execution.transcript import MergeError, Transcript, dumps
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 
 ENCODER = TokenEncoder(TOKENIZER_PATH.read_bytes())
 PROMPT = [74, 393, 81]

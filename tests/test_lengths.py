@@ -20,23 +20,20 @@ from lmetric.lengths import (
     ErrorTable,
     LengthsError,
     MlpPredictor,
-    Samples,
     error_table,
     load_npz,
     load_onnx,
     load_predictor,
-    load_samples,
     save_predictor,
-    save_samples,
-    split_by_request,
     write_onnx,
 )
-from lmetric.lengths.baselines import Survival, baselines
-from lmetric.lengths.fit import Training, fit
-from lmetric.lengths.from_trace import TRACE_FEATURES, find_turns, samples_from_trace
 from lmetric.lengths.network import layer_shapes
-from lmetric.sim.traces import Trace
-from lmetric.sim.traces.turns import SHARED_AFTER
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.traces.turns import SHARED_AFTER
+from train_lengths.baselines import Survival, baselines
+from train_lengths.fit import Training, fit
+from train_lengths.from_trace import TRACE_FEATURES, find_turns, samples_from_trace
+from train_lengths.samples import Samples, load_samples, save_samples, split_by_request
 
 PYTHON = Path(__file__).parent.parent / "python"
 
@@ -384,7 +381,7 @@ def test_training_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(LengthsError, match=said):
             fit(make_samples(), replace(Training(), **changes))  # type: ignore[arg-type]
-    import lmetric.lengths.fit as module
+    import train_lengths.fit as module
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(LengthsError, match=r"needs PyTorch: install lmetric-router\[train\]"):

@@ -36,7 +36,7 @@ def test_links_cost_what_they_say() -> None:
     from world import PREFILL_SECONDS, link
 
     from lmetric.profiles import load_profile
-    from lmetric.sim.pools import Transfer
+    from lmetric_lab.sim.pools import Transfer
 
     profile = load_profile("independent-sim")
     assert profile.prefill_seconds_per_token == PREFILL_SECONDS
@@ -51,7 +51,7 @@ def test_links_cost_what_they_say() -> None:
 def test_what_counts_by_hand() -> None:
     from world import outcome
 
-    from lmetric.sim.traces import Trace
+    from lmetric_lab.sim.traces import Trace
 
     trace = Trace(
         name="by hand", arrival_seconds=np.array([0.0, 20.0, 20.0]), input_tokens=np.full(3, 2048),

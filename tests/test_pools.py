@@ -16,13 +16,13 @@ import lmetric as lm
 from lmetric import BadValueError
 from lmetric.config import ConfigError
 from lmetric.profiles import Profile, ProfileError, fleet_profiles, load_profile
-from lmetric.sim.backends import Threads
-from lmetric.sim.pools import Roles, Transfer
-from lmetric.sim.store import Store, write_csv
-from lmetric.sim.study import run_study, summary
-from lmetric.sim.study_file import load_study
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim.backends import Threads
+from lmetric_lab.sim.pools import Roles, Transfer
+from lmetric_lab.sim.store import Store, write_csv
+from lmetric_lab.sim.study import run_study, summary
+from lmetric_lab.sim.study_file import load_study
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import Trace
 
 # Round constants, so that times can be worked out by hand.
 ROUND = Profile(

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 
 
 def test_a_free_port_is_given_to_no_other_socket() -> None:

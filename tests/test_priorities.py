@@ -12,10 +12,10 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
-from lmetric.engines.emulated import EngineOptions
 from lmetric.options import from_settings
 from lmetric.server.background import monitor as health
 from lmetric.server.fleet import priority
+from lmetric_lab.emulated import EngineOptions
 from pd_world import BODY, Pd, pd
 
 SHORT, LONG = "a river " * 4, "the history of the quiet river and of all who lived by it " * 60

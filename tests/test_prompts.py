@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lmetric.sim import prompts
-from lmetric.sim.prompts import PromptWriter, shipped_words
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim import prompts
+from lmetric_lab.sim.prompts import PromptWriter, shipped_words
+from lmetric_lab.sim.traces import Trace, load_trace
 
 
 @pytest.fixture(scope="module")

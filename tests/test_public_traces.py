@@ -13,16 +13,16 @@ from threading import Thread
 import pytest
 from typer.testing import CliRunner
 
-from lmetric import public_traces
 from lmetric.cli.app import build
 from lmetric.config import load_config
-from lmetric.defaults import SLICE, trace_path
-from lmetric.demo import named_trace
-from lmetric.lengths.from_trace import load_trace as load_for_lengths
-from lmetric.public_traces import PUBLIC_TRACES, available
-from lmetric.sim.setups import TraceChoice
-from lmetric.sim.study_file import load_study
-from lmetric.sim.traces import TraceError, load_trace
+from lmetric_lab import public_traces
+from lmetric_lab.defaults import SLICE, trace_path
+from lmetric_lab.demo import named_trace
+from lmetric_lab.public_traces import PUBLIC_TRACES, available
+from lmetric_lab.sim.setups import TraceChoice
+from lmetric_lab.sim.study_file import load_study
+from lmetric_lab.sim.traces import TraceError, load_trace
+from train_lengths.from_trace import load_trace as load_for_lengths
 
 NAME = "mooncake-conversation"
 CONTENT = gzip.decompress(SLICE.read_bytes())

@@ -13,8 +13,8 @@ import pytest
 import lmetric as lm
 from lmetric.options import SimulatedFetch, from_settings, parse
 from lmetric.profiles import load_profile
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.synthetic import check_synthetic
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.synthetic import check_synthetic
 
 PROMPT = np.arange(1601, dtype=np.uint32)  # 100 blocks of 16 tokens, and one more
 PULL = {"seconds_per_token": 1e-5, "fixed_seconds": 0.002, "min_tokens": 64, "max_fetches": 2}

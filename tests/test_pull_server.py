@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmetric.config import PoolSettings, ServerConfig
-from lmetric.engines.emulated import EngineOptions
 from lmetric.options import from_settings
+from lmetric_lab.emulated import EngineOptions
 from moves_world import move, plain
 from pd_world import Pd, nixl
 from server_world import decision_id

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmetric.engines.emulated import EngineOptions
+from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, renders_otherwise
 from test_pull_server import LONG, SETTINGS, computed, heated, outcomes, pulling, stats

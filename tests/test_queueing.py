@@ -6,7 +6,7 @@ import pytest
 
 import lmetric as lm
 from lmetric.profiles import load_profile
-from lmetric.queueing import Swap, checked_order
+from lmetric_lab.queueing import Swap, checked_order
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lmetric.replay import Client, Player, Record, ReplayError, Slo, summarize
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.replay import Client, Player, Record, ReplayError, Slo, summarize
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.traces import Trace, load_trace
 
 Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 

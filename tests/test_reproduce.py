@@ -133,7 +133,7 @@ def test_the_guard_mends_a_surge(known: bool, tokens: int) -> None:
     before the surge count, too, so each policy pays for all its copies of the prefix."""
     from hot_spot import surge
     from lmetric.profiles import load_profile
-    from lmetric.sim.run import prepare, simulate
+    from lmetric_lab.sim.run import prepare, simulate
 
     trace, hot, with_prefix = surge(300, 0.4, tokens, known=known)
     profile = load_profile("qwen3-30b-a3b-h20").in_blocks_of(64)
@@ -155,7 +155,7 @@ def test_the_guard_mends_a_surge(known: bool, tokens: int) -> None:
 
 
 def test_the_study_with_curves_is_valid() -> None:
-    from lmetric.sim.study_file import load_study
+    from lmetric_lab.sim.study_file import load_study
 
     study = load_study(STUDY.driver.parent / "curves.yaml")
     assert {setup.trace.label for setup in study.setups} == {"conversation", "agent"}

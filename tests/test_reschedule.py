@@ -14,11 +14,11 @@ import pytest
 import lmetric as lm
 from lmetric import BadValueError, LmetricError
 from lmetric.lengths import ErrorTable, MlpPredictor, save_predictor
-from lmetric.lengths.from_trace import find_turns
 from lmetric.options import Star
 from lmetric.profiles import Profile
-from lmetric.sim.run import Run
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.traces import Trace
+from train_lengths.from_trace import find_turns
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"

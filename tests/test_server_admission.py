@@ -18,9 +18,9 @@ import orjson
 import pytest
 
 from lmetric.config import ConfigError, load_config
-from lmetric.engines.emulated import EngineOptions
 from lmetric.server.fleet.pool import Pool
 from lmetric.server.http.holding import HeldRequest
+from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from server_world import FakeEngine, Request, World, answer, decision_id, hang, world
 from test_server_hedging import later

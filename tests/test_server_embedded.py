@@ -7,7 +7,7 @@ import openai
 import orjson
 import pytest
 
-from lmetric.defaults import DEFAULT_PROFILE
+from lmetric_lab.defaults import DEFAULT_PROFILE
 from test_server_process import router
 
 

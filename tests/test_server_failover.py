@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric.engines.emulated import EngineOptions
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.server.fleet.pool import Pool
+from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from pd_world import Pd, nixl, pd, sglang
 from server_world import (
     STREAM_HEAD,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server.fleet.changes import FleetChanges
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import Pd, nixl
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 

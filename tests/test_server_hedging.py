@@ -16,9 +16,9 @@ import orjson
 import pytest
 
 from lmetric.config import HedgingConfig, ServerConfig
-from lmetric.engines.emulated import EngineOptions
 from lmetric.server.fleet.hedging import MOST_SAVED, HedgeBudget
 from lmetric.server.fleet.pool import Pool
+from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, pd
 from server_world import (
     STREAM_HEAD,

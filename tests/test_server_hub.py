@@ -13,13 +13,13 @@ from structlog.testing import capture_logs
 
 from hub_world import TOKEN, Hub, hub_world
 from lmetric.config import ServerConfig
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.server import Server
 from lmetric.server.background import downloads
 from lmetric.server.fleet.fleet import Fleet
 from lmetric.tokens import TokenizerError
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import World, world
 from waiting import until
 

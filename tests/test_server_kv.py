@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from lmetric import Request
-from lmetric.engines.emulated import EngineOptions, EngineServer
 from lmetric.server.fleet import kv_feed
 from lmetric.server.fleet.engine import Engine
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from server_world import FakeEngine, World, decision_id, world
 from test_event_feed import publisher, removed, stored
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from server_world import FakeEngine, Request, World, answer, plain, says, world
 
 

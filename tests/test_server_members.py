@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from lmetric.config import ServerConfig
-from lmetric.engines.embedded import EmbeddedEngines
 from lmetric.server import Server
 from lmetric.server.fleet import fleet
+from lmetric_lab.embedded import EmbeddedEngines
 from server_world import FakeEngine, World, answer, hang, world
 
 

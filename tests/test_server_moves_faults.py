@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from moves_world import LONG, at_token, move, mover, moving, place, plain
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, world

@@ -14,11 +14,11 @@ import pytest
 import lmetric as lm
 from lmetric._core import INTERNAL_FIELDS
 from lmetric.config import Limits
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.server.api.errors import ApiError
 from lmetric.server.api.paths import RELAYED, stored_response
 from lmetric.server.api.stored import Holder, StoredResponses
 from lmetric.tokens import PromptTokenizer
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from server_world import (
     SSE,
     STREAM_HEAD,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 from pd_world import BODY, PROMPT, nixl, pd
 from server_world import FakeEngine, Request, answer, decision_id, plain, usage, world
 

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from lmetric.engines.emulated import EngineOptions
+from lmetric_lab.emulated import EngineOptions
 from pd_world import Pd, nixl, pd
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, equal
 

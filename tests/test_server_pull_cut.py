@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmetric.engines.emulated import EngineOptions
 from lmetric.options import SplitAt, from_settings
+from lmetric_lab.emulated import EngineOptions
 from moves_world import move, mover
 from pd_world import Pd
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, renders_otherwise

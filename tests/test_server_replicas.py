@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmetric.config import ConfigError, load_config
-from lmetric.ports import free_ports
 from lmetric.server.background.replica_loads import Entry, ReceivedLoads, SentLoads, load_message
 from lmetric.server.background.replicas import PATH
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, World, decision_id, hang, world
 from test_server_programs import SETTINGS, body, held, programs
 from waiting import until

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmetric.engines.emulated import EngineOptions
 from lmetric.options import SplitAt
+from lmetric_lab.emulated import EngineOptions
 from split_world import CHAT, COMPLETIONS, PROMPTS, alone, asked, body_of, both, equal, split
 
 PATHS = [CHAT, COMPLETIONS]

@@ -16,8 +16,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.options import SplitAt
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from pd_world import Pd
 from server_world import STREAM_HEAD, FakeEngine, Request, World, chunk, decision_id, event, plain, world
 from split_world import (

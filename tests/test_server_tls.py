@@ -15,11 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from lmetric.config import ConfigError, ServerConfig
-from lmetric.ports import free_ports
 from lmetric.server import Server
 from lmetric.server.http import tls_listener
 from lmetric.server.tls import contexts
 from lmetric.server.tls.certificate import expiry
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine, World, world
 from tls_world import Authority, Pair, needs_openssl, subject_of
 from waiting import until

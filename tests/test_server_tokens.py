@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from lmetric.config import ServerConfig
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
 from lmetric.server import Server
 from lmetric.server.http import threads
 from lmetric.tokens import PromptTokenizer, Text, TokenizerError, Tokens
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
 from server_world import Request, World, decision_id, world
 from token_folders import CHATML, INST, byte_level, metaspace, write_folder
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from turn_guard import LIMIT_SECONDS, TurnGuard
 
-from lmetric.engines.emulated.text import Text
 from lmetric.server.http.frontend import Frontend
+from lmetric_lab.emulated.text import Text
 from server_world import world
 from split_world import COMPLETIONS, asked, body_of, both, split
 from test_server_process import BODY, RUN, Process, engine, router

@@ -12,8 +12,8 @@ from pathlib import Path
 import orjson
 from structlog.testing import capture_logs
 
-from lmetric.ports import free_ports
 from lmetric.server.http.upgrade import UpgradeSocket, find_predecessor
+from lmetric_lab.ports import free_ports
 from server_world import STREAM_HEAD, STREAM_TAIL, FakeEngine, chunk, token
 from test_server_process import RUN, Process, engine, router
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lmetric import BadValueError, Request, Router, _deprecated, options
-from lmetric.cli import routing, simulate
+from lmetric.cli import routing
 from lmetric.config import ConfigError, PoolSettings, ServerConfig, load_config, render
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.options import (
@@ -28,6 +28,7 @@ from lmetric.options import (
     UniBoost,
     parse,
 )
+from lmetric_lab.cli import simulate
 
 OLD = """
 split: libra

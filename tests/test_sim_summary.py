@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from lmetric import BadValueError
-from lmetric.sim import summary
-from lmetric.sim.summary import Goodput, Slo, Spread
+from lmetric_lab.sim import summary
+from lmetric_lab.sim.summary import Goodput, Slo, Spread
 
 
 def run_of(n: int = 4) -> Any:
-    """Four requests, a second apart; the columns of `lmetric.sim.run.Run`, written by hand."""
+    """Four requests, a second apart; the columns of `lmetric_lab.sim.run.Run`, written by hand."""
     arrival = np.array([0.0, 1.0, 2.0, 3.0])
     first = arrival + np.array([0.5, 1.0, 0.5, 2.0])
     finished = first + np.array([1.0, 0.0, 4.0, 2.0])

@@ -10,9 +10,9 @@ import pytest
 import lmetric as lm
 from lmetric._core import local_orders
 from lmetric.profiles import Profile
-from lmetric.sim.run import Run, prepare, simulate
-from lmetric.sim.summary import Slo, figures
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim.run import Run, prepare, simulate
+from lmetric_lab.sim.summary import Slo, figures
+from lmetric_lab.sim.traces import Trace
 
 # Round constants, so that times can be worked out by hand.
 ROUND = Profile(

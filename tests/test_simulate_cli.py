@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import lmetric
-from lmetric.sim.traces import load_trace
+from lmetric_lab.sim.traces import load_trace
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmetric._core import BadValueError
-from lmetric.slo import Goal, Objective
+from lmetric_lab.slo import Goal, Objective
 
 
 def test_a_goal_is_read_and_written() -> None:

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
-from lmetric.sim.run import Run
-from lmetric.sim.traces import Trace
-from lmetric.slo import Goal
-from lmetric.whatif.slo_report import slo_report
+from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.slo import Goal
+from lmetric_lab.whatif.slo_report import slo_report
 from record_world import make_trace, simulated, write_records
 
 

@@ -99,7 +99,7 @@ def test_what_counts_by_hand() -> None:
     from world import SMALL, Stage, outcome
 
     import lmetric as lm
-    from lmetric.sim.traces import Trace
+    from lmetric_lab.sim.traces import Trace
 
     trace = Trace(
         name="by hand", arrival_seconds=np.array([0.0, 20.0, 40.0]), input_tokens=np.full(3, 16),

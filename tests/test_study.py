@@ -21,14 +21,14 @@ import pytest
 from lmetric import LmetricError, UnknownNameError, _deprecated
 from lmetric.config import ConfigError
 from lmetric.options import Guard, LibraSplit, Star, UniBoost
-from lmetric.sim import max_load
-from lmetric.sim.backends import Ray, Threads
-from lmetric.sim.max_load import Rule
-from lmetric.sim.run import simulate
-from lmetric.sim.setups import PolicyChoice, Result, Setup, TraceChoice, _stored, run, split_policies
-from lmetric.sim.store import Store, StoreError, write_csv, write_parquet
-from lmetric.sim.study import Library, cells, run_study, summary
-from lmetric.sim.study_file import SettingsEntry, load_study
+from lmetric_lab.sim import max_load
+from lmetric_lab.sim.backends import Ray, Threads
+from lmetric_lab.sim.max_load import Rule
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.setups import PolicyChoice, Result, Setup, TraceChoice, _stored, run, split_policies
+from lmetric_lab.sim.store import Store, StoreError, write_csv, write_parquet
+from lmetric_lab.sim.study import Library, cells, run_study, summary
+from lmetric_lab.sim.study_file import SettingsEntry, load_study
 
 ROOT = Path(__file__).parent.parent
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"
@@ -89,11 +89,11 @@ def test_settings_are_swept_and_paths_are_seen_from_the_file(tmp_path: Path) -> 
 
 
 def test_local_orders_are_a_setting(tmp_path: Path) -> None:
-    text = f"""
-        traces: {{path: {ROOT / "python/lmetric/data/mooncake_conversation_slice.jsonl.gz"}, requests: 60}}
+    text = """
+        traces: {path: slice, requests: 60}
         policies: lmetric
         instances: 1
-        settings: {{local_order: [fcfs, "uniboost(gamma=0.2)"], admission: vllm, preempt: swap}}
+        settings: {local_order: [fcfs, "uniboost(gamma=0.2)"], admission: vllm, preempt: swap}
     """
     made = load_study(write(tmp_path / "s.yaml", text))
     kept = [run(setup, setup.trace.load()).figures.local_order for setup in made.setups]

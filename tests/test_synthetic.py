@@ -14,13 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions
-from lmetric.replay import Client, Player
-from lmetric.sim.distributions import LENGTHS, LogNormal, Quantiles
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.synthetic import SyntheticError, check_synthetic
-from lmetric.sim.traces import Trace, ideal_hit_tokens, load_trace, write_trace
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.replay import Client, Player
+from lmetric_lab.sim.distributions import LENGTHS, LogNormal, Quantiles
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.synthetic import SyntheticError, check_synthetic
+from lmetric_lab.sim.traces import Trace, ideal_hit_tokens, load_trace, write_trace
 
 
 def made(**description: Any) -> Trace:

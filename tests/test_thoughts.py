@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import lmetric as lm
 from lmetric.cli.app import build
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.traces import Trace, TraceError, load_trace
-from lmetric.sim.traces.write import write_trace
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.traces import Trace, TraceError, load_trace
+from lmetric_lab.sim.traces.write import write_trace
 
 STEP = {
     "fixed_seconds": 0.01,

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from hub_world import commit_of, hub_world
 from lmetric.config import EngineConfig, PoolSettings
 from lmetric.doctor import Target, examine
-from lmetric.engines.emulated import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.tokens import PromptTokenizer, TokenizerError
+from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from token_folders import CHATML, INST, byte_level, metaspace, write_folder
 
 TEXT = "the router sends  12345 to 日本語"

@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from lmetric._core import FAST_TOKENIZER
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.engines.emulated.server import EngineServer
-from lmetric.engines.emulated.text import TOKENIZER_PATH
 from lmetric.tokens import (
     NotPredictable,
     NotVerifiable,
@@ -26,6 +23,9 @@ from lmetric.tokens import (
     find_folder,
     verify,
 )
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.emulated.server import EngineServer
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from token_folders import (
     CHATML,
     INST,

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmetric.cli.app import build
-from lmetric.sim.programs import program_figures
-from lmetric.sim.run import simulate
-from lmetric.sim.traces import Trace, TraceError, load_trace, recognise, write_trace
-from lmetric.sim.traces.calls import Agent, Call
-from lmetric.sim.traces.fields import Row
+from lmetric_lab.sim.programs import program_figures
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.traces import Trace, TraceError, load_trace, recognise, write_trace
+from lmetric_lab.sim.traces.calls import Agent, Call
+from lmetric_lab.sim.traces.fields import Row
 
 DATA = Path(__file__).parent / "data" / "traces"
 FORMATS = {
@@ -433,7 +433,7 @@ def test_a_document_that_breaks_off_is_named(tmp_path: Path) -> None:
 
 
 def test_long_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmetric.sim.traces.load._LONGEST_BYTES", 1 << 9)
+    monkeypatch.setattr("lmetric_lab.sim.traces.load._LONGEST_BYTES", 1 << 9)
     for name in ("weka.jsonl", "weka_document.json"):
         with pytest.raises(TraceError, match=f"{name}, line 1: a line or JSON value of over 0 MiB"):
             load_trace(DATA / name)

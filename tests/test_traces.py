@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmetric.packed import SUFFIXES, packed
-from lmetric.sim.traces import (
+from lmetric_lab.packed import SUFFIXES, packed
+from lmetric_lab.sim.traces import (
     Trace,
     TraceError,
     ideal_hit_tokens,

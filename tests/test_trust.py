@@ -15,16 +15,16 @@ import orjson
 import pytest
 
 from lmetric import _core
-from lmetric.demo import SLICE
-from lmetric.engines.emulated.driver import Clock, Driver
-from lmetric.engines.emulated.generation import Generation
-from lmetric.engines.emulated.metrics import EngineMetrics
-from lmetric.engines.emulated.protocol import Shape
-from lmetric.engines.emulated.text import shared_text
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.demo import SLICE
+from lmetric_lab.emulated.driver import Clock, Driver
+from lmetric_lab.emulated.generation import Generation
+from lmetric_lab.emulated.metrics import EngineMetrics
+from lmetric_lab.emulated.protocol import Shape
+from lmetric_lab.emulated.text import shared_text
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 
 RUN = Path(__file__).parent.parent / "bench" / "trust" / "run.py"
 

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from lmetric.cli import main
 from lmetric.cli.app import build
 from lmetric.record_files import read_records
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.traces import Trace
-from lmetric.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
-from lmetric.whatif.check import _score_error
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.whatif import Recording, WhatIfError, check_fit, fit_engine, recording_of
+from lmetric_lab.whatif.check import _score_error
 from record_world import PROFILE, SETTINGS, make_trace, simulated, write_records
 from test_server_process import router
 

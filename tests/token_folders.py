@@ -16,7 +16,7 @@ from tokenizers import (
     trainers,
 )
 
-from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 
 CORPUS = [
     "The router sends each request to the engine that holds most of its prefix.",

@@ -23,11 +23,11 @@ import yaml
 from numpy.typing import NDArray
 from scipy import stats
 
-from lmetric.defaults import CODING_AGENTS
-from lmetric.packed import open_packed
-from lmetric.sim.agents import AgentsTrace
-from lmetric.sim.synthetic import read_synthetic
-from lmetric.sim.traces import FINISH, Trace, load_trace, summarize_trace
+from lmetric_lab.defaults import CODING_AGENTS
+from lmetric_lab.packed import open_packed
+from lmetric_lab.sim.agents import AgentsTrace
+from lmetric_lab.sim.synthetic import read_synthetic
+from lmetric_lab.sim.traces import FINISH, Trace, load_trace, summarize_trace
 
 Floats = NDArray[np.float64]
 BLOCK_TOKENS = 64

@@ -26,16 +26,16 @@ import orjson
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmetric.demo import running_router
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated.options import EngineOptions
-from lmetric.packed import open_packed
-from lmetric.ports import free_ports
 from lmetric.profiles import load_profile
-from lmetric.replay import Client, Player
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.run import simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.demo import running_router
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated.options import EngineOptions
+from lmetric_lab.packed import open_packed
+from lmetric_lab.ports import free_ports
+from lmetric_lab.replay import Client, Player
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.run import simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 
 ENGINES = 4
 SESSIONS = 20

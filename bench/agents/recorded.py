@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.packed import open_packed
 from lmetric.profiles import load_profile
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.synthetic import read_synthetic
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.packed import open_packed
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.synthetic import read_synthetic
+from lmetric_lab.sim.traces import Trace, load_trace
 
 INSTANCES = 8
 BLOCK_TOKENS = 64

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from lmetric.profiles import load_profile
-from lmetric.sim.agents import AgentsTrace
-from lmetric.sim.distributions import LogNormal
-from lmetric.sim.programs import working_set_tokens
-from lmetric.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.agents import AgentsTrace
+from lmetric_lab.sim.distributions import LogNormal
+from lmetric_lab.sim.programs import working_set_tokens
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
 
 INSTANCES = 8
 PROFILE = load_profile("independent-sim")

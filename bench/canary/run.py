@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import about, write_result
 from lmetric.canary import METRICS, Comparison, Outcome, Splitter
 from lmetric.record_files import read_records
-from lmetric.replay import Client, Player
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.traces import Trace
+from lmetric_lab.replay import Client, Player
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.traces import Trace
 
 RUN = "import sys; from lmetric.cli import main; sys.argv = ['lmetric-router', *sys.argv[1:]]; main()"
 BLOCK = 16

@@ -27,9 +27,9 @@ from world import (
 )  # fmt: skip
 
 from lmetric._core import LmetricError
-from lmetric.capacity import EngineType, Question, Twin
-from lmetric.sim.run import Run
-from lmetric.whatif import Limits
+from lmetric_lab.capacity import EngineType, Question, Twin
+from lmetric_lab.sim.run import Run
+from lmetric_lab.whatif import Limits
 
 WINDOW_SECONDS = 1800.0  # of records that the twin reads
 SLOT = 60.0  # seconds

@@ -32,8 +32,8 @@ from world import (
     variation,
 )  # fmt: skip
 
-from lmetric.sim.run import Run
-from lmetric.sim.traces import load_trace
+from lmetric_lab.sim.run import Run
+from lmetric_lab.sim.traces import load_trace
 from rerun import Pool, Rerun, columns, traces
 from result_files import read_figure
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric.profiles import load_profile
-from lmetric.sim.churn import FleetChange
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.setups import PolicyChoice
-from lmetric.sim.synthetic import RequestsTrace
-from lmetric.sim.traces import Trace
-from lmetric.slo import Goal, Metric
-from lmetric.whatif import Recording
+from lmetric_lab.sim.churn import FleetChange
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.setups import PolicyChoice
+from lmetric_lab.sim.synthetic import RequestsTrace
+from lmetric_lab.sim.traces import Trace
+from lmetric_lab.slo import Goal, Metric
+from lmetric_lab.whatif import Recording
 
 Floats = NDArray[np.float64]
 

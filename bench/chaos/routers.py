@@ -22,7 +22,7 @@ from engines import EngineProcess
 from line_up import SUBJECTS
 from proc import cpu_seconds, rss_mib, tree
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 
 WATCHED = Path(__file__).with_name("watched.py")
 RUN = "import sys; from lmetric.cli import main; sys.argv[0] = 'lmetric-router'; main()"

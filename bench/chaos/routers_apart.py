@@ -13,7 +13,7 @@ from engines import EngineProcess, Proxy
 from routers import OwnRouter
 from stage import RuleError, Stage, stage, until
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 
 LONG_STREAMS = 8
 LONG_TOKENS = 800  # some 20 s

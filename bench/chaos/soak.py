@@ -31,7 +31,7 @@ import numpy as np
 from routers import OwnRouter, in_flight, settled
 
 import lmetric as lm
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 
 MOCK = Path(__file__).parents[1] / "http" / "mock.py"
 # Full after a few percent of the prompts.

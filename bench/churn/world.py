@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from lmetric.profiles import load_profile
-from lmetric.sim.run import Workload, prepare, simulate
-from lmetric.sim.synthetic import SessionsTrace
+from lmetric_lab.sim.run import Workload, prepare, simulate
+from lmetric_lab.sim.synthetic import SessionsTrace
 
 CHANGE_SECONDS = 900.0  # the first change
 AFTER_SECONDS = 600.0  # measured from each change on

@@ -33,7 +33,7 @@ from envoy_policies import ROOT, commit, example, start_arm, write
 from tokenizers import Tokenizer
 
 from epp_world import Exchange, exchange, request_body, request_head
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from server_world import FakeEngine
 
 HERE = Path(__file__).parent

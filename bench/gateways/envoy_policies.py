@@ -28,7 +28,7 @@ from run import write_trace  # noqa: E402
 
 from common import commit  # noqa: E402
 from epp_world import engine_cluster, example, manager  # noqa: E402
-from lmetric.ports import free_ports  # noqa: E402
+from lmetric_lab.ports import free_ports  # noqa: E402
 
 ARMS = ("envoy ROUND_ROBIN", "envoy LEAST_REQUEST", "envoy, picker lmetric", "serve lmetric")
 

@@ -25,10 +25,10 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from lmetric.engines.emulated import options as emulated
-from lmetric.engines.emulated.options import EngineOptions
 from lmetric.gateways.ray_serve import LmetricRequestRouter
 from lmetric.tokens.prompt import PromptTokenizer
+from lmetric_lab.emulated import options as emulated
+from lmetric_lab.emulated.options import EngineOptions
 
 TIMES = "RAY_ROUTER_TIMES"
 PROFILE = "llama-3.1-8b-a100"

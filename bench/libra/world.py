@@ -21,9 +21,9 @@ import numpy as np
 import lmetric as lm
 from lmetric.profiles import Profile, load_profile
 from lmetric.profiles.roofline import GPUS, MODELS, Model, roofline
-from lmetric.sim.distributions import Distribution, LogNormal, draw_whole
-from lmetric.sim.run import Run, simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim.distributions import Distribution, LogNormal, draw_whole
+from lmetric_lab.sim.run import Run, simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 from rerun import Pool, traces
 
 FITTED = Path(__file__).parent / "profiles"

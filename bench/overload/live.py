@@ -25,12 +25,12 @@ import world
 import yaml
 from world import FLOOD, NEIGHBOR, TTFT_SECONDS, joined, made
 
-from lmetric.demo import running_router
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated import EngineOptions
-from lmetric.ports import free_ports
-from lmetric.replay import Client, Player, Record
-from lmetric.sim.prompts import PromptWriter
+from lmetric_lab.demo import running_router
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.ports import free_ports
+from lmetric_lab.replay import Client, Player, Record
+from lmetric_lab.sim.prompts import PromptWriter
 
 WORKLOAD, ENGINES, SPEED = "documents", 2, 4.0
 SECONDS, WARM_SECONDS = 160.0, 40.0  # of the trace

@@ -15,7 +15,7 @@ from goal_rivals import LIKELY_ROLES, families
 from goal_tables import NINE
 from goal_world import AZURE, CONVERSATION, LMETRIC, PLANNER, PULLING, Outcome, Rival, Stage, most, play
 
-from lmetric.sim.max_load import Rule
+from lmetric_lab.sim.max_load import Rule
 from rerun import Pool, columns
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ def changes(ours: Outcome, theirs: Outcome) -> list[float]:
 
 
 def keeping_up(found: Found) -> Found:
-    """Returns the rivals under which the fleet keeps up, by the rule of `lmetric.sim.max_load`."""
+    """Returns the rivals under which the fleet keeps up: the rule of `lmetric_lab.sim.max_load`."""
     return {rival: each for rival, each in found.items() if each.kept_up >= LEAST_KEPT_UP}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from goal_bound import TWICE
 from goal_tables import FIGURES, NINE, best_fixed, change
 
-from lmetric.sim.max_load import Rule
+from lmetric_lab.sim.max_load import Rule
 from rerun import bounds, grouped, markdown, spread
 
 Row = dict[str, Any]

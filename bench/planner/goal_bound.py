@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from world import INSTANCES
 
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.traces import Trace, ideal_hit_tokens
+from lmetric_lab.sim.traces import Trace, ideal_hit_tokens
 
 Seconds = NDArray[np.float64]
 

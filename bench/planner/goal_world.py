@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from world import INSTANCES, recorded
 
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim import max_load
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace
+from lmetric_lab.sim import max_load
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import Trace
 from rerun import traces
 
 PROFILE = "independent-sim"
@@ -157,7 +157,7 @@ def redrawn(trace: Trace, bucket: float, seed: int) -> Trace:
 @lru_cache(maxsize=16)
 def most(recording: str, shared: bool = True, rival: Rival = LMETRIC) -> float:
     """Returns the highest speed, times the recording, at which a fleet keeps up by
-    `lmetric.sim.max_load`. LMETRIC's is called the maximum load."""
+    `lmetric_lab.sim.max_load`. LMETRIC's is called the maximum load."""
     path = traces() / RECORDED[recording]
     setup = Setup(
         trace=TraceChoice(str(path), recording),

@@ -18,7 +18,7 @@ from goal_world import FIXED, INSTANCES, LMETRIC, PLANNER, TRANSFER, Rival, Stag
 from matplotlib.figure import Figure
 
 from common import ROOT
-from lmetric.sim.run import Run, simulate
+from lmetric_lab.sim.run import Run, simulate
 from rerun import _use
 
 SPEED = 3.0

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from hot_spot import surge
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 from rerun import ROOT, traces
 
 SLICE = ROOT / "python" / "lmetric" / "data" / "mooncake_conversation_slice.jsonl.gz"

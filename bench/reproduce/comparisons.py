@@ -21,7 +21,7 @@ from world import (
     values,
 )
 
-from lmetric.sim.traces import summarize_trace
+from lmetric_lab.sim.traces import summarize_trace
 
 LAMBDAS = [round(0.1 * step, 1) for step in range(1, 10)]
 WEIGHTS = LAMBDAS

@@ -9,7 +9,7 @@ from world import HALF, SIMULATION, Choice, Stage, World, change
 
 from lmetric.policies import Columns, policy_function
 from lmetric.profiles import Profile
-from lmetric.sim.summary import measured
+from lmetric_lab.sim.summary import measured
 
 OTHER = {"qwen2-7b-h20": "qwen3-30b-a3b-h20"}  # every other profile is taken for Qwen2-7B's
 

@@ -14,7 +14,7 @@ from book import RERUN
 from world import PROFILE, World, read_scenario
 
 from lmetric.profiles import ProfileError, load_profile
-from lmetric.sim.traces import TraceError
+from lmetric_lab.sim.traces import TraceError
 
 for _module in ("comparisons", "imbalance", "predictor", "factors", "hotspots", "ours", "unequal"):
     import_module(_module)  # registers its figures

@@ -23,12 +23,12 @@ import yaml
 
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.max_load import Rule, find
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.setups import PolicyChoice, Setup, TraceChoice
-from lmetric.sim.summary import Slo, figures, measured, prefill_windows
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import Trace, TraceError, load_trace
+from lmetric_lab.sim.max_load import Rule, find
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.setups import PolicyChoice, Setup, TraceChoice
+from lmetric_lab.sim.summary import Slo, figures, measured, prefill_windows
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import Trace, TraceError, load_trace
 from rerun import ROOT
 
 PROFILE = "qwen3-30b-a3b-h20"

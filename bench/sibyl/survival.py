@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import lmetric as lm
-from lmetric.sim.synthetic import check_synthetic
+from lmetric_lab.sim.synthetic import check_synthetic
 
 STEP = 64.0  # tokens between two points of the learned curve
 GRID = 256

@@ -4,7 +4,7 @@ use.
     python bench/star/train.py --train-python PYTHON
 
 PYTHON is an interpreter with PyTorch. Each predictor reads a router's facts of a request
-(`TRACE_FEATURES` of `lmetric.lengths.from_trace`); its file is written to bench/star/predictors.
+(`TRACE_FEATURES` of `train_lengths.from_trace`); its file is written to bench/star/predictors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from world import PREDICTORS, TRAINED_ON, Stage, made
 
 from common import ROOT
-from lmetric.lengths import save_samples
-from lmetric.lengths.from_trace import samples_from_trace
+from train_lengths.from_trace import samples_from_trace
+from train_lengths.samples import save_samples
 
 SEED = 1000  # seed of the lengths; figures use 0 to 4
 SECONDS = 6000.0
@@ -42,7 +42,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             samples = Path(folder, "samples.npz")
             save_samples(samples_from_trace(made(long, SEED).trace, at_most=6, seed=SEED), samples)
-            command = [arguments.train_python, "-m", "lmetric.lengths.train", samples, "--biases"]
+            command = [arguments.train_python, "-m", "train_lengths.train", samples, "--biases"]
             command += ["--out", PREDICTORS / f"{name}.npz", "--hidden", "64,16", "--epochs", "12"]
             environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
             subprocess.run([*map(str, command)], env=os.environ | environment, check=True)

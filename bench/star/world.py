@@ -18,9 +18,9 @@ import numpy as np
 
 from lmetric.options import from_settings
 from lmetric.profiles import Profile, load_profile
-from lmetric.sim.run import MoveBy, Run, Workload, prepare, simulate
-from lmetric.sim.synthetic import check_synthetic
-from lmetric.sim.traces import load_trace
+from lmetric_lab.sim.run import MoveBy, Run, Workload, prepare, simulate
+from lmetric_lab.sim.synthetic import check_synthetic
+from lmetric_lab.sim.traces import load_trace
 from rerun import traces
 
 # Table 2 and Figure 2 (29.2% of ShareGPT's answers below 1K tokens, 17.3% above 30K). The paper

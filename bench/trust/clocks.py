@@ -16,7 +16,7 @@ from live import Live, Scene, engines, placed, play
 from numpy.typing import NDArray
 from resample import interval
 
-from lmetric.sim.run import Run, simulate
+from lmetric_lab.sim.run import Run, simulate
 
 QUANTITIES = ("ttft_seconds", "tpot_seconds", "e2e_seconds")
 GOAL = 0.03

@@ -21,14 +21,15 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from lmetric.engines.embedded import EmbeddedEngines, stop_process
-from lmetric.engines.emulated import EngineOptions
-from lmetric.engines.emulated.text import shared_text
+from lmetric.engines.embedded import stop_process
 from lmetric.profiles import Profile
-from lmetric.replay import Client, Player, Record
-from lmetric.sim.prompts import PromptWriter
-from lmetric.sim.summary import tpot_seconds
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated import EngineOptions
+from lmetric_lab.emulated.text import shared_text
+from lmetric_lab.replay import Client, Player, Record
+from lmetric_lab.sim.prompts import PromptWriter
+from lmetric_lab.sim.summary import tpot_seconds
+from lmetric_lab.sim.traces import Trace, load_trace
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0

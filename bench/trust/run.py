@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from lmetric.demo import SLICE
+from lmetric_lab.demo import SLICE
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from clocks import GOAL, two_clocks

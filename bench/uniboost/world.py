@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from lmetric.profiles import Profile
 from lmetric.profiles.roofline import GPUS, MODELS, Gpu, Model, roofline
-from lmetric.sim.distributions import LENGTHS, Distribution, Quantiles, draw_whole
-from lmetric.sim.run import Run, Workload, prepare, simulate
-from lmetric.sim.traces import Trace, load_trace
+from lmetric_lab.sim.distributions import LENGTHS, Distribution, Quantiles, draw_whole
+from lmetric_lab.sim.run import Run, Workload, prepare, simulate
+from lmetric_lab.sim.traces import Trace, load_trace
 from rerun import traces
 
 AZURE = "azure_conv_2023.csv.gz"

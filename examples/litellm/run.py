@@ -16,7 +16,7 @@ import aiohttp
 from proxy import Proxy
 
 from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated.options import EngineOptions
+from lmetric_lab.emulated.options import EngineOptions
 
 HERE = Path(__file__).parent
 TOKENIZER = Path(sys.modules[EngineOptions.__module__].__file__ or "").parent

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from lmetric.engines.emulated import EngineOptions, EngineServer
+from lmetric_lab.emulated import EngineOptions, EngineServer
 
 MODEL = "emulated"
 LMETRIC = "lmetric.gateways.ray_serve.LmetricRequestRouter"

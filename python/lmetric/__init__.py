@@ -144,9 +144,9 @@ if TYPE_CHECKING:
     )
     from lmetric.policies import Policy, PolicyFunction, policy_function
     from lmetric.relay import EngineTarget, Relay, RelayError
-    from lmetric.sim.churn import FleetChange
-    from lmetric.sim.run import Run, simulate
-    from lmetric.sim.traces import Trace, load_trace
+    from lmetric_lab.sim.churn import FleetChange
+    from lmetric_lab.sim.run import Run, simulate
+    from lmetric_lab.sim.traces import Trace, load_trace
 
 __all__ = [
     "BOUND_BS",
@@ -271,16 +271,17 @@ __all__ = [
 # builtins.
 _SHADOWS = ("abs", "max", "min")
 _MODULES = ("expr", "options", "policies")
+# The laboratory's names are one of the three doors to it.
 _HOMES = {
-    "EngineTarget": "relay",
-    "FleetChange": "sim.churn",
-    "Relay": "relay",
-    "RelayError": "relay",
-    "Run": "sim.run",
-    "simulate": "sim.run",
-    "Trace": "sim.traces",
-    "forecast_function": "lengths.forecast",
-    "load_trace": "sim.traces",
+    "EngineTarget": "lmetric.relay",
+    "FleetChange": "lmetric_lab.sim.churn",
+    "Relay": "lmetric.relay",
+    "RelayError": "lmetric.relay",
+    "Run": "lmetric_lab.sim.run",
+    "simulate": "lmetric_lab.sim.run",
+    "Trace": "lmetric_lab.sim.traces",
+    "forecast_function": "lmetric.lengths.forecast",
+    "load_trace": "lmetric_lab.sim.traces",
 }
 
 
@@ -288,10 +289,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"lmetric.{name}")
     if name in __all__ or name in _SHADOWS:
-        for home in (_HOMES[name],) if name in _HOMES else ("_core", "expr", "options", "policies"):
-            if home == "_core":
+        own = ("lmetric._core", "lmetric.expr", "lmetric.options", "lmetric.policies")
+        for home in (_HOMES[name],) if name in _HOMES else own:
+            if home == "lmetric._core":
                 import_module("lmetric._deprecated").install()
-            if (found := getattr(import_module(f"lmetric.{home}"), name, None)) is not None:
+            if (found := getattr(import_module(home), name, None)) is not None:
                 globals()[name] = found
                 return found
     if name.isupper() and (symbol := import_module("lmetric.expr").declared(name)) is not None:

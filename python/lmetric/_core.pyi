@@ -1111,4 +1111,4 @@ def simulate(
     fleet_changes: str = "none",
     fleet_change_settings: Mapping[str, float] | None = None,
     changes: Sequence[tuple[float, int, bool]] | None = None,  # seconds, instance, whether it joins
-) -> dict[str, Any]: ...  # see `lmetric.sim.run.simulate`; releases the interpreter lock
+) -> dict[str, Any]: ...  # see `lmetric_lab.sim.run.simulate`; releases the interpreter lock

@@ -1,38 +1,8 @@
 """Defaults that the command line shows, separate from the modules that use them (slow imports)."""
 
-from pathlib import Path
-
-from lmetric.public_traces import PUBLIC_TRACES
-
-SLICE = Path(__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
-"""The trace in the package; data/README.md describes its origin."""
-
-CODING_AGENTS = SLICE.parent / "coding_agents.yaml"
-"""The synthetic workload in the package; data/README.md describes its origin."""
-
-
-def trace_path(name: str | Path, folder: Path = Path()) -> Path:
-    """The file of a trace.
-
-    `slice` and `coding-agents` are files in the package: a trace, and a synthetic workload. The
-    file of a public trace is in the folder of public traces, and may have to be downloaded. Other
-    names are files, relative to `folder`.
-    """
-    if (shipped := {"slice": SLICE, "coding-agents": CODING_AGENTS}.get(str(name))) is not None:
-        return shipped
-    public = PUBLIC_TRACES.get(str(name))
-    return folder / name if public is None else public.path
-
-
 DEFAULT_POLICY = "total_delay"
 """The policy of servers, gateways and simulations if none is chosen. Documentation:
 docs/explanation/total_delay.md."""
-
-DEFAULT_PROFILE = "independent-sim"
-"""The default profile of emulated engines and simulations; its `note` describes it."""
-
-ORDER_SLO = 0.1
-"""Maximum step time of the local order `slo`, seconds. Source: Libra, section 6.1."""
 
 PLANNER = "planner"
 """The policy for decode placement and prefix fetches, which are both on by default with it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from lmetric.cli.app import MODULES, build
+from lmetric.cli.app import build_all
 from lmetric.cli.help import BASIC, ordered
 
 HEAD = """\
@@ -89,6 +89,6 @@ def section(command: Any, path: list[str]) -> str:
 
 def files() -> dict[str, str]:
     """Returns the page."""
-    group: Any = typer.main.get_command(build([module.__name__.rpartition(".")[2] for module in MODULES]))
+    group: Any = typer.main.get_command(build_all())
     parts = [section(command, ["lmetric-router", name]) for name, command in group.commands.items()]
     return {"docs/reference/options.md": HEAD + "".join(parts)}

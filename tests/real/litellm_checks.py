@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 from proxy import Proxy
 
-from lmetric.engines.embedded import EmbeddedEngines
-from lmetric.engines.emulated.options import EngineOptions
+from lmetric_lab.embedded import EmbeddedEngines
+from lmetric_lab.emulated.options import EngineOptions
 
 TOKENIZER = Path(sys.modules[EngineOptions.__module__].__file__ or "").parent
 PROBE = Path(__file__).parent / "litellm_probe.py"

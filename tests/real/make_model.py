@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-TOKENIZER = Path(__file__).parents[2] / "python/lmetric/engines/emulated/tokenizer.json"
+TOKENIZER = Path(__file__).parents[2] / "python/lmetric_lab/emulated/tokenizer.json"
 LAYERS, HIDDEN, HEADS, CONTEXT = 2, 64, 2, 8192
 
 CHAT_TEMPLATE = """\

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "bench" / "gateways" / "ray_world.py"

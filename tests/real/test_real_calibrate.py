@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmetric.calibrate import Calibrator
-from lmetric.calibrate.fit import CONSTANTS
-from lmetric.calibrate.plan import KINDS
 from lmetric.profiles import load_profile
 from lmetric.profiles.roofline import as_yaml
+from lmetric_lab.calibrate import Calibrator
+from lmetric_lab.calibrate.fit import CONSTANTS
+from lmetric_lab.calibrate.plan import KINDS
 from vllm_process import VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

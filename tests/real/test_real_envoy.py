@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from epp_world import envoy, example, needs_envoy
-from lmetric.ports import free_ports
+from lmetric_lab.ports import free_ports
 from vllm_process import MODEL, VllmEngine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]

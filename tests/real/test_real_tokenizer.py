@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmetric.engines.emulated.text import TOKENIZER_PATH
+from lmetric_lab.emulated.text import TOKENIZER_PATH
 from router_world import served
 from test_real_doctor import doctor, outcomes, red, seen
 from vllm_process import BLOCK, MODEL, VllmEngine, environment, model

@@ -37,8 +37,8 @@ from proxy import Proxy  # noqa: E402
 from run import RUN, write_trace  # noqa: E402
 
 from common import commit  # noqa: E402
-from lmetric.engines.embedded import EmbeddedEngines  # noqa: E402
-from lmetric.engines.emulated.options import EngineOptions  # noqa: E402
+from lmetric_lab.embedded import EmbeddedEngines  # noqa: E402
+from lmetric_lab.emulated.options import EngineOptions  # noqa: E402
 
 CALLBACK = HERE / "timed_routing.py"
 TOKENIZER = Path(sys.modules[EngineOptions.__module__].__file__ or "").parent

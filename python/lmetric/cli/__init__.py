@@ -40,7 +40,7 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a user can cause; None for a defect of the program."""
     from lmetric._core import BadValueError, ExpressionError, LmetricError, UnknownNameError
     from lmetric.config import ConfigError
-    from lmetric.engines.emulated import EngineStartError
+    from lmetric.engines.errors import EngineStartError
     from lmetric.profiles import ProfileError
 
     if isinstance(error, BadValueError | ConfigError | ExpressionError | ProfileError | UnknownNameError):

@@ -1,68 +1,46 @@
-"""The command tree. Each command lives in its own module and imports what it needs when it runs."""
+"""The command tree. Each command has a module, which is imported only if it is needed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from importlib import import_module
 
 import typer
 
-from lmetric.cli import (
-    advise,
-    bench,
-    calibrate,
-    canary,
-    config,
-    demo,
-    doctor,
-    engine,
-    epp,
-    import_config,
-    indicators,
-    policies,
-    profiles,
-    records,
-    replay,
-    report,
-    serve,
-    simulate,
-    study,
-    tokenizer,
-    top,
-    trace,
-    whatif,
-)
-from lmetric.cli.help import Command
+from lmetric.cli.help import Command, Commands
 
-MODULES = (
-    serve,
-    epp,
-    top,
-    canary,
-    doctor,
-    tokenizer,
-    engine,
-    demo,
-    replay,
-    simulate,
-    study,
-    trace,
-    calibrate,
-    whatif,
-    report,
-    records,
-    advise,
-    policies,
-    indicators,
-    profiles,
-    config,
-    import_config,
-    bench,
-)
+# The commands by group, as `lmetric-router --help` shows them, with the package of each one.
+# The laboratory's commands are one of the three doors to it: nothing else here imports it.
+_ROUTER, _LAB = "lmetric.cli", "lmetric_lab.cli"
+GROUPS = {
+    "Run": {"serve": _ROUTER, "epp": _ROUTER, "doctor": _ROUTER, "top": _ROUTER, "config": _ROUTER},
+    "Improve": {
+        "canary": _ROUTER,
+        "whatif": _LAB,
+        "advise": _LAB,
+        "report": _LAB,
+        "records": _ROUTER,
+        "calibrate": _LAB,
+    },
+    "Try": {"demo": _LAB, "engine": _LAB, "replay": _LAB, "simulate": _LAB, "study": _LAB, "trace": _LAB},
+    "More": {
+        "policies": _ROUTER,
+        "indicators": _ROUTER,
+        "profiles": _LAB,
+        "tokenizer": _ROUTER,
+        "import-config": _LAB,
+        "bench": _LAB,
+    },
+}
+COMMANDS = {name: package for group in GROUPS.values() for name, package in group.items()}
 
 
 def build(words: Collection[str]) -> typer.Typer:
-    """The application. Options with slow imports are added only for the commands in `words`."""
+    """The application with the commands in `words`, or with all commands if it names none.
+
+    Options with slow imports are added only for the commands in `words`.
+    """
     # Else --show-completion zsh ignores "zsh" and prints the script of the shell that runs it.
     os.environ.setdefault("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     app = typer.Typer(
@@ -72,17 +50,22 @@ def build(words: Collection[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
+        cls=Commands,
     )
     app.callback()(_root)
-    for module in MODULES:
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
+    for name in [name for name in COMMANDS if name in words] or COMMANDS:
+        module = import_module(f"{COMMANDS[name]}.{name.replace('-', '_')}")
         if hasattr(module, "group"):
             app.add_typer(module.group, name=name)
             continue
-        app.command(name, cls=Command)(
-            module.build() if name in words and hasattr(module, "build") else module.command
-        )
+        command = module.build() if name in words and hasattr(module, "build") else module.command
+        app.command(name, cls=getattr(module, "CLASS", Command))(command)
     return app
+
+
+def build_all() -> typer.Typer:
+    """The application with all commands and all their options."""
+    return build(COMMANDS)
 
 
 def _print_version(wanted: bool) -> None:

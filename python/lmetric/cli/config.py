@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmetric.cli.help import BASIC
+from lmetric.cli.help import BASIC, Brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmetric.config import ServerConfig
+
+CLASS = Brief
 
 
 def command() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmetric.cli.help import Brief
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmetric.config import ServerConfig
+
+CLASS = Brief
 
 
 def command() -> None:

@@ -4,24 +4,60 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BASIC, DISAGGREGATION, EXPERIMENTAL = "Basic", "Disaggregation", "Experimental"
 POLICY, TRACE, ENGINES, RESULTS = "Policy", "Trace", "Engines", "Results"
+_ALL = "lmetric.help_all"
+# The options that the help of `Brief` commands shows: those that a first start needs.
+MAIN = (
+    "config",
+    "host",
+    "port",
+    "engine",
+    "embedded",
+    "policy",
+    "api_keys",
+    "records",
+    "set_",
+    "changed",
+    "schema",
+    "help_all",
+    "help",
+)
 _FIRST = ("Arguments", BASIC, POLICY)
 _LAST = (DISAGGREGATION, EXPERIMENTAL)
+
+
+class Commands(TyperGroup):
+    """The command tree, whose help lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes one section for each group of commands."""
+        from lmetric.cli.app import GROUPS
+
+        for title, names in GROUPS.items():
+            shown = [(name, self.commands[name]) for name in names if name in self.commands]
+            limit = formatter.width - 6 - max(map(len, self.commands))
+            with formatter.section(title):
+                formatter.write_dl([(name, each.get_short_help_str(limit)) for name, each in shown])
 
 
 class Command(TyperCommand):
     """A command whose help lists its options by `rich_help_panel`, as plain text."""
 
+    def shown(self, ctx: Any) -> list[Any]:
+        """The parameters that the help lists."""
+        return list(self.get_params(ctx))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments, then one section for each group of options."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
+        for param in self.shown(ctx):
             record = param.get_help_record(ctx)
             if record is None:
                 continue
@@ -35,6 +71,23 @@ class Command(TyperCommand):
         for title in ordered(sections):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
+
+
+class Brief(Command):
+    """A command with a help of one screen: the options of `MAIN`. ``--help-all`` lists all."""
+
+    def shown(self, ctx: Any) -> list[Any]:
+        """All parameters after ``--help-all``, else those of `MAIN`."""
+        params = super().shown(ctx)
+        return params if ctx.meta.get(_ALL) else [each for each in params if each.name in MAIN]
+
+
+def show_all(ctx: typer.Context, wanted: bool) -> None:
+    """The callback of ``--help-all``."""
+    if wanted:
+        ctx.meta[_ALL] = True
+        print(ctx.get_help())
+        ctx.exit()
 
 
 def ordered(titles: Iterable[str]) -> list[str]:

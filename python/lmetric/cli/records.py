@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from lmetric.cli.help import Command
-from lmetric.cli.whatif import RecordPaths
+
+RecordPaths = Annotated[
+    list[Path], typer.Argument(metavar="RECORDS...", help="Record files, or folders of them.")
+]
 
 group = typer.Typer(help="Convert the records of a router.", no_args_is_help=True)
 

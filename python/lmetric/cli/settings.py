@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from lmetric.cli import routing
-from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, POLICY
+from lmetric.cli.help import BASIC, DISAGGREGATION, EXPERIMENTAL, POLICY, show_all
 
 if TYPE_CHECKING:
     from lmetric.config import ServerConfig
@@ -176,7 +176,7 @@ def command_with_settings(
     """
     names = [each.name for each in extra]
 
-    def command(**given: Any) -> None:
+    def command(help_all: bool, **given: Any) -> None:
         own = {name: given.pop(name) for name in names}
         run(_read(**given), partial(_read, **given), **own)
 
@@ -186,6 +186,17 @@ def command_with_settings(
         if each.name in _KEYS:
             option.show_default = _default(_KEYS[each.name])
     parameters += [*routing.parameters(server=True), *extra, *routing.old_parameters(_OLD)]
+    everything = typer.Option(
+        "--help-all", is_eager=True, callback=show_all, help="Show all options and exit."
+    )
+    parameters.append(
+        inspect.Parameter(
+            "help_all",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[bool, everything],
+        )
+    )
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = doc

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,6 @@ from lmetric.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-    from lmetric.sim.max_load import MaxLoad
-    from lmetric.sim.setups import Result
 
 _PIPED_WIDTH = 80  # columns if neither a terminal nor COLUMNS gives the width
 _TEXT_WIDTH = 24  # columns; texts in tables wrap at or above this width
@@ -161,28 +157,6 @@ def write_json(path: Path, value: Any) -> None:
     path.write_bytes(orjson.dumps(value, option=_JSON) + b"\n")
 
 
-def write_report(
-    results: Sequence[Result],
-    title: str,
-    page: Path | None,
-    figures: Path | None,
-    *,
-    max_loads: Sequence[MaxLoad] = (),
-) -> None:
-    """Write a report of simulated runs: the HTML file `page`, and PNG figures into `figures`."""
-    import shlex
-
-    from lmetric.sim.figures import save_pngs
-    from lmetric.sim.report import build
-
-    command = shlex.join(["lmetric-router", *sys.argv[1:]])
-    made = build(results, title=title, command=command, max_loads=max_loads)
-    if page is not None:
-        page.write_text(made.html, encoding="utf-8")
-    if figures is not None:
-        save_pngs(made.drawings, figures)
-
-
 def progress(what: str) -> Progress:
     """A progress bar on stderr with counts and the remaining time."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -194,14 +168,3 @@ def progress(what: str) -> Progress:
 def note(text: str) -> None:
     """Print a text on stderr."""
     print(printable(text, "\n\t"), file=sys.stderr)
-
-
-def warn_unscored(results: Iterable[Result]) -> None:
-    """Print a warning for each policy that scored no instance in some decisions."""
-    counts: Counter[str] = Counter()
-    for result in results:
-        policies = (result.setup.policy, result.setup.decode_policy)
-        label = " and ".join(each.label for each in policies if each is not None)
-        counts[label] += result.unscored
-    for label, count in (+counts).items():
-        note(f"warning: {label} scored no instance in {count} decisions; least_requests decided")

@@ -10,7 +10,7 @@ from lmetric.config.kinds import Positive, Seconds, Strict
 
 
 def _slo(text: str) -> str:
-    from lmetric.slo import Goal
+    from lmetric_lab.slo import Goal
 
     try:
         Goal.of(text)
@@ -95,7 +95,7 @@ class CapacityConfig(Strict):
             )
         if self.slo is not None:
             from lmetric._core import LmetricError
-            from lmetric.capacity.worker import question_of
+            from lmetric_lab.capacity.worker import question_of
 
             try:
                 question_of(self.model_dump())

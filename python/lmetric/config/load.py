@@ -18,7 +18,9 @@ from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
 from lmetric.defaults import DEFAULT_POLICY
-from lmetric.public_traces import FOLDER_VARIABLE
+
+TRACE_DIR = "LMETRIC_TRACE_DIR"
+"""Environment variable of the laboratory, not a setting: the folder of public traces."""
 
 ENV_PREFIX = "LMETRIC__"
 """Prefix of environment variables with settings."""
@@ -65,7 +67,7 @@ def load_config(
         content, lines = _read_yaml(Path(file))
         take(str(file), content)
     for name, value in sorted(environ.items()):
-        if not name.startswith("LMETRIC") or name == FOLDER_VARIABLE or _is_service_link(name, value):
+        if not name.startswith("LMETRIC") or name == TRACE_DIR or _is_service_link(name, value):
             continue
         if not name.startswith(ENV_PREFIX):
             ignored.append(name)

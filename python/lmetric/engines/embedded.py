@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from lmetric.engines.emulated import EngineOptions, EngineStartError
+from lmetric.engines.errors import EngineStartError
 
 _READY_SECONDS = 60.0
 _STOP_SECONDS = 5.0
@@ -32,32 +32,23 @@ class EmbeddedEngine:
 
 
 class EmbeddedEngines:
-    """``async with EmbeddedEngines(4) as engines: engines.urls``.
+    """``async with EmbeddedEngines([[], []]) as engines: engines.urls``.
 
     Args:
-        options: one for all engines (each gets a free port), with their number; or one for each.
+        flags: the flags of each engine, as of ``lmetric-router engine``. Each gets a free port.
         kv_events: engines publish KV events on local sockets, which /kv_event_sources lists.
 
     Raises:
         EngineStartError: an engine did not start; the message has its log. The others are stopped.
     """
 
-    def __init__(
-        self,
-        count: int = 1,
-        options: EngineOptions | Sequence[EngineOptions] | None = None,
-        *,
-        kv_events: bool = False,
-    ) -> None:
-        if options is None or isinstance(options, EngineOptions):
-            options = [options or EngineOptions()] * count
-        self._options = [each.model_copy(update={"port": 0, "exit_with_parent": True}) for each in options]
+    def __init__(self, flags: Sequence[Sequence[str]], *, kv_events: bool = False) -> None:
+        self._flags = [[*each, "--port", "0", "--exit-with-parent"] for each in flags]
         self._sockets = tempfile.TemporaryDirectory(prefix="lmetric-") if kv_events else None
         if self._sockets is not None:
-            for number, each in enumerate(self._options):
+            for number, each in enumerate(self._flags):
                 socket = f"ipc://{self._sockets.name}/{number}"
-                update = {"kv_events_endpoint": socket, "kv_events_replay_endpoint": f"{socket}-replay"}
-                self._options[number] = each.model_copy(update=update)
+                each += ["--kv-events-endpoint", socket, "--kv-events-replay-endpoint", f"{socket}-replay"]
         self._children: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task[None]] = []
         self.engines: list[EmbeddedEngine] = []
@@ -69,7 +60,7 @@ class EmbeddedEngines:
 
     async def __aenter__(self) -> EmbeddedEngines:
         try:
-            starts = [self._start(number, options) for number, options in enumerate(self._options)]
+            starts = [self._start(number, flags) for number, flags in enumerate(self._flags)]
             # Wait for all engines, so that the started ones can be stopped if one fails.
             results = await asyncio.gather(*starts, return_exceptions=True)
             for result in results:
@@ -94,12 +85,12 @@ class EmbeddedEngines:
         if self._sockets is not None:
             self._sockets.cleanup()
 
-    async def _start(self, number: int, options: EngineOptions) -> EmbeddedEngine:
+    async def _start(self, number: int, flags: Sequence[str]) -> EmbeddedEngine:
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "lmetric.engines.emulated",
-            *options.flags(),
+            "lmetric_lab.emulated",
+            *flags,
             stdin=asyncio.subprocess.PIPE,  # closes with this process, and then the engine ends
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Reads the messages of error answers from engines and proxies."""
+"""Errors of engine processes, and the messages of error answers from engines and proxies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 import orjson
 
 _LONGEST = 300  # characters
+
+
+class EngineStartError(Exception):
+    """The engine cannot start: a port in use, a bad endpoint, a bad profile. The message is one
+    line."""
 
 
 def error_text(body: bytes) -> str:

@@ -37,7 +37,7 @@ from lmetric.server.tls.contexts import TlsContext, engine_context, listener_con
 from lmetric.server.tls.contexts import metrics as tls_metrics
 
 if TYPE_CHECKING:
-    from lmetric.engines.emulated import EngineOptions
+    from lmetric.options import Role
     from lmetric.server.epp.picker import Picker
 
 log = structlog.get_logger("lmetric.server")
@@ -602,23 +602,21 @@ def run_server(
         return runner.run(serve(config, lambda _: gc.freeze(), reread, picks=picks))
 
 
-def _embedded_options(config: ServerConfig) -> list[EngineOptions]:
-    """Returns the options of each embedded engine: N equal ones, or both roles ("2P4D").
+def _embedded_flags(config: ServerConfig) -> list[tuple[Role, list[str]]]:
+    """Returns the role and the flags of each embedded engine: N equal ones, or both roles ("2P4D").
 
-    The options enable the engine features that the configuration needs.
+    The flags enable the engine features that the configuration needs.
     """
-    from lmetric.engines.emulated import EngineOptions
-    from lmetric.engines.emulated.options import BOTH_WAYS
-
-    embedded, order = config.embedded, "priority" if config.orders else "fcfs"
+    embedded, order = config.embedded, ["--order", "priority"] if config.orders else []
     if isinstance(embedded, int):
-        both = BOTH_WAYS if config.splits or config.fetches_prefixes or config.rebalances else {}
-        return [EngineOptions.model_validate({"order": order, **both})] * embedded
+        both = ["--kv-connector", "nixl", "--kv-bidirectional", "--kv-load-failure-policy", "fail"]
+        moves = config.splits or config.fetches_prefixes or config.rebalances
+        return [("both", order + (both if moves else []))] * embedded
     assert embedded is not None
-    kv: dict[str, Any] = {"kv_connector": "nixl", "kv_load_failure_policy": "recompute"}
+    kv = ["--kv-connector", "nixl", "--kv-load-failure-policy", "recompute"]
     prefill, decode = embedded.removesuffix("D").split("P")
-    roles = ["prefill"] * int(prefill) + ["decode"] * int(decode)
-    return [EngineOptions.model_validate({"order": order, "role": role, **kv}) for role in roles]
+    half: dict[Role, int] = {"prefill": int(prefill), "decode": int(decode)}
+    return [(role, [*order, "--role", role, *kv]) for role, count in half.items() for _ in range(count)]
 
 
 @contextlib.asynccontextmanager
@@ -629,11 +627,11 @@ async def _with_embedded(config: ServerConfig) -> AsyncIterator[ServerConfig]:
         return
     from lmetric.engines.embedded import EmbeddedEngines
 
-    options = _embedded_options(config)
-    async with EmbeddedEngines(options=options, kv_events=True) as embedded:
+    engines_of = _embedded_flags(config)
+    async with EmbeddedEngines([flags for _, flags in engines_of], kv_events=True) as embedded:
         engines = [
-            EngineConfig(url=url, name=f"embedded-{number}", role=None if one.role == "both" else one.role)
-            for number, (url, one) in enumerate(zip(embedded.urls, options, strict=True))
+            EngineConfig(url=url, name=f"embedded-{number}", role=None if role == "both" else role)
+            for number, (url, (role, _)) in enumerate(zip(embedded.urls, engines_of, strict=True))
         ]
         yield config.model_copy(update={"engines": [*config.engines, *engines]})
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// its value.
 type Column = (&'static str, bool, fn(&Running) -> f64);
 
-/// Names that begin with `log_` are log(1 + x), as in the samples of `lmetric.lengths.from_trace`.
+/// Names that begin with `log_` are log(1 + x), as in the samples of `train_lengths.from_trace`.
 static COLUMNS: &[Column] = &[
     ("generated_tokens", false, |r| r.output_tokens),
     ("log_generated_tokens", false, |r| r.output_tokens.ln_1p()),

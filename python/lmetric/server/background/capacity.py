@@ -24,9 +24,9 @@ from lmetric.policies import is_code
 from lmetric.server.api.errors import ApiError
 from lmetric.server.fleet.fleet import Fleet
 
-log = structlog.get_logger("lmetric.capacity")
+log = structlog.get_logger("lmetric_lab.capacity")
 
-COMMAND = (sys.executable, "-m", "lmetric.capacity.worker")
+COMMAND = (sys.executable, "-m", "lmetric_lab.capacity.worker")
 RESTART_SECONDS, RESTART_SECONDS_MAX = 5.0, 300.0  # pauses after failures: doubled to the maximum
 STOP_SECONDS = 2.0
 LINE_BYTES = 4 << 20  # longest answer

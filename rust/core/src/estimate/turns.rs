@@ -4,7 +4,7 @@
 //! The previous turn of a request is the latest request with the same session key. Without a
 //! session key, it is the latest request whose whole prompt blocks begin this prompt. A prompt with
 //! `SHARED_AFTER` or more different continuations is a system prompt and links no requests.
-//! `lmetric.lengths.from_trace` finds turns by the same rules, for training.
+//! `train_lengths.from_trace` finds turns by the same rules, for training.
 use crate::ids::Seconds;
 use crate::request::Request;
 use hashbrown::DefaultHashBuilder;

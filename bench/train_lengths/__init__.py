@@ -1,0 +1,1 @@
+"""Training of length predictors (STAR, section 4): samples, a network, and baselines."""

@@ -1,0 +1,251 @@
+"""``lmetric-router calibrate``: fit a profile to a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmetric.cli.help import BASIC, ENGINES
+from lmetric_lab.cli.options import check_file
+
+if TYPE_CHECKING:
+    from lmetric_lab.calibrate import Calibration, Calibrator
+
+_LIMITS = "Limits"
+
+
+def command(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Engine URL, e.g. http://10.0.0.1:8000.")],
+    tokens_budget: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Maximum number of prompt and output tokens to spend.", rich_help_panel=BASIC
+        ),
+    ] = 200_000,
+    max_batch: Annotated[
+        int,
+        typer.Option(min=1, max=4096, help="Maximum number of concurrent requests.", rich_help_panel=_LIMITS),
+    ] = 32,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest prompt, tokens.",
+            show_default="as model and budget allow",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the profile.", show_default="print it", rich_help_panel=BASIC),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name to request.", show_default="the only served model", rich_help_panel=BASIC
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens per KV block, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    cache_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV cache size in blocks, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequence slots (max_num_seqs), if the engine does not report them.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum tokens per step, if the engine does not report it.",
+            show_default="as reported",
+            rich_help_panel=ENGINES,
+        ),
+    ] = None,
+    clock_speed: Annotated[
+        float,
+        typer.Option(
+            help="Emulated engines: the engine's clock runs N times as fast as real time.",
+            rich_help_panel=ENGINES,
+        ),
+    ] = 1.0,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Fail after S seconds without data from the engine.", rich_help_panel=_LIMITS),
+    ] = 120.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Bearer token.", show_default="none", rich_help_panel=BASIC
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Continue even if the engine has other traffic.", rich_help_panel=_LIMITS)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=BASIC)
+    ] = False,
+) -> None:
+    """Fit a profile of step times to a running engine.
+
+    The command probes the engine within a token budget.
+    `simulate --profile FILE` and `serve --profile FILE` load the profile. The command prints the
+    cost of the probes before it sends them. It refuses an engine with other traffic, unless you
+    pass --force. Ctrl-C stops the probes; nothing is written.
+    """
+    from lmetric.cli.show import note, print_json
+    from lmetric.profiles.roofline import as_yaml
+    from lmetric_lab.calibrate import Calibrator
+
+    for name, value in (("--clock-speed", clock_speed), ("--timeout", timeout)):
+        if not value > 0:
+            raise typer.BadParameter(f"{value:g} is not above 0", param_hint=name)
+    check_file("--out", out)
+    _need_scipy()
+    sizes = {
+        "block_tokens": block_tokens,
+        "cache_blocks": cache_blocks,
+        "max_sequences": max_sequences,
+        "max_batch_tokens": max_batch_tokens,
+    }
+    calibrator = Calibrator(
+        engine,
+        budget_tokens=tokens_budget,
+        max_batch=max_batch,
+        max_prompt_tokens=max_prompt_tokens,
+        model=model,
+        api_key=api_key,
+        force=force,
+        clock_speed=clock_speed,
+        timeout_seconds=timeout,
+        overrides={name: size for name, size in sizes.items() if size is not None},
+    )
+    made = _run(calibrator)
+    text = as_yaml(made.profile)
+    if as_json:
+        print_json(_as_data(made))
+    else:
+        _print(made)
+        if out is None:
+            print(text, end="")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+        note(f"wrote {out}; use it with simulate --profile {out} or serve --profile {out}")
+
+
+def _need_scipy() -> None:
+    """Checks for scipy before any probe is sent."""
+    from importlib.util import find_spec
+
+    from lmetric_lab.calibrate import CalibrationError
+
+    if find_spec("scipy") is None:
+        raise CalibrationError("calibrate needs scipy: install lmetric-router[calibrate] or scipy")
+
+
+def _run(calibrator: Calibrator) -> Calibration:
+    import uvloop
+
+    from lmetric.cli.show import note, progress
+    from lmetric_lab.calibrate.plan import ROUNDS
+
+    async def run() -> Calibration:
+        async with calibrator:
+            plan, facts = calibrator.plan, calibrator.facts
+            note(
+                f"{facts.engine}, model {facts.model}: {len(plan.probes)} probes, {ROUNDS} times each, with "
+                f"at most {plan.most_tokens:,} tokens ({calibrator.budget_tokens:,} with repetitions), "
+                f"{plan.largest_batch} requests at once, prompts of up to {plan.longest_prompt:,} tokens"
+            )
+            with progress("probes") as bar:
+                task = bar.add_task("", total=ROUNDS * len(plan.probes))
+                return await calibrator.run(
+                    lambda probe: bar.update(task, advance=1, description=probe.label)
+                )
+
+    return uvloop.run(run())
+
+
+def _as_data(made: Calibration) -> dict[str, Any]:
+    return {
+        "profile": made.profile.model_dump(exclude_none=True),
+        "standard_errors": made.fit.standard_errors,
+        "request_seconds": made.fit.request_seconds,
+        "median_relative_error": made.fit.median_error,
+        "unidentified": made.fit.unidentified,
+        "assumed": made.assumed,
+        "dropped_probes": made.dropped,
+        "tokens_used": made.tokens_used,
+        "engine": made.facts,
+        "probes": [
+            {
+                "kind": residual.kind,
+                "probe": residual.label,
+                "measured_seconds": residual.measured_seconds,
+                "predicted_seconds": residual.predicted_seconds,
+                "relative_error": residual.relative_error,
+                "relative_spread": residual.spread,
+            }
+            for residual in made.fit.residuals
+        ],
+    }
+
+
+def _print(made: Calibration) -> None:
+    from lmetric.cli.show import note, print_table
+    from lmetric_lab.calibrate.plan import KINDS
+
+    fit = made.fit
+    rows = [
+        [
+            r.kind,
+            r.label,
+            f"{r.measured_seconds * 1e3:.2f}",
+            f"{r.predicted_seconds * 1e3:.2f}",
+            f"{r.relative_error:+.1%}",
+            f"{r.spread:.1%}",
+        ]
+        for r in sorted(fit.residuals, key=lambda r: (KINDS.index(r.kind), r.measured_seconds))
+    ]
+    print_table(
+        ["kind", "probe", "measured, ms", "predicted, ms", "off by", "measurements apart"],
+        rows,
+        title="A prefill's time to first token, a decode step, or all steps beside a prompt",
+        keys=2,
+    )
+    by_kind = []
+    for kind in KINDS:
+        errors = sorted(abs(r.relative_error) for r in fit.residuals if r.kind == kind)
+        if errors:
+            by_kind.append([kind, str(len(errors)), f"{errors[len(errors) // 2]:.1%}", f"{errors[-1]:.1%}"])
+    print_table(["kind", "probes", "median error", "worst"], by_kind)
+    constants = [
+        [name, f"{value:.4g}", f"{fit.standard_errors[name]:.2g}"] for name, value in fit.constants.items()
+    ]
+    constants.append(["(each request, not in the profile)", f"{fit.request_seconds:.4g}", ""])
+    print_table(
+        ["constant", "seconds", "standard error"], constants, title=f"{made.tokens_used:,} tokens used"
+    )
+    for text in (*fit.unidentified, *made.assumed, *(f"no result from {text}" for text in made.dropped)):
+        note(f"note: {text}")

@@ -1,0 +1,89 @@
+"""Data-parallel ranks of an emulated engine: each has a queue, a cache and KV events of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from lmetric.engines.errors import EngineStartError
+from lmetric_lab.emulated.driver import Driver
+from lmetric_lab.emulated.errors import ApiError
+from lmetric_lab.emulated.kv_feed import KvFeed
+from lmetric_lab.emulated.metrics import EngineMetrics
+
+_TRIES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of them."""
+
+    driver: Driver
+    metrics: EngineMetrics
+    kv_feed: KvFeed | None
+
+
+def chosen(ranks: Sequence[Rank], header: str | None) -> Rank:
+    """The rank in `X-data-parallel-rank`, else the least loaded by vLLM's weights. Raises
+    ApiError."""
+    if header is not None:
+        with contextlib.suppress(ValueError):
+            if 0 <= int(header) < len(ranks):
+                return ranks[int(header)]
+            raise ApiError(400, f"data_parallel_rank {header} is out of range [0, {len(ranks)}).")
+
+    def load(rank: Rank) -> int:
+        now = rank.driver.engine.load()
+        return 4 * int(now["waiting"]) + int(now["running"])
+
+    return ranks[0] if len(ranks) == 1 else min(ranks, key=load)
+
+
+def consecutive_ports(endpoint: str, count: int) -> str:
+    """An endpoint for ``count`` ranks. Each rank adds its number to the port. Port 0 selects a port
+    with free ports after it.
+
+    Raises EngineStartError.
+    """
+    place, _, port = endpoint.rpartition(":")
+    if count == 1 or not endpoint.startswith("tcp://") or port not in ("0", "*"):
+        return endpoint
+    for _ in range(_TRIES):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.socket())
+            first.bind(("", 0))
+            number = first.getsockname()[1]
+            for more in range(1, count):
+                stack.enter_context(socket.socket()).bind(("", number + more))
+            return f"{place}:{number}"
+    raise EngineStartError(f"{endpoint}: found no {count} consecutive free ports; name a port")
+
+
+class MetricsPage(Collector):
+    """/metrics: each metric once, with the samples of all ranks."""
+
+    def __init__(self, ranks: Sequence[EngineMetrics]) -> None:
+        self._ranks = ranks
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: `collect` is asked only when someone scrapes."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        for family, *others in zip(*(rank.collect() for rank in self._ranks), strict=True):
+            for other in others:
+                family.samples += other.samples
+            yield family

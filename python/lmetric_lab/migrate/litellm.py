@@ -1,0 +1,176 @@
+"""The configuration of a LiteLLM proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmetric.defaults import DEFAULT_POLICY
+from lmetric_lab.migrate.draft import OLD_RULE, Draft
+
+# Providers whose api_base is an engine with the OpenAI API.
+_OWN = {
+    "hosted_vllm",
+    "openai",
+    "vllm",
+    "text-completion-openai",
+    "custom_openai",
+    "openai_like",
+    "xinference",
+}
+_STRATEGIES = {"simple-shuffle": "random", "least-busy": "least_requests"}
+_OTHER_STRATEGIES = (
+    "latency-based-routing",
+    "usage-based-routing",
+    "usage-based-routing-v2",
+    "cost-based-routing",
+)
+_WEIGHTS = ("rpm", "tpm", "weight")
+_REDIS = (
+    "routers of the same engines exchange their load: `replicas.urls` and `replicas.token`, without Redis"
+)
+_REASONS = {
+    "fallbacks": "no fallback to another model",
+    "context_window_fallbacks": "no fallback to another model",
+    "content_policy_fallbacks": "no fallback to another model",
+    "default_fallbacks": "no fallback to another model",
+    "model_group_alias": "clients use the model's name; or start the engine with --served-model-name",
+    "redis_host": _REDIS,
+    "redis_port": _REDIS,
+    "redis_password": _REDIS,
+    "redis_url": _REDIS,
+    "master_key": "keys are in a file: `auth.keys_file`",
+    "background_health_checks": "health checks are always on: `health.interval`",
+    "health_check_interval": "health checks are always on: `health.interval`",
+    "drop_params": "requests reach the engine unchanged",
+    "cache": "no cache of answers; the engines cache prefixes",
+    "cache_params": "no cache of answers; the engines cache prefixes",
+    "success_callback": "use /metrics, `records` and `tracing`",
+    "failure_callback": "use /metrics, `records` and `tracing`",
+    "callbacks": "use /metrics, `records` and `tracing`",
+    "alerting": "alert on the metrics (docs/how-to/monitoring.md)",
+    "retry_policy": "`retries.failures` and `retries.statuses` say which failures are retried",
+    "retry_after": "a retry goes to another engine at once",
+    "enable_pre_call_checks": "the engine refuses prompts that are too long",
+}
+
+
+def translate(draft: Draft, config: dict[str, Any], _: list[Any]) -> None:
+    """Fills the draft from a proxy's config.yaml."""
+    router = _section(draft, config, "router_settings")
+    general = _section(draft, config, "general_settings")
+    module = _section(draft, config, "litellm_settings")
+    draft.set("host", "0.0.0.0")
+    draft.set("port", 4000, "The address of the old router, so that clients stay as they are.")
+    _policy(draft, router)
+    pools: dict[str, list[dict[str, Any]]] = {}
+    entries = config.get("model_list")
+    if not isinstance(entries, list):
+        raise draft.error("model_list", entries, "a list of deployments")
+    for index, entry in enumerate(entries):
+        _deployment(draft, f"model_list[{index}]", entry, pools)
+    if len(pools) == 1:
+        [(name, engines)] = pools.items()
+        draft.set("model", name)
+        draft.set("engines", engines)
+    elif pools:
+        draft.set("models", [{"name": name, "engines": engines} for name, engines in pools.items()])
+    else:
+        draft.remark("model_list", "no deployment is an engine of yours; keep LiteLLM in front of providers")
+    _reliability(draft, router, module)
+    for name, section in (
+        ("router_settings", router),
+        ("litellm_settings", module),
+        ("general_settings", general),
+    ):
+        for key, value in section.items():
+            draft.remark(f"{name}.{key}", _REASONS.get(key, "no equivalent known"), value)
+    if config.get("environment_variables"):
+        draft.remark(
+            "environment_variables", "the router reads LMETRIC__... (docs/reference/configuration.md)"
+        )
+    known = {"model_list", "router_settings", "general_settings", "litellm_settings", "environment_variables"}
+    for key in config.keys() - known:
+        draft.remark(key, "no equivalent known")
+
+
+def _section(draft: Draft, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise draft.error(name, value, "a mapping")
+    return dict(value)
+
+
+def _policy(draft: Draft, router: dict[str, Any]) -> None:
+    strategy = str(router.pop("routing_strategy", "simple-shuffle"))
+    args = router.pop("routing_strategy_args", None)
+    if strategy in _STRATEGIES:
+        draft.set("policy", _STRATEGIES[strategy], f"{OLD_RULE}.")
+    elif strategy in _OTHER_STRATEGIES:
+        draft.set("policy", DEFAULT_POLICY)
+        draft.remark(f"routing_strategy {strategy}", f"no such rule; `{DEFAULT_POLICY}` replaces it")
+    else:
+        raise draft.error(
+            "router_settings.routing_strategy", strategy, ", ".join([*_STRATEGIES, *_OTHER_STRATEGIES])
+        )
+    if args:
+        draft.remark("router_settings.routing_strategy_args", "parameters of the old rule")
+
+
+def _deployment(draft: Draft, where: str, entry: Any, pools: dict[str, list[dict[str, Any]]]) -> None:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("litellm_params"), Mapping):
+        raise draft.error(where, entry, "a mapping with model_name and litellm_params")
+    params = dict(entry["litellm_params"])
+    public, model = str(entry.get("model_name")), str(params.pop("model", ""))
+    provider, slash, served = model.partition("/")
+    base = params.pop("api_base", None)
+    if base is None or provider not in _OWN or not slash:
+        draft.remark(f"{where} ({public})", f"{model}: a provider's model; LiteLLM stays in front of it")
+        return
+    base = str(base)
+    if base.startswith("os.environ/"):
+        draft.remark(
+            f"{where} ({public})", f"its address is in a variable; add it to `engines` of {served}", base
+        )
+        return
+    engine = draft.engine(base, f"{where}.api_base")
+    if engine is None:
+        return
+    if params.pop("api_key", "none") not in ("none", "", "EMPTY", "fake", None):
+        draft.remark(f"{where}.api_key", "not copied; set `api_key` of the engine")
+    if served != public:
+        why = f"clients send {served}, or start the engine with --served-model-name {public}"
+        draft.remark(f"model_name {public}", why)
+    for key in _WEIGHTS:
+        for source in (params, entry):
+            if key in source:
+                draft.remark(f"{where}.{key}", "no weights: load decides; limits are per tenant", source[key])
+        params.pop(key, None)
+    for key, value in params.items():
+        draft.remark(f"{where}.{key}", "clients send request parameters themselves", value)
+    for key in sorted(entry.keys() - {"model_name", "litellm_params", *_WEIGHTS}):
+        draft.remark(f"{where}.{key}", "the router asks the engines for their models")
+    engines = pools.setdefault(served, [])
+    if draft.is_new(engine, model=served):
+        engines.append(engine)
+
+
+def _reliability(draft: Draft, router: dict[str, Any], module: dict[str, Any]) -> None:
+    """Retries, time limits and cooldowns. The router's settings come before the module's."""
+
+    def take(*names: str) -> float | int | None:
+        values = [section.pop(name, None) for section in (router, module) for name in names]
+        value = next((each for each in values if each is not None), None)
+        return None if value is None else draft.number(names[0], value)
+
+    if (retries := take("num_retries")) is not None:
+        draft.set("retries.attempts", int(retries) + 1, "retries.attempts counts the first attempt, too.")
+    if (limit := take("timeout", "request_timeout")) is not None:
+        draft.set("timeouts.request", limit)
+    if (first := take("stream_timeout")) is not None:
+        draft.set("timeouts.first_byte", first)
+    if (fails := take("allowed_fails")) is not None:
+        draft.set("health.ejection.consecutive_failures", int(fails) + 1)
+        draft.note("health", "LiteLLM counts failures per minute; the router counts consecutive failures.")
+    if (pause := take("cooldown_time")) is not None:
+        draft.set("health.ejection.base_seconds", pause)

@@ -1,0 +1,189 @@
+"""Upstreams of an nginx configuration, read with crossplane (the extra ``nginx``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lmetric.config import ConfigError
+from lmetric.defaults import DEFAULT_POLICY
+from lmetric_lab.migrate.draft import OLD_RULE, Draft
+
+_Block = list[dict[str, Any]]
+
+_NOT_NEEDED = "not needed: one process answers for every host name"
+_REPEATED = "another block has this setting, too; the first one counts"
+_PROXY = "the router sets its own headers and buffers"
+_BLOCKS = {"events", "http", "server", "location", "upstream", "proxy_pass"}
+_OWN = {"server_name", "zone", "worker_processes", "worker_connections", "worker_rlimit_nofile"}
+
+
+def translate(draft: Draft, file: Path, text: str) -> None:
+    """Fills the draft from the upstream that the configuration uses first."""
+    top = _parse(file)
+    blocks = [each for each in _walk(top) if each["directive"] == "upstream"]
+    upstreams = {each["args"][0]: each["block"] for each in blocks}
+    if not upstreams:
+        raise ConfigError(
+            f"{file}: no upstream; expected an nginx configuration with `upstream NAME {{ ... }}`"
+        )
+    scheme = "http"
+    used: list[str] = []
+    for each in _walk(top):
+        if each["directive"] == "proxy_pass":
+            parts = re.match(r"(https?)://([^/:]+)", each["args"][0])
+            if parts and parts[2] in upstreams and parts[2] not in used:
+                scheme, used = (parts[1] if not used else scheme), [*used, parts[2]]
+    name = used[0] if used else next(iter(upstreams))
+    _upstream(draft, upstreams[name], scheme)
+    for other in upstreams.keys() - {name}:
+        draft.remark(f"upstream {other}", "one fleet per import; write it as an entry of `models`")
+    _directives(draft, list(_walk(top, into_upstreams=False)))
+
+
+def _parse(file: Path) -> _Block:
+    try:
+        import crossplane
+    except ImportError:
+        raise ConfigError(
+            f"{file}: reading nginx files needs crossplane: pip install 'lmetric-router[nginx]'"
+        ) from None
+    parsed = crossplane.parse(str(file), single=True, check_ctx=False, check_args=False)
+    for error in parsed["errors"]:
+        line = f":{error['line']}" if error.get("line") else ""
+        raise ConfigError(f"{file}{line}: {str(error['error']).rpartition(' in ')[0] or error['error']}")
+    block: _Block = parsed["config"][0]["parsed"]
+    return block
+
+
+def _walk(block: _Block, *, into_upstreams: bool = True) -> Iterator[dict[str, Any]]:
+    for each in block:
+        yield each
+        if into_upstreams or each["directive"] != "upstream":
+            yield from _walk(each.get("block") or [], into_upstreams=into_upstreams)
+
+
+def _upstream(draft: Draft, block: _Block, scheme: str) -> None:
+    policy, note = "round_robin", None
+    for each in block:
+        what, args = each["directive"], each["args"]
+        if what == "least_conn":
+            policy = "least_requests"
+        elif what == "random":
+            policy = "power_of_two" if args[:1] == ["two"] else "random"
+        elif what in ("ip_hash", "hash", "sticky"):
+            policy, note = "session_affinity", "Clients name their session in the header x-session-id."
+            draft.remark(" ".join([what, *args]), "sessions come in the header x-session-id")
+        elif what == "least_time":
+            draft.remark(" ".join([what, *args]), f"no such rule; see `{DEFAULT_POLICY}`")
+        elif what.startswith("keepalive"):
+            draft.remark(
+                " ".join([what, *args]), "the router keeps connections by itself: `limits.idle_seconds`"
+            )
+        elif what in _OWN:
+            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+        elif what not in _BLOCKS:
+            draft.remark(" ".join([what, *args]), "no equivalent known")
+    draft.set("policy", policy, note)
+    draft.note("policy", f"{OLD_RULE}.")
+    limits: dict[str, list[Any]] = {"max_fails": [], "fail_timeout": [], "max_conns": []}
+    for each in block:
+        if each["directive"] == "server":
+            _server(draft, each["args"], scheme, limits)
+    if fails := [int(value) for value in limits["max_fails"]]:
+        if max(fails) > 0:
+            draft.set("health.ejection.consecutive_failures", max(fails))
+        else:
+            draft.set("health.ejection.enabled", False)
+    if times := [draft.seconds("fail_timeout", value) for value in limits["fail_timeout"]]:
+        draft.set("health.ejection.base_seconds", min(max(times), 86_400))
+        if max(times) > 300:
+            draft.set("health.ejection.max_seconds", min(max(times), 86_400))
+    if counts := [int(value) for value in limits["max_conns"]]:
+        draft.set("limits.max_connections_per_engine", min(counts))
+
+
+def _server(draft: Draft, args: list[str], scheme: str, limits: dict[str, list[Any]]) -> None:
+    address, options = args[0], args[1:]
+    for flag in ("backup", "down"):
+        if flag in options:
+            draft.remark(
+                f"server {address} {flag}", "left out: every engine gets requests while it is healthy"
+            )
+            return
+    for option in options:
+        key, _, value = option.partition("=")
+        if key in limits:
+            limits[key].append(value)
+        elif key == "weight" and value != "1":
+            draft.remark(f"server {address} {option}", "no weights: load decides")
+        elif key != "weight":
+            draft.remark(f"server {address} {option}", "no equivalent known")
+    if address.startswith("unix:"):
+        draft.add_engine(address, "server")
+        return
+    port = "" if re.search(r":\d+$", address) else ":443" if scheme == "https" else ":80"
+    draft.add_engine(f"{scheme}://{address}{port}", "server")
+
+
+def _directives(draft: Draft, directives: _Block) -> None:
+    """The settings of server and location blocks, the first of each name."""
+    seen: dict[str, list[str]] = {}
+    others: dict[str, None] = {}
+    for each in directives:
+        what, args = each["directive"], each["args"]
+        if what == "location" and args != ["/"]:
+            draft.remark(" ".join([what, *args]), "the router serves the paths of engines, and only those")
+        if what in _BLOCKS:
+            continue
+        if what in _OWN:
+            draft.remark(" ".join([what, *args]), _NOT_NEEDED)
+        elif what in _SETTINGS and args[0] != "0" and what not in seen:
+            _SETTINGS[what](draft, what, args)
+        elif what in _SETTINGS and args != seen.get(what):
+            draft.remark(" ".join([what, *args]), "0 is no limit here" if args[0] == "0" else _REPEATED)
+        elif what.startswith("proxy_"):
+            draft.remark(what, _PROXY)
+        elif what not in _SETTINGS:
+            others[what] = None
+        seen.setdefault(what, args)
+    if others:
+        draft.remark(", ".join(others), "no equivalent known; check whether you need it")
+
+
+def _listen(draft: Draft, _: str, args: list[str]) -> None:
+    address = args[0]
+    if len(args) > 1:
+        draft.remark(f"listen {' '.join(args)}", "options of the socket; TLS is in `tls`, and HTTP is 1.1")
+    if address.startswith("unix:"):
+        draft.set("host", address)
+        return
+    parts = re.fullmatch(r"(?:(\[\S+\]|[^\s:\]]+):)?(\d+)", address)
+    host, port = (parts[1], int(parts[2])) if parts else (address, 80)
+    draft.set("port", port)
+    draft.set("host", "0.0.0.0" if host in (None, "*") else host.strip("[]"))
+
+
+def _read_timeout(draft: Draft, what: str, args: list[str]) -> None:
+    seconds = draft.seconds(what, args[0])
+    draft.set("timeouts.first_byte", seconds)
+    draft.set("timeouts.between_chunks", seconds)
+
+
+_SETTINGS: dict[str, Callable[[Draft, str, list[str]], None]] = {
+    "listen": _listen,
+    "proxy_connect_timeout": lambda draft, what, args: draft.set(
+        "timeouts.connect", draft.seconds(what, args[0])
+    ),
+    "proxy_read_timeout": _read_timeout,
+    "client_max_body_size": lambda draft, what, args: draft.set(
+        "limits.max_body_bytes", draft.size_bytes(what, args[0])
+    ),
+    "proxy_next_upstream_tries": lambda draft, what, args: draft.set(
+        "retries.attempts", int(draft.number(what, args[0], whole=True))
+    ),
+    "ssl_certificate": lambda draft, _, args: draft.set("tls.certificate_file", args[0]),
+    "ssl_certificate_key": lambda draft, _, args: draft.set("tls.key_file", args[0]),
+}
