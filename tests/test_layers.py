@@ -1,4 +1,4 @@
-"""The files of the server and of the core's router import downward only, and never in a circle.
+"""Both packages, the server and the core's router import downward only, and never in a circle.
 
 Imports for types alone count, too.
 """
@@ -79,6 +79,100 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+# The rooms of each package, from the bottom: files and folders of one row do not import each
+# other. The laboratory imports the router, never the reverse, but for three doors.
+PYTHON = ROOT.parents[1]
+ROUTER_ROOMS = [
+    {"_core", "defaults", "printable", "timeline", "validation", "why"},
+    {"canary", "engines", "expr", "plugins", "profiles", "record_schema", "tokens", "top"},
+    {"lengths", "policies", "record_parquet", "top_screen"},
+    {"options", "record_files"},
+    {"config", "records", "relay"},
+    {"server"},
+    {"doctor", "gateways"},
+    {"cli"},
+]
+LAB_ROOMS = [
+    {"errors", "machine", "packed", "ports", "slo"},
+    {"public_traces", "queueing"},
+    {"defaults"},
+    {"emulated"},
+    {"embedded", "migrate", "sim"},
+    {"replay"},
+    {"calibrate", "demo"},
+    {"whatif"},
+    {"capacity"},
+    {"cli"},
+]
+DOORS = {"lmetric/__init__.py", "lmetric/cli/app.py", "lmetric/engines/embedded.py"}
+
+
+def dotted(file: Path) -> str:
+    return ".".join(file.relative_to(PYTHON).with_suffix("").parts).removesuffix(".__init__")
+
+
+HOUSE = {dotted(file): file for file in PYTHON.rglob("*.py")} | {"lmetric._core": Path("of Rust")}
+
+
+def targets(tree: ast.AST) -> Iterator[str]:
+    """The modules of both packages that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in HOUSE else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@cache
+def house_arrows() -> dict[str, set[str]]:
+    found = {
+        name: {other for other in targets(ast.parse(file.read_text())) if other in HOUSE and other != name}
+        for name, file in HOUSE.items()
+        if name != "lmetric._core"
+    }
+    del found["lmetric"]  # the table of names, a door
+    return found
+
+
+def test_every_import_of_a_package_goes_down() -> None:
+    rows = {"lmetric": ROUTER_ROOMS, "lmetric_lab": LAB_ROOMS}
+
+    def place(name: str) -> tuple[str, str, int]:
+        package, _, rest = name.partition(".")
+        room = rest.partition(".")[0]
+        return package, room, next(row for row, rooms in enumerate(rows[package]) if room in rooms)
+
+    up = []
+    for name, others in house_arrows().items():
+        if name == "lmetric_lab":
+            continue
+        package, room, row = place(name)
+        for other in others - {"lmetric"}:
+            its_package, its_room, its_row = place(other)
+            same = package == its_package
+            if (same and its_room != room and its_row >= row) or (not same and package == "lmetric"):
+                up.append(f"{name} -> {other}")
+    assert up == []
+
+
+def test_no_files_of_the_packages_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(house_arrows()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_router_names_the_laboratory_at_three_doors_only() -> None:
+    naming = {
+        str(file.relative_to(PYTHON))
+        for file in (PYTHON / "lmetric").rglob("*.py")
+        if re.search(r"\blmetric_lab\.", re.sub(r"`[^`]*`", "", file.read_text()))
+    }
+    assert naming == DOORS
 
 
 # The core's router, from the top, as the table in its `mod.rs` has it.

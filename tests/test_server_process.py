@@ -44,11 +44,14 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def router(
-    *flags: str, preset: Callable[[], None] | None = None, environ: Mapping[str, str] | None = None
+    *flags: str,
+    preset: Callable[[], None] | None = None,
+    environ: Mapping[str, str] | None = None,
+    code: str = RUN,
 ) -> AsyncIterator[Process]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMETRIC")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RUN, "--log-json", "--port", "0", *flags),
+        *(sys.executable, "-c", code, "--log-json", "--port", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
         env={**inherited, **(environ or {})},
         preexec_fn=preset,
@@ -236,3 +239,21 @@ async def test_a_full_pipe_of_the_log_stops_nothing() -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_a_running_server_loads_no_module_of_the_laboratory(tmp_path: Any) -> None:
+    told = (
+        "import atexit, sys\n"
+        "def tell(): print('loaded:', *(m for m in sys.modules if 'lmetric_lab' in m), file=sys.stderr)\n"
+        f"atexit.register(tell)\n{RUN}"
+    )
+    flags = ("--embedded", "2", "--records", str(tmp_path), "--set", "shadow.policy=lmetric")
+    async with router(*flags, code=told) as r, aiohttp.ClientSession() as client:
+        await r.listening()
+        async with client.post(r.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}) as answer:
+            assert answer.status == 200
+            await answer.read()
+        r.process.send_signal(signal.SIGTERM)
+        assert await r.ended() == 0
+        (line,) = [line for line in r.log[-1].splitlines() if line.startswith("loaded:")]
+        assert line == "loaded:"

@@ -4,6 +4,9 @@ DEFAULT_POLICY = "total_delay"
 """The policy of servers, gateways and simulations if none is chosen. Documentation:
 docs/explanation/total_delay.md."""
 
+TRACE_DIR = "LMETRIC_TRACE_DIR"
+"""Environment variable of the laboratory, not a setting: the folder of public traces."""
+
 PLANNER = "planner"
 """The policy for decode placement and prefix fetches, which are both on by default with it.
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmetric.config.load import TRACE_DIR
+from lmetric.defaults import TRACE_DIR
 from lmetric_lab.packed import SUFFIXES, open_packed
 
 _TIMEOUT_SECONDS = 30.0
@@ -141,7 +141,7 @@ def _download(trace: PublicTrace) -> None:
 
 
 def _error(trace: PublicTrace, problem: str) -> Exception:
-    from lmetric_lab.sim.traces.trace import TraceError
+    from lmetric_lab.errors import TraceError
 
     return TraceError(
         f"trace {trace.name}: {problem}\n{trace.facts()}\n"

@@ -17,10 +17,7 @@ from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.problems import explain
 from lmetric.config.schema import SHORTHANDS, ServerConfig
-from lmetric.defaults import DEFAULT_POLICY
-
-TRACE_DIR = "LMETRIC_TRACE_DIR"
-"""Environment variable of the laboratory, not a setting: the folder of public traces."""
+from lmetric.defaults import DEFAULT_POLICY, TRACE_DIR
 
 ENV_PREFIX = "LMETRIC__"
 """Prefix of environment variables with settings."""

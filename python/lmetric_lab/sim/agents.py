@@ -31,7 +31,7 @@ from lmetric_lab.sim.distributions import (
     draw,
     draw_whole,
 )
-from lmetric_lab.sim.traces import FINISH, Trace
+from lmetric_lab.sim.traces.trace import FINISH, Trace
 
 _STOP, _TOOL_CALLS = FINISH.index("stop"), FINISH.index("tool_calls")
 _MOST_PROGRAMS = 200_000

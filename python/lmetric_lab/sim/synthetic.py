@@ -47,7 +47,7 @@ from lmetric_lab.sim.distributions import (
     draw,
     draw_whole,
 )
-from lmetric_lab.sim.traces import Trace
+from lmetric_lab.sim.traces.trace import Trace
 
 Number = TypeVar("Number", np.float64, np.int64)
 

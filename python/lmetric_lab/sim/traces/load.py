@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmetric_lab.defaults import trace_path
+from lmetric_lab.errors import TraceError
 from lmetric_lab.packed import DAMAGED, open_packed
 from lmetric_lab.public_traces import available
 from lmetric_lab.sim.traces.fields import BOM, Row
 from lmetric_lab.sim.traces.formats import FORMATS, TraceFormat, recognise_line
-from lmetric_lab.sim.traces.trace import BadLine, Trace, TraceError, gather, renumbered
+from lmetric_lab.sim.traces.trace import BadLine, Trace, gather, renumbered
 from lmetric_lab.sim.traces.turns import chained_by_prefix
 
 # Timestamps count as bucketed when this share of them lies within this distance of a multiple of

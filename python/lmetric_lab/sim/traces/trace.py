@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric._core import LmetricError
-
 # Reasons why an answer ends: the model has finished, or it calls tools.
 FINISH = ("stop", "tool_calls")
-
-
-class TraceError(LmetricError):
-    """A trace cannot be read or written. The message has the file, the line and what was
-    expected."""
 
 
 @dataclass(frozen=True, slots=True)
