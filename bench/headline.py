@@ -4,7 +4,7 @@
     python bench/headline.py --check    # fails if the README differs from the results
 
 `python bench/reproduce/run.py --figure 21` simulates the results again. Their method is described
-in docs/explanation/studies/lmetric.md.
+in docs/research/lmetric.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reruns all studies of docs/explanation/reproduction.md and draws the planner's picture:
+# Reruns all studies of docs/research/reproduction.md and draws the planner's picture:
 # bench/reproduce_all.sh [FLAG ...]. Each study gets every FLAG (--quick: small scenarios, nothing
 # is written; --traces DIR). Some take minutes on two cores, UniBoost's clusters take hours.
 set -euo pipefail

@@ -22,11 +22,11 @@ from common import ROOT
 from common import commit as git_commit
 from result_files import paths_of, read_figure, read_index, write_figure
 
-PAGES = ROOT / "docs" / "explanation" / "studies"
+PAGES = ROOT / "docs" / "research"
 Told = dict[str, Any]
 Stage, Rival, Outcome = TypeVar("Stage"), TypeVar("Rival"), TypeVar("Outcome")
 SEEDS = ("seeds", "first_seed")
-HOW = """Each figure is stored as CSV in results; docs/explanation/studies shows its tables."""
+HOW = """Each figure is stored as CSV in results; docs/research shows its tables."""
 
 
 def spread(found: Sequence[float], scale: float = 1, digits: int = 2) -> str:
@@ -141,7 +141,7 @@ class Pool:
 class Rerun:
     """The figures of a study.
 
-    `page` is the name of the study's page in `docs/explanation/studies`. A figure is between
+    `page` is the name of the study's page in `docs/research`. A figure is between
     `<!-- figure NAME -->` and `<!-- /figure -->`.
 
     A maker takes the study's scenarios (with `seeds`, `quick`, `close`) and returns the figure's
@@ -218,7 +218,7 @@ class Rerun:
                 sys.exit(f"run.py: {results} has no figure {name}: run it with --figure {name}")
             told = read_figure(results, name)
             stored = self.folder.relative_to(ROOT) / "results"
-            files = ", ".join(f"[{p.name}](../../../{stored}/{p.name})" for p in paths_of(results, name))
+            files = ", ".join(f"[{p.name}](../../{stored}/{p.name})" for p in paths_of(results, name))
             first = f" from {told['first_seed']} on" if told["first_seed"] else ""
             origin = f"{told['seeds']} seeds{first}, at commit {told['commit']}. All values: {files}."
             return f"<!-- figure {name} -->\n\n{self.rendered(told)}\n\n{origin}\n\n<!-- /figure -->"

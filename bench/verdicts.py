@@ -1,4 +1,4 @@
-"""Renders the verdicts: `reproduction.md` and `studies` in `docs/explanation`.
+"""Renders the verdicts in the pages of `docs/research`.
 
     python bench/verdicts.py            # writes the pages
     python bench/verdicts.py --check    # fails if a page differs from the results
@@ -38,7 +38,7 @@ from result_files import read_figure, read_index
 # `verdict_figures.py` imports this module by this name.
 sys.modules.setdefault("verdicts", sys.modules[__name__])
 
-DOCS = ROOT / "docs" / "explanation"
+DOCS = ROOT / "docs" / "research"
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
 MARKED = re.compile(r"(<!-- verdicts (\w+)(?: (\w+))? -->\n).*?(\n<!-- /verdicts -->)", re.DOTALL)
 PART = re.compile(r"^<!-- part (\w+) -->\n", re.MULTILINE)
@@ -226,8 +226,7 @@ def ages(results: Callable[[str], Path]) -> str:
 
 def pages_in(docs: Path) -> dict[Path, str]:
     """Returns the pages that hold verdicts, by path in the documentation's folder."""
-    paths = [docs / "reproduction.md", *sorted((docs / "studies").glob("*.md"))]
-    return {path.relative_to(docs): path.read_text() for path in paths}
+    return {path.relative_to(docs): path.read_text() for path in sorted(docs.glob("*.md"))}
 
 
 def render_pages(pages: Mapping[Path, str], results: Callable[[str], Path] = results_of) -> dict[Path, str]:

@@ -54,7 +54,7 @@ def turns(trace: Trace) -> np.ndarray:
     return np.bincount(trace.sessions)
 
 
-# Recorded quantiles, as in docs/explanation/agent_workload.md, and the factor that is allowed.
+# Recorded quantiles, as in docs/research/agent_workload.md, and the factor that is allowed.
 @pytest.mark.parametrize(
     ("values", "share", "recorded", "factor"),
     [

@@ -79,7 +79,7 @@ def test_the_readmes_score_expressions_run() -> None:
 
 
 def test_the_shown_way_through_a_trace_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "docs" / "reference" / "traces.md"
+    path = ROOT / "docs" / "research" / "traces.md"
     (shown,) = blocks(path, "python")
     exec(compile(shown, "traces.md", "exec"), {})
     assert 0 < float(capsys.readouterr().out) < 1

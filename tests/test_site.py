@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_in_the_navigation_and_in_the_search(site: Path) -> None:
     front = (site / "index.html").read_text()
-    for section in ("How-to guides", "Reference", "Explanation"):
+    for section in ("How-to guides", "Reference", "Explanation", "Research"):
         assert section in front
     indexed = {
         each["location"].partition("#")[0]
@@ -43,7 +43,8 @@ def test_every_page_is_in_the_navigation_and_in_the_search(site: Path) -> None:
     }
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix("")
-        location = "" if str(name) == "index" else f"{name}/"
+        name = name.parent if name.name == "index" else name
+        location = "" if name == Path() else f"{name}/"
         assert location in indexed, page
         assert f'href="{location or "."}"' in front, f"{page} is in no navigation"
 

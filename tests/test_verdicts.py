@@ -17,7 +17,7 @@ import pytest
 from studies import Study, result_files
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs" / "explanation"
+DOCS = ROOT / "docs" / "research"
 PAGE = Path("reproduction.md")
 STUDIES = ("reproduce", "sibyl", "libra", "star", "uniboost")
 # A figure of each study and a column that a verdict quotes.
@@ -157,7 +157,7 @@ def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
     """Fidelity 1: a trained predictor decides moves, and the page does not promise that it pays."""
     text = (ROOT / "docs" / "how-to" / "lengths.md").read_text()
     assert "forecast: predictor.npz" in text.partition("```python")[0]
-    assert "(../explanation/studies/star.md#the-value-of-a-trained-predictor)" in text
+    assert "(../research/star.md#the-value-of-a-trained-predictor)" in text
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_lengths_page_says_what_a_predictor_can_decide() -> None:
 )
 def test_a_study_lists_what_was_not_attempted(page: str, figures: tuple[str, ...]) -> None:
     """Fidelity gaps 7 and 15: figures without a run are listed."""
-    text = (DOCS / "studies" / f"{page}.md").read_text()
+    text = (DOCS / f"{page}.md").read_text()
     listed = text.partition("## Not attempted")[2]
     rows = [line for line in listed.splitlines() if line.startswith("| ")]
     for figure in figures:
@@ -181,7 +181,7 @@ def test_a_study_lists_what_was_not_attempted(page: str, figures: tuple[str, ...
 
 def test_uniboosts_page_names_the_deviation_of_the_engine_model() -> None:
     """Fidelity 15: the paper's heap orders decodes too, ours does not."""
-    text = (DOCS / "studies" / "uniboost.md").read_text()
+    text = (DOCS / "uniboost.md").read_text()
     assert "decodes included" in text.partition("## Table 2")[0]
 
 

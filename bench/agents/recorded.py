@@ -3,7 +3,7 @@
     python bench/agents/recorded.py sessions.jsonl.xz --rates 0.02,0.035 --seeds 1,2,3
     python bench/agents/recorded.py coding-agents
 
-The file has one session per line, without start times (docs/reference/traces.md). The public
+The file has one session per line, without start times (docs/research/traces.md). The public
 sessions are those of kv-cache-tester (Apache-2.0). `coding-agents` is the synthetic workload that
 is fitted to them: each seed makes other sessions.
 """

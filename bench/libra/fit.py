@@ -5,7 +5,7 @@
 The paper prints no step times. Table 1 is of Qwen2.5-14B on A100, with one prefill and one decode
 GPU and prompts and answers of fixed lengths. It has the rate at saturation, the median time between
 tokens and the share of the KV memory in use. Without interference, these determine nearly all
-constants of our step-time model (docs/reference/profiles.md). The other half of the table,
+constants of our step-time model (docs/research/profiles.md). The other half of the table,
 colocation, gives one constant; the rest of it checks the profile.
 """
 
@@ -107,7 +107,7 @@ def figure_5() -> dict[str, float]:
 def profile(
     constants: dict[str, float], kv_bytes: int, source: str, note: str
 ) -> dict[str, float | int | str]:
-    """Formats a profile as in docs/reference/profiles.md, to four digits."""
+    """Formats a profile as in docs/research/profiles.md, to four digits."""
     rounded = {name: float(f"{value:.4g}") for name, value in constants.items() if name.count("_second")}
     return {
         **rounded,

@@ -32,7 +32,7 @@ def rendered(told: Row) -> str:
 
 # Figures over many scenarios: the page shows the planner against its rivals, the CSV all values.
 OVER_RIVALS = ("goal_lengths", "goal_delayed", "goal_engines")
-RERUN = Rerun(Path(__file__).parent, "planner.md", rendered)
+RERUN = Rerun(Path(__file__).parent, "planner_study.md", rendered)
 figure = RERUN.figure
 
 SHORT_OR_LONG = ("completion", "extraction", "reasoning", "long-form")

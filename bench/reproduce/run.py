@@ -1,5 +1,5 @@
 """Reruns the LMETRIC paper's study in the simulator and writes the tables of
-docs/explanation/studies/lmetric.md."""
+docs/research/lmetric.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world(options: argparse.Namespace) -> World:
         except OSError as error:
             sys.exit(
                 f"run.py: --scenario {path}: {error.strerror}; expected a trace file "
-                "(docs/reference/traces.md)"
+                "(docs/research/traces.md)"
             )
         except TraceError as error:
             sys.exit(f"run.py: --scenario: {error}")
@@ -61,7 +61,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a trace file in place of the study's own scenarios; docs/reference/traces.md lists the\n"
+        help="a trace file in place of the study's own scenarios; docs/research/traces.md lists the\n"
         "formats. May be repeated; nothing is written without --results",
     )
     parser.add_argument(

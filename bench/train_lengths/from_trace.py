@@ -142,7 +142,7 @@ def _shared_tokens(trace: Trace, before: int, index: int) -> int:
 
 def command(
     trace: Annotated[
-        Path, typer.Argument(help="Trace file in a format of docs/reference/traces.md, or slice.")
+        Path, typer.Argument(help="Trace file in a format of docs/research/traces.md, or slice.")
     ],
     out: Annotated[Path, typer.Option(help="Output file with samples, .npz.")],
     every: Annotated[int, typer.Option(min=1, help="Generated tokens between two samples.")] = 20,

@@ -5,7 +5,7 @@
 
 `clocks`: the same placements under two clocks, see clocks.py. `ranks`: the order of policies, and a
 control that must lose, see ranks.py. Both together take some 9 minutes; method and figures:
-docs/explanation/trust.md. `--quick` takes half a minute and only shows that all parts work.
+docs/research/trust.md. `--quick` takes half a minute and only shows that all parts work.
 `--check` exits with 1 if a goal is missed.
 """
 
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=8, help="simulated runs of each; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few requests, two policies")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is missed")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/explanation/trust.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/research/trust.md")
     parser.add_argument("--out", type=Path, help="default: bench/results/DATE-trust.json")
     arguments = parser.parse_args()
     clocks, ranks, control_requests = CLOCKS, RANKS, CONTROL_REQUESTS
@@ -92,7 +92,7 @@ def main() -> int:
     tables = render(result)
     print("\n\n".join(tables.values()))
     if arguments.docs:
-        write_into(Path(__file__).parents[2] / "docs" / "explanation" / "trust.md", tables, result["about"])
+        write_into(Path(__file__).parents[2] / "docs" / "research" / "trust.md", tables, result["about"])
     print("written:", write_result(result, "trust", arguments.out), file=sys.stderr)
     for each in missed:
         print(f"missed: {each}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The figures as Markdown, for the terminal and for docs/explanation/trust.md."""
+"""The figures as Markdown, for the terminal and for docs/research/trust.md."""
 
 from __future__ import annotations
 

@@ -913,7 +913,7 @@ class Engine:
         vocabulary: int,
         *,
         admission: str = "vllm",  # or "reserve"
-        order: str = "fcfs",  # docs/explanation/simulator.md, local orders
+        order: str = "fcfs",  # docs/research/simulator.md, local orders
         order_slo_seconds: float = 0.1,  # for the order slo
         swap: tuple[float, int] | None = None,  # seconds per token each way, tokens in the host
         # Capacity relative to the GPU's, seconds to load a token, step seconds per load second.

@@ -10,5 +10,5 @@ TRACE_DIR = "LMETRIC_TRACE_DIR"
 PLANNER = "planner"
 """The policy for decode placement and prefix fetches, which are both on by default with it.
 
-Documentation: docs/explanation/planner.md.
+Documentation: docs/research/planner.md.
 """

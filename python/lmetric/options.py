@@ -132,7 +132,7 @@ class DecodePlacement:
     """Decode a request on its prefill instance or on another: the choice with the least total
     delay.
 
-    Use it with the policy ``planner`` (docs/explanation/planner.md).
+    Use it with the policy ``planner`` (docs/research/planner.md).
     """
 
     core_kind: ClassVar[str] = "apart"

@@ -87,7 +87,7 @@ OPTIONS = """
 ## Routing options
 
 `split`, `prefix_fetch`, `rebalance`, `priority` and `guard` have the same settings in the server, in
-[simulations and studies](../explanation/simulator.md) and in [Python](python.md#options). A value is a name or a mapping:
+[simulations and studies](../research/simulator.md) and in [Python](python.md#options). A value is a name or a mapping:
 
 ```yaml
 split: libra

@@ -1,4 +1,4 @@
-"""The roofline profiles of python/lmetric/profiles, and docs/reference/profiles.md.
+"""The roofline profiles of python/lmetric/profiles, and docs/research/profiles.md.
 
 Everything is computed from the shapes and data sheets in python/lmetric/profiles/roofline.py.
 """
@@ -190,7 +190,7 @@ Without a profile the router learns both times from its own traffic, for each in
 | `step_seconds` | streams: one stream's tokens count an instance's steps. The time between two of them is regressed on the decoded and prefilled tokens in between |
 | `prefill_relative_error`, `step_relative_error` | errors of the last twenty predictions, each before the router learned from it |
 
-All four are [indicators](indicators.md) and in `/metrics`, absent until known. The code is `rust/core/src/estimate/step_watch.rs` and
+All four are [indicators](../reference/indicators.md) and in `/metrics`, absent until known. The code is `rust/core/src/estimate/step_watch.rs` and
 `step_fit.rs`: some hundred operations per eight steps, none for decisions that do not read them. Answers that are not streamed do not
 count for steps. Load from other sources makes steps appear longer. A step is assumed to hold 2,048 tokens until long prompts show more.
 
@@ -307,7 +307,7 @@ def _ms(value: float) -> str:
 
 
 def page() -> str:
-    """docs/reference/profiles.md."""
+    """docs/research/profiles.md."""
     batches = [f"batch {batch}" for batch in (1, *FITTED_BATCHES)]
     method = METHOD.format(
         batches=f"{FITTED_BATCHES[0]} to {FITTED_BATCHES[-1]}",
@@ -324,4 +324,4 @@ def page() -> str:
 def files() -> dict[str, str]:
     """Returns the profiles and the page."""
     made = {f"python/lmetric/profiles/{name}.yaml": text for name, text in profiles().items()}
-    return {**made, "docs/reference/profiles.md": page()}
+    return {**made, "docs/research/profiles.md": page()}

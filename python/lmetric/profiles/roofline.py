@@ -4,7 +4,7 @@
 `SHIPPED` lists those in this directory, which ``scripts/make_reference profiles`` writes.
 
 F is the FLOP/s and W the bytes/s that are reached: data sheet x `MFU` or `EXPERTS_MFU`, and x
-`MBU`. The tables in docs/reference/profiles.md chose both. The method:
+`MBU`. The tables in docs/research/profiles.md chose both. The method:
 
 * prefill: 2 FLOP x parameters that a token passes / F a token; 4 FLOP x query heads x head
   dimension x layers / F an attention pair (scores and values).
@@ -221,7 +221,7 @@ def roofline(model: Model, gpu: Gpu, gpus: int = 1) -> Profile:
             f"--model {model.name} --gpu {gpu.name} --gpus {gpus}."
         ),
         note=(
-            f"Not a measurement; method and deviations: docs/reference/profiles.md. The cache holds "
+            f"Not a measurement; method and deviations: docs/research/profiles.md. The cache holds "
             f"{cache_blocks * BLOCK_TOKENS} tokens (BF16, {model.kv_bytes_per_token} bytes each, beside "
             f"{_BYTES * model.parameters / 1e9:.1f} GB of weights). max_batch_tokens, max_sequences and "
             "block_tokens are settings: vLLM's defaults for a server on most GPUs."

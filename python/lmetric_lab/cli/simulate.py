@@ -160,7 +160,7 @@ def _command(
         list[str] | None,
         typer.Option(
             metavar="A,B,…",
-            help="Order inside an engine (docs/reference/local_orders.md); settings in "
+            help="Order inside an engine (docs/research/local_orders.md); settings in "
             "parentheses: uniboost(gamma=0.2).",
             show_default="fcfs",
             rich_help_panel=ENGINES,

@@ -87,7 +87,7 @@ class EngineOptions(BaseModel):
     order: str = _option(
         "fcfs",
         _MODEL,
-        "Order of the queue (docs/reference/local_orders.md), also with settings: uniboost(gamma=0.2). It "
+        "Order of the queue (docs/research/local_orders.md), also with settings: uniboost(gamma=0.2). It "
         "knows the length of an answer: max_tokens.",
     )
     order_slo: float = _option(

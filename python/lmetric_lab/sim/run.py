@@ -483,7 +483,7 @@ def simulate(
             from `seed`), ``"las"`` (least attained service). ``"slo"``: by arrival, in steps within
             `order_slo`. ``"priority"``: by the numbers from `priority`. ``"distboost"``,
             ``"uniboost"`` and others can have settings: ``"uniboost(gamma=0.2, bin_tokens=64)"``.
-            Documentation: docs/explanation/simulator.md.
+            Documentation: docs/research/simulator.md.
         order_slo: for ``"slo"``: maximum seconds of a step with decodes.
         order_think_slo: for ``"slo"``: maximum seconds of a step with only reasoning tokens; None:
             as `order_slo`.

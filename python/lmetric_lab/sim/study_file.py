@@ -116,7 +116,7 @@ class TraceEntry(Strict):
     path: str | None = Field(None, description="path of the file, relative to the study file")
     label: str | None = Field(None, description="name in tables; default: the file name")
     synthetic: dict[str, Any] | None = Field(
-        None, description="sessions or requests; see docs/reference/traces.md"
+        None, description="sessions or requests; see docs/research/traces.md"
     )
     format: str | None = Field(None, description="mooncake, ...; default: detected")
     block_tokens: Count | None = Field(None, description="tokens per hash ID; default: from the file")
@@ -220,7 +220,7 @@ class SettingsEntry(Strict):
     )
     local_order: Annotated[list[Annotated[str, AfterValidator(checked_order)]], Listed] | None = Field(
         None,
-        description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/explanation/simulator.md)",
+        description="order of requests inside engines: fcfs, sjf, srpt, ... (docs/research/simulator.md)",
     )
     preempt: Annotated[list[Annotated[str, AfterValidator(_swap)]], Listed] | None = Field(
         None, description="KV cache of preempted requests: recompute, or swap:GB/S"
@@ -352,8 +352,7 @@ class SettingsEntry(Strict):
     )
     transfer: Annotated[list[Annotated[str, BeforeValidator(_transfer)]], Listed] | None = Field(
         None,
-        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none "
-        "(docs/explanation/simulator.md)",
+        description="KV transfers: GB/s, end or layers, fixed=SECONDS; or none (docs/research/simulator.md)",
     )
 
     def combinations(self) -> Iterator[dict[str, Value]]:

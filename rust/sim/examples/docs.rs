@@ -207,13 +207,13 @@ fn planner(page: &mut String, spec: &PlannerSpec) {
     knobs(page, spec.settings, option_field);
 }
 
-/// `docs/reference/local_orders.md`: a table of the local orders.
+/// `docs/research/local_orders.md`: a table of the local orders.
 fn local_orders() -> String {
     let mut page = String::from(
         "# Local orders\n\n\
          `scripts/make_reference local_orders` generates this page from the declarations.\n\n\
          A local order is the order in which a simulated or emulated engine takes requests from its queue \
-         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](../explanation/simulator.md#local-orders) explains how they \
+         (`--local-order`, `lmetric-router engine --order`). [The simulator's page](simulator.md#local-orders) explains how they \
          work. Names in parentheses are settings: `uniboost(gamma=0.2, bin_tokens=64)`.\n\n\
          | order | first comes | reads | preempts | settings | source |\n| --- | --- | --- | --- | --- | --- |\n",
     );
@@ -245,14 +245,15 @@ mod tests {
 
     #[test]
     fn the_stored_pages_are_fresh() {
-        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/");
+        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");
         for (name, page) in PAGES {
             let page = page();
-            let stored = std::fs::read_to_string(format!("{docs}{name}.md")).unwrap_or_default();
+            let folder = if name == "local_orders" { "research" } else { "reference" };
+            let stored = std::fs::read_to_string(format!("{docs}{folder}/{name}.md")).unwrap_or_default();
             let first = stored.lines().zip(page.lines()).position(|(s, p)| s != p).unwrap_or(0) + 1;
             assert!(
                 stored == page,
-                "docs/reference/{name}.md is stale from line {first}: \
+                "docs/{folder}/{name}.md is stale from line {first}: \
                  scripts/make_reference {name}"
             );
         }

@@ -4,7 +4,7 @@
 //! The length curve and the bound requests come from SIBYL; the criterion does not. The load at one
 //! future moment is no better guide than the present load. Both send a cohort to an instance whose
 //! current cohort will soon be gone, and the cohort comes back with its whole life. The rule is in
-//! `pressure.rs`, its gain in docs/explanation/studies/sibyl.md.
+//! `pressure.rs`, its gain in docs/research/sibyl.md.
 use super::*;
 use crate::estimate::pressure::weights_of;
 

@@ -58,7 +58,7 @@ pub struct Settings {
 impl Default for Settings {
     /// Time constants from 10 to 180 s differ little. Users are said to tolerate 0.1 s between two
     /// tokens. 0.3 s is the smallest gain at which answers of a few tokens lose nothing
-    /// (`docs/explanation/planner.md`). The handoff defaults are those of
+    /// (`docs/research/planner.md`). The handoff defaults are those of
     /// [`crate::router::PullConfig`].
     fn default() -> Settings {
         Settings {
