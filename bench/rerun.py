@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import yaml
 from scipy import stats
 
 from common import ROOT
 from common import commit as git_commit
 from result_files import paths_of, read_figure, read_index, write_figure
+from shown import select
 
 PAGES = ROOT / "docs" / "research"
 Told = dict[str, Any]
@@ -142,7 +144,7 @@ class Rerun:
     """The figures of a study.
 
     `page` is the name of the study's page in `docs/research`. A figure is between
-    `<!-- figure NAME -->` and `<!-- /figure -->`.
+    `<!-- figure NAME -->` and `<!-- /figure -->`; the first marker may choose a part of it (`shown`).
 
     A maker takes the study's scenarios (with `seeds`, `quick`, `close`) and returns the figure's
     tables, as `result_files` stores them. `rendered` makes Markdown of them.
@@ -218,12 +220,17 @@ class Rerun:
                 sys.exit(f"run.py: {results} has no figure {name}: run it with --figure {name}")
             told = read_figure(results, name)
             stored = self.folder.relative_to(ROOT) / "results"
-            files = ", ".join(f"[{p.name}](../../{stored}/{p.name})" for p in paths_of(results, name))
+            file = paths_of(results, name)[0].name
             first = f" from {told['first_seed']} on" if told["first_seed"] else ""
-            origin = f"{told['seeds']} seeds{first}, at commit {told['commit']}. All values: {files}."
-            return f"<!-- figure {name} -->\n\n{self.rendered(told)}\n\n{origin}\n\n<!-- /figure -->"
+            values = f"[{file}](../../{stored}/{file})"
+            origin = f"{told['seeds']} seeds{first}, at commit {told['commit']}; all values: {values}."
+            chosen = yaml.safe_load(match[2] or "{}")
+            shown = select(self.rendered(told), chosen, f"{self.page}, figure {name}")
+            begin = match[0].partition("\n")[0]
+            return f"{begin}\n\n{shown}\n\n{origin}\n\n<!-- /figure -->"
 
-        return re.sub(r"<!-- figure (\w+) -->.*?<!-- /figure -->", part, text, flags=re.DOTALL)
+        figure = r"<!-- figure (\w+)(?: (\{.*?\}))? -->.*?<!-- /figure -->"
+        return re.sub(figure, part, text, flags=re.DOTALL)
 
     def _by_seeds(self, names: list[str], options: argparse.Namespace) -> dict[tuple[int, ...], list[str]]:
         """Returns the figures by number of seeds and first seed: the requested values, else those

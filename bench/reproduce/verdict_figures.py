@@ -8,11 +8,11 @@ from verdicts import Raw, Span, mean
 
 # Settings, and figures of the paper.
 WRITTEN = (
-    "-92%", "84%", "-44%", "-42.8%", "-20%", "+71%", "3%", "10% more", "13%", "20%", "30%", "95%",
-    "0.7", "0.9", "16,000", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", "Dynamo 1.6",
-    "Qwen2-7B", "(5.1)", "gives an idle instance 0", "scores 0", "15 s", "60 s",
-    "10% of the maximum", "85%",
-    "50% of its maximum", "50% of the maximum", "8 H20 and 8 H200", "At 90%", "at 90%", "at 50%",
+    "84%", "-44%", "-42.8%", "3%", "20%", "95%",
+    "0.7", "0.9", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", 
+    "gives an idle instance 0", "15 s", "60 s",
+    "85%",
+    "50% of its maximum", "50% of the maximum", "8 H20 and 8 H200", "At 90%", "at 50%",
 )  # fmt: skip
 LONG = ("conversation", "conversation-7b", "conversation-ref")  # prompts of 11,000 tokens in the mean
 HITS = ("chat", "agent", "coder")
@@ -85,11 +85,6 @@ def figures(raw: Raw) -> dict[str, Any]:
         pairs = [(row[policy][quantity], row[base][quantity]) for row in unequal(load, fleets, trace)]
         return Span(mean([a / b for a, b in zip(*pair, strict=True)]) - 1 for pair in pairs)
 
-    def fast(policy: str) -> Span:
-        """Returns the share of requests on the fast half, near the limit of `conversation`."""
-        rows = unequal("90%", ("half the speed", "of a quarter"), "conversation")
-        return Span(mean(row[policy]["first_half"]) for row in rows)
-
     def fewer(figure: str, text: str, *stages: str) -> Span:
         """Returns `on` for decreases."""
         return Span(-claim(figure, text)[stage] for stage in stages)
@@ -98,7 +93,6 @@ def figures(raw: Raw) -> dict[str, Any]:
     own_tpot = "LMETRIC against BAILIAN (tuned linear), TPOT"
     dynamo_tpot = "LMETRIC against the paper's Dynamo (tuned), mean TPOT"
     dynamo_ttft = claim("21", "LMETRIC against the paper's Dynamo (tuned), mean TTFT")
-    vllm_maximum = claim("25", "vLLM's maximum load against LMETRIC's")
     endless = {row["stage"].strip("`"): row["hits in an endless cache"] for row in raw("stages")["traces"]}
     return {
         "seconds_half": against(SECONDS, "ttft_mean_s", "50%", scaled),
@@ -108,21 +102,13 @@ def figures(raw: Raw) -> dict[str, Any]:
         "seconds_limit_tpot": against(SECONDS, "tpot_mean_ms", "90%", scaled + h200),
         "seconds_h200_limit": against(SECONDS, "ttft_mean_s", "90%", h200),
         "seconds_equal": against(SECONDS, "ttft_mean_s", "50%", equal),
-        "seconds_equal_tpot": against(SECONDS, "tpot_mean_ms", "50%", equal),
         "seconds_conversation_tpot": against(
             SECONDS, "tpot_mean_ms", "90%", scaled + h200, trace="conversation"
-        ),
-        "seconds_conversation_equal_tpot": against(
-            SECONDS, "tpot_mean_ms", "90%", equal, trace="conversation"
         ),
         "seconds_worst": max(against(SECONDS, "ttft_mean_s", "90%", scaled + h200).values),
         "exact_half": against("simulation", "ttft_mean_s", "50%", scaled + h200, base=SECONDS),
         "given_tpot": against("speeds given", "tpot_mean_ms", "90%", scaled, trace="conversation"),
-        "fast_lmetric": fast("lmetric"),
-        "fast_seconds": fast(SECONDS),
-        "fast_given": fast("speeds given"),
         "conversation_hits": endless["conversation"],
-        "half_of_vllm": Span(0.5 / (1 + vllm_maximum[stage]) for stage in HITS),
         "awareness_chat": claim("7", "KV-awareness lowers the mean TTFT")["chat"],
         "weights_long": on("11", "the best weight for the mean TTFT", *LONG),
         "weights_short": on("11", "the best weight for the mean TTFT", *HITS),
@@ -133,24 +119,17 @@ def figures(raw: Raw) -> dict[str, Any]:
         "filter_agent": claim("12", "tuned filter against tuned linear")["agent"],
         "filter_coder": claim("12", "tuned filter against tuned linear")["coder"],
         "filter_linear": off("12", "tuned filter against tuned linear", "agent", "coder"),
-        "aibrix_long": on("12", "AIBrix's own", *LONG),
-        "aibrix_hits": on("12", "AIBrix's own", *HITS),
         "linear_tpot_7b": claim("21", own_tpot)["conversation-7b"],
         "linear_tpot_coder": claim("21", own_tpot)["coder"],
         "linear_tpot_rest": off("21", own_tpot, "conversation-7b", "coder"),
         "dynamo_coder": 1 - 1 / (1 + dynamo_ttft["coder"]),
         "dynamo_pays": Span(1 / (1 + value) - 1 for value in claim("21", dynamo_tpot).values()),
-        "hits_linear": Span(claim("21", "and against the tuned linear combination's").values()),
-        "vllm_maximum": Span(-value for stage, value in vllm_maximum.items() if stage != "azure"),
         "vllm_own_half": Span(claim("25", "LMETRIC against vLLM at half of vLLM's own maximum").values()),
-        "computes_half": fewer("25", "prompt tokens that it computes, against LMETRIC, at 50%", *HITS),
         "computes_limit": fewer("25", "prompt tokens that it computes, against LMETRIC, at 95%", *HITS),
         "llm_d_limit": on("25", "LMETRIC against llm-d at 95%, mean TTFT", "chat", "coder"),
-        "llm_d_limit_tpot": claim("25", "LMETRIC against llm-d at 95%, mean TPOT")["coder"],
         "wrong_misses": Span(claim("15", "the same, another model's simulator").values()),
         "right_misses": Span(claim("15", "requests whose TTFT the right simulator misses").values()),
         "wrong_tpot": Span(claim("15", "P99 TPOT, right against another model's").values()),
-        "simulated_tail": claim("15", "P99 TPOT, right simulator against tuned linear")["coder"],
         "queued": Span(claim("18", "prefill tokens queued where a request goes").values()),
         "hits_long": fewer("18", "hits, both alike", *LONG),
         "hits_short": fewer("18", "hits, both alike", *HITS),
@@ -162,15 +141,11 @@ def figures(raw: Raw) -> dict[str, Any]:
         "guard_vllm_known_ttft": surges("known", "their TTFT, guard on against vLLM's"),
         "guard_vllm_new_ttft": surges("new", "their TTFT, guard on against vLLM's"),
         "guard_vllm_prefix_ttft": surges("known", "TTFT of all requests with the prefix"),
-        "guard_vllm_all_tpot": surges("", "TPOT of all requests, guard on"),
         "guard_vllm_all_ttft": surges("", "TTFT of all requests, guard on"),
         "guard_new_tpot": surges("new", "the guard mends it: their TPOT, on against off"),
         "guard_new_ttft": surges("new", "their TTFT, on against off"),
         "guard_new_e2e": surges("new", "their E2E, on against off"),
         "simulation_half": against("simulation", "ttft_mean_s", "50%", scaled + h200, base=SECONDS),
-        "offset_long": on("offset", "BS alone against BS + 1, hits at 10%", *LONG),
-        "offset_half": claim("offset", "hits at half of the maximum")["conversation"],
-        "offset_half_7b": claim("offset", "hits at half of the maximum")["conversation-7b"],
         "vllm_ttft": Span(value for stage, value in vllm.items() if stage not in queueing),
         "vllm_ttft_queueing": Span(vllm[stage] for stage in queueing),
         "linear_ttft": Span(claim("21", "LMETRIC against BAILIAN (tuned linear), TTFT").values()),
