@@ -144,7 +144,7 @@ class Rerun:
     """The figures of a study.
 
     `page` is the name of the study's page in `docs/research`. A figure is between
-    `<!-- figure NAME -->` and `<!-- /figure -->`; the first marker may choose a part of it (`shown`).
+    `<!-- figure NAME -->` and `<!-- /figure -->`; the first marker may choose rows (`shown`).
 
     A maker takes the study's scenarios (with `seeds`, `quick`, `close`) and returns the figure's
     tables, as `result_files` stores them. `rendered` makes Markdown of them.
