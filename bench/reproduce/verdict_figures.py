@@ -9,7 +9,7 @@ from verdicts import Raw, Span, mean
 # Settings, and figures of the paper.
 WRITTEN = (
     "84%", "-44%", "-42.8%", "3%", "20%", "95%",
-    "0.7", "0.9", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2", 
+    "0.7", "0.9", "BS + 1", "the + 1", "P50", "P95", "P99", "Equation 2",
     "gives an idle instance 0", "15 s", "60 s",
     "85%",
     "50% of its maximum", "50% of the maximum", "8 H20 and 8 H200", "At 90%", "at 50%",

@@ -9,7 +9,7 @@ from verdicts import Raw, Scenarios, Span, mean
 # Settings, and figures of the paper.
 WRITTEN = (
     "on 64 instances",
-    "past 105 requests",
+    "than 105 requests",
     "a load of 0.8",
     "Table 1",
     "Eq. (15)",

@@ -72,7 +72,6 @@ def figures(raw: Raw) -> dict[str, Any]:
         "azure_fixed_mean": azure_gammas.ratio(prompts, FCFS, "e2e mean") - 1,
         "reasoning_times": reasoning.ratio(UNIBOOST, FCFS, "e2e p99"),
         "fixed_mix": abs(mix_gammas.ratio("fixed at 0.1, full", FCFS, "e2e p99") - 1),
-        "exchange": 1 - mix.ratio(UNIBOOST, FCFS, "tokens a second"),
         "submitted_worst": max(
             ratio - 1
             for scenarios in (raw.scenarios("t2"), chunks)
@@ -86,8 +85,6 @@ def figures(raw: Raw) -> dict[str, Any]:
         "rule_slots_before": change(slots, UNIBOOST, FCFS, "e2e p99"),
         "rule_72b": rule.of("72B").ratio(waits, FCFS, "e2e p99"),
         "rule_72b_before": rule.of("72B").ratio(UNIBOOST, FCFS, "e2e p99"),
-        "rule_back": Span(slots.each(UNIBOOST, "preempted")),
-        "rule_back_waits": Span(slots.each(waits, "preempted")),
         "vtc": flood.mean("VTC", "short e2e p99"),
         "vtc_fcfs": flood.mean(FCFS, "short e2e p99"),
         "vtc_submitted": flood.mean(SUBMITTED, "short e2e p99"),
