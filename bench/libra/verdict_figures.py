@@ -10,7 +10,7 @@ from verdicts import Raw, Span
 WRITTEN = (
     "2.3 requests/s", "Figure 5",
     "1P1D", "2P1D", "1P2D", "8192/32", "1,358", "2,048", "1,024", "Table 1", "Algorithm 1",
-    "Algorithm 2", "256", "512", "1.3", "at 0.8 times the load",
+    "Algorithm 2", "256", "512", "1.3",
     "32B", "72B", "50 GB/s", "3 GB/s", "P99", "with sigma 1", "0.058 ms",
 )  # fmt: skip
 LIBRA, BY_LOAD, OURS = "Libra as printed", "Libra, pair by load", "ours: cut where it gains"

@@ -11,7 +11,6 @@ WRITTEN = (
     "on 64 instances",
     "than 105 requests",
     "a load of 0.8",
-    "Table 1",
     "Eq. (15)",
     "P99.9",
     "P99",
