@@ -3,6 +3,7 @@ them.
 
 The defaults follow published figures of coding agents (vLLM issue 57103): a median of 43 turns,
 some 140,000 tokens at the end, and 450 output tokens a turn. Over 96% of the input tokens are
+repeated. The other figures are assumptions of this project.
 `lmetric_lab/data/coding_agents.yaml` has other values, fitted to recorded sessions
 (docs/research/agent_workload.md).
 """
