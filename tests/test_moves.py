@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 import lmetric as lm
 from lmetric import BadValueError, NoInstanceError, Request, Router, TicketError, UnknownNameError
-from lmetric.options import Llumnix, Star, from_settings
+from lmetric.options import Llumnix, Star, parse
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ def fleet(rule: str = "star_oracle", **settings: float | str) -> Router:
     )
     for name in ("a", "b", "c"):
         router.add_instance(name, cache_blocks=6250)
-    router.configure(rebalance=from_settings("rebalance", rule, settings))
+    router.configure(rebalance=parse("rebalance", {"kind": rule, **settings}))
     return router
 
 
@@ -99,9 +99,9 @@ def test_a_move_that_is_given_up_leaves_nothing() -> None:
 def test_what_cannot_be_is_named() -> None:
     router = Router()
     with pytest.raises(BadValueError, match="'sta' is not valid; expected one of none, star"):
-        from_settings("rebalance", "sta", {})
+        parse("rebalance", "sta")
     with pytest.raises(BadValueError, match=r"rebalance.speed: 3 is not valid; unknown setting"):
-        from_settings("rebalance", "star", {"speed": 3})
+        parse("rebalance", {"kind": "star", "speed": 3})
     with pytest.raises(BadValueError, match="threshold"):
         router.configure(rebalance=Star(threshold=2.0))
     with pytest.raises(BadValueError, match="curve, given, bins_2"):

@@ -12,7 +12,7 @@ import pytest
 
 import lmetric as lm
 from lmetric import _core
-from lmetric.options import from_settings
+from lmetric.options import parse
 from lmetric.server.background import monitor as health
 from lmetric.server.fleet import priority
 from lmetric_lab.emulated import EngineOptions
@@ -24,7 +24,7 @@ SHORT, LONG = "a river " * 4, "the history of the quiet river and of all who liv
 def ordered(kind: str, **settings: float) -> _core.Router:
     router = _core.Router("lmetric")
     router.add_instance("a")
-    router.configure(priority=from_settings("priority", kind, settings))
+    router.configure(priority=parse("priority", {"kind": kind, **settings}))
     return router
 
 
@@ -66,7 +66,7 @@ def test_numbers_compare_whatever_gamma_was_when_they_were_given() -> None:
 
 
 def test_no_boost_is_larger_than_the_most_so_nobody_starves() -> None:
-    router = ordered("uniboost", gamma=0.1, adaptive=0.0, most_boost_seconds=20.0)
+    router = ordered("uniboost", gamma=0.1, adaptive=0.0, max_boost_seconds=20.0)
     waits, _ = given(router, 100_000, 100.0)
     later = [given(router, 1, 100.0 + seconds)[0] for seconds in (1.0, 15.0, 30.0)]
     assert later[0] < waits
@@ -120,16 +120,16 @@ def test_what_cannot_be_is_named() -> None:
         ("uniboost", {"bin_tokens": 0.5}, "bin_tokens: 0.5 is not valid; .*an integer"),
         (
             "uniboost",
-            {"window": 200.0, "least": 300.0},
+            {"window": 200.0, "min_requests": 300.0},
             "min_requests: 300 is not valid|least: 300 is not valid",
         ),
         ("uniboost", {"adaptive": 0.5}, "adaptive: 0.5 is not valid; .*true or false"),
         ("uniboost", {"hysteresis_seconds": 1.0}, "priority.hysteresis_seconds: .*unknown setting"),
-        ("uniboost", {"most_boost_seconds": -1.0}, "max_boost_seconds"),
+        ("uniboost", {"max_boost_seconds": -1.0}, "max_boost_seconds"),
         ("vtc", {"gamma": 1.0}, "nothing"),
     ):
         with pytest.raises(lm.BadValueError, match=told):
-            router.configure(priority=from_settings("priority", kind, settings))
+            router.configure(priority=parse("priority", {"kind": kind, **settings}))
     router.configure(priority=lm.UniBoost(window=100.0))  # fewer than there must be without it
     router.configure(priority=lm.FairShares())
     with pytest.raises(lm.BadValueError, match="weight"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric.options import SimulatedFetch, from_settings, parse
+from lmetric.options import SimulatedFetch, parse
 from lmetric.profiles import load_profile
 from lmetric_lab.sim.run import Run, Workload, prepare, simulate
 from lmetric_lab.sim.synthetic import check_synthetic
@@ -106,13 +106,13 @@ def test_switched_off_it_pulls_nothing() -> None:
     [
         ({"quickness": 1.0}, "known here: .*max_fetches, max_kv_usage"),
         ({"max_fetches": 0.0}, "at least 1"),
-        ({"least_tokens": 1.5}, "min_tokens: 1.5 .*an integer"),
+        ({"min_tokens": 1.5}, "min_tokens: 1.5 .*an integer"),
         ({"fixed_seconds": -1.0}, "fixed_seconds"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, float], part: str) -> None:
     with pytest.raises(lm.BadValueError, match=part):
-        lm.Router().configure(prefix_fetch=from_settings("prefix_fetch", "on", settings))
+        lm.Router().configure(prefix_fetch=parse("prefix_fetch", settings))
 
 
 SHARED = {
@@ -150,7 +150,7 @@ def test_prefixes_move_in_the_simulator(workload: Workload) -> None:
     assert (plain.pull_instance < 0).all()
     assert computed < plain.timeline.prefill_tokens.sum()
     waiting = np.nanmean(run.pull_seconds)
-    assert np.nanmean(played(workload, prefix_fetch="at_once", transfer="25").pull_seconds) < waiting
+    assert np.nanmean(played(workload, prefix_fetch="waits=false", transfer="25").pull_seconds) < waiting
     assert np.nanmean(played(workload, prefix_fetch="on", transfer="2").pull_seconds) > waiting
 
 
@@ -162,7 +162,7 @@ def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
     # The transfer takes 197 us a token; computing takes 100 us.
     run = played(workload, prefix_fetch="on", transfer="0.5")
     assert (run.pull_instance < 0).all()
-    assert (played(workload, prefix_fetch="least=100000").pull_instance < 0).all()
+    assert (played(workload, prefix_fetch="min_tokens=100000").pull_instance < 0).all()
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,11 @@ def test_nothing_is_pulled_that_does_not_pay(workload: Workload) -> None:
     [
         ("none", None),
         ("on", lm.PrefixFetch()),
-        ("least=512, most=2", lm.PrefixFetch(min_tokens=512, max_fetches=2)),
-        ("holder=0.005, at_once, unpinned", SimulatedFetch(holder_seconds=0.005, waits=False, pinned=False)),
+        ("min_tokens=512, max_fetches=2", lm.PrefixFetch(min_tokens=512, max_fetches=2)),
+        (
+            "holder_seconds=0.005, waits=false, pinned=false",
+            SimulatedFetch(holder_seconds=0.005, waits=False, pinned=False),
+        ),
         ("seconds_per_token=1e-5", lm.PrefixFetch(seconds_per_token=1e-5)),
     ],
 )
@@ -179,7 +182,7 @@ def test_how_is_text(text: str, expected: lm.PrefixFetch | None) -> None:
     assert parse("prefix_fetch", text) == expected
 
 
-@pytest.mark.parametrize("text", ["of", "least", "least=x", "least=1.5", "speed=3"])
+@pytest.mark.parametrize("text", ["of", "min_tokens", "min_tokens=x", "min_tokens=1.5", "speed=3"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(lm.BadValueError, match=r"prefix_fetch.*is not valid"):
         parse("prefix_fetch", text)
@@ -190,7 +193,7 @@ def test_the_command_line_pulls_too(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--trace", slice_of, "--policy", "lmetric,lmetric_pull", "--speed", "3", "--json", out]
     command = [sys.executable, "-m", "lmetric.cli", "simulate", *arguments]
-    subprocess.run([*command, "--prefix-fetch", "at_once", "--transfer", "20"], check=True, timeout=100)
+    subprocess.run([*command, "--prefix-fetch", "waits=false", "--transfer", "20"], check=True, timeout=100)
     plain, pulling = json.loads(out.read_text())["runs"]
     assert 0 < plain["pulls"] < pulling["pulls"]
     assert 0 < plain["pulled_ratio"] < pulling["pulled_ratio"] < 1

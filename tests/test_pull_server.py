@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmetric.config import PoolSettings, ServerConfig
-from lmetric.options import from_settings
+from lmetric.options import parse
 from lmetric_lab.emulated import EngineOptions
 from moves_world import move, plain
 from pd_world import Pd, nixl
@@ -102,7 +102,7 @@ async def test_any_request_whose_front_another_holds() -> None:
 
         async def tried(case: dict[str, Any]) -> None:
             router.configure(
-                prefix_fetch=from_settings("prefix_fetch", "on", SETTINGS)
+                prefix_fetch=parse("prefix_fetch", SETTINGS)
             )  # what is learned would end it: these engines are fast
             path, prompt = case["path"], " ".join(front[: 300 + case["words"]]) + " " + case["prompt"]
             body = body_of(

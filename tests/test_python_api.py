@@ -10,16 +10,13 @@ import re
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lmetric as lm
-from lmetric import _core, _deprecated
+from lmetric import _core
 
 SLICE = Path(lm.__file__).parent / "data" / "mooncake_conversation_slice.jsonl.gz"
 
@@ -303,20 +300,21 @@ def test_options_have_the_defaults_of_the_core(what: str, option: lm.options.Opt
 
 
 def test_settings_of_configurations_become_options() -> None:
-    of = lm.options.from_settings
-    assert of("split", "none", {}) is None
-    assert of("split", "libra", {"least_tokens": 64.0, "lengths_given": 1}) == lm.LibraSplit(
+    of = lm.options.parse
+    assert of("split", "none") is None
+    assert of("split", {"kind": "libra", "min_tokens": 64.0, "lengths_given": 1}) == lm.LibraSplit(
         min_tokens=64, lengths_given=True
     )
-    assert of("rebalance", "star_current", {"most_moves": 2}) == lm.Star(prediction=False, max_moves=2)
+    current = of("rebalance", {"kind": "star_current", "max_moves": 2})
+    assert current == lm.Star(prediction=False, max_moves=2)
     with pytest.raises(
         lm.BadValueError, match=r"split.speed: 1 is not valid; unknown setting; known here: parts"
     ):
-        of("split", "libra", {"speed": 1})
+        of("split", {"kind": "libra", "speed": 1})
     with pytest.raises(
         lm.BadValueError, match="priority: 'fast' is not valid; expected one of none, uniboost"
     ):
-        of("priority", "fast", {})
+        of("priority", "fast")
 
 
 def test_the_simulator_takes_options_too() -> None:
@@ -334,107 +332,6 @@ def test_the_simulator_takes_options_too() -> None:
     np.testing.assert_array_equal(by_option.finished_seconds, by_name.finished_seconds)
     with pytest.raises(TypeError, match=r"simulate\(\) got an unexpected keyword argument 'splits'"):
         lm.simulate(trace, splits="libra")
-
-
-def test_old_keywords_of_the_simulator_warn_with_the_present_ones() -> None:
-    trace = lm.load_trace(SLICE).first(200)
-    present: dict[str, Any] = {
-        "split": lm.LibraSplit(min_tokens=64), "rebalance": lm.Star(max_moves=2), "prefix_fetch": "on",
-        "priority": lm.UniBoost(min_gamma=0.01), "guard": lm.Guard(enabled=False, classes=8),
-    }  # fmt: skip
-    old: dict[str, Any] = {
-        "split": "libra", "split_settings": {"least_tokens": 64}, "reschedule": "star",
-        "reschedule_settings": {"most_moves": 2}, "pull": "on", "priority": "uniboost",
-        "priority_settings": {"least_gamma": 0.01}, "guard": False, "guard_classes": 8,
-    }  # fmt: skip
-    run = lm.simulate(trace, instances=4, local_order="priority", **present)
-    again, messages = warned(lambda: lm.simulate(trace, instances=4, local_order="priority", **old))
-    assert isinstance(again, lm.Run)
-    np.testing.assert_array_equal(run.finished_seconds, again.finished_seconds)
-    assert [each.partition("use ")[2] for each in messages] == [
-        "simulate(split={'kind': 'libra', 'min_tokens': 64})",
-        "simulate(prefix_fetch='on')",
-        "simulate(priority={'kind': 'uniboost', 'min_gamma': 0.01})",
-        "simulate(rebalance={'kind': 'star', 'max_moves': 2})",
-        "simulate(guard={'enabled': False, 'classes': 8})",
-    ]
-    with pytest.raises(lm.BadValueError, match="split: settings in addition to LibraSplit"):
-        lm.simulate(trace, split=lm.LibraSplit(), split_settings={"least_tokens": 64})
-
-
-# -- names that changed ----------------------------------------------------------------------------
-
-
-def warned(call: Callable[[], object]) -> tuple[object, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        outcome = call()
-    assert all(each.filename == __file__ for each in caught), "a warning names the caller's line"
-    return outcome, [str(each.message) for each in caught]
-
-
-def test_every_old_name_of_the_table_works_and_names_a_new_one() -> None:
-    router = one_instance()
-    decision, ticket = router.route(lm.Request(TOKENS))
-    for owner, names in _deprecated.ATTRIBUTES.items():
-        value = {"Router": router, "Decision": decision, "Ticket": ticket}[owner]
-        for old, new in names.items():
-            shown = new if isinstance(new, str) else new[0]
-            _, messages = warned(lambda value=value, old=old: getattr(value, old))  # type: ignore[misc]
-            gone = "is deprecated and will be removed in the next release"
-            assert messages == [f"lmetric: {owner}.{old} {gone}; use {owner}.{shown}"]
-            assert hasattr(type(value), re.split(r"\W", shown)[0]), shown
-
-
-def test_a_program_with_the_old_names_still_runs() -> None:
-    def program() -> None:
-        router: Any = lm.Router("lmetric", index="exact", drain=False, guard_classes=8)
-        router.add_instance("gpu-0")
-        router.set_role("gpu-0", "both")
-        router.set_index_feed("gpu-0", "approximate")
-        router.drain("gpu-0")
-        router.drain("gpu-0", False)
-        router.set_split("libra", least_tokens=64)
-        router.set_pull(seconds_per_token=1e-6)
-        assert router.pull_cost() == (1e-6, 0.005, 0)
-        router.set_priorities("uniboost", gamma=2.0, adaptive=0)
-        assert router.gamma() == (2.0, 0)
-        router.engine_report("gpu-0", waiting=0, running=0)
-        decision, ticket = router.route(
-            tokens=np.array(TOKENS, np.uint32),
-            expected_output_tokens=9,
-            adapter="sql",
-            salt="s",
-            uncut="a seed",
-        )
-        assert (decision.index, decision.predicted_hit_tokens, ticket.follows) == (0, 0, False)
-        ticket.sent()
-        assert router.receipt(decision.id)["split_reason"] == "a seed"
-        assert router.hit_tokens(tokens=np.array(TOKENS, np.uint32), adapter="sql", salt="s").tolist() == [48]
-        assert router.score_batch(np.arange(9), np.array([0, 4, 9])).shape == (2, 1)
-        assert ticket.finished() is None
-        assert router.blocks_stored("gpu-0", [1], tokens=range(16), salt="s") == 1
-
-    _, messages = warned(program)
-    assert len(messages) == 23
-    old = "Router.route(tokens=, expected_output_tokens=, adapter=, salt=, uncut=)"
-    assert any(f"lmetric: {old} is deprecated" in each for each in messages)
-    assert any(each.endswith("use Router.route(lmetric.Request(...))") for each in messages)
-    assert any(each.endswith("use Router(guard=lmetric.Guard(classes=))") for each in messages)
-
-
-def test_old_keywords_are_checked() -> None:
-    router = one_instance()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'indx'"):
-        lm.Router(indx="exact")  # type: ignore[call-arg]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(lm.BadValueError, match="offsets"):
-            router.score_batch(np.arange(9), np.array([0, 10]))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="tokns"):
-            router.route(tokns=[1])  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="tokns"):
-            router.score(tokns=[1])  # type: ignore[call-arg]
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -464,18 +361,6 @@ def test_the_page_has_every_option_with_its_default() -> None:
             each.name: "" if each.default is dataclasses.MISSING else f"`{each.default!r}`"
             for each in dataclasses.fields(option)
         }, name
-
-
-def test_the_page_has_every_name_that_changed() -> None:
-    for owner, names in _deprecated.ATTRIBUTES.items():
-        for old, new in names.items():
-            shown = new if isinstance(new, str) else new[0]
-            assert f"| `{owner}.{old}` | `{owner}.{shown}` |" in PAGE
-    for old, keyword in _deprecated.REQUEST.items():
-        assert f"| `Router.route({old}=)` | `Request({keyword}=)` |" in PAGE
-    for where, keywords in _deprecated.KEYWORDS.items():
-        for old, keyword in keywords.items():
-            assert f"| `{where}({old}=)` | `{where}({keyword}=)` |" in PAGE
 
 
 def test_the_page_has_every_field_of_a_request() -> None:

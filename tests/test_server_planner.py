@@ -9,7 +9,7 @@ import pytest
 
 from lmetric import BadValueError, Router
 from lmetric.config import load_config
-from lmetric.options import from_settings, kind_of
+from lmetric.options import kind_of, parse
 from split_world import CHAT, COMPLETIONS, alone, asked, body_of, both, equal, split
 
 
@@ -87,16 +87,16 @@ async def test_engines_that_hand_nothing_over_take_requests_whole() -> None:
 def test_settings_in_whole_numbers_are_whole(kind: str, name: str) -> None:
     for wrong in (2.5, -1.0, float("nan"), 2.0**32):
         with pytest.raises(BadValueError, match=f"split.{name}: .*(an integer|finite|whole number from)"):
-            Router().configure(split=from_settings("split", kind, {name: wrong}))
-    Router().configure(split=from_settings("split", kind, {name: 2.0}))
+            Router().configure(split=parse("split", {"kind": kind, name: wrong}))
+    Router().configure(split=parse("split", {"kind": kind, name: 2.0}))
 
 
 def test_libra_has_two_parts_or_three() -> None:
     for wrong in (1.0, 2.5, 4.0, float("nan")):
         with pytest.raises(BadValueError, match=r"split\.parts: .*(expected 2 or 3|an integer|finite)"):
-            Router().configure(split=from_settings("split", "libra", {"parts": wrong}))
+            Router().configure(split=parse("split", {"kind": "libra", "parts": wrong}))
     for parts in (2.0, 3.0):
-        Router().configure(split=from_settings("split", "libra", {"parts": parts}))
+        Router().configure(split=parse("split", {"kind": "libra", "parts": parts}))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmetric.options import SplitAt, from_settings
+from lmetric.options import SplitAt, parse
 from lmetric_lab.emulated import EngineOptions
 from moves_world import move, mover
 from pd_world import Pd
@@ -121,7 +121,7 @@ async def test_any_request_cut_anywhere_whose_front_another_holds() -> None:
 
         async def tried(case: dict[str, Any]) -> None:
             router.configure(
-                prefix_fetch=from_settings("prefix_fetch", "on", SETTINGS)
+                prefix_fetch=parse("prefix_fetch", SETTINGS)
             )  # learned values would end it: these engines are fast
             words = " ".join([str(len(both_ways)), *front[: 100 + case["words"]]])
             path, most = case["path"], case["max_tokens"]

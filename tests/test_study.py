@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmetric import LmetricError, UnknownNameError, _deprecated
+from lmetric import LmetricError, UnknownNameError
 from lmetric.config import ConfigError
 from lmetric.options import Guard, LibraSplit, Star, UniBoost
 from lmetric_lab.sim import max_load
 from lmetric_lab.sim.backends import Ray, Threads
 from lmetric_lab.sim.max_load import Rule
 from lmetric_lab.sim.run import simulate
-from lmetric_lab.sim.setups import PolicyChoice, Result, Setup, TraceChoice, _stored, run, split_policies
+from lmetric_lab.sim.setups import PolicyChoice, Result, Setup, TraceChoice, run, split_policies
 from lmetric_lab.sim.store import Store, StoreError, write_csv, write_parquet
 from lmetric_lab.sim.study import Library, cells, run_study, summary
 from lmetric_lab.sim.study_file import SettingsEntry, load_study
@@ -105,10 +105,11 @@ PLAIN = "traces: t.jsonl\npolicies: lmetric\nsettings: {%s}\n"
 
 def test_prefix_fetches_are_a_setting(tmp_path: Path) -> None:
     """YAML takes a bare ``on`` for true."""
-    text = PLAIN % "prefix_fetch: [none, on, off, 'at_once, most=2', {min_tokens: [256, 512], pinned: false}]"
+    given = "none, on, off, 'waits=false, max_fetches=2', {min_tokens: [256, 512], pinned: false}"
+    text = PLAIN % f"prefix_fetch: [{given}]"
     made = load_study(write(tmp_path / "s.yaml", text))
     assert [setup.settings["prefix_fetch"] for setup in made.setups] == [
-        "none", "on", "none", "at_once, most=2", {"min_tokens": 256, "pinned": False},
+        "none", "on", "none", {"waits": False, "max_fetches": 2}, {"min_tokens": 256, "pinned": False},
         {"min_tokens": 512, "pinned": False},
     ]  # fmt: skip
 
@@ -148,7 +149,7 @@ def test_every_option_is_varied_with_its_settings(tmp_path: Path) -> None:
 
 def test_a_study_varies_all_that_simulations_take() -> None:
     elsewhere = {"trace", "policy", "knobs", "instances", "profile", "seed", "roles", "decode_policy"}
-    of_runs = {"decode_knobs", "timeline_seconds", "old"}
+    of_runs = {"decode_knobs", "timeline_seconds"}
     known = inspect.signature(simulate).parameters.keys() - elsewhere - of_runs
     assert known == SettingsEntry.model_fields.keys()
 
@@ -172,54 +173,6 @@ def test_decode_instances_have_a_profile_of_their_own(tmp_path: Path) -> None:
         load_study(write(tmp_path / "s.yaml", text))
     made = load_study(write(tmp_path / "s.yaml", text + "roles: 1P1D\ndecode_policies: sibyl\n"))
     assert [setup.settings["decode_profile"] for setup in made.setups] == ["qwen2-7b-h20", "independent-sim"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "stored"),
-    [
-        ("pull: 'at_once, most=2'", "prefix_fetch: 'at_once, most=2'", {"pull": "at_once, most=2"}),
-        ("pull: [on]", "prefix_fetch: true", {"pull": "on"}),
-        (
-            "guard: true, guard_window_seconds: 15, guard_classes: 8",
-            "guard: {enabled: true, window_seconds: 15, classes: 8}",
-            {"guard": True, "guard_window_seconds": 15.0, "guard_classes": 8},
-        ),
-        ("guard_min_requests: 4", "guard: {min_requests: 4}", {"guard_min_requests": 4}),
-        ("guard: false, split: libra", "split: libra, guard: false", {"guard": False, "split": "libra"}),
-        ("priority: vtc", "priority: vtc", {"priority": "vtc"}),
-        (
-            "split: apart, split_settings: {least_gain_seconds: 1}",
-            "split: {kind: apart, min_gain_seconds: 1}",
-            {"split": "apart", "split_min_gain_seconds": 1.0},
-        ),
-        ("reschedule: star", "rebalance: star", {"reschedule": "star"}),
-    ],
-)
-def test_results_are_stored_under_the_keys_of_old(
-    old: str, new: str, stored: dict[str, object], tmp_path: Path
-) -> None:
-    """A renamed setting must not lose the results of a study that ran before."""
-    renamed, present = (load_study(write(tmp_path / "s.yaml", PLAIN % text)) for text in (old, new))
-    (before,), (now,) = renamed.setups, present.setups
-    assert before == now
-    assert _stored(now.settings) == stored
-    # The settings that keys contained when settings had their old names.
-    flat = replace(now, settings=stored)
-    if "pull" not in stored:
-        assert now.key("digest") == flat.key("digest")
-    warned = any(f"{key}:" in old for key in _deprecated.SETTINGS)
-    assert bool(renamed.deprecated) == warned
-    assert not present.deprecated
-
-
-def test_old_settings_are_swept_as_before(tmp_path: Path) -> None:
-    text = PLAIN % "guard: [true, false], guard_window_seconds: [15, 60]"
-    made = load_study(write(tmp_path / "s.yaml", text))
-    assert [setup.settings["guard"] for setup in made.setups] == [
-        {"enabled": on, "window_seconds": seconds} for on in (True, False) for seconds in (15.0, 60.0)
-    ]
-    (message,) = made.deprecated
-    assert "`guard_window_seconds` is deprecated" in message
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def figure_13(world: Pool) -> Row:
         Stage("sharegpt", LARGE.sized(decodes), 0.3 * decodes / 8, seconds=seconds, warm_up=seconds / 4)
         for decodes, seconds in ((8, 2000), (32, 2000), (64, 1000), (128, 1000), (256, 1000))
     ]
-    four = NATIVE.set(f"{NATIVE.label}, four moves a round", most_moves=4)
+    four = NATIVE.set(f"{NATIVE.label}, four moves a round", max_moves=4)
     rivals = [NONE, NONE.placed("sibyl_plus"), CURRENT, NATIVE, four]
     columns = ["variance", "p99", "oom", "moves"]
     return rows(world, stages, rivals, most_seeds=FIGURE_13_SEEDS, columns=columns)
@@ -205,7 +205,7 @@ def sweep(world: Pool) -> Row:
         "threshold": (0.02, 0.05, 0.2, 0.4),
         "horizon_steps": (256, 8192, 32768),
         "half_life_steps": (64, 4096, 0),
-        "most_moves": (2, 4),
+        "max_moves": (2, 4),
     }
     rivals = [
         NATIVE.set(f"{name} {value:g}", **{name: value}) for name, values in tried.items() for value in values

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from lmetric.options import from_settings
 from lmetric.profiles import Profile, load_profile
 from lmetric_lab.sim.run import MoveBy, Run, Workload, prepare, simulate
 from lmetric_lab.sim.synthetic import check_synthetic
@@ -90,7 +89,7 @@ class Rival:
     """How requests are placed and moved."""
 
     label: str
-    reschedule: str = "none"
+    rebalance: str = "none"
     placement: str = "least_tokens"
     settings: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     stride: int = STRIDE
@@ -100,7 +99,7 @@ class Rival:
     def told(self) -> bool:
         """Returns whether the router gets the lengths of answers, exact or with errors. The learned
         curve would take a given length as a limit."""
-        return self.reschedule == "star_oracle" or self.settings.get("forecast", "curve") not in (
+        return self.rebalance == "star_oracle" or self.settings.get("forecast", "curve") not in (
             "curve",
             "trained",
         )
@@ -219,7 +218,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
     """Runs one simulation."""
     profile, cluster = profile_of(stage.cluster), stage.cluster
     settings: dict[str, float | str] = dict(rival.settings)
-    if rival.reschedule.startswith("star"):
+    if rival.rebalance.startswith("star"):
         per_token = (profile.kv_bytes_per_token or 0) / (cluster.link_gb_per_second * 1e9)
         settings = {"migration_seconds_per_token": per_token, **settings}
     if settings.get("forecast") in ("llm_native", "pia", "mu_serve", "tetri_infer"):
@@ -238,7 +237,7 @@ def play(stage: Stage, rival: Rival, seed: int) -> Outcome:
         token_stride=rival.stride,
         output_known=rival.told,
         transfer=f"{cluster.link_gb_per_second:g}",
-        rebalance=from_settings("rebalance", rival.reschedule, settings),
+        rebalance={"kind": rival.rebalance, **settings},
         migration_by=rival.by,
         token_slo_seconds=cluster.tpot_slo_seconds,
     )

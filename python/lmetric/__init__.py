@@ -291,8 +291,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__ or name in _SHADOWS:
         own = ("lmetric._core", "lmetric.expr", "lmetric.options", "lmetric.policies")
         for home in (_HOMES[name],) if name in _HOMES else own:
-            if home == "lmetric._core":
-                import_module("lmetric._deprecated").install()
             if (found := getattr(import_module(home), name, None)) is not None:
                 globals()[name] = found
                 return found

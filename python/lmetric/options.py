@@ -575,11 +575,6 @@ OPTIONS = tuple(_KINDS)
 SELECTORS = {what: "enabled" if what in ("prefix_fetch", "guard") else "kind" for what in OPTIONS}
 # Kinds for tests of engines and for simulations, absent from the documentation of servers.
 _UNLISTED = ("force", "star_oracle")
-# Short names of prefix fetch settings in texts.
-_FETCH_WORDS: dict[str, tuple[str, Any]] = {
-    "least": ("min_tokens", None), "most": ("max_fetches", None), "holder": ("holder_seconds", None),
-    "at_once": ("waits", False), "unpinned": ("pinned", False),
-}  # fmt: skip
 # Core names of fields, except the regular ones: `min_x` is `least_x` in the core, `max_x` is
 # `most_x`.
 _CORE_NAMES = {"fraction": "at", "max_fetches": "most_pulls", "min_requests": "least"}
@@ -698,22 +693,11 @@ def as_mapping(what: str, value: Any) -> Any:
     if selector == "enabled":
         if text in ("none", "auto"):
             return {selector: False if text == "none" else None}
-        words = [part.strip() for part in text.split(",")]
-        if what == "prefix_fetch" and (len(words) > 1 or "=" in text or text in _FETCH_WORDS):
-            return {selector: True} | _fetch_settings(words)
-        return parse_settings(text) if "=" in text else {selector: text}
+        if "=" not in text:
+            return {selector: text}
+        return ({selector: True} if what == "prefix_fetch" else {}) | parse_settings(text)
     called = re.fullmatch(r"(\w+)\s*\((.*)\)", text, re.DOTALL)
     return {selector: text} if called is None else {selector: called[1], **parse_settings(called[2])}
-
-
-def _fetch_settings(words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for word in words:
-        name, _, value = (each.strip() for each in word.partition("="))
-        own, stands_for = _FETCH_WORDS.get(name, (name, None))
-        if word != "on":
-            found[own] = stands_for if "=" not in word else value
-    return found
 
 
 def parse(what: str, value: Any, *, server: bool = False, policy: str = "") -> Any:
@@ -850,9 +834,7 @@ def _checked(what: str, cls: Any, given: Mapping[str, Any], server: bool = False
         if problem["type"] != "unexpected_keyword_argument":
             raise _refused((name,), problem["input"], expected(problem), what) from None
         known = [each.name for each in fields(cls) if not (server and is_study(each))]
-        cores = {_core_name(each): each for each in known}
-        text = "unknown setting"
-        raise _refused((name,), problem["input"], text, what, known, cores.get(name)) from None
+        raise _refused((name,), problem["input"], "unknown setting", what, known) from None
 
 
 def _check_range(what: str, option: Any, given: list[str]) -> None:
@@ -900,17 +882,13 @@ def _refused(
     problem: str,
     what: str,
     known: list[str] | None = None,
-    near: str | None = None,
 ) -> Exception:
     import difflib
 
     from lmetric._core import BadValueError
 
     if known is not None:
-        if near is None:
-            near = next(
-                iter(difflib.get_close_matches(str(path[-1] if path else value), known, 1, 0.5)), None
-            )
+        near = next(iter(difflib.get_close_matches(str(path[-1] if path else value), known, 1, 0.5)), None)
         listed = f"known here: {', '.join(known) or 'nothing'}"
         problem += f"; did you mean {near!r}?" if near else "" if not path else f"; {listed}"
     where = ".".join((what, *path))
@@ -964,8 +942,6 @@ def canonical(what: str, value: Any, policy: str = "") -> Any:
         BadValueError: the value is invalid.
     """
     option = parse(what, value, policy=policy)
-    if isinstance(value, str) and what == "prefix_fetch" and value not in ("off", "true", "false"):
-        return value  # unchanged, because texts are keys of stored results
     given = as_mapping(what, value)
     selected = given.pop(SELECTORS[what], None)
     if not given:
@@ -1051,26 +1027,6 @@ def _bad(what: str, got: object, expected: str) -> Exception:
     return BadValueError(f"{what}: {got!r} is not valid; expected {expected}")
 
 
-def own_names(what: str, kind: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a kind (None: any) by field name. `settings` can also have the core's names."""
-    classes = [cls for name, (cls, _) in _KINDS[what].items() if kind in (None, name)]
-    cores = {_core_name(each.name): each.name for cls in classes for each in fields(cls)}
-    return {cores.get(name, name): value for name, value in settings.items()}
-
-
-def from_settings(what: str, kind: str, settings: Mapping[str, Any]) -> Any:
-    """The option of a kind, such as ``libra`` or ``uniboost``; None for the kind ``none``.
-
-    `settings` can have the names of fields or of the core.
-
-    Raises:
-        BadValueError: an unknown kind or setting, with the known names.
-    """
-    if SELECTORS[what] == "enabled":
-        return parse(what, {"enabled": kind, **own_names(what, "on", settings)} if kind != "none" else kind)
-    return parse(what, {"kind": kind, **own_names(what, kind, settings)})
-
-
 __all__ = [
     "OPTIONS",
     "SELECTORS",
@@ -1108,11 +1064,9 @@ __all__ = [
     "core_settings",
     "default_of",
     "field_docs",
-    "from_settings",
     "is_study",
     "json_schema",
     "kind_of",
-    "own_names",
     "parse",
     "parse_settings",
     "served",

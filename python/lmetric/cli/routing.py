@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import partial, wraps
 from typing import Annotated, Any, get_type_hints
@@ -88,37 +88,6 @@ def parameters(*, server: bool) -> list[inspect.Parameter]:
     return made
 
 
-def old_parameters(flags: Mapping[str, tuple[str, Any]]) -> list[inspect.Parameter]:
-    """Hidden flags with deprecated names. `flags` maps a configuration key to its flag and type."""
-    return [
-        inspect.Parameter(
-            key,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, typer.Option(flag, hidden=True, help="Deprecated.")],
-        )
-        for key, (flag, kind) in flags.items()
-    ]
-
-
-def settings_of(what: str, text: str | None) -> dict[str, str]:
-    """The settings in an option's flag. Setting names of the core are deprecated and cause a
-    warning.
-
-    Raises:
-        BadValueError: a part is not NAME=VALUE.
-    """
-    from lmetric.cli.show import note
-
-    given = options.parse_settings(text or "")
-    own = options.own_names(what, None, given)
-    for old, new in zip(given, own, strict=True):
-        if old != new:
-            flag = f"--{what.replace('_', '-')}-settings"
-            note(f"{flag}: {old} is deprecated and will be removed in the next release; use {new}")
-    return own
-
-
 def overrides(given: dict[str, Any]) -> dict[str, Any]:
     """Removes the flags of `parameters` from `given` and returns them as dotted configuration keys.
 
@@ -128,7 +97,7 @@ def overrides(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for what in options.OPTIONS:
         found[what] = given.pop(what)
-        for name, value in settings_of(what, given.pop(f"{what}_settings")).items():
+        for name, value in options.parse_settings(given.pop(f"{what}_settings") or "").items():
             found[f"{what}.{name}"] = value
     return found
 

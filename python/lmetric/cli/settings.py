@@ -36,13 +36,6 @@ _KEYS = {
     "log_level": "log.level",
     "log_json": "log.json",
 }
-# Flags with deprecated names: the old configuration key, the flag and its type.
-_OLD = {
-    "split_force_at": ("--split-force-at", float),
-    "pull": ("--pull", str),
-    "reschedule": ("--reschedule", str),
-    "reschedule_by": ("--reschedule-by", str),
-}
 
 
 def _option(group: str, *flags: str, **more: Any) -> Any:
@@ -132,7 +125,7 @@ def _read(
         "knob": dict(_pair("--knob", text) for text in knob) if knob else None,
     }  # fmt: skip
     flags: dict[str, Any] = {_KEYS[name]: value for name, value in given.items()}
-    flags |= routing.overrides(more) | more
+    flags |= routing.overrides(more)
     return load_config(config, flags | dict(_pair("--set", text) for text in set_ or []))
 
 
@@ -185,7 +178,7 @@ def command_with_settings(
         (option,) = each.annotation.__metadata__
         if each.name in _KEYS:
             option.show_default = _default(_KEYS[each.name])
-    parameters += [*routing.parameters(server=True), *extra, *routing.old_parameters(_OLD)]
+    parameters += [*routing.parameters(server=True), *extra]
     everything = typer.Option(
         "--help-all", is_eager=True, callback=show_all, help="Show all options and exit."
     )

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from lmetric import _deprecated, options
+from lmetric import options
 from lmetric._core import LmetricError
 from lmetric.config.files import ConfigError, Lines, UniqueKeys, read_yaml_lines
 from lmetric.config.problems import explain
@@ -52,12 +52,11 @@ def load_config(
     """
     merged: dict[str, Any] = {}
     origin: dict[tuple[str, ...], str] = {}
-    old = _OldKeys()
     environ = os.environ if environ is None else environ
     ignored = []
 
     def take(source: str, values: Mapping[str, Any]) -> None:
-        _merge(merged, old.replaced(source, values), origin, source)
+        _merge(merged, values, origin, source)
 
     lines: Lines = {}
     if file is not None:
@@ -76,74 +75,27 @@ def load_config(
             path = key.split(".")
             take("command line", _nested(path, _value("command line", path, value)))
     merged = _expanded(merged, ServerConfig, (), origin, environ)
-    _complete(merged, old)
+    _complete(merged)
     try:
         config = ServerConfig.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, origin, ServerConfig, {str(file): lines}))) from None
-    config._deprecated = tuple(old.messages)
     config._ignored = tuple(ignored)
     config._origin = origin
     return config
 
 
-class _OldKeys:
-    """Replaces deprecated keys and collects a message for each."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.options: set[str] = set()  # options with deprecated keys at the top level
-        self.of_models: dict[int, set[str]] = {}
-
-    def replaced(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a source with current keys. Raises ConfigError."""
-        new = self._section(source, "", values, self.options)
-        if isinstance(models := new.get("models"), list):
-            self.of_models = {number: set() for number in range(len(models))}
-            new["models"] = [
-                self._section(source, f"models[{number}].", each, self.of_models[number])
-                if isinstance(each, Mapping)
-                else each
-                for number, each in enumerate(models)
-            ]
-        return new
-
-    def _section(
-        self, source: str, path: str, values: Mapping[str, Any], touched: set[str]
-    ) -> dict[str, Any]:
-        try:
-            new, old = _deprecated.settings(values)
-        except LmetricError as error:
-            raise ConfigError(f"{source}: {path}{error}") from None
-        for key, names in old.items():
-            touched.add(key)
-            message = _deprecated.settings_message([path + name for name in names], key, new.get(key))
-            self.messages.append(f"{source}: {message}")
-        return new
-
-
-def _complete(merged: dict[str, Any], old: _OldKeys) -> None:
-    """Adds the policy's default kind to options that have settings and no kind.
-
-    With the deprecated keys, a model inherits each setting of an option, and settings without a
-    kind have no effect.
-    """
+def _complete(merged: dict[str, Any]) -> None:
+    """Adds the policy's default kind to options that have settings and no kind."""
     policy = merged.get("policy", DEFAULT_POLICY)
     models = merged.get("models")
-    for number, model in enumerate(models if isinstance(models, list) else []):
+    for model in models if isinstance(models, list) else []:
         if isinstance(model, dict):
-            own = old.of_models.get(number, set())
-            for what in options.OPTIONS:
-                if what in merged and what in own | old.options:
-                    both: dict[str, Any] = {}
-                    _merge(both, {what: merged[what]}, {}, "")
-                    _merge(both, {what: model[what]} if what in model else {}, {}, "")
-                    model[what] = both[what]
-            _with_kinds(model, model.get("policy", policy), own | old.options, f"models[{number}].", old)
-    _with_kinds(merged, policy, old.options, "", old)
+            _with_kinds(model, model.get("policy", policy))
+    _with_kinds(merged, policy)
 
 
-def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: str, old: _OldKeys) -> None:
+def _with_kinds(section: dict[str, Any], policy: Any) -> None:
     name = policy.get("name") if isinstance(policy, Mapping) else policy
     for what, selector in options.SELECTORS.items():
         value = section.get(what)
@@ -154,9 +106,6 @@ def _with_kinds(section: dict[str, Any], policy: Any, touched: set[str], path: s
         chosen = options.default_of(what, str(name))
         if chosen is not None:
             value[selector] = True if selector == "enabled" else options.kind_of(chosen)
-        elif what in touched:
-            settings, section[what] = value, None
-            old.messages.append(f"{path}{what}: {settings} has no effect without a kind; remove it")
 
 
 def render(config: ServerConfig) -> str:

@@ -1130,7 +1130,6 @@ class ServerConfig(PoolSettings):
         None, description="traces of requests, with the extra `otel`; null: none"
     )
 
-    _deprecated: tuple[str, ...] = PrivateAttr(())
     _ignored: tuple[str, ...] = PrivateAttr(())
     _origin: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
@@ -1139,11 +1138,6 @@ class ServerConfig(PoolSettings):
         return isinstance(other, ServerConfig) and self.__dict__ == other.__dict__
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def deprecated(self) -> tuple[str, ...]:
-        """Warnings about deprecated keys in the sources, each with the current spelling."""
-        return self._deprecated
 
     @property
     def ignored_variables(self) -> tuple[str, ...]:

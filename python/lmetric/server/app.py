@@ -493,7 +493,7 @@ def check_config(config: ServerConfig) -> None:
     """
     level = config.log.level if config.log.level == "error" else "warning"
     configure_logging(config.log.model_copy(update={"level": level}))
-    _warn_deprecated(config)
+    _warn_ignored(config)
     _check_moves(config)
     server = Server(config)
     server.build()
@@ -501,9 +501,7 @@ def check_config(config: ServerConfig) -> None:
         pool.kv.close()
 
 
-def _warn_deprecated(config: ServerConfig) -> None:
-    for message in config.deprecated:
-        log.warning("deprecated configuration", reason=message)
+def _warn_ignored(config: ServerConfig) -> None:
     if config.ignored_variables:
         log.warning(
             "environment variables ignored: settings begin with LMETRIC__", names=config.ignored_variables
@@ -588,7 +586,7 @@ def run_server(
     ``reread`` reads the configuration again, for SIGHUP. ``picks``: a gateway sends the requests.
     """
     configure_logging(config.log)
-    _warn_deprecated(config)
+    _warn_ignored(config)
     _check_moves(config)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):

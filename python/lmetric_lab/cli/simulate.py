@@ -43,17 +43,6 @@ MoveBy = StrEnum("MoveBy", {"fetch": "fetch", "recompute": "recompute"})
 
 
 _SIGNALS = "Load reports and routers"
-# Flags with deprecated names: the old key of a study's settings, the flag and its type.
-_OLD: dict[str, tuple[str, Any]] = {
-    "pull": ("--pull", str),
-    "reschedule": ("--reschedule", list[str]),
-    "guard_window_seconds": ("--guard-window", float),
-    "guard_period_seconds": ("--guard-period", float),
-    "guard_classes": ("--guard-classes", int),
-    "guard_min_requests": ("--guard-min-requests", int),
-    "guard_phase2_factor": ("--guard-phase2-factor", float),
-    "guard_release_factor": ("--guard-release-factor", float),
-}
 
 
 def _command(
@@ -372,7 +361,7 @@ def _command(
     if planned:
         more["split_settings"] = None  # the planner's default split
     swept, settings = _options(more)
-    planners = {"kind": "apart", **routing.settings_of("split", split_settings)}
+    planners = {"kind": "apart", **options.parse_settings(split_settings or "")}
     of_planner = {"split": options.canonical("split", planners)} if planned and split_settings else {}
     if "priority" in orders and settings.get("priority", "none") == "none":
         raise typer.BadParameter("priority needs --priority uniboost or vtc", param_hint="--local-order")
@@ -462,7 +451,7 @@ def _command(
             note(f"wrote {path}")
 
 
-command = routing.command(_command, [*routing.parameters(server=False), *routing.old_parameters(_OLD)])
+command = routing.command(_command, routing.parameters(server=False))
 
 
 def _choices(texts: list[str]) -> list[PolicyChoice]:
@@ -489,33 +478,19 @@ def _orders(texts: list[str] | None) -> list[str]:
 
 def _options(flags: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """The values of each swept option, and the settings of the other options."""
-    from lmetric import _deprecated, options
+    from lmetric import options
     from lmetric._core import LmetricError
-    from lmetric.cli.show import note
     from lmetric_lab.sim.setups import split_policies
 
-    texts: dict[str, Any] = {}
-    for what in options.OPTIONS:
-        value, settings = flags.pop(what), routing.settings_of(what, flags.pop(f"{what}_settings"))
-        if what in routing.SWEPT:
-            value = list(dict.fromkeys(split_policies(value or [])))
-        texts[what] = (value, settings)
-    given = {what: value for what, (value, _) in texts.items() if value not in (None, [])}
-    old = {key: value for key, value in flags.items() if value is not None}
-    if isinstance(moves := old.get("reschedule"), list):
-        old["reschedule"] = list(dict.fromkeys(split_policies(moves)))
-    present, keys = _deprecated.settings(given | old)
-    for key, names in keys.items():
-        flag = "--" + key.replace("_", "-")
-        old_flags = ", ".join(_OLD[name][0] for name in names)
-        note(f"{old_flags}: deprecated and will be removed in the next release; use {flag}, {flag}-settings")
     swept: dict[str, list[Any]] = {}
     plain: dict[str, Any] = {}
     for what in options.OPTIONS:
-        _, settings = texts[what]
-        values = present.get(what)
-        each = values if isinstance(values, list) else [] if values is None else [values]
-        if settings:
+        value = flags[what]
+        if what in routing.SWEPT:
+            each = list(dict.fromkeys(split_policies(value or [])))
+        else:
+            each = [] if value is None else [value]
+        if settings := options.parse_settings(flags[f"{what}_settings"] or ""):
             each = _with_settings(what, each, settings)
         try:
             found = [options.canonical(what, value) for value in each]

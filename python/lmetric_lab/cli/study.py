@@ -124,8 +124,6 @@ def command(
         raise typer.BadParameter("needs --policy", param_hint="--against")
     policies = list(dict.fromkeys(split_policies([*(policy or []), *(against or [])])))
     study = load_study(file, trace, policies, allow_code=allow_code)
-    for message in study.deprecated:
-        note(message)
     directory = out if out is not None else Path(f"{file.stem if file else 'comparison'}-results")
     directory.mkdir(parents=True, exist_ok=True)
     with Store(directory / "runs.jsonl") as store:

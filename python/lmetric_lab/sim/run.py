@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmetric import _core, _deprecated
+from lmetric import _core
 from lmetric.defaults import DEFAULT_POLICY
 from lmetric.expr import Expr
 from lmetric.options import (
@@ -430,7 +430,6 @@ def simulate(
     tiers: Tiers = "auto",
     tier_load_ratio: float = 0.02,
     load_admission: Mapping[str, Any] | None = None,
-    **old: Any,
 ) -> Run:
     """Simulate a trace on a fleet. Equal arguments give equal columns.
 
@@ -498,10 +497,10 @@ def simulate(
             ``"auto"`` or None: ``"apart"`` if the policy is planner and there are no `roles`,
             else ``"none"``.
         prefix_fetch: whether the chosen instance fetches a cached prefix from another instance, if
-            that is faster than computing it: ``"on"``, ``"none"``, or settings, also in short form:
-            ``"least=512, most=2"``. `transfer` gives the time. The policies ``lmetric_pull`` and
-            ``planner`` include fetches in their scores. ``"auto"`` or None: ``"on"`` if the policy
-            is planner, else ``"none"``.
+            that is faster than computing it: ``"on"``, ``"none"``, or settings, also as text:
+            ``"min_tokens=512, max_fetches=2"``. `transfer` gives the time. The policies
+            ``lmetric_pull`` and ``planner`` include fetches in their scores. ``"auto"`` or None:
+            ``"on"`` if the policy is planner, else ``"none"``.
         rebalance: migration of running requests between decode engines: ``"none"``; ``"star"`` (by
             predicted load), ``"star_current"`` (by current load), ``"star_oracle"`` (lengths
             known), or ``"llumnix"``.
@@ -570,8 +569,6 @@ def simulate(
         "split": split, "prefix_fetch": prefix_fetch, "priority": priority, "rebalance": rebalance,
         "programs": programs, "fleet_changes": fleet_changes, "guard": guard,
     }  # fmt: skip
-    if old:
-        given = _deprecated.simulate_keywords(old, given)
     pooled = pools is not None and bool(pools.decode)
     routing = Routing(
         policy=policy,

@@ -16,7 +16,7 @@ import orjson
 from lmetric import _core, plugins
 from lmetric._core import LmetricError
 from lmetric.defaults import PLANNER
-from lmetric.options import OPTIONS, SELECTORS, shown
+from lmetric.options import shown
 from lmetric.policies import Policy, PolicyFunction
 from lmetric.profiles import Profile, fleet_profiles, load_profile
 from lmetric_lab.defaults import DEFAULT_PROFILE
@@ -237,7 +237,7 @@ class Setup:
     def key(self, digest: str) -> str:
         """The key of the run: equal for equal settings, trace bytes (`digest`), profile constants
         and version."""
-        told = asdict(self) | {"settings": _stored(self.settings)}
+        told = asdict(self)
         for name in ("path", "label"):
             del told["trace"][name]
         if self.trace.session_rate is None:
@@ -267,25 +267,6 @@ class Setup:
         if (decodes := self.decode_engine) is not None:
             told["decode_profile"] = decodes.constants()
         return hashlib.sha256(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()[:24]
-
-
-# Names of options in keys of stored results, which stay if settings are renamed.
-_STORED = {"prefix_fetch": "pull", "rebalance": "reschedule"}
-
-
-def _stored(settings: Mapping[str, Value]) -> dict[str, Any]:
-    """Settings in the form of stored keys: kind and settings of an option are separate."""
-    told = {name: value for name, value in settings.items() if name not in OPTIONS}
-    for what in settings.keys() & set(OPTIONS):
-        value, name = settings[what], _STORED.get(what, what)
-        if not isinstance(value, Mapping):
-            told[name] = value
-            continue
-        own = dict(value)
-        if SELECTORS[what] in own:
-            told[name] = own.pop(SELECTORS[what])
-        told |= {f"{name}_{key}": each for key, each in own.items()}
-    return told
 
 
 @dataclass(frozen=True, slots=True)

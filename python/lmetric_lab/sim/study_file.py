@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from lmetric import _deprecated, options, plugins
+from lmetric import options, plugins
 from lmetric._core import LmetricError
 from lmetric.config import ConfigError, LoadAdmission, Strict, explain, read_yaml_lines
 from lmetric.config.kinds import OFF_IS_A_WORD, OptionError
@@ -417,7 +417,6 @@ class Study:
     rule: Rule
     searches: list[Setup]  # setups to search the maximum load of
     reference: tuple[PolicyChoice, PolicyChoice | None]  # policy, and decode policy with pools
-    deprecated: tuple[str, ...] = ()  # warnings about deprecated keys, with the current spelling
 
 
 # The study without a file: examples/study.yaml, at three loads.
@@ -454,18 +453,9 @@ def load_study(
         content["policies"] = policies
     if traces:
         content["traces"] = [str(trace_path(trace).resolve()) for trace in traces]
-    messages: list[str] = []
     try:
         with plugins.code_only_in(None if allow_code else policies or ()):
-            if isinstance(settings := content.get("settings"), Mapping):
-                content["settings"], old = _deprecated.settings(settings)
-                messages = [
-                    f"{path}: settings: "
-                    + _deprecated.settings_message(names, key, content["settings"].get(key))
-                    for key, names in old.items()
-                ]
-            file = StudyFile.model_validate(content)
-            return replace(_expand(file, path), deprecated=tuple(messages))
+            return _expand(StudyFile.model_validate(content), path)
     except ValidationError as error:
         origin: dict[tuple[str, ...], str] = {(str(key),): str(path) for key in content}
         raise ConfigError("\n".join(explain(error, origin, StudyFile, {str(path): lines}))) from None
